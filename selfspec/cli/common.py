@@ -1,0 +1,110 @@
+"""What the commands share: getting a speculator, reading prompts, writing results and notes.
+
+Results go to standard output through `emit`, everything else to standard error through `note`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from selfspec.errors import InvalidPrompt, SelfspecError
+
+if TYPE_CHECKING:
+    from selfspec.cli.flags import Settings
+    from selfspec.generate import Speculator
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="YAML file of options; flags win over it."),
+]
+SystemPrompt = Annotated[
+    str | None, typer.Option("--system", help="System message ahead of the conversation.")
+]
+ShowStats = Annotated[
+    bool, typer.Option("--stats", help="One line of statistics per answer, on standard error.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
+
+
+def load(settings: Settings) -> Speculator:
+    """The speculator that the flags ask for; this is where torch is imported."""
+    from selfspec import generate
+
+    return generate.load(**settings.loading, **settings.speculation)
+
+
+def emit(text: str) -> None:
+    """Write results at once. Leaves quietly when nobody reads them any more."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is still buffered would raise again when the interpreter shuts down
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(PIPE_CLOSED) from None
+
+
+def note(text: str) -> None:
+    """Write a line that is not a result."""
+    typer.echo(text, err=True)
+
+
+def complain(error: SelfspecError | str) -> None:
+    """Write an error as its one line."""
+    note(f"selfspec: error: {error}")
+
+
+def read_prompt(prompt: str | None, file: Path | None, *, raw: bool) -> str:
+    """The prompt from the argument, the file, or standard input; one of them.
+
+    A newline at the end of a file or of standard input is dropped unless `raw`. Raises
+    InvalidPrompt when there is nothing to read, or when it is empty or not UTF-8.
+    """
+    if prompt is not None and file is not None:
+        raise InvalidPrompt("a prompt and --file at once, expected one. Leave one of them out")
+    text = _typed(prompt) if prompt is not None else _read(file)
+    if prompt is None and not raw:
+        text = text.rstrip("\r\n")
+    if not text.strip():
+        raise InvalidPrompt("the prompt is empty. Give some text")
+    return text
+
+
+def conversation(text: str, system: str | None) -> list[dict[str, str]]:
+    """Messages of one user turn, behind a system message if there is one."""
+    return [*opening(system), {"role": "user", "content": text}]
+
+
+def opening(system: str | None) -> list[dict[str, str]]:
+    """Messages ahead of the first turn."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _typed(prompt: str) -> str:
+    """An argument; bytes that are no UTF-8 come from the shell as lone surrogates."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(f"the prompt is not UTF-8: {error.reason}") from error
+    return prompt
+
+
+def _read(file: Path | None) -> str:
+    """A file, or standard input where it is not a terminal."""
+    if file is None and sys.stdin.isatty():
+        raise InvalidPrompt("no prompt. Give one as an argument, with --file, or through a pipe")
+    try:
+        data = sys.stdin.buffer.read() if file is None else file.read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise InvalidPrompt(f"cannot read the prompt: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(f"the prompt is not UTF-8: byte {error.start} is wrong") from error

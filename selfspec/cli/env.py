@@ -1,0 +1,59 @@
+"""`selfspec env`: the versions, hardware and folders that a result depends on."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from typing import Any
+
+from selfspec import hub
+from selfspec.cli import common
+from selfspec.errors import ModelNotFound
+
+PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
+
+
+def env(*, as_json: common.AsJson = False) -> None:
+    """Show versions, device, threads, the default model and the cache folder."""
+    facts = environment()
+    if as_json:
+        common.emit(json.dumps(facts) + "\n")
+        return
+    width = max(map(len, facts))
+    common.emit("".join(f"{name:<{width}}  {value}\n" for name, value in facts.items()))
+
+
+def environment() -> dict[str, Any]:
+    """Facts by name, ready for JSON."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        **{name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "cuda": torch.version.cuda if cuda else None,
+        "default_model": _default_model(),
+        "default_heads": hub.DEFAULT_HEADS,
+        "cache_folder": str(hub.cache_folder()),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _default_model() -> str:
+    """The file and its package's version, or how to get it."""
+    package = hub.DEFAULT_MODEL_PACKAGE
+    try:
+        return f"{hub.default_model_file()} ({package} {_version(package)})"
+    except ModelNotFound as error:
+        return str(error)

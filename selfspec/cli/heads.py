@@ -1,0 +1,113 @@
+"""`selfspec heads`: list the exit heads at hand, show what they say of themselves, check them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from selfspec import hub
+from selfspec.cli import common
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
+
+if TYPE_CHECKING:
+    from selfspec.heads import HeadsConfig
+
+app = typer.Typer()
+
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="A folder of heads, or a known name.")]
+
+
+@app.callback(invoke_without_command=True)
+def heads(context: typer.Context) -> None:
+    """List exit heads, show them, check them against a model."""
+    if context.invoked_subcommand is None:
+        common.emit(context.get_help() + "\n")
+
+
+@app.command("list")
+def list_command(*, as_json: common.AsJson = False) -> None:
+    """List the exit heads that come with selfspec."""
+    rows = []
+    for folder in hub.list_heads():
+        try:
+            rows.append(summary(folder))
+        except InvalidHeads as error:
+            common.complain(error)
+    common.emit(json.dumps(rows) + "\n" if as_json else table(rows))
+
+
+@app.command()
+def show(folder: Folder, *, as_json: common.AsJson = False) -> None:
+    """Show what a heads folder says of itself; the weights are not read."""
+    found = hub.resolve_heads(folder)
+    from selfspec.heads import HeadsConfig  # behind the check: a wrong name costs no torch import
+
+    values = asdict(HeadsConfig.read(found))
+    if as_json:
+        common.emit(json.dumps(values) + "\n")
+        return
+    width = max(map(len, values))
+    common.emit("".join(f"{name:<{width}}  {_words(value)}\n" for name, value in values.items()))
+
+
+@app.command()
+def check(
+    folder: Folder,
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Model to check against; without it the bundled default."),
+    ] = None,
+) -> None:
+    """Load heads against a model: OK, or the reason why not and exit code 1."""
+    found = hub.resolve_heads(folder)
+    from selfspec import generate  # imports torch
+
+    try:
+        speculator = generate.load(model, heads=found)
+    except (InvalidHeads, HeadsMismatch, InvalidOption) as error:
+        common.emit(f"failed: {error}\n")
+        raise typer.Exit(1) from error
+    common.emit(f"OK: {found.name} fit {speculator.label}\n")
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """One row of the list. Raises InvalidHeads."""
+    from selfspec.heads import HeadsConfig
+
+    config: HeadsConfig = HeadsConfig.read(folder)
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    return {
+        "name": folder.name,
+        "base_model": config.base_model,
+        "exit_layers": list(config.exit_layers),
+        "head_type": config.head_type,
+        "size_bytes": size,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The list for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table("name", "base model", "exit layers", "type", "MB", box=None, pad_edge=False)
+    for row in rows:
+        layers = _words(row["exit_layers"])
+        size = f"{row['size_bytes'] / 1e6:.1f}"
+        grid.add_row(row["name"], row["base_model"], layers, row["head_type"], size)
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        console.print(grid, soft_wrap=not console.is_terminal)
+    return capture.get()
+
+
+def _words(value: Any) -> str:
+    """A value on one line; lists without brackets."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)

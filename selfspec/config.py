@@ -1,0 +1,160 @@
+"""Every option of the runtime and the one place of its default.
+
+Command-line flags, YAML keys and keyword arguments are derived from these dataclasses. A value
+given in several places is taken from: flag > YAML file > the heads' own defaults > here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from selfspec.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import GenerationConfig
+    from transformers.generation.streamers import BaseStreamer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """How tokens are drafted and checked. All are safe: none but `lenience` changes the output."""
+
+    speculate: bool = True
+    """Draft at all. False is plain decoding on the same runtime, the honest baseline."""
+
+    exit_layers: tuple[int, ...] | None = None
+    """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
+
+    exit_threshold: float | tuple[float, ...] = 0.9
+    """tau, in (0, 1]: a token exits where its annealed confidence reaches it. One value for all
+    exit layers, or one per layer. High by default: a wrong draft costs work."""
+
+    anneal_strength: float = 0.2
+    """alpha, at least 0, in `T_l = 1 + alpha (1 - l / L)`; 0 turns annealing off. The paper calls
+    for "a small" one without printing it (section 3.3)."""
+
+    max_draft_depth: int | None = None
+    """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
+
+    max_draft_tokens: int = 6
+    """W_max, at least 1: drafts per round."""
+
+    lenience: float = 1.0
+    """In (0, 1]: a sampled draft stays when u < p / (q * lenience). Below 1 is lossy."""
+
+    pinned: bool = False
+    """Bitwise draft invariance: every pass has the same shape, whatever was drafted."""
+
+    pinned_rows: int = 8
+    """Rows of every pass in pinned mode, at least `max_draft_tokens + 1`."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidOption for values that no model could make sense of."""
+        for tau in self.thresholds:
+            _require(0.0 < tau <= 1.0, "exit_threshold", tau, "in (0, 1]")
+        _require(self.anneal_strength >= 0.0, "anneal_strength", self.anneal_strength, "at least 0")
+        _require(
+            self.max_draft_tokens >= 1, "max_draft_tokens", self.max_draft_tokens, "at least 1"
+        )
+        _require(0.0 < self.lenience <= 1.0, "lenience", self.lenience, "in (0, 1]")
+        if self.pinned and self.pinned_rows <= self.max_draft_tokens:
+            raise InvalidOption(
+                f"pinned_rows is {self.pinned_rows}, but max_draft_tokens {self.max_draft_tokens} "
+                f"needs at least {self.max_draft_tokens + 1} rows. Raise the one or lower the other"
+            )
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """Tau as a tuple: of length 1 (all layers) or one per exit layer."""
+        tau = self.exit_threshold
+        return tuple(tau) if isinstance(tau, Iterable) else (tau,)
+
+    def updated(self, values: Mapping[str, Any]) -> SpeculationOptions:
+        """A copy with `values` replaced. Raises InvalidOption for a key that does not exist."""
+        check_keys(values, OPTION_NAMES, "option")
+        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        return replace(self, **{**values, **lists})
+
+
+OPTION_NAMES = frozenset(entry.name for entry in fields(SpeculationOptions))
+"""Every SpeculationOptions field."""
+
+DEFAULT_MAX_NEW_TOKENS = 128
+"""Tokens to generate where neither the caller nor the model says."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keywords of `generate` and `stream`: Hugging Face's, with its meaning, and ours."""
+
+    # how long, and where to stop
+    max_new_tokens: int
+    max_length: int
+    min_new_tokens: int
+    min_length: int
+    max_time: float
+    eos_token_id: int | list[int]
+    pad_token_id: int
+    stop_strings: str | list[str]
+    stopping_criteria: list[Any]
+    # how a token is chosen
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    epsilon_cutoff: float
+    eta_cutoff: float
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    bad_words_ids: list[list[int]]
+    sequence_bias: list[list[Any]]
+    suppress_tokens: list[int]
+    begin_suppress_tokens: list[int]
+    forced_bos_token_id: int
+    forced_eos_token_id: int | list[int]
+    exponential_decay_length_penalty: tuple[int, float]
+    renormalize_logits: bool
+    remove_invalid_values: bool
+    guidance_scale: float
+    watermarking_config: Any
+    logits_processor: list[Any]
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]]
+    # what comes in and out
+    attention_mask: Tensor
+    num_return_sequences: int
+    generation_config: GenerationConfig
+    streamer: BaseStreamer
+    # ours: for this call only
+    seed: int
+    """Seeds a generator of this call's own; without it draws come from torch's global one."""
+    raw: bool
+    """A prompt in words is tokenised as it is, without the chat template."""
+    speculate: bool
+    exit_layers: tuple[int, ...] | None
+    exit_threshold: float | tuple[float, ...]
+    anneal_strength: float
+    max_draft_depth: int | None
+    max_draft_tokens: int
+    lenience: float
+    pinned: bool
+    pinned_rows: int
+
+
+def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
+    """Raise InvalidOption at the first of `values` not in `known`, naming the nearest known one."""
+    names = sorted(known)
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(names)}"
+            raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
+
+
+def _require(condition: bool, name: str, value: object, expected: str) -> None:
+    if not condition:
+        raise InvalidOption(f"{name} is {value}, expected a value {expected}")

@@ -1,0 +1,135 @@
+"""What proposes tokens, by running rows through the hidden cache or from elsewhere.
+
+Comes in: the state of a sequence. Goes out: a Draft; rows that were run for it wait in the hidden
+cache, where verification takes them on. Called by `decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from selfspec.heads import ExitHeads
+from selfspec.judge import ExitJudge, read_together
+from selfspec.scores import Sampler
+from selfspec.state import DecodeState
+from selfspec.stats import Ended, Stopwatch
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """k proposed tokens."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Tensor] | None = None
+    """The law each token was drawn from, [V] each, after the processors; None: they are certain."""
+    exit_layers: list[int] = field(default_factory=list)
+    """Where each left; 0 for tokens that ran through no layer."""
+    ended: Ended = "off"
+
+
+class Drafter(Protocol):
+    """Proposes at most `limit` tokens to follow the committed ones."""
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+        """A draft of 0..limit tokens.
+
+        Rows may be left waiting in `state.hidden`: first that of the newest committed token, then
+        those of the drafts, in order, none twice.
+        """
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+        """An empty draft."""
+        return Draft()
+
+
+class ExitDrafter:
+    """Drafts from exit heads on intermediate layers: SpecBound's BSCS, section 2.3.
+
+    Each token runs segment by segment until the judge is sure; a token that is still unsure at the
+    last exit layer in use (D_max) ends the draft, and so does the W_max-th draft.
+    """
+
+    def __init__(
+        self,
+        heads: ExitHeads,
+        judge: ExitJudge,
+        sampler: Sampler,
+        max_draft_tokens: int,
+        end_tokens: Collection[int] = (),
+    ) -> None:
+        """`end_tokens` close a sequence: nothing is drafted behind one."""
+        self._heads = heads
+        self._judge = judge
+        self._sampler = sampler.for_drafts()
+        self._max_draft_tokens = max_draft_tokens
+        self._end_tokens = frozenset(end_tokens)
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+        """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
+        draft = Draft(probs=[] if self._sampler.do_sample else None, ended="budget")
+        if self._max_draft_tokens <= limit:
+            limit, draft.ended = self._max_draft_tokens, "width"
+        ids = state.ids
+        while len(draft.tokens) < limit:
+            state.hidden.push(state.backbone.embed(ids[:, -1:]))
+            found = self._first_exit(state, ids, watch)
+            if found is None:
+                draft.ended = "depth"
+                break
+            layer, token, probs = found
+            draft.tokens.append(token)
+            draft.exit_layers.append(layer)
+            if draft.probs is not None and probs is not None:
+                draft.probs.append(probs)
+            if token in self._end_tokens:
+                draft.ended = "eos"
+                break
+            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
+        return draft
+
+    def _first_exit(
+        self, state: DecodeState, ids: Tensor, watch: Stopwatch
+    ) -> tuple[int, int, Tensor | None] | None:
+        """Exit layer, token and its law at the first confident layer; None: difficult token."""
+        for boundary, layer in enumerate(state.hidden.depths[1:-1]):
+            hidden = state.hidden.advance(boundary)[:, -1]  # [1, d]: the row being drafted
+            watch.lap("draft")
+            head = self._heads[layer]
+            logits = head(hidden)
+            confidence = self._judge.confidence(logits, layer)
+            top, exits = self._read(head.to_target_ids(logits.argmax(-1)), confidence, layer)
+            if not exits:
+                watch.lap("heads")
+                continue
+            if self._sampler.is_plain_greedy:
+                choice: tuple[int, Tensor | None] = top, None
+            else:
+                choice = self._choose(ids, head.to_target_logits(logits))
+            watch.lap("heads")
+            return layer, *choice
+        return None
+
+    def _read(self, top: Tensor, confidence: Tensor, layer: int) -> tuple[int, bool]:
+        """The one device read per judged layer: top-1 token, and whether it leaves."""
+        sure, token = read_together(confidence, top)
+        return token, self._judge.exits(sure, layer)
+
+    def _choose(self, ids: Tensor, logits: Tensor) -> tuple[int, Tensor | None]:
+        """A token from processed draft logits [1, V], and the law it was drawn from.
+
+        Whether to exit was decided before, from the context alone: a decision that saw the drawn
+        token would bias the output.
+        """
+        if not self._sampler.do_sample:
+            return int(self._sampler.scores(ids, logits).argmax(-1)), None
+        probs = self._sampler.probs(ids, logits)
+        return self._sampler.draw(probs), probs

@@ -1,0 +1,51 @@
+"""What can go wrong, one class per thing the caller can act on.
+
+Every message is one line: what was found, what was expected, what to do. The command line prints
+it and exits with code 2; nothing else in the package prints errors.
+"""
+
+from __future__ import annotations
+
+
+class SelfspecError(Exception):
+    """Base of all errors that selfspec raises on purpose."""
+
+
+class ModelNotFound(SelfspecError):
+    """No model can be loaded from the given name, folder or file."""
+
+
+class UnsupportedModel(SelfspecError):
+    """The model cannot be cut into segments with exactly its own results."""
+
+
+class HeadsNotFound(SelfspecError):
+    """No exit heads can be found under the given name or folder."""
+
+
+class InvalidHeads(SelfspecError):
+    """A heads folder is incomplete, damaged or of a format this version does not read."""
+
+
+class HeadsMismatch(SelfspecError):
+    """The exit heads were fitted to another model."""
+
+
+class InvalidOption(SelfspecError):
+    """An option is unknown, out of range, or contradicts another one."""
+
+
+class InvalidPrompt(SelfspecError):
+    """The prompt is empty, too long for the model, or holds ids outside its vocabulary."""
+
+
+class InvalidDraft(SelfspecError):
+    """A drafter broke its contract: more drafts than allowed, or none where some were promised."""
+
+
+class InvalidData(SelfspecError):
+    """A data file cannot be used: names the file, the line and the reason."""
+
+
+class PinnedUnavailable(SelfspecError):
+    """Bitwise draft invariance was asked for and the probe found it does not hold here."""

@@ -1,0 +1,71 @@
+"""Runs the model's own layers, any family: the same modules, masks and kernels as its forward."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from selfspec.kv_cache import KVCache
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+_MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
+
+
+class GenericExecutor:
+    """Calls `decoder.layers[i]` directly, with masks sized by the layers that are run."""
+
+    def __init__(self, decoder: Any) -> None:
+        """`decoder`: a transformers decoder, with layers, rotary_emb, norm and config."""
+        self.decoder = decoder
+        self.layer_types = attention_types(decoder.config)
+        parameters = inspect.signature(self.decoder.rotary_emb.forward).parameters
+        self._rotary_by_type = "layer_type" in parameters  # Gemma3 has one base frequency per type
+
+    def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
+        """Layers first+1..last on [B, T, d] at `positions` [B, T]; appends T positions to `kv`."""
+        types = set(self.layer_types[first:last])
+        masks = {kind: self._mask(kind, hidden, first, positions, kv) for kind in types}
+        rotations = self._rotations(hidden, positions, types)
+        for layer in range(first, last):
+            kind = self.layer_types[layer]
+            output = self.decoder.layers[layer](
+                hidden,  # positional: hooks and checkpoint wrappers read args[0]
+                attention_mask=masks[kind],
+                position_ids=positions,
+                past_key_values=kv,
+                use_cache=True,
+                position_embeddings=rotations[kind],
+            )
+            hidden = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+    def _mask(self, kind: str, hidden: Tensor, first: int, positions: Tensor, kv: KVCache) -> Any:
+        """The mask for T rows behind what layer first+1 holds; None only where sdpa needs none."""
+        return _MASKS[kind](
+            config=self.decoder.config,
+            inputs_embeds=hidden,
+            attention_mask=None,
+            past_key_values=kv,  # type: ignore[arg-type]  # our cache offers what masks need
+            position_ids=positions,
+            layer_idx=first,
+        )
+
+    def _rotations(self, hidden: Tensor, positions: Tensor, types: set[str]) -> dict[str, Any]:
+        rotary = self.decoder.rotary_emb
+        if self._rotary_by_type:
+            return {kind: rotary(hidden, positions, kind) for kind in types}
+        return dict.fromkeys(types, rotary(hidden, position_ids=positions))
+
+
+def attention_types(config: PreTrainedConfig) -> list[str]:
+    """Attention type of each layer; one for all, by `sliding_window`, if the config names none."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return list(types)
+    one = FULL if getattr(config, "sliding_window", None) is None else SLIDING
+    return [one] * config.num_hidden_layers

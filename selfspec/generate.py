@@ -1,0 +1,376 @@
+"""The facade: load or wrap a model, then generate, stream, converse.
+
+A tower of generators: `decode.rounds` yields rounds, `Stream` turns them into text, `generate`
+drains the stream. Keywords are Hugging Face's; `selfspec.config.GenerateOptions` lists them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+from typing_extensions import Unpack
+
+from selfspec import hub
+from selfspec.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
+from selfspec.backbone import Backbone, fingerprint
+from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check_keys
+from selfspec.decode import rounds
+from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
+from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
+from selfspec.judge import ExitJudge, spread
+from selfspec.kv_cache import KVCache, fixed_slots
+from selfspec.probe import check_pinned
+from selfspec.request import Request, from_prepared, prepare, stop_strings
+from selfspec.scores import Sampler
+from selfspec.state import DecodeState
+from selfspec.stats import GenerationStats, Stopwatch
+from selfspec.stream import Generation, Stream
+from selfspec.text import Prompt, encode
+
+logger = logging.getLogger(__name__)
+
+LOGIT_LENS = "logit-lens"
+"""Name of the heads that any model has."""
+
+
+class Speculator:
+    """A model with its exit heads, ready to generate. Made by `load` or `wrap`."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        tokenizer: PreTrainedTokenizerBase | None,
+        heads: ExitHeads | None,
+        label: str,
+        options: SpeculationOptions,
+    ) -> None:
+        """`heads` None is plain decoding only. Raises InvalidOption for layers without heads."""
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.heads = heads
+        self.label = label
+        self.options = options
+        self._disabled = False
+        self._probed: set[tuple[int, int]] = set()
+        if heads is not None:
+            active_layers(heads, options)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The wrapped model, as it was."""
+        return self.backbone.model
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
+        """One answer to one prompt. For batches see `generate_batch`."""
+        return self.stream(prompt, **options).drain()
+
+    def generate_batch(
+        self, prompts: Prompt, **options: Unpack[GenerateOptions]
+    ) -> list[Generation]:
+        """Answers to all rows of left-padded ids [B, P], times `num_return_sequences`."""
+        request, speculation, streamer = self._request(prompts, options)
+        return [
+            self._start(request, speculation, row, streamer).drain()
+            for row in range(request.input_ids.shape[0])
+        ]
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+        """The same answer as `generate`, piece by piece."""
+        request, speculation, streamer = self._request(prompt, options)
+        _require_one(request)
+        return self._start(request, speculation, 0, streamer)
+
+    def session(self) -> Session:
+        """A conversation that keeps its keys and values between turns."""
+        return Session(self)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """While open, plain decoding on the same runtime."""
+        before, self._disabled = self._disabled, True
+        try:
+            yield
+        finally:
+            self._disabled = before
+
+    def hf(
+        self,
+        *,
+        streamer: BaseStreamer | None = None,
+        strings: str | list[str] | None = None,
+        **speculation: Any,
+    ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
+        """A `custom_generate` for Hugging Face's own `model.generate`.
+
+        Give a streamer and stop `strings` here: `generate` does not pass its own on to a callable.
+        `speculation` overrides this speculator's options.
+        """
+        options = self.options.updated(speculation)
+
+        def custom_generate(
+            model: PreTrainedModel,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> Tensor | GenerateDecoderOnlyOutput:
+            if model is not self.model:
+                raise InvalidOption("this custom_generate belongs to another model")
+            if strings:
+                stopping_criteria.append(stop_strings(self.tokenizer, strings))
+            request = from_prepared(
+                self.backbone,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                model_kwargs,
+            )
+            rows = range(input_ids.shape[0])
+            answers = [self._start(request, options, row, streamer).drain() for row in rows]
+            return sequences(request, answers)
+
+        return custom_generate
+
+    def _request(
+        self, prompt: Prompt, options: GenerateOptions
+    ) -> tuple[Request, SpeculationOptions, BaseStreamer | None]:
+        check_keys(options, GenerateOptions.__annotations__, "option")
+        rest: dict[str, Any] = dict(options)
+        speculation = self.options.updated({k: rest.pop(k) for k in OPTION_NAMES & rest.keys()})
+        streamer = rest.pop("streamer", None)
+        ids = encode(self.tokenizer, prompt, raw=rest.pop("raw", False))
+        request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
+        return request, speculation, streamer
+
+    def _start(
+        self,
+        request: Request,
+        options: SpeculationOptions,
+        row: int,
+        streamer: BaseStreamer | None = None,
+        state: DecodeState | None = None,
+    ) -> Stream:
+        """A stream that decodes one row of `request`, in `state` if one is given."""
+        options = replace(options, speculate=options.speculate and not self._disabled)
+        sampler = request.sampler.for_row(row)
+        rule = acceptance_rule(sampler, options)
+        if state is None:
+            state = self._state(request, options, row)
+        stats = GenerationStats(
+            num_layers=self.backbone.num_layers,
+            prompt_tokens=state.length - state.pad,
+            reused_tokens=state.kv.length(0),
+            lossless=rule.lossless or not options.speculate,
+        )
+        watch = Stopwatch()
+        drafter = self._drafter(sampler, request.stop.end_tokens, options)
+        entries = rounds(state, drafter, rule, request.stop, watch)
+        if streamer is not None:
+            streamer.put(request.input_ids[row : row + 1].cpu())
+        return Stream(entries, stats, watch, self.tokenizer, streamer)
+
+    def _state(
+        self, request: Request, options: SpeculationOptions, row: int, kv: KVCache | None = None
+    ) -> DecodeState:
+        """The state of one row; `kv` may hold a prefix of it."""
+        pad, pinned_rows = request.pads[row], None
+        if options.pinned:
+            pinned_rows = options.pinned_rows
+            slots = fixed_slots(request.stop.max_length - pad + pinned_rows)
+            if kv is None:
+                kv = KVCache(self.backbone.num_layers, slots)
+            kv.slots = max(slots, kv.slots or 0)
+            self._probe(pinned_rows, kv.slots)
+        layers = active_layers(self.heads, options) if self.heads and options.speculate else ()
+        return DecodeState(
+            self.backbone,
+            request.input_ids[row : row + 1],
+            pad=pad,
+            exit_layers=layers,
+            kv=kv,
+            pinned_rows=pinned_rows,
+        )
+
+    def _drafter(
+        self, sampler: Sampler, end_tokens: Collection[int], options: SpeculationOptions
+    ) -> Drafter:
+        if self.heads is None or not options.speculate:
+            return NoDrafter()
+        layers = (
+            self.heads.config.exit_layers if options.exit_layers is None else options.exit_layers
+        )
+        judge = ExitJudge(
+            self.backbone.num_layers,
+            spread(options.thresholds, layers),
+            options.anneal_strength,
+            {int(layer): value for layer, value in self.heads.config.temperatures.items()},
+        )
+        return ExitDrafter(self.heads, judge, sampler, options.max_draft_tokens, end_tokens)
+
+    def _probe(self, rows: int, slots: int) -> None:
+        """Test a pinned shape once."""
+        if (rows, slots) not in self._probed:
+            check_pinned(self.backbone, rows, slots)
+            self._probed.add((rows, slots))
+
+
+class Session:
+    """Turns of one conversation; what earlier turns left in the caches is not run again.
+
+    Survives an error in the middle of a round and a stream that was stopped.
+    """
+
+    def __init__(self, speculator: Speculator) -> None:
+        """Empty at first."""
+        self._speculator = speculator
+        self._state: DecodeState | None = None
+        self._pinned: tuple[bool, int] | None = None
+        self._stream: Stream | None = None
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
+        """The answer to `prompt`: the whole conversation so far and the new turn."""
+        return self.stream(prompt, **options).drain()
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+        """The same answer, piece by piece. Ends the stream of an earlier turn."""
+        if self._stream is not None:
+            self._stream.close()
+        engine = self._speculator
+        request, speculation, streamer = engine._request(prompt, options)
+        _require_one(request)
+        shapes = (speculation.pinned, speculation.pinned_rows)
+        kv = self._prefix(request) if shapes == self._pinned else None
+        self._pinned = shapes
+        self._state = engine._state(request, speculation, 0, kv)
+        self._stream = engine._start(request, speculation, 0, streamer, self._state)
+        return self._stream
+
+    def _prefix(self, request: Request) -> KVCache | None:
+        """The caches, cut back to what they share with the new prompt; at least one id is left."""
+        if self._state is None or self._state.pad or request.pads[0]:
+            return None
+        old, new = self._state.ids[0], request.input_ids[0]
+        count = min(len(old), len(new) - 1)
+        differing = (old[:count] != new[:count]).nonzero()
+        self._state.kv.truncate(int(differing[0]) if len(differing) else count)
+        return self._state.kv
+
+
+def load(
+    model: str | Path | None = None,
+    *,
+    heads: str | Path | ExitHeads | None = None,
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | None = None,
+    attn_implementation: str = "sdpa",
+    **options: Any,
+) -> Speculator:
+    """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
+
+    `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
+    default model, and plain decoding for any other. `options` are SpeculationOptions. Raises
+    ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, InvalidOption.
+    """
+    loaded, tokenizer, files = hub.load_model(
+        model, dtype=dtype, device=device, attn_implementation=attn_implementation
+    )
+    if heads is None and files.is_default:
+        heads = hub.DEFAULT_HEADS
+    return wrap(loaded, tokenizer, heads=heads, label=files.label, **options)
+
+
+def wrap(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    heads: str | Path | ExitHeads | None = None,
+    label: str | None = None,
+    **options: Any,
+) -> Speculator:
+    """A Speculator around a model that is already loaded; the model itself stays as it is.
+
+    Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, InvalidOption.
+    """
+    backbone = Backbone(model)
+    label = label or model.config.name_or_path or type(model).__name__
+    fitted = _find_heads(backbone, heads, label)
+    base = SpeculationOptions()
+    if fitted is None:
+        logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
+    else:
+        base = base.updated(fitted.config.defaults)
+    return Speculator(backbone, tokenizer, fitted, label, base.updated(options))
+
+
+def active_layers(heads: ExitHeads | None, options: SpeculationOptions) -> tuple[int, ...]:
+    """Exit layers in use: those asked for (else all that are fitted) up to D_max.
+
+    Raises InvalidOption for a layer without a head, a D_max that is no exit layer in use, or
+    thresholds of another number than the layers.
+    """
+    if heads is None:
+        raise HeadsNotFound("speculation needs exit heads. Give heads=...")
+    fitted = heads.config.exit_layers
+    layers = fitted if options.exit_layers is None else options.exit_layers
+    check_exit_layers(layers, fitted)
+    if len(options.thresholds) not in (1, len(layers)):
+        raise InvalidOption(
+            f"{len(options.thresholds)} exit thresholds for {len(layers)} exit layers. "
+            "Give one for all, or one each"
+        )
+    depth = options.max_draft_depth
+    if depth is not None and depth not in layers:
+        raise InvalidOption(f"max_draft_depth {depth} is not among the exit layers {list(layers)}")
+    return tuple(layer for layer in layers if depth is None or layer <= depth)
+
+
+def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
+    """The rule for this choice. Raises InvalidOption for lenience without sampling."""
+    if sampler.do_sample:
+        return SpeculativeSampling(sampler, options.lenience)
+    if options.lenience < 1.0:
+        raise InvalidOption("lenience below 1 needs do_sample: greedy drafts match or do not")
+    return GreedyMatch(sampler)
+
+
+def sequences(request: Request, answers: list[Generation]) -> Tensor | GenerateDecoderOnlyOutput:
+    """Prompts and answers as Hugging Face returns them: [B, longest], padded on the right."""
+    longest = max(len(answer.token_ids) for answer in answers)
+    padded = [
+        answer.token_ids + [request.pad_token_id] * (longest - len(answer.token_ids))
+        for answer in answers
+    ]
+    ids = torch.cat([request.input_ids, request.input_ids.new_tensor(padded)], dim=1)
+    return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
+
+
+def _find_heads(
+    backbone: Backbone, heads: str | Path | ExitHeads | None, label: str
+) -> ExitHeads | None:
+    if heads is None or isinstance(heads, ExitHeads):
+        return heads
+    if heads == LOGIT_LENS:
+        return logit_lens(backbone.unembedding, backbone.num_layers, label)
+    folder = hub.resolve_heads(heads)
+    unembedding = backbone.unembedding
+    return ExitHeads.from_pretrained(folder, unembedding, fingerprint(unembedding.weight), label)
+
+
+def _require_one(request: Request) -> None:
+    if request.input_ids.shape[0] != 1:
+        raise InvalidOption(
+            f"{request.input_ids.shape[0]} sequences at once. Use generate_batch for more than one"
+        )

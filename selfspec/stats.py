@@ -1,0 +1,165 @@
+"""What a generation did and what it cost: records with units, made of rounds.
+
+On an accelerator work is queued, so seconds are charged to the part that waits for its result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+Ended = Literal["depth", "width", "budget", "eos", "off"]
+"""Why drafting stopped: nothing confident by D_max; W_max drafts; no room for more tokens; the
+draft closed the sequence; nothing was to be drafted."""
+
+StopReason = Literal["eos", "length", "stop"]
+"""What ended a generation: an end token; the token limit; another stopping criterion."""
+
+PARTS = ("prefill", "draft", "heads", "verify", "bookkeeping")
+
+
+class Stopwatch:
+    """Charges the time since the last reading to a part of the work."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """`now` gives seconds; tests inject their own."""
+        self._now = now
+        self._last = now()
+        self.seconds: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Forget the time since the last reading: the caller had it, not us."""
+        self._last = self._now()
+
+    def lap(self, part: str) -> None:
+        """Charge the time since the last reading to `part`."""
+        now = self._now()
+        self.seconds[part] += now - self._last  # type: ignore[assignment]  # Counter of seconds
+        self._last = now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One round: drafting, then one verification."""
+
+    tokens: list[int]
+    """Committed: the accepted drafts, then the correction or bonus token (not after a stop)."""
+    draft_tokens: list[int]
+    exit_layers: list[int]
+    """Where each draft left; 0 for drafts that ran through no layer."""
+    accepted: int
+    """Drafts among `tokens`."""
+    ended: Ended
+    prefill: bool = False
+    """The prompt's own pass, which is no verification."""
+    passes: Sequence[tuple[int, int, int]] = ()
+    """Batched runs, in order: rows, first, last (layers first+1..last)."""
+    stop_reason: StopReason | None = None
+
+
+@dataclass(kw_only=True)
+class GenerationStats:
+    """Counters of one generation; `add` takes its rounds in order."""
+
+    num_layers: int
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Prompt tokens whose keys and values a session still had."""
+    lossless: bool = True
+    """False if a lossy acceptance rule was at work."""
+    new_tokens: int = 0
+    rounds: int = 0
+    """Verifications; the prompt's pass is not one."""
+    drafted: int = 0
+    accepted: int = 0
+    bonus: int = 0
+    """Tokens that verification itself gave: after a rejection or behind the last draft."""
+    drafted_by_layer: Counter[int] = field(default_factory=Counter)
+    accepted_by_layer: Counter[int] = field(default_factory=Counter)
+    drafted_by_index: Counter[int] = field(default_factory=Counter)
+    """Keys count from 1: the first, second, .. draft of a round."""
+    accepted_by_index: Counter[int] = field(default_factory=Counter)
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
+    """Rounds by the number of drafts they kept."""
+    ended: Counter[str] = field(default_factory=Counter)
+    """Rounds by why drafting stopped."""
+    row_layers: int = 0
+    """Rows times layers run, prompt included; plain decoding needs L per token."""
+    seconds: Counter[str] = field(default_factory=Counter)
+    """By part: prefill, draft, heads, verify, bookkeeping."""
+    stop_reason: StopReason | None = None
+
+    def add(self, entry: Round) -> None:
+        """Count one round."""
+        self.new_tokens += len(entry.tokens)
+        self.row_layers += sum(rows * (last - first) for rows, first, last in entry.passes)
+        self.stop_reason = entry.stop_reason
+        if entry.prefill:
+            return
+        self.rounds += 1
+        self.drafted += len(entry.draft_tokens)
+        self.accepted += entry.accepted
+        self.bonus += len(entry.tokens) - entry.accepted
+        self.ended[entry.ended] += 1
+        self.accepted_lengths[entry.accepted] += 1
+        self.drafted_by_layer.update(entry.exit_layers)
+        self.accepted_by_layer.update(entry.exit_layers[: entry.accepted])
+        self.drafted_by_index.update(range(1, len(entry.draft_tokens) + 1))
+        self.accepted_by_index.update(range(1, entry.accepted + 1))
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted; 0 without drafts."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def compression_rate(self) -> float:
+        """CR: tokens committed per verification; 0 before the first."""
+        return (self.accepted + self.bonus) / self.rounds if self.rounds else 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token: the prompt's pass."""
+        return float(self.seconds["prefill"])
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds after the first token; time the caller held a stream is not in it."""
+        return float(sum(self.seconds[part] for part in PARTS if part != "prefill"))
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first per second of `decode_s`."""
+        return max(self.new_tokens - 1, 0) / self.decode_s if self.decode_s else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counters and rates, ready for JSON."""
+        counts = {
+            entry.name: dict(value) if isinstance(value, Counter) else value
+            for entry in fields(self)
+            for value in [getattr(self, entry.name)]
+        }
+        return counts | {
+            "acceptance_rate": self.acceptance_rate,
+            "compression_rate": self.compression_rate,
+            "ttft_s": self.ttft_s,
+            "decode_s": self.decode_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+        }
+
+    def line(self) -> str:
+        """One line for people."""
+        exits = ", ".join(
+            f"{self.accepted_by_layer[layer]}/{count} at {layer}"
+            for layer, count in sorted(self.drafted_by_layer.items())
+        )
+        return (
+            f"{self.new_tokens} tokens, {self.decode_tokens_per_s:.1f} tok/s, "
+            f"first after {self.ttft_s * 1e3:.0f} ms | {self.rounds} rounds, "
+            f"CR {self.compression_rate:.2f}, {self.accepted}/{self.drafted} drafts accepted"
+            + (f" ({exits})" if exits else "")
+            + ("" if self.lossless else " | lossy")
+        )

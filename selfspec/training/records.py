@@ -1,0 +1,99 @@
+"""Writes a folder of fitted heads: heads, metrics, the run that made them, and a card.
+
+Comes in: what `fit` gave and the options it ran with. Goes out: a folder for people and for
+`ExitHeads.from_pretrained`. Called by `selfspec fit`. Every file is
+written under a temporary name and renamed; the heads come last.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from selfspec.heads import HeadsConfig
+from selfspec.training.fit import Fitted
+
+_PACKAGES = ("torch", "transformers", "safetensors")
+
+_CARD = """\
+# Exit heads for {base_model}
+
+{kind} heads at exit layers {layers} of {num_layers}, drafting from {vocabulary}. They make
+speculative decoding with selfspec faster and never change its output. Weights: {dtype}.
+
+Fitted with `selfspec fit` ({loss} loss, learning rate {learning_rate}, {epochs} epoch(s), {steps}
+steps, seed {seed}) on {answer_tokens:,} answer tokens of {conversations:,} conversations
+({data}); `run.yaml` holds all options. Base fingerprint: `{fingerprint}`.
+
+## Agreement on held-out text
+
+Share of {positions:,} answer positions where a head's top token is the model's own, over the full
+vocabulary, and the same among the positions where the head is most confident (`metrics.json`).
+{coverage:.1%} of the model's tokens are in the draft vocabulary.
+
+| exit layer | all | most confident 25 % | most confident 10 % |
+|---|---|---|---|
+{rows}
+"""
+
+
+def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
+    """Write all files of `folder`; `run` holds the options of the command, ready for YAML."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {"run": dict(run), "machine": machine()}
+    _replace(folder / "metrics.json", json.dumps(fitted.metrics, indent=2) + "\n")
+    _replace(folder / "run.yaml", yaml.safe_dump(described, sort_keys=False))
+    dtype = next(fitted.heads.parameters()).dtype
+    _replace(folder / "README.md", card(fitted.heads.config, fitted.metrics, dtype))
+    fitted.heads.save(folder)
+
+
+def card(config: HeadsConfig, metrics: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """The README of a heads folder, from its records alone."""
+    size = config.draft_vocab_size
+    layers = metrics["layers"]
+    return _CARD.format(
+        **config.training,
+        base_model=config.base_model,
+        kind=config.head_type.capitalize(),
+        layers=", ".join(map(str, config.exit_layers)),
+        num_layers=config.num_layers,
+        vocabulary="the whole vocabulary" if size is None else f"{size:,} tokens",
+        dtype=str(dtype).removeprefix("torch."),
+        fingerprint=config.base_fingerprint,
+        positions=next(iter(layers.values()))["positions"],
+        coverage=metrics["coverage"],
+        rows="\n".join(_row(layer, shares) for layer, shares in layers.items()),
+    )
+
+
+def machine() -> dict[str, Any]:
+    """What a repetition on another machine may differ in."""
+    versions = {name: metadata.version(name) for name in _PACKAGES}
+    cpu = torch.backends.cpu.get_cpu_capability()
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "accelerator": accelerator,
+    }
+
+
+def _row(layer: str, shares: Mapping[str, float]) -> str:
+    names = ("agreement", "agreement_top_25", "agreement_top_10")
+    return " | ".join([f"| {layer}", *(f"{100 * shares[name]:.1f} %" for name in names)]) + " |"
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

@@ -1,0 +1,54 @@
+"""Fixtures that all tests share: tiny random models, built once per session, never downloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the network
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.backbone import Backbone
+from tests.models import make_model, random_ids
+
+torch.set_num_threads(1)  # tiny products: a second thread only waits, for seconds on a busy machine
+
+TinyModel = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> TinyModel:
+    """`tiny_model(family, dtype, attn)`: as `make_model`, each built once; do not change them."""
+    built: dict[tuple[str, torch.dtype, str], PreTrainedModel] = {}
+
+    def tiny(
+        family: str = "llama", dtype: torch.dtype = torch.float32, attn: str = "sdpa"
+    ) -> PreTrainedModel:
+        key = family, dtype, attn
+        if key not in built:
+            built[key] = make_model(family, dtype, attn)
+        return built[key]
+
+    return tiny
+
+
+@pytest.fixture(scope="session")
+def model(tiny_model: TinyModel) -> PreTrainedModel:
+    """The tiny Llama, float32, sdpa; shared by all tests, do not change it."""
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def backbone(model: PreTrainedModel) -> Backbone:
+    """The tiny Llama, cut open. It holds no state of its own, so all tests share it."""
+    return Backbone(model)
+
+
+@pytest.fixture
+def prompt_ids() -> Tensor:
+    """[1, 12] ids, longer than the sliding windows of the tiny models."""
+    return random_ids(12)

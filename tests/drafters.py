@@ -1,0 +1,94 @@
+"""Scripted drafters: they run no layers and propose tokens only, so any draft can be planted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from selfspec.drafters import Draft
+from selfspec.state import DecodeState
+from selfspec.stats import Stopwatch
+
+
+class ScriptedDrafter:
+    """Base: `width` is W_max; subclasses say which tokens."""
+
+    def __init__(self, width: int = 4) -> None:
+        self.width = width
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+        """At most min(limit, width) tokens, none of which ran through a layer."""
+        room = max(min(limit, self.width), 0)
+        tokens = self.tokens(state.length - state.pad, room)[:room]
+        return Draft(
+            tokens=tokens,
+            exit_layers=[0] * len(tokens),
+            ended="width" if len(tokens) == self.width else "budget",
+        )
+
+    def tokens(self, position: int, count: int) -> list[int]:
+        """Tokens for `position` and behind it, up to `count`."""
+        raise NotImplementedError
+
+
+class OracleDrafter(ScriptedDrafter):
+    """Drafts the known continuation. `sequence` holds the prompt (without padding) and all of it.
+
+    Goes by position, so it also serves where the decoder has parted from `sequence`.
+    """
+
+    def __init__(self, sequence: Sequence[int], width: int = 4) -> None:
+        super().__init__(width)
+        self.sequence = list(sequence)
+
+    def tokens(self, position: int, count: int) -> list[int]:
+        return self.sequence[position : position + count]
+
+
+class WrongDrafter(OracleDrafter):
+    """Drafts what the known continuation does not hold there, and junk behind its end."""
+
+    def __init__(self, sequence: Sequence[int], vocab_size: int = 96, width: int = 4) -> None:
+        super().__init__(sequence, width)
+        self.vocab_size = vocab_size
+
+    def tokens(self, position: int, count: int) -> list[int]:
+        truth = super().tokens(position, count)
+        padded = truth + [0] * (count - len(truth))
+        return [(token + 1) % self.vocab_size for token in padded]
+
+
+class RandomDrafter(ScriptedDrafter):
+    """Drafts 0..width random tokens."""
+
+    def __init__(self, seed: int, vocab_size: int = 96, width: int = 4) -> None:
+        super().__init__(width)
+        self.vocab_size = vocab_size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def tokens(self, position: int, count: int) -> list[int]:
+        return self.junk(self.number(count + 1))
+
+    def number(self, end: int) -> int:
+        """A random number from 0..end-1."""
+        return int(torch.randint(end, (), generator=self.generator))
+
+    def junk(self, count: int) -> list[int]:
+        """`count` random tokens."""
+        shape = (count,)
+        return torch.randint(self.vocab_size, shape, generator=self.generator).tolist()
+
+
+class MixedDrafter(RandomDrafter):
+    """Drafts a true prefix of random length, then random tokens up to the full width."""
+
+    def __init__(
+        self, sequence: Sequence[int], seed: int, vocab_size: int = 96, width: int = 4
+    ) -> None:
+        super().__init__(seed, vocab_size, width)
+        self.sequence = list(sequence)
+
+    def tokens(self, position: int, count: int) -> list[int]:
+        truth = self.sequence[position : position + self.number(count + 1)]
+        return truth + self.junk(count - len(truth))

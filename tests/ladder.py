@@ -1,0 +1,246 @@
+"""Rungs of the losslessness ladder (design.md section 5), as functions that raise AssertionError.
+
+Called by test_lossless.py on correct code, where they must pass, and by test_mutants.py on code
+with a planted bug, where one of them must fail.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from selfspec.acceptance import AcceptanceRule, GreedyMatch
+from selfspec.backbone import Backbone
+from selfspec.decode import StopRule, rounds
+from selfspec.drafters import Draft, Drafter, ExitDrafter, NoDrafter
+from selfspec.generate import wrap
+from selfspec.heads import logit_lens
+from selfspec.judge import ExitJudge
+from selfspec.kv_cache import KVCache, fixed_slots
+from selfspec.scores import Sampler
+from selfspec.state import DecodeState
+from selfspec.stats import Round, Stopwatch
+from tests.drafters import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
+
+ROWS = 6
+"""Rows of a pinned pass here: the drafts below are at most 5 wide."""
+
+EXITS = (2, 4, 5)
+
+TEMPERATURE = 4.0
+"""For sampling: the tiny models' own distributions are nearly one-hot."""
+
+
+@dataclass
+class Decoded:
+    """One decoding: committed tokens, the target logits each was judged by, and the rounds."""
+
+    tokens: list[int]
+    logits: Tensor
+    entries: list[Round]
+
+
+class Recorder:
+    """An acceptance rule that keeps the target logits of every committed token."""
+
+    lossless = True
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        self.rule = rule
+        self.rows: list[Tensor] = []
+
+    def verdicts(
+        self, state: DecodeState, target_logits: Tensor, draft: Draft
+    ) -> Iterator[tuple[int, bool]]:
+        for row, verdict in zip(
+            target_logits, self.rule.verdicts(state, target_logits, draft), strict=False
+        ):
+            self.rows.append(row.clone())
+            yield verdict
+
+
+def decode(
+    backbone: Backbone,
+    ids: Tensor,
+    drafter: Drafter,
+    *,
+    new_tokens: int = 30,
+    pinned: bool = False,
+    exit_layers: tuple[int, ...] = (),
+) -> Decoded:
+    """Greedy decoding with any drafter, checking the invariants of design.md section 1."""
+    length = ids.shape[1] + new_tokens
+    kv = KVCache(backbone.num_layers, fixed_slots(length + ROWS) if pinned else None)
+    rows = ROWS if pinned else None
+    state = DecodeState(backbone, ids, exit_layers=exit_layers, kv=kv, pinned_rows=rows)
+    rule = Recorder(GreedyMatch(greedy()))
+    entries = []
+    for entry in rounds(state, drafter, rule, StopRule(max_length=length), Stopwatch()):
+        entries.append(entry)
+        held = {kv.length(layer) for layer in range(backbone.num_layers)}
+        assert held == {state.length - 1}
+        assert state.hidden.pushed == 0
+    return Decoded(state.ids[0, ids.shape[1] :].tolist(), torch.stack(rule.rows), entries)
+
+
+def greedy() -> Sampler:
+    return Sampler(LogitsProcessorList())
+
+
+def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
+    """Untrained heads at EXITS; a low tau drafts often and wrongly, which is what tests want."""
+    heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
+    judge = ExitJudge(backbone.num_layers, dict.fromkeys(EXITS, tau), anneal_strength=0.3)
+    return ExitDrafter(heads, judge, greedy(), width)
+
+
+def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter, tuple[int, ...]]]:
+    """Good, bad and random drafts, and real exits; with the exit layers each needs."""
+    size = backbone.vocab_size
+    return {
+        "oracle": (OracleDrafter(sequence, width=5), ()),
+        "wrong": (WrongDrafter(sequence, size, width=5), ()),
+        "random": (RandomDrafter(0, size, width=3), ()),
+        "mixed": (MixedDrafter(sequence, 1, size, width=5), ()),
+        "mixed over exits": (MixedDrafter(sequence, 2, size, width=4), EXITS),
+        "eager exits": (exit_drafter(backbone, 0.05), EXITS),
+        "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
+    }
+
+
+def check_draft_invariance(backbone: Backbone, ids: Tensor) -> None:
+    """Rung 2: in pinned mode logits are bitwise the same whatever the drafts were."""
+    plain = decode(backbone, ids, NoDrafter(), pinned=True)
+    sequence = ids[0].tolist() + plain.tokens
+    for name, (drafter, exits) in drafters(backbone, sequence).items():
+        found = decode(backbone, ids, drafter, pinned=True, exit_layers=exits)
+        differing = int((found.logits != plain.logits).any(-1).sum())
+        assert differing == 0, f"{name}: {differing} of {len(plain.tokens)} positions differ"
+        assert found.tokens == plain.tokens, name
+
+
+def check_equal_to_hugging_face(model: PreTrainedModel, ids: Tensor) -> None:
+    """Rung 3, for float64: tokens equal to `model.generate`'s, with every drafter."""
+    backbone = Backbone(model)
+    expected = hugging_face(model, ids)
+    for name, (drafter, exits) in drafters(backbone, ids[0].tolist() + expected).items():
+        found = decode(backbone, ids, drafter, exit_layers=exits)
+        assert found.tokens == expected, name
+        assert any(entry.accepted for entry in found.entries) or name != "oracle"
+
+
+def count_ties(model: PreTrainedModel, ids: Tensor) -> int:
+    """Rung 4, for float32: tokens equal to `model.generate`'s, or parted at a tie; counts ties.
+
+    A tie is a margin of the top logit within twice the noise: the largest difference, on this
+    very text, between logits of our passes and of one block.
+    """
+    backbone = Backbone(model)
+    expected = hugging_face(model, ids)
+    ties = 0
+    for name, (drafter, exits) in drafters(backbone, ids[0].tolist() + expected).items():
+        found = decode(backbone, ids, drafter, exit_layers=exits)
+        parted = [a != b for a, b in zip(found.tokens, expected, strict=True)]
+        if any(parted):
+            at = parted.index(True)
+            noise = measured_noise(model, ids, found)
+            top = found.logits[at].topk(2).values
+            assert float(top[0] - top[1]) <= 2 * noise, f"{name} parts at {at}, noise {noise}"
+            ties += 1
+    return ties
+
+
+def check_near_top(model: PreTrainedModel, exact: PreTrainedModel, ids: Tensor) -> None:
+    """Rung 5, for bfloat16: each token lies within the noise of the float32 model's top logit.
+
+    Noise: the largest difference, on the emitted text, between the bfloat16 and the float32 model
+    run plainly over it in one block; a token may lose it twice, once for each of two logits.
+    """
+    backbone = Backbone(model)
+    plain = decode(backbone, ids, NoDrafter())
+    for name, (drafter, exits) in drafters(backbone, ids[0].tolist() + plain.tokens).items():
+        found = decode(backbone, ids, drafter, exit_layers=exits)
+        reference = block_logits(exact, ids, found.tokens)
+        noise = (block_logits(model, ids, found.tokens) - reference).abs().max()
+        chosen = reference.gather(1, torch.tensor(found.tokens)[:, None])[:, 0]
+        short = (reference.max(-1).values - chosen).max()
+        assert short <= 2 * noise, f"{name}: {short} below the top, noise {noise}"
+
+
+def check_sampling(model: PreTrainedModel, ids: Tensor, draws: int = 1500) -> None:
+    """Rung 6: sampled sequences have exactly the model's distribution, by chi-square.
+
+    Exits are taken at low confidence and the distributions are flattened, so that rejections and
+    residuals matter. With the fixed seed a correct sampler passes always.
+    """
+    size = model.config.vocab_size
+    speculator = wrap(
+        model, heads="logit-lens", exit_layers=(1,), exit_threshold=0.01, max_draft_tokens=2
+    )
+    torch.manual_seed(0)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(draws):
+        answer = speculator.generate(
+            ids, max_new_tokens=3, do_sample=True, top_k=0, temperature=TEMPERATURE
+        )
+        counts[tuple(answer.token_ids)] += 1
+    expected = enumerate_sequences(model, ids, 3, size)
+    assert chi_square_p(counts, expected, draws) > 0.001
+
+
+def enumerate_sequences(
+    model: PreTrainedModel, ids: Tensor, length: int, size: int
+) -> dict[tuple[int, ...], float]:
+    """Exact probability of every continuation of `length` tokens."""
+    found = {}
+    with torch.no_grad():
+        for tokens in itertools.product(range(size), repeat=length):
+            logits = block_logits(model, ids, list(tokens))
+            probs = (logits / TEMPERATURE).softmax(-1).gather(1, torch.tensor(tokens)[:, None])
+            found[tokens] = float(probs.prod())
+    return found
+
+
+def chi_square_p(
+    counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float], draws: int
+) -> float:
+    """P-value of Pearson's test; outcomes expected less than five times are pooled."""
+    pooled = [0.0, 0.0]
+    statistic, cells = 0.0, 0
+    for outcome, prob in expected.items():
+        if prob * draws < 5:
+            pooled[0] += counts[outcome]
+            pooled[1] += prob * draws
+        else:
+            statistic += (counts[outcome] - prob * draws) ** 2 / (prob * draws)
+            cells += 1
+    if pooled[1] >= 5:
+        statistic += (pooled[0] - pooled[1]) ** 2 / pooled[1]
+        cells += 1
+    half = torch.tensor([(cells - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def hugging_face(model: Any, ids: Tensor, new_tokens: int = 30) -> list[int]:
+    """Hugging Face's own greedy tokens."""
+    output = model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
+    return output[0, ids.shape[1] :].tolist()
+
+
+def block_logits(model: PreTrainedModel, ids: Tensor, tokens: list[int]) -> Tensor:
+    """Logits that `model` gives to each of `tokens` behind `ids`, in one block: [n, V], float32."""
+    with torch.no_grad():
+        whole = torch.cat([ids, torch.tensor([tokens])], dim=1)
+        return model(whole).logits[0, ids.shape[1] - 1 : -1].float()
+
+
+def measured_noise(model: PreTrainedModel, ids: Tensor, found: Decoded) -> float:
+    """Largest difference between our passes and one block, on the same text."""
+    return float((block_logits(model, ids, found.tokens) - found.logits).abs().max())

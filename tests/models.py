@@ -1,0 +1,122 @@
+"""Tiny random models of every family that selfspec should run; called by fixtures and tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 96
+MAX_POSITIONS = 256
+MAX_PARAMETERS = 100_000
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": MAX_POSITIONS,
+    # no end token, so that generations run to their limit unless a test asks otherwise; no padding
+    # token, because transformers would mask it wherever it occurs in a random prompt
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": 8}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+            "tie_word_embeddings": False,  # Gemma scales embeddings up: tied ones repeat a token
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "sliding_window": 8,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "phi3": (Phi3Config, {}),
+    "granite": (
+        GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 0.6,
+        },
+    ),
+    "cohere": (CohereConfig, {"logit_scale": 1.5}),
+}
+"""Config class and what makes the family special: sliding windows, soft-capping, scalings."""
+
+EAGER_ONLY = {"gemma2"}
+"""Families for which transformers refuses sdpa (soft-capped attention): they run eager instead."""
+
+
+def make_model(
+    family: str, dtype: torch.dtype = torch.float32, attn: str = "sdpa", **overrides: Any
+) -> PreTrainedModel:
+    """A random model with 6 layers, d = 32, V = 96; `overrides` replace config entries.
+
+    The weights are the same numbers in every dtype (all fit bfloat16) and at every call; the state
+    of torch's global generator is left alone.
+    """
+    kind, special = FAMILIES[family]
+    config = kind(**_SIZES | special | overrides)
+    attn = "eager" if family in EAGER_ONLY else attn
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn)
+    _fill(model)
+    assert sum(weight.numel() for weight in model.parameters()) < MAX_PARAMETERS
+    return model.eval()
+
+
+def random_ids(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    """[1, length] ids, the same at every call."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (1, length), generator=generator)
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel) -> None:
+    """Weights large enough that each layer changes the answer and logits have a clear maximum."""
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.dim() == 1:  # norms and biases: near their neutral value, but not at it
+            values = weight.float() + 0.2 * noise
+        elif "embed" in name or "lm_head" in name:
+            values = 0.7 * noise
+        else:
+            values = noise * 1.7 * weight.shape[1] ** -0.5
+        weight.copy_(values.bfloat16())

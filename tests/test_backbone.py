@@ -1,0 +1,180 @@
+"""The decoder cut open gives the bits of the whole; what cannot be cut is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from selfspec.backbone import Backbone, fingerprint
+from selfspec.errors import InvalidPrompt, UnsupportedModel
+from selfspec.generate import wrap
+from selfspec.hidden_cache import HiddenCache
+from selfspec.hooks import captured_outputs
+from selfspec.kv_cache import KVCache
+from tests.models import FAMILIES, MAX_POSITIONS, VOCAB_SIZE, make_model, random_ids
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_segments_give_the_bits_of_the_whole(family: str, dtype: torch.dtype, attn: str) -> None:
+    model = make_model(family, dtype, attn)
+    backbone = Backbone(model)
+    ids = random_ids(30)  # longer than the sliding windows
+    hidden = HiddenCache(backbone, KVCache(backbone.num_layers), (2, 3))
+    with torch.inference_mode(), captured_outputs(list(backbone.layers)) as outputs:
+        expected = model(ids).logits.float()
+        layers = dict(outputs)
+        hidden.push(backbone.embed(ids))
+        for boundary, depth in enumerate((2, 3, 6)):
+            assert torch.equal(hidden.advance(boundary), layers[depth - 1])
+        assert torch.equal(backbone.logits(hidden.rows(3)), expected)
+
+
+def test_layers_dispatched_over_devices_run_as_before(model: PreTrainedModel) -> None:
+    ids = random_ids(12)
+    expected = wrap(model, heads="logit-lens").generate(ids, max_new_tokens=10).token_ids
+    split = make_model("llama")
+    places = {name: "cpu" for name, _ in split.named_children()}
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"} | {
+        f"model.layers.{layer}": "cpu" for layer in range(6)
+    }
+    places["model.rotary_emb"] = "cpu"
+    dispatch_model(split, places, force_hooks=True)
+    assert hasattr(split.model.layers[3], "_hf_hook")
+    speculator = wrap(split, heads="logit-lens", exit_layers=(2, 4), exit_threshold=0.05)
+    answer = speculator.generate(ids, max_new_tokens=10)
+    assert answer.token_ids == expected
+    assert answer.stats.drafted > 0
+
+
+def test_wrapping_and_generating_leave_the_model_as_it_was() -> None:
+    model = make_model("llama").train()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config, generation = model.config.to_dict(), model.generation_config.to_dict()
+    speculator = wrap(model, heads="logit-lens", exit_threshold=0.05)
+    speculator.generate(random_ids(5), max_new_tokens=5)
+    assert model.training
+    assert model.config.to_dict() == config
+    assert model.generation_config.to_dict() == generation
+    assert all(torch.equal(weights[name], t) for name, t in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_decoder_that_does_more_is_refused_with_the_layer_and_the_difference() -> None:
+    model: Any = make_model("llama")
+    layer = model.model.layers[3]
+    right = layer.forward
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        scale = 1.0 if "past_key_values" in kwargs and not model._inside else 1.5
+        return right(hidden, *args, **kwargs) * scale
+
+    model._inside = False
+    whole = model.model.forward
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        model._inside = True
+        try:
+            return whole(*args, **kwargs)
+        finally:
+            model._inside = False
+
+    layer.forward, model.model.forward = forward, outer
+    with pytest.raises(UnsupportedModel, match=r"at layer 4 by up to [0-9.e+-]+"):
+        Backbone(model)
+
+
+def test_a_model_with_hidden_logit_scaling_is_refused_at_the_logits() -> None:
+    model = make_model("llama")
+    whole = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = whole(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = forward
+    with pytest.raises(UnsupportedModel, match="the logits"):
+        Backbone(model)
+
+
+@pytest.mark.parametrize(
+    ("rope", "name"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, "dynamic"),
+        (
+            {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 128,
+            },
+            "longrope",
+        ),
+    ],
+)
+def test_rope_that_depends_on_the_longest_position_is_refused(
+    rope: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=name):
+        Backbone(make_model("llama", rope_parameters=rope))
+
+
+def test_llama3_rope_runs() -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    Backbone(make_model("llama", rope_parameters=rope))
+
+
+def test_a_decoder_of_another_shape_is_refused() -> None:
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=64)
+    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel"):
+        Backbone(GPT2LMHeadModel(config))
+
+
+def test_layers_that_cannot_be_rewound_are_refused() -> None:
+    model = make_model("qwen2")
+    model.config.layer_types = ["full_attention", "linear_attention"] * 3
+    with pytest.raises(UnsupportedModel, match="linear_attention"):
+        Backbone(model)
+
+
+def test_shared_keys_and_values_are_refused() -> None:
+    model = make_model("llama")
+    model.config.num_kv_shared_layers = 2
+    with pytest.raises(UnsupportedModel, match="shares keys and values"):
+        Backbone(model)
+
+
+def test_fingerprint_is_the_same_in_every_dtype_and_another_for_other_weights() -> None:
+    weight = torch.randn(40, 8)
+    assert fingerprint(weight) == fingerprint(weight.bfloat16())
+    assert fingerprint(weight) != fingerprint(weight.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        (torch.empty(1, 0, dtype=torch.long), "empty"),
+        (torch.zeros(1, MAX_POSITIONS, dtype=torch.long), f"reads {MAX_POSITIONS}"),
+        (torch.tensor([[3, VOCAB_SIZE]]), f"token id {VOCAB_SIZE} is outside"),
+        (torch.tensor([[-1, 3]]), "token id -1 is outside"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused(backbone: Backbone, ids: Tensor, reason: str) -> None:
+    with pytest.raises(InvalidPrompt, match=reason):
+        backbone.check_ids(ids)

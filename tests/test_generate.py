@@ -1,0 +1,383 @@
+"""The facade means what Hugging Face means by each keyword, and stops where plain decoding stops.
+
+In float64 all comparisons are exact: tokens must be equal, with drafts accepted and refused.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec.decode import verify
+from selfspec.errors import InvalidOption, InvalidPrompt
+from selfspec.generate import Speculator, wrap
+from tests.models import make_model, random_ids
+
+NEW_TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def exact() -> Any:
+    """The tiny Llama in float64."""
+    return make_model("llama", torch.float64)
+
+
+@pytest.fixture
+def speculator(exact: Any) -> Speculator:
+    """Drafts all the time, mostly wrongly."""
+    return wrap(
+        exact, heads="logit-lens", exit_layers=(2, 5), exit_threshold=0.05, max_draft_tokens=4
+    )
+
+
+def hugging_face(model: Any, ids: Tensor, **options: Any) -> list[int]:
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
+    return model.generate(ids, **options)[0, ids.shape[1] :].tolist()
+
+
+class OddOnly(LogitsProcessor):
+    """Keeps state: allows odd tokens at every second call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, self.calls % 2 :: 2] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2, "repetition_penalty": 1.1},
+        {"bad_words_ids": [[7], [11, 12]], "suppress_tokens": [5]},
+        {"min_new_tokens": 12, "eos_token_id": list(range(40))},
+        {"eos_token_id": list(range(8))},
+        {"forced_eos_token_id": 9, "eos_token_id": 9},
+        {"exponential_decay_length_penalty": (5, 1.2), "eos_token_id": 3},
+        {"sequence_bias": [[[4], 3.0]], "max_length": 25, "max_new_tokens": None},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_equal_hugging_face_for(
+    speculator: Speculator, exact: Any, options: dict[str, Any]
+) -> None:
+    ids = random_ids(13)
+    expected = hugging_face(exact, ids, **options)
+    given = {"max_new_tokens": NEW_TOKENS} | options
+    answer = speculator.generate(ids, **{k: v for k, v in given.items() if v is not None})
+    assert answer.token_ids == expected
+    assert answer.stats.drafted > 0
+
+
+def test_processors_that_keep_state_see_what_plain_decoding_shows_them(
+    speculator: Speculator, exact: Any
+) -> None:
+    ids = random_ids(13)
+    expected = hugging_face(exact, ids, logits_processor=[OddOnly()])
+    assert (
+        speculator.generate(ids, max_new_tokens=NEW_TOKENS, logits_processor=[OddOnly()]).token_ids
+        == expected
+    )
+
+
+def test_end_tokens_and_criteria_stop_in_the_middle_of_an_accepted_block(
+    exact: Any,
+) -> None:
+    # with exits in the last layer but one of a model whose last layer does little, most drafts stay
+    model: Any = make_model("llama", torch.float64)
+    with torch.no_grad():
+        model.model.layers[5].self_attn.o_proj.weight.mul_(1e-3)
+        model.model.layers[5].mlp.down_proj.weight.mul_(1e-3)
+    easy = wrap(model, heads="logit-lens", exit_layers=(5,), exit_threshold=0.01)
+    ids = random_ids(13)
+    expected = hugging_face(model, ids)
+    for count in range(2, 12):
+        answer = easy.generate(
+            ids,
+            max_new_tokens=NEW_TOKENS,
+            stopping_criteria=[lambda seen, _, n=count: seen.shape[1] >= 13 + n],
+        )
+        assert answer.token_ids == expected[:count]
+        assert answer.stop_reason == "stop"
+        first = expected.index(expected[count - 1])
+        ended = easy.generate(ids, max_new_tokens=NEW_TOKENS, eos_token_id=expected[count - 1])
+        assert ended.token_ids == expected[: first + 1]
+        assert ended.stop_reason == "eos"
+        assert easy.generate(ids, max_new_tokens=count).token_ids == expected[:count]
+    assert easy.generate(ids, max_new_tokens=NEW_TOKENS).stats.compression_rate > 2
+
+
+def test_plain_sampling_draws_what_hugging_face_draws(speculator: Speculator, exact: Any) -> None:
+    ids = random_ids(13)
+    options: dict[str, Any] = {"do_sample": True, "temperature": 3.0, "top_p": 0.9}
+    torch.manual_seed(3)
+    expected = hugging_face(exact, ids, **options)
+    torch.manual_seed(3)
+    answer = speculator.generate(ids, max_new_tokens=NEW_TOKENS, speculate=False, **options)
+    assert answer.token_ids == expected
+
+
+def test_a_seed_repeats_a_sample_and_leaves_the_global_generator_alone(
+    speculator: Speculator,
+) -> None:
+    ids = random_ids(13)
+    options: dict[str, Any] = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 20}
+    before = torch.get_rng_state()
+    first = speculator.generate(ids, seed=1, **options).token_ids
+    assert torch.equal(before, torch.get_rng_state())
+    assert speculator.generate(ids, seed=1, **options).token_ids == first
+    assert speculator.generate(ids, seed=2, **options).token_ids != first
+
+
+def test_each_row_of_a_left_padded_batch_equals_hugging_face(
+    speculator: Speculator, exact: Any
+) -> None:
+    ids = torch.cat([random_ids(13), random_ids(13, seed=1)])
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    options: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": 12,
+        "min_new_tokens": 6,
+        "repetition_penalty": 1.2,
+        "eos_token_id": list(range(30)),
+        "pad_token_id": 0,
+    }
+    expected = exact.generate(ids, do_sample=False, **options)
+    found = exact.generate(ids, do_sample=False, custom_generate=speculator.hf(), **options)
+    assert torch.equal(found, expected)
+    answers = speculator.generate_batch(ids, **options)
+    for row, answer in enumerate(answers):
+        assert answer.token_ids == expected[row, 13 : 13 + len(answer.token_ids)].tolist()
+
+
+def test_several_sequences_of_one_prompt_differ_when_sampled(speculator: Speculator) -> None:
+    answers = speculator.generate_batch(
+        random_ids(5), num_return_sequences=3, do_sample=True, temperature=4.0, seed=0
+    )
+    assert len({tuple(answer.token_ids) for answer in answers}) == 3
+
+
+def test_inside_hugging_faces_generate_tokens_and_output_object_are_its_own(
+    speculator: Speculator, exact: Any
+) -> None:
+    ids = random_ids(13)
+    expected = exact.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    found = exact.generate(ids, max_new_tokens=NEW_TOKENS, custom_generate=speculator.hf())
+    assert torch.equal(found, expected)
+    record = exact.generate(
+        ids,
+        max_new_tokens=NEW_TOKENS,
+        custom_generate=speculator.hf(exit_threshold=0.5),
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(record.sequences, expected)
+
+
+class Listener(BaseStreamer):
+    def __init__(self) -> None:
+        self.heard: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.heard.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_a_streamer_hears_the_prompt_then_single_tokens_then_the_end(
+    speculator: Speculator, exact: Any
+) -> None:
+    ids, listener, second = random_ids(13), Listener(), Listener()
+    answer = speculator.generate(ids, max_new_tokens=9, streamer=listener)
+    assert listener.heard == [ids[0].tolist(), *([token] for token in answer.token_ids)]
+    assert listener.ended == 1
+    exact.generate(ids, max_new_tokens=9, custom_generate=speculator.hf(streamer=second))
+    assert second.heard == listener.heard
+
+
+def test_a_streamer_hears_the_end_after_an_error_too(speculator: Speculator) -> None:
+    listener = Listener()
+    with pytest.raises(ZeroDivisionError):
+        speculator.generate(
+            random_ids(13), streamer=listener, stopping_criteria=[lambda *_: 1 // 0]
+        )
+    assert listener.ended == 1
+
+
+def test_plain_decoding_is_the_same_text_without_drafts(speculator: Speculator) -> None:
+    ids = random_ids(13)
+    expected = speculator.generate(ids, max_new_tokens=9)
+    with speculator.disabled():
+        plain = speculator.generate(ids, max_new_tokens=9)
+        with speculator.disabled():
+            pass
+        assert speculator.generate(ids, max_new_tokens=9).stats.drafted == 0
+    assert plain.token_ids == expected.token_ids
+    assert plain.stats.drafted == 0
+    assert speculator.generate(ids, max_new_tokens=9).stats.drafted > 0
+
+
+def test_a_lossy_rule_is_labelled_and_needs_sampling(speculator: Speculator) -> None:
+    ids = random_ids(5)
+    lossy = speculator.generate(ids, max_new_tokens=5, do_sample=True, lenience=0.5, seed=0)
+    assert not lossy.stats.lossless
+    assert lossy.stats.line().endswith("lossy")
+    assert speculator.generate(ids, max_new_tokens=5, do_sample=True, seed=0).stats.lossless
+    with pytest.raises(InvalidOption, match="do_sample"):
+        speculator.generate(ids, lenience=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2}, "unknown option 'num_beams'"),
+        ({"max_new_token": 3}, "Did you mean max_new_tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -1.0, "do_sample": True}, "temperature"),
+        ({"exit_threshold": 0.0}, "exit_threshold is 0.0"),
+        ({"exit_layers": (0,)}, "exit layer 0"),
+        ({"exit_layers": (6,)}, "exit layer 6"),
+        ({"exit_layers": (4, 2)}, "rising"),
+        ({"max_draft_depth": 3}, "max_draft_depth 3"),
+        ({"exit_threshold": (0.5, 0.5, 0.5)}, "3 exit thresholds for 2"),
+        ({"pinned": True, "pinned_rows": 3}, "pinned_rows is 3"),
+        ({"lenience": 0.0}, "lenience is 0.0"),
+        ({"stop_strings": "x"}, "need a tokenizer"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused_in_one_line(
+    speculator: Speculator, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidOption, match=reason) as caught:
+        speculator.generate(random_ids(5), **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"use_cache": False},
+        {"penalty_alpha": 0.5},
+        {"cache_implementation": "static"},
+        {"output_scores": True},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=str,
+)
+def test_other_ways_of_decoding_are_refused_by_name(
+    speculator: Speculator, exact: Any, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        exact.generate(random_ids(5), custom_generate=speculator.hf(), **options)
+
+
+def test_right_padding_is_refused(speculator: Speculator) -> None:
+    mask = torch.tensor([[1, 1, 1, 0]])
+    with pytest.raises(InvalidPrompt, match="row 0 of the batch is not left-padded"):
+        speculator.generate(random_ids(4), attention_mask=mask)
+
+
+def test_a_loop_of_another_model_is_refused(speculator: Speculator) -> None:
+    other: Any = make_model("llama")
+    with pytest.raises(InvalidOption, match="another model"):
+        other.generate(random_ids(4), custom_generate=speculator.hf())
+
+
+def test_decoding_stops_where_the_context_ends(speculator: Speculator) -> None:
+    limit = speculator.backbone.max_positions
+    answer = speculator.generate(random_ids(limit - 6), max_new_tokens=50)
+    assert len(answer.token_ids) == 6
+    assert answer.stop_reason == "length"
+
+
+def test_later_turns_run_only_what_is_new_and_say_the_same(speculator: Speculator) -> None:
+    session = speculator.session()
+    first = random_ids(13)
+    answer = session.generate(first, max_new_tokens=8)
+    assert answer.stats.reused_tokens == 0
+    second = torch.cat([first, torch.tensor([answer.token_ids]), random_ids(4, seed=1)], dim=1)
+    later = session.generate(second, max_new_tokens=8)
+    assert later.stats.reused_tokens == 13 + 8 - 1
+    assert later.token_ids == speculator.generate(second, max_new_tokens=8).token_ids
+    edited = second.clone()
+    edited[0, 10] = (edited[0, 10] + 1) % 96
+    again = session.generate(edited, max_new_tokens=8)
+    assert again.stats.reused_tokens == 10
+    assert again.token_ids == speculator.generate(edited, max_new_tokens=8).token_ids
+
+
+@pytest.mark.parametrize("broken_call", range(1, 12))
+def test_a_session_survives_an_error_anywhere_in_a_round(
+    speculator: Speculator, monkeypatch: pytest.MonkeyPatch, broken_call: int
+) -> None:
+    ids = random_ids(13)
+    expected = speculator.generate(ids, max_new_tokens=12).token_ids
+    session, calls = speculator.session(), 0
+    right = speculator.backbone._executor.run
+
+    def run(*args: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == broken_call:
+            half = args[1] + 1  # the first layer of the segment has run, the others have not
+            right(args[0], args[1], half, *args[3:])
+            raise RuntimeError("planted")
+        return right(*args)
+
+    monkeypatch.setattr(speculator.backbone._executor, "run", run)
+    with pytest.raises(RuntimeError, match="planted"):
+        session.generate(ids, max_new_tokens=12)
+    assert session.generate(ids, max_new_tokens=12).token_ids == expected
+
+
+def test_a_session_survives_a_stream_that_was_stopped(speculator: Speculator) -> None:
+    ids, session = random_ids(13), speculator.session()
+    expected = speculator.generate(ids, max_new_tokens=12).token_ids
+    stream = session.stream(ids, max_new_tokens=12)
+    next(stream._entries)
+    next(stream._entries)
+    stream.close()
+    again = session.generate(ids, max_new_tokens=12)
+    assert again.token_ids == expected
+    assert again.stats.reused_tokens == 12
+
+
+def test_two_hundred_generations_leave_nothing_behind(speculator: Speculator) -> None:
+    def live() -> int:
+        gc.collect()
+        return sum(isinstance(item, Tensor) for item in gc.get_objects())
+
+    for _ in range(3):
+        speculator.generate(random_ids(13), max_new_tokens=5)
+    before = live()
+    for _ in range(200):
+        speculator.generate(random_ids(13), max_new_tokens=5)
+    assert live() <= before
+
+
+def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plain = wrap(exact)
+    assert "no exit heads" in caplog.text
+    assert plain.generate(random_ids(5), max_new_tokens=5).stats.drafted == 0
+
+
+def test_verify_is_one_deep_pass_per_round(speculator: Speculator) -> None:
+    assert verify.__module__ == "selfspec.decode"
+    stream = speculator.stream(random_ids(13), max_new_tokens=12)
+    for entry in stream._entries:
+        assert sum(last == 6 for _, _, last in entry.passes) == 1

@@ -1,0 +1,42 @@
+"""The losslessness ladder of design.md section 5 on tiny models of every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfspec.backbone import Backbone
+from tests import ladder
+from tests.models import FAMILIES, make_model, random_ids
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype) -> None:
+    backbone = Backbone(make_model(family, dtype))
+    for length in (1, 13):  # shorter than a pinned pass, and longer than the sliding windows
+        ladder.check_draft_invariance(backbone, random_ids(length))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float64_tokens_equal_hugging_face(family: str) -> None:
+    ladder.check_equal_to_hugging_face(make_model(family, torch.float64), random_ids(13))
+
+
+def test_float32_tokens_equal_hugging_face_up_to_ties() -> None:
+    ties = sum(ladder.count_ties(make_model(family), random_ids(13)) for family in FAMILIES)
+    assert ties <= 2, "near ties are rare on these texts: more of them point to a bug"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_tokens_lie_within_noise_of_the_top(family: str) -> None:
+    model, exact = make_model(family, torch.bfloat16), make_model(family, torch.float32)
+    ladder.check_near_top(model, exact, random_ids(13))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_sampled_sequences_have_the_distribution_of_the_model(family: str) -> None:
+    model = make_model(family, vocab_size=4, num_hidden_layers=2)
+    ladder.check_sampling(model, random_ids(3, vocab_size=4))

@@ -1,0 +1,187 @@
+"""Planted bugs: each must make a rung of the ladder fail, or the ladder proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import selfspec.acceptance
+import selfspec.decode
+import selfspec.drafters
+from selfspec.acceptance import GreedyMatch
+from selfspec.backbone import Backbone
+from selfspec.drafters import Draft, ExitDrafter
+from selfspec.errors import SelfspecError
+from selfspec.executors.generic import GenericExecutor
+from selfspec.hidden_cache import HiddenCache
+from selfspec.kv_cache import KVCache
+from selfspec.state import DecodeState
+from tests import ladder
+from tests.models import make_model, random_ids
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def truncate_one_too_few(patch: pytest.MonkeyPatch) -> None:
+    """A rejected draft's keys stay in the cache."""
+    right = KVCache.truncate
+
+    def wrong(self: KVCache, length: int, *layers: int) -> None:
+        right(self, length if layers else length + 1, *layers)
+
+    patch.setattr(KVCache, "truncate", wrong)
+
+
+def truncate_nothing_but_the_first_layer(patch: pytest.MonkeyPatch) -> None:
+    """Deep layers keep what was rejected."""
+    right = KVCache.truncate
+
+    def wrong(self: KVCache, length: int, first: int = 0, last: int | None = None) -> None:
+        right(self, length, first, last if last is not None else 1)
+
+    patch.setattr(KVCache, "truncate", wrong)
+
+
+def mask_sized_by_the_first_layer(patch: pytest.MonkeyPatch) -> None:
+    """Deep passes get the mask of layer 1, which holds more positions."""
+    right = GenericExecutor._mask
+
+    def wrong(self: Any, kind: str, hidden: Tensor, first: int, *rest: Any) -> Tensor | None:
+        del first
+        return right(self, kind, hidden, 0, *rest)
+
+    patch.setattr(GenericExecutor, "_mask", wrong)
+
+
+def positions_start_one_late(patch: pytest.MonkeyPatch) -> None:
+    """Rows of deep passes are rotated to the next position."""
+    right = GenericExecutor.run
+
+    def wrong(self: Any, hidden: Tensor, first: int, last: int, at: Tensor, kv: Any) -> Tensor:
+        return right(self, hidden, first, last, at + 1 if first else at, kv)
+
+    patch.setattr(GenericExecutor, "run", wrong)
+
+
+def bonus_row_dropped(patch: pytest.MonkeyPatch) -> None:
+    """The last draft never runs; its successor is read from the row before."""
+
+    def wrong(state: DecodeState, draft: Draft) -> Tensor:
+        shortened = Draft(tokens=draft.tokens[:-1])
+        logits = right(state, shortened)
+        return torch.cat([logits, logits[-1:]]) if draft.tokens else logits
+
+    right = selfspec.decode.verify
+    patch.setattr(selfspec.decode, "verify", wrong)
+
+
+def rows_judged_one_late(patch: pytest.MonkeyPatch) -> None:
+    """Each draft is compared with the logits of its own row, not of the row before."""
+
+    def wrong(state: DecodeState, draft: Draft) -> Tensor:
+        return right(state, draft).roll(-1, dims=0)
+
+    right = selfspec.decode.verify
+    patch.setattr(selfspec.decode, "verify", wrong)
+
+
+def every_draft_stays(patch: pytest.MonkeyPatch) -> None:
+    """Drafts are committed without a look at the target."""
+    right = GreedyMatch.verdicts
+
+    def wrong(
+        self: GreedyMatch, state: DecodeState, target_logits: Tensor, draft: Draft
+    ) -> Iterator[tuple[int, bool]]:
+        yield from ((token, True) for token in draft.tokens)
+        yield from right(self, state, target_logits[-1:], Draft())
+
+    patch.setattr(GreedyMatch, "verdicts", wrong)
+
+
+def queues_keep_rejected_rows(patch: pytest.MonkeyPatch) -> None:
+    """The hidden cache is not emptied after a round."""
+    patch.setattr(HiddenCache, "clear", lambda self: setattr(self, "passes", []))
+
+
+def shallow_rows_swapped(patch: pytest.MonkeyPatch) -> None:
+    """Rows that meet at a boundary are queued in the wrong order."""
+    right = HiddenCache.rows
+
+    def wrong(self: HiddenCache, boundary: int) -> Tensor:
+        hidden = right(self, boundary)
+        return hidden.flip(1) if boundary and hidden.shape[1] == 2 else hidden
+
+    patch.setattr(HiddenCache, "rows", wrong)
+
+
+GREEDY_MUTANTS = [
+    truncate_one_too_few,
+    truncate_nothing_but_the_first_layer,
+    mask_sized_by_the_first_layer,
+    positions_start_one_late,
+    bonus_row_dropped,
+    rows_judged_one_late,
+    every_draft_stays,
+    queues_keep_rejected_rows,
+    shallow_rows_swapped,
+]
+
+
+def residual_is_the_target(patch: pytest.MonkeyPatch) -> None:
+    """After a rejection the token is drawn from p instead of norm(max(0, p - q))."""
+    patch.setattr(selfspec.acceptance, "residual", lambda target_probs, _: target_probs)
+
+
+def exit_looks_at_the_drawn_token(patch: pytest.MonkeyPatch) -> None:
+    """A draft is withdrawn where the drawn token was unlikely: the rest is biased to the likely."""
+    right = ExitDrafter._first_exit
+
+    def wrong(self: ExitDrafter, *args: Any) -> Any:
+        found = right(self, *args)
+        if (
+            found is not None
+            and found[2] is not None
+            and found[2][found[1]] > found[2].max() - 1e-6
+        ):
+            return found
+        return None
+
+    patch.setattr(ExitDrafter, "_first_exit", wrong)
+
+
+def law_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
+    """The law that acceptance divides by is not the one the draft was drawn from."""
+    right = ExitDrafter._choose
+
+    def wrong(self: ExitDrafter, ids: Tensor, logits: Tensor) -> tuple[int, Tensor | None]:
+        token, _ = right(self, ids, logits)
+        return token, (logits[0] / 2).softmax(-1)
+
+    patch.setattr(ExitDrafter, "_choose", wrong)
+
+
+SAMPLING_MUTANTS = [
+    residual_is_the_target,
+    exit_looks_at_the_drawn_token,
+    law_of_another_temperature,
+]
+
+
+@pytest.mark.parametrize("mutant", GREEDY_MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_ladder_catches_greedy(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = Backbone(make_model("llama"))
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, SelfspecError)):
+        ladder.check_draft_invariance(backbone, random_ids(13))
+
+
+@pytest.mark.parametrize("mutant", SAMPLING_MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_ladder_catches_sampling(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama", vocab_size=4, num_hidden_layers=2)
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        ladder.check_sampling(model, random_ids(3, vocab_size=4))

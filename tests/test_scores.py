@@ -1,0 +1,272 @@
+"""Processed scores and draws: on true prefixes for the target, without state for drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process
+from transformers.generation.logits_process import (
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from selfspec.acceptance import GreedyMatch
+from selfspec.backbone import Backbone
+from selfspec.decode import StopRule, rounds
+from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
+from selfspec.heads import logit_lens
+from selfspec.judge import ExitJudge
+from selfspec.scores import Sampler, is_stateless, stateful
+from selfspec.state import DecodeState
+from selfspec.stats import Round, Stopwatch
+from tests.drafters import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
+from tests.models import random_ids
+
+PROMPT, LENGTH = 6, 26
+
+
+class Note(LogitsProcessor):
+    """A processor of the user's own: notes the ids of each call and changes nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append(input_ids[0].tolist())
+        return scores
+
+
+class AddOne(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + 1.0
+
+
+def make_sampler(*processors: Any, **values: Any) -> Sampler:
+    return Sampler(LogitsProcessorList(processors), **values)
+
+
+def watermark() -> SynthIDTextWatermarkLogitsProcessor:
+    return SynthIDTextWatermarkLogitsProcessor(
+        ngram_len=2,
+        keys=[1, 2],
+        sampling_table_size=8,
+        sampling_table_seed=0,
+        context_history_size=4,
+        device=torch.device("cpu"),
+    )
+
+
+def decode(
+    backbone: Backbone,
+    sampler: Sampler,
+    drafter: Drafter | None = None,
+    exit_layers: Sequence[int] = (),
+) -> tuple[list[int], list[Round]]:
+    """Greedy decoding of LENGTH ids: the ids and the rounds."""
+    state = DecodeState(backbone, random_ids(PROMPT), exit_layers=exit_layers)
+    rule, stop = GreedyMatch(sampler), StopRule(max_length=LENGTH)
+    entries = list(rounds(state, drafter or NoDrafter(), rule, stop, Stopwatch()))
+    return state.ids[0].tolist(), entries
+
+
+# One call
+
+
+def test_without_processors_the_scores_are_the_logits() -> None:
+    logits = torch.randn(1, 4)
+    assert make_sampler().scores(torch.tensor([[1]]), logits) is logits
+
+
+def test_processors_run_in_their_order() -> None:
+    sampler = make_sampler(AddOne(), TemperatureLogitsWarper(0.5))
+    assert sampler.scores(torch.tensor([[1]]), torch.tensor([[1.0, 2.0]])).tolist() == [[4.0, 6.0]]
+
+
+def test_probabilities_are_those_of_the_processed_scores() -> None:
+    logits = torch.tensor([[3.0, 1.0, 4.0, 1.0]])
+    probs = make_sampler(TopKLogitsWarper(2)).probs(torch.tensor([[1]]), logits)
+    kept = torch.tensor([3.0, -torch.inf, 4.0, -torch.inf]).softmax(-1)
+    assert torch.equal(probs, kept)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "plain"),
+    [
+        (make_sampler(), True),
+        (make_sampler(do_sample=True), False),
+        (make_sampler(AddOne()), False),
+    ],
+)
+def test_greedy_is_plain_without_sampling_and_processors(sampler: Sampler, plain: bool) -> None:
+    assert sampler.is_plain_greedy == plain
+
+
+def draws(sampler: Sampler) -> list[float]:
+    law = torch.full((50,), 0.02)
+    numbers = [float(sampler.uniform(law.device)) for _ in range(5)]
+    return [*numbers, *(sampler.draw(law) for _ in range(5))]
+
+
+def test_all_draws_come_from_the_given_generator() -> None:
+    state = torch.get_rng_state()
+    first = draws(make_sampler(do_sample=True, generator=torch.Generator().manual_seed(3)))
+    again = draws(make_sampler(do_sample=True, generator=torch.Generator().manual_seed(3)))
+    other = draws(make_sampler(do_sample=True, generator=torch.Generator().manual_seed(4)))
+    assert first == again != other
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_a_generator_draws_come_from_the_global_one() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        first = draws(make_sampler(do_sample=True))
+        torch.manual_seed(3)
+        assert draws(make_sampler(do_sample=True)) == first
+
+
+def test_a_uniform_number_is_one_number_below_one() -> None:
+    number = make_sampler(do_sample=True).uniform(torch.device("cpu"))
+    assert number.shape == ()
+    assert 0.0 <= number < 1.0
+
+
+def test_a_certain_token_is_always_drawn() -> None:
+    law = torch.tensor([0.0, 0.0, 1.0, 0.0])
+    assert {make_sampler(do_sample=True).draw(law) for _ in range(20)} == {2}
+
+
+# Which processors keep state
+
+
+def test_the_processors_named_stateful_exist_under_these_names(backbone: Backbone) -> None:
+    guidance = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, backbone.model)
+    found = stateful([watermark(), TemperatureLogitsWarper(0.5), guidance, Note()])
+    assert found == [
+        "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    ]
+    assert all(hasattr(logits_process, name) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        (TemperatureLogitsWarper(0.5), True),
+        (NoRepeatNGramLogitsProcessor(2), True),
+        (watermark(), False),
+        (Note(), False),
+        (lambda _ids, scores: scores, False),
+        # transformers' class around a function of the user's
+        (PrefixConstrainedLogitsProcessor(lambda _row, _ids: [1], num_beams=1), False),
+    ],
+)
+def test_only_transformers_own_processors_are_taken_to_be_stateless(
+    processor: object, expected: bool
+) -> None:
+    assert is_stateless(processor) == expected
+
+
+def test_drafts_are_chosen_without_processors_that_keep_state() -> None:
+    generator = torch.Generator()
+    kept = [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)]
+    sampler = make_sampler(
+        Note(), kept[0], watermark(), kept[1], do_sample=True, generator=generator
+    )
+    drafting = sampler.for_drafts()
+    assert list(drafting.processors) == kept
+    assert drafting.do_sample
+    assert drafting.generator is generator
+    assert len(sampler.processors) == 4
+
+
+# In the loop
+
+
+@pytest.fixture(scope="module")
+def truth(backbone: Backbone) -> list[int]:
+    """Prompt and greedy continuation."""
+    return decode(backbone, make_sampler())[0]
+
+
+SCRIPTS: dict[str, Callable[[list[int]], Drafter]] = {
+    "none": lambda truth: NoDrafter(),
+    "oracle": OracleDrafter,
+    "wrong": WrongDrafter,
+    "random": lambda truth: RandomDrafter(0),
+    "mixed": lambda truth: MixedDrafter(truth, 0),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_target_processors_see_each_true_prefix_once_whatever_was_drafted(
+    name: str, backbone: Backbone, truth: list[int]
+) -> None:
+    note = Note()
+    ids, _ = decode(backbone, make_sampler(note), SCRIPTS[name](truth))
+    assert ids == truth
+    assert note.seen == [truth[:length] for length in range(PROMPT, LENGTH)]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "processor", [NoRepeatNGramLogitsProcessor(1), RepetitionPenaltyLogitsProcessor(3.0)]
+)
+def test_processors_that_read_the_prefix_give_the_same_text_with_any_drafts(
+    name: str, processor: LogitsProcessor, backbone: Backbone, truth: list[int]
+) -> None:
+    plain, _ = decode(backbone, make_sampler(processor))
+    assert plain != truth
+    ids, _ = decode(backbone, make_sampler(processor), SCRIPTS[name](plain))
+    assert ids == plain
+
+
+@pytest.fixture
+def seen_by_all(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The ids of each call of any NoRepeatNGramLogitsProcessor, on either side."""
+    seen: list[list[int]] = []
+    original = NoRepeatNGramLogitsProcessor.__call__
+
+    def noting(self: Any, input_ids: Any, scores: Any) -> Any:
+        seen.append(input_ids[0].tolist())
+        return original(self, input_ids, scores)
+
+    monkeypatch.setattr(NoRepeatNGramLogitsProcessor, "__call__", noting)
+    return seen
+
+
+def exit_drafter(backbone: Backbone, sampler: Sampler) -> ExitDrafter:
+    """Drafts 3 tokens a round at layer 4, however unsure."""
+    heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
+    return ExitDrafter(heads, ExitJudge(backbone.num_layers, {4: 1e-9}), sampler, 3)
+
+
+def test_the_exit_drafter_shows_its_drafts_to_stateless_processors_only(
+    backbone: Backbone, seen_by_all: list[list[int]]
+) -> None:
+    note = Note()
+    sampler = make_sampler(note, NoRepeatNGramLogitsProcessor(1))
+    ids, entries = decode(backbone, sampler, exit_drafter(backbone, sampler), exit_layers=(4,))
+    assert note.seen == [ids[:length] for length in range(PROMPT, LENGTH)]
+    first = entries[1]  # the round after the prompt's pass
+    assert len(first.draft_tokens) == 3
+    drafted = [ids[: PROMPT + 1] + first.draft_tokens[:count] for count in range(3)]
+    assert seen_by_all[1:4] == drafted
+    # and so no draft repeats anything
+    assert len({*ids[: PROMPT + 1], *first.draft_tokens}) == len({*ids[: PROMPT + 1]}) + 3
+
+
+def test_processed_drafts_leave_processed_text_unchanged(backbone: Backbone) -> None:
+    sampler = make_sampler(NoRepeatNGramLogitsProcessor(1))
+    plain, _ = decode(backbone, sampler)
+    ids, _ = decode(backbone, sampler, exit_drafter(backbone, sampler), exit_layers=(4,))
+    assert ids == plain

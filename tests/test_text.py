@@ -1,0 +1,204 @@
+"""Prompts in, pieces of text out, with tokenizers small enough to be built here."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from selfspec.errors import InvalidPrompt
+from selfspec.text import TextDecoder, encode
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def byte_level_bpe() -> PreTrainedTokenizerFast:
+    """One token per byte, a few merges, and `<end>`: a letter of ours can be several tokens."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(["the cat sat on the mat, the end of the thing"] * 5, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    assert len(tokenizer) <= 280
+    return tokenizer
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """Words that carry their space in front, which decoding strips from the first one."""
+    words = {"\u2581hello": 0, "\u2581world": 1, "!": 2, "<end>": 3}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_level_bpe()
+
+
+@pytest.fixture
+def chat(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return cast(list[int], tokenizer(text)["input_ids"])
+
+
+def pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
+    """What each token adds, and what is left at the end."""
+    decoder = TextDecoder(tokenizer)
+    return [*(decoder.push([token]) for token in ids), decoder.push([], last=True)]
+
+
+# Prompts
+
+
+def test_words_become_a_user_turn_of_the_chat_template(chat: PreTrainedTokenizerFast) -> None:
+    expected = ids_of(chat, "user: the cat?\nassistant: ")
+    assert encode(chat, "the cat?").tolist() == [expected]
+
+
+def test_messages_go_through_the_chat_template(chat: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    expected = ids_of(chat, "system: be brief\nuser: hi\nassistant: ")
+    assert encode(chat, messages).tolist() == [expected]
+
+
+def test_raw_words_pass_by_the_template(chat: PreTrainedTokenizerFast) -> None:
+    assert encode(chat, "the cat", raw=True).tolist() == [ids_of(chat, "the cat")]
+
+
+def test_words_are_taken_as_they_are_without_a_template(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    assert encode(tokenizer, "the cat").tolist() == [ids_of(tokenizer, "the cat")]
+
+
+def test_ids_need_no_tokenizer() -> None:
+    assert encode(None, [5, 0, 7]).tolist() == [[5, 0, 7]]
+    assert encode(None, torch.tensor([5, 7])).tolist() == [[5, 7]]
+    batch = torch.tensor([[5, 7], [1, 2]])
+    assert encode(None, batch) is batch
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n\t", []])
+def test_an_empty_prompt_is_refused(prompt: Any, chat: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InvalidPrompt, match="the prompt is empty"):
+        encode(chat, prompt)
+
+
+@pytest.mark.parametrize("prompt", ["hi", [{"role": "user", "content": "hi"}]])
+def test_words_without_a_tokenizer_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidPrompt, match="needs a tokenizer"):
+        encode(None, prompt)
+
+
+def test_messages_without_a_chat_template_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InvalidPrompt, match="chat template"):
+        encode(tokenizer, [{"role": "user", "content": "hi"}])
+
+
+# Pieces
+
+TEXTS = [
+    "the cat sat on the mat",
+    "the \N{GRINNING FACE} na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve \u6f22\u5b57 end",
+    "\N{MAN}\N{ZERO WIDTH JOINER}\N{WOMAN}\N{ZERO WIDTH JOINER}\N{BOY} of the \N{BOY}",
+    "e\N{COMBINING ACUTE ACCENT}\r\n\ttabs  and   spaces ",
+    "a real \N{REPLACEMENT CHARACTER} in the text, \N{REPLACEMENT CHARACTER}",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_decoded_whole(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = ids_of(tokenizer, text)
+    found = pieces(tokenizer, ids)
+    assert "".join(found) == tokenizer.decode(ids) == text
+    assert sum(bool(piece) for piece in found) > 1 or len(ids) == 1
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_of_any_size_join_to_the_same_text(
+    text: str, seed: int, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    decoder, rest, found = TextDecoder(tokenizer), ids_of(tokenizer, text), ""
+    while rest:
+        size = int(torch.randint(6, (), generator=generator))
+        found += decoder.push(rest[:size])
+        rest = rest[size:]
+    assert found + decoder.push([], last=True) == text
+
+
+def test_a_character_is_held_back_until_its_last_byte(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = ids_of(tokenizer, "a\N{GRINNING FACE}b")
+    assert pieces(tokenizer, ids) == ["a", "", "", "", "\N{GRINNING FACE}", "b", ""]
+
+
+def test_half_a_character_at_the_end_is_given_up(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = ids_of(tokenizer, "a\N{GRINNING FACE}")[:3]
+    found = pieces(tokenizer, ids)
+    assert found == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
+    assert "".join(found) == tokenizer.decode(ids)
+
+
+def test_half_a_character_in_the_middle_comes_with_what_follows(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    ids = ids_of(tokenizer, "\N{GRINNING FACE}")[:2] + ids_of(tokenizer, "b, \u6f22")
+    found = pieces(tokenizer, ids)
+    assert found[:3] == ["", "", "\N{REPLACEMENT CHARACTER}b"]
+    assert "".join(found) == tokenizer.decode(ids)
+
+
+def test_special_tokens_are_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    end = cast(int, tokenizer.eos_token_id)
+    ids = [*ids_of(tokenizer, "the cat"), end, *ids_of(tokenizer, " sat"), end]
+    assert "".join(pieces(tokenizer, ids)) == "the cat sat"
+
+
+@pytest.mark.parametrize(
+    "ids", [[0, 1, 2, 1], [1], [0, 0, 0], [3, 0, 1], [0, 1, 3], [0, 3, 1], [0, 3, 3, 3, 1, 2]]
+)
+def test_spaces_stay_where_decoding_strips_the_first(ids: list[int]) -> None:
+    tokenizer = metaspace()
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(pieces(tokenizer, ids)) == whole
+
+
+def test_without_a_tokenizer_all_pieces_are_empty() -> None:
+    decoder = TextDecoder(None)
+    assert (decoder.push([1, 2, 3]), decoder.push([], last=True)) == ("", "")
+
+
+def test_a_long_answer_is_not_decoded_again_for_each_token(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    decode = tokenizer.decode
+
+    def noting(tokens: list[int], **options: Any) -> str:
+        sizes.append(len(tokens))
+        return cast(str, decode(tokens, **options))
+
+    monkeypatch.setattr(tokenizer, "decode", noting)
+    ids = ids_of(tokenizer, "the cat sat on the mat, " * 30)
+    assert len(ids) > 100
+    assert "".join(pieces(tokenizer, ids)) == "the cat sat on the mat, " * 30
+    assert max(sizes) <= 4
