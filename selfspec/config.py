@@ -54,6 +54,7 @@ class SpeculationOptions:
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no model could make sense of."""
+        _require(bool(self.thresholds), "exit_threshold", self.exit_threshold, "or one per layer")
         for tau in self.thresholds:
             _require(0.0 < tau <= 1.0, "exit_threshold", tau, "in (0, 1]")
         _require(self.anneal_strength >= 0.0, "anneal_strength", self.anneal_strength, "at least 0")

@@ -26,11 +26,11 @@ from selfspec.backbone import Backbone, fingerprint
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check_keys
 from selfspec.decode import rounds
 from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
-from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.errors import HeadsNotFound, InvalidOption, PinnedUnavailable
 from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
 from selfspec.judge import ExitJudge, spread
 from selfspec.kv_cache import KVCache, fixed_slots
-from selfspec.probe import check_pinned
+from selfspec.probe import PassShape, check_pinned
 from selfspec.request import Request, from_prepared, prepare, stop_strings
 from selfspec.scores import Sampler
 from selfspec.state import DecodeState
@@ -62,7 +62,7 @@ class Speculator:
         self.label = label
         self.options = options
         self._disabled = False
-        self._probed: set[tuple[int, int]] = set()
+        self._probed: dict[tuple[PassShape, int], PinnedUnavailable | None] = {}
         if heads is not None:
             active_layers(heads, options)
 
@@ -186,14 +186,14 @@ class Speculator:
         self, request: Request, options: SpeculationOptions, row: int, kv: KVCache | None = None
     ) -> DecodeState:
         """The state of one row; `kv` may hold a prefix of it."""
-        pad, pinned_rows = request.pads[row], None
+        pad = request.pads[row]
+        shape = PassShape()
         if options.pinned:
-            pinned_rows = options.pinned_rows
-            slots = fixed_slots(request.stop.max_length - pad + pinned_rows)
-            if kv is None:
-                kv = KVCache(self.backbone.num_layers, slots)
-            kv.slots = max(slots, kv.slots or 0)
-            self._probe(pinned_rows, kv.slots)
+            slots = fixed_slots(request.stop.max_length - pad + options.pinned_rows)
+            fixed = PassShape(options.pinned_rows, max(slots, (kv and kv.slots) or 0))
+            shape = self._pinned_shape(fixed, options.pinned_rows)
+            kv = kv or KVCache(self.backbone.num_layers)
+            kv.slots = shape.slots
         layers = active_layers(self.heads, options) if self.heads and options.speculate else ()
         return DecodeState(
             self.backbone,
@@ -201,7 +201,7 @@ class Speculator:
             pad=pad,
             exit_layers=layers,
             kv=kv,
-            pinned_rows=pinned_rows,
+            pinned_rows=shape.rows,
         )
 
     def _drafter(
@@ -220,11 +220,27 @@ class Speculator:
         )
         return ExitDrafter(self.heads, judge, sampler, options.max_draft_tokens, end_tokens)
 
-    def _probe(self, rows: int, slots: int) -> None:
-        """Test a pinned shape once."""
-        if (rows, slots) not in self._probed:
-            check_pinned(self.backbone, rows, slots)
-            self._probed.add((rows, slots))
+    def _pinned_shape(self, fixed: PassShape, widest: int) -> PassShape:
+        """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
+
+        Each is probed once. Raises PinnedUnavailable if neither does.
+        """
+        free = PassShape()
+        shape = free if self.backbone.min_rows > 1 and self._probe(free, widest) is None else fixed
+        if (failure := self._probe(shape, widest)) is not None:
+            raise failure
+        return shape
+
+    def _probe(self, shape: PassShape, widest: int) -> PinnedUnavailable | None:
+        """Why `shape` does not pin bits, or None."""
+        if (shape, widest) not in self._probed:
+            failure = None
+            try:
+                check_pinned(self.backbone, shape, widest)
+            except PinnedUnavailable as error:
+                failure = error
+            self._probed[shape, widest] = failure
+        return self._probed[shape, widest]
 
 
 class Session:
@@ -276,12 +292,15 @@ def load(
     dtype: str | torch.dtype = "bfloat16",
     device: str | None = None,
     attn_implementation: str = "sdpa",
+    executor: str = "auto",
     **options: Any,
 ) -> Speculator:
     """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
 
     `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
-    default model, and plain decoding for any other. `options` are SpeculationOptions. Raises
+    default model, and plain decoding for any other. `executor`: generic runs the model's own
+    layers, packed a faster copy of the weights on a CPU, auto the packed one where it can.
+    `options` are SpeculationOptions. Raises
     ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, InvalidOption.
     """
     loaded, tokenizer, files = hub.load_model(
@@ -289,7 +308,7 @@ def load(
     )
     if heads is None and files.is_default:
         heads = hub.DEFAULT_HEADS
-    return wrap(loaded, tokenizer, heads=heads, label=files.label, **options)
+    return wrap(loaded, tokenizer, heads=heads, label=files.label, executor=executor, **options)
 
 
 def wrap(
@@ -298,13 +317,14 @@ def wrap(
     *,
     heads: str | Path | ExitHeads | None = None,
     label: str | None = None,
+    executor: str = "auto",
     **options: Any,
 ) -> Speculator:
     """A Speculator around a model that is already loaded; the model itself stays as it is.
 
     Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, InvalidOption.
     """
-    backbone = Backbone(model)
+    backbone = Backbone(model, executor=executor)
     label = label or model.config.name_or_path or type(model).__name__
     fitted = _find_heads(backbone, heads, label)
     base = SpeculationOptions()

@@ -304,7 +304,7 @@ def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> Ex
         vocab_size=vocab_size,
         exit_layers=tuple(range(1, num_layers)),
         head_type="logit-lens",
-        defaults={"exit_layers": [max(1, num_layers * 3 // 4)]},
+        defaults={"exit_layers": [num_layers * 3 // 4]},
     )
     return ExitHeads(config, unembedding).eval()
 
@@ -337,4 +337,6 @@ def _checked_draft_ids(
         return None
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise InvalidHeads(f"draft vocabulary holds ids outside 0..{config.vocab_size - 1}")
+    if bool((ids[1:] <= ids[:-1]).any()):
+        raise InvalidHeads("the ids of a draft vocabulary must rise")
     return ids.long().to(unembedding.weight.device)

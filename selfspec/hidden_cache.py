@@ -30,8 +30,8 @@ class HiddenCache:
     """Queues of hidden states at the boundaries 0, the exit layers, and L.
 
     Within a queue positions are contiguous, and the first one equals the KV length of the layers
-    that the queue waits for. With `pinned_rows`, a pass of fewer rows is padded to that many; the
-    padding's keys and values are cut off again.
+    that the queue waits for. A pass of fewer rows than `pinned_rows`, or than the executor asks
+    for, is padded; the padding's keys and values are cut off again.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HiddenCache:
         self.passes: list[Pass] = []
         self._backbone = backbone
         self._kv = kv
-        self._pinned_rows = pinned_rows
+        self._rows = max(pinned_rows or 1, backbone.min_rows)
         self._queues: list[list[Tensor]] = [[] for _ in self.depths]
         self._pushed = 0
 
@@ -93,8 +93,8 @@ class HiddenCache:
         return self.rows(end)
 
     def padded(self, hidden: Tensor) -> Tensor:
-        """In pinned mode, [B, T, d] with zero rows up to the fixed number; else as it is."""
-        missing = (self._pinned_rows or 0) - hidden.shape[1]
+        """[B, T, d] with zero rows up to the number that every pass has at least."""
+        missing = self._rows - hidden.shape[1]
         return torch.nn.functional.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
 
     def clear(self) -> None:

@@ -39,20 +39,23 @@ class KVCache:
         return self._lengths[layer]
 
     def update(
-        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
+        self, keys: Tensor, values: Tensor, layer: int, *_: object, step: int = 1, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Append [B, heads, T, head_dim] to `layer`; return all it holds, [B, heads, length, ..].
 
-        With fixed slots the whole buffers come back, and the mask hides what is not filled.
+        With fixed slots the whole buffers come back, else the length rounded up to a multiple of
+        `step`; the mask hides what is not filled.
         """
         start = self._lengths[layer]
         end = start + keys.shape[-2]
+        if self.slots is not None and end > self.slots:
+            raise IndexError(f"{end} positions do not fit {self.slots} fixed slots")
         all_keys = self._keys[layer] = self._room(self._keys[layer], keys, start, end)
         all_values = self._values[layer] = self._room(self._values[layer], values, start, end)
         all_keys[..., start:end, :] = keys
         all_values[..., start:end, :] = values
         self._lengths[layer] = end
-        seen = self.slots or end
+        seen = self.slots or -(-end // step) * step
         return all_keys[..., :seen, :], all_values[..., :seen, :]
 
     def truncate(self, length: int, first: int = 0, last: int | None = None) -> None:

@@ -1,11 +1,13 @@
-"""Tests, on this machine and model, that fixed shapes give fixed bits.
+"""Tests, on this machine and model, that a row's bits do not depend on what runs with it.
 
-In pinned mode every pass has the same number of rows over the same number of slots, so that each
-matrix product runs the same kernel whatever was drafted. That a kernel treats all rows of one
-shape alike is a property of the kernel: it is measured here before anyone relies on it.
+Two ways lead there: kernels whose result for a row is the same for any number of rows, or passes
+of one fixed shape, padded, over a fixed number of slots. Either is a property of the kernels, so it
+is measured here before anyone relies on it.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,36 +21,45 @@ _PREFIX = 16
 """Tokens of context in front of the probed ones."""
 
 
+class PassShape(NamedTuple):
+    """What all passes of a pinned decoding have in common."""
+
+    rows: int | None = None
+    """Fixed number of rows; None where the kernels do not care."""
+    slots: int | None = None
+    """Fixed number of key slots; None where the kernels do not care."""
+
+
 @torch.inference_mode()
-def check_pinned(backbone: Backbone, rows: int, slots: int) -> None:
+def check_pinned(backbone: Backbone, shape: PassShape, widest: int) -> None:
     """Raise PinnedUnavailable unless logits are bitwise the same for every grouping of rows.
 
-    The same 2 * `rows` random tokens run one at a time, in full blocks, and in uneven blocks with
-    wrong tokens behind them. Costs about 3 * `rows` passes.
+    The same random tokens run one at a time, in blocks of `widest` rows (which `shape` must have
+    room for), and in uneven blocks; every second block has wrong tokens behind it, as rejected
+    drafts would be. Costs about 3 * `widest` passes.
     """
     generator = torch.Generator().manual_seed(0)
-    count = min(2 * rows, slots - rows - _PREFIX)
+    count = min(2 * widest, (shape.slots or backbone.max_positions) - widest - _PREFIX)
     ids = torch.randint(backbone.vocab_size, (1, _PREFIX + count), generator=generator)
     ids = ids.to(backbone.device)
-    alone = _logits(backbone, ids, [1] * count, rows, slots)
-    uneven = [1 + step % (rows - 1) for step in range(count)]
-    for name, widths in {"full": [rows] * count, "uneven": uneven}.items():
-        together = _logits(backbone, ids, widths, rows, slots)
+    alone = _logits(backbone, ids, [1] * count, shape, widest)
+    uneven = [1 + step % (widest - 1) for step in range(count)]
+    for name, widths in {"full": [widest] * count, "uneven": uneven}.items():
+        together = _logits(backbone, ids, widths, shape, widest)
         differing = int((alone != together).any(-1).sum())
         if differing:
             raise PinnedUnavailable(
-                f"{differing} of {count} positions changed bits between one row and {name} blocks "
-                f"of {rows} rows over {slots} slots: these kernels do not treat all rows alike"
+                f"{differing} of {count} positions changed bits between single rows and {name} "
+                f"blocks of up to {widest} rows: these kernels do not treat all rows alike"
             )
 
 
-def _logits(backbone: Backbone, ids: Tensor, widths: list[int], rows: int, slots: int) -> Tensor:
-    """Logits [count, V] of `ids` behind the prefix, run in blocks of `widths`.
-
-    Blocks narrower than `rows` get wrong tokens behind them, as rejected drafts would be.
-    """
-    kv = KVCache(backbone.num_layers, slots)
-    hidden = HiddenCache(backbone, kv, pinned_rows=rows)
+def _logits(
+    backbone: Backbone, ids: Tensor, widths: list[int], shape: PassShape, widest: int
+) -> Tensor:
+    """Logits [count, V] of `ids` behind the prefix, run in blocks of `widths`."""
+    kv = KVCache(backbone.num_layers, shape.slots)
+    hidden = HiddenCache(backbone, kv, pinned_rows=shape.rows)
     hidden.push(backbone.embed(ids[:, :_PREFIX]))
     hidden.advance_all()
     found: list[Tensor] = []
@@ -56,7 +67,7 @@ def _logits(backbone: Backbone, ids: Tensor, widths: list[int], rows: int, slots
     while start < ids.shape[1]:
         block = ids[:, start : start + widths[len(found)]]
         wrong = (block[:, -1:] + 1) % backbone.vocab_size
-        drafted = torch.cat([block, wrong.expand(-1, rows - block.shape[1])], dim=1)
+        drafted = torch.cat([block, wrong.expand(-1, widest - block.shape[1])], dim=1)
         hidden.clear()
         hidden.push(backbone.embed(drafted if len(found) % 2 else block))
         states = hidden.advance_all()

@@ -22,6 +22,10 @@ _STATEFUL = (
 """Keep state across calls: shown the committed tokens only, never a draft."""
 
 
+_CALLS_THE_USER = ("PrefixConstrainedLogitsProcessor",)
+"""Hand each prefix to a function of the user's own, which may keep state."""
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How a token is chosen from processed scores: the most likely, or drawn."""
@@ -73,13 +77,14 @@ def _cut(processor: LogitsProcessor, row: int) -> LogitsProcessor:
 
 
 def is_stateless(processor: object) -> bool:
-    """Whether calls do not affect each other: Hugging Face's own processors, but for two.
+    """Whether calls do not affect each other: Hugging Face's own processors, but for a few.
 
-    Processors of the user's own are taken to be stateful. Leaving one out on the draft side costs
+    The user's own code is taken to keep state. Leaving one out on the draft side costs
     acceptance, never correctness: the target side always runs all of them.
     """
     kind = type(processor)
-    return kind.__module__ == logits_process.__name__ and kind.__name__ not in _STATEFUL
+    own = kind.__module__ == logits_process.__name__
+    return own and kind.__name__ not in (*_STATEFUL, *_CALLS_THE_USER)
 
 
 def stateful(processors: Sequence[object]) -> list[str]:

@@ -33,6 +33,8 @@ def encode(
         raise InvalidPrompt("a prompt in words needs a tokenizer. Give one to selfspec.wrap")
     if isinstance(prompt, str) and (raw or tokenizer.chat_template is None):
         return _ids(tokenizer(prompt, return_tensors="pt"))
+    if tokenizer.chat_template is None:
+        raise InvalidPrompt("messages need a chat template, the tokenizer has none. Give text")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return _ids(
         tokenizer.apply_chat_template(
@@ -66,7 +68,7 @@ class TextDecoder:
         self._tokens += tokens
         before = self._decode(self._tokens[self._context : self._shown])
         after = self._decode(self._tokens[self._context :])
-        if after.endswith("\N{REPLACEMENT CHARACTER}") and not last:
+        if after == before or (after.endswith("\N{REPLACEMENT CHARACTER}") and not last):
             return ""
         self._context, self._shown = self._shown, len(self._tokens)
         return after[len(before) :]

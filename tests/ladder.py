@@ -23,14 +23,18 @@ from selfspec.drafters import Draft, Drafter, ExitDrafter, NoDrafter
 from selfspec.generate import wrap
 from selfspec.heads import logit_lens
 from selfspec.judge import ExitJudge
-from selfspec.kv_cache import KVCache, fixed_slots
+from selfspec.kv_cache import KVCache
+from selfspec.probe import PassShape
 from selfspec.scores import Sampler
 from selfspec.state import DecodeState
 from selfspec.stats import Round, Stopwatch
 from tests.drafters import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 
-ROWS = 6
-"""Rows of a pinned pass here: the drafts below are at most 5 wide."""
+FIXED = PassShape(rows=6, slots=64)
+"""Passes of one shape: the drafts below are at most 5 wide, the texts at most 58 long."""
+
+FREE = PassShape()
+"""Passes as they come, where kernels do not care; everywhere else nothing is pinned."""
 
 EXITS = (2, 4, 5)
 
@@ -72,14 +76,13 @@ def decode(
     drafter: Drafter,
     *,
     new_tokens: int = 30,
-    pinned: bool = False,
+    shape: PassShape = FREE,
     exit_layers: tuple[int, ...] = (),
 ) -> Decoded:
     """Greedy decoding with any drafter, checking the invariants of design.md section 1."""
     length = ids.shape[1] + new_tokens
-    kv = KVCache(backbone.num_layers, fixed_slots(length + ROWS) if pinned else None)
-    rows = ROWS if pinned else None
-    state = DecodeState(backbone, ids, exit_layers=exit_layers, kv=kv, pinned_rows=rows)
+    kv = KVCache(backbone.num_layers, shape.slots)
+    state = DecodeState(backbone, ids, exit_layers=exit_layers, kv=kv, pinned_rows=shape.rows)
     rule = Recorder(GreedyMatch(greedy()))
     entries = []
     for entry in rounds(state, drafter, rule, StopRule(max_length=length), Stopwatch()):
@@ -115,12 +118,12 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
     }
 
 
-def check_draft_invariance(backbone: Backbone, ids: Tensor) -> None:
+def check_draft_invariance(backbone: Backbone, ids: Tensor, shape: PassShape = FIXED) -> None:
     """Rung 2: in pinned mode logits are bitwise the same whatever the drafts were."""
-    plain = decode(backbone, ids, NoDrafter(), pinned=True)
+    plain = decode(backbone, ids, NoDrafter(), shape=shape)
     sequence = ids[0].tolist() + plain.tokens
     for name, (drafter, exits) in drafters(backbone, sequence).items():
-        found = decode(backbone, ids, drafter, pinned=True, exit_layers=exits)
+        found = decode(backbone, ids, drafter, shape=shape, exit_layers=exits)
         differing = int((found.logits != plain.logits).any(-1).sum())
         assert differing == 0, f"{name}: {differing} of {len(plain.tokens)} positions differ"
         assert found.tokens == plain.tokens, name
@@ -136,13 +139,13 @@ def check_equal_to_hugging_face(model: PreTrainedModel, ids: Tensor) -> None:
         assert any(entry.accepted for entry in found.entries) or name != "oracle"
 
 
-def count_ties(model: PreTrainedModel, ids: Tensor) -> int:
+def count_ties(model: PreTrainedModel, ids: Tensor, executor: str) -> int:
     """Rung 4, for float32: tokens equal to `model.generate`'s, or parted at a tie; counts ties.
 
     A tie is a margin of the top logit within twice the noise: the largest difference, on this
     very text, between logits of our passes and of one block.
     """
-    backbone = Backbone(model)
+    backbone = Backbone(model, executor=executor)
     expected = hugging_face(model, ids)
     ties = 0
     for name, (drafter, exits) in drafters(backbone, ids[0].tolist() + expected).items():
@@ -157,13 +160,15 @@ def count_ties(model: PreTrainedModel, ids: Tensor) -> int:
     return ties
 
 
-def check_near_top(model: PreTrainedModel, exact: PreTrainedModel, ids: Tensor) -> None:
+def check_near_top(
+    model: PreTrainedModel, exact: PreTrainedModel, ids: Tensor, executor: str
+) -> None:
     """Rung 5, for bfloat16: each token lies within the noise of the float32 model's top logit.
 
     Noise: the largest difference, on the emitted text, between the bfloat16 and the float32 model
     run plainly over it in one block; a token may lose it twice, once for each of two logits.
     """
-    backbone = Backbone(model)
+    backbone = Backbone(model, executor=executor)
     plain = decode(backbone, ids, NoDrafter())
     for name, (drafter, exits) in drafters(backbone, ids[0].tolist() + plain.tokens).items():
         found = decode(backbone, ids, drafter, exit_layers=exits)

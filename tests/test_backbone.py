@@ -24,7 +24,7 @@ from tests.models import FAMILIES, MAX_POSITIONS, VOCAB_SIZE, make_model, random
 @pytest.mark.parametrize("family", FAMILIES)
 def test_segments_give_the_bits_of_the_whole(family: str, dtype: torch.dtype, attn: str) -> None:
     model = make_model(family, dtype, attn)
-    backbone = Backbone(model)
+    backbone = Backbone(model, executor="generic")
     ids = random_ids(30)  # longer than the sliding windows
     hidden = HiddenCache(backbone, KVCache(backbone.num_layers), (2, 3))
     with torch.inference_mode(), captured_outputs(list(backbone.layers)) as outputs:

@@ -7,13 +7,13 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.backbone import Backbone
 from selfspec.errors import (
@@ -88,7 +88,7 @@ def load(folder: Path, unembedding: Unembedding) -> ExitHeads:
 @pytest.fixture
 def backbone() -> Backbone:
     """A tiny Llama of this test's own, which it may change."""
-    return Backbone(make_model("llama"), check=False)
+    return Backbone(make_model("llama"), executor="generic")
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def edit_config(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize("kind", ["linear", "translator", "translator-rank", "logit-lens"])
 @torch.inference_mode()
 def test_untrained_heads_read_the_last_state_as_the_model_does(family: str, kind: str) -> None:
-    backbone = Backbone(make_model(family), check=False)
+    backbone = Backbone(make_model(family), executor="generic")
     heads = make_heads(kind, backbone.unembedding)
     hidden = backbone.embed(random_ids(3))
     found = heads[4](hidden)
@@ -130,19 +130,21 @@ def test_untrained_heads_read_the_last_state_as_the_model_does(family: str, kind
     assert torch.equal(found, backbone.logits(hidden))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_of_a_bfloat16_model_take_its_states_and_give_float32(kind: str) -> None:
-    backbone = Backbone(make_model("llama", torch.bfloat16), check=False)
+def test_heads_are_in_the_models_dtype_and_give_float32(kind: str, dtype: torch.dtype) -> None:
+    backbone = Backbone(make_model("llama", dtype), executor="generic")
     head = make_heads(kind, backbone.unembedding)[2]
     hidden = backbone.embed(random_ids(3))
-    assert hidden.dtype == torch.bfloat16
+    assert hidden.dtype == dtype
     assert head(hidden).dtype == torch.float32
-    assert {weight.dtype for weight in head.parameters()} <= {torch.bfloat16}
+    assert {weight.dtype for weight in head.parameters()} <= {dtype}
 
 
 def test_a_linear_head_is_a_norm_and_a_matrix(unembedding: Unembedding, hidden: Tensor) -> None:
     head = train(make_heads("linear", unembedding))[2]
-    expected = torch.nn.functional.linear(head.norm(hidden), head.state_dict()["weight"])
+    normed = cast(nn.Module, head.norm)(hidden)
+    expected = torch.nn.functional.linear(normed, head.state_dict()["weight"])
     assert torch.equal(head(hidden), expected)
 
 
@@ -151,7 +153,7 @@ def test_a_translator_adds_an_affine_map_to_the_identity(
     kind: str, unembedding: Unembedding, hidden: Tensor
 ) -> None:
     head = train(make_heads(kind, unembedding))[2]
-    weights, normed = head.state_dict(), head.norm(hidden)
+    weights, normed = head.state_dict(), cast(nn.Module, head.norm)(hidden)
     narrow = normed if kind == "translator" else normed @ weights["down.weight"].T
     if kind == "translator-rank":
         assert weights["down.weight"].shape == (3, 32)
@@ -251,7 +253,7 @@ def test_a_translators_file_is_smaller_than_one_unembedding(
 def test_draft_logits_are_the_full_heads_logits_of_the_chosen_tokens(
     kind: str, hidden: Tensor
 ) -> None:
-    unembedding = Backbone(make_model("llama", torch.float64), check=False).unembedding
+    unembedding = Backbone(make_model("llama", torch.float64), executor="generic").unembedding
     full = make_heads(kind.removesuffix("-draft"), unembedding)[2]
     narrow = make_heads(kind, unembedding)[2]
     assert (full.draft_vocab_size, narrow.draft_vocab_size) == (VOCAB_SIZE, 5)
@@ -344,7 +346,7 @@ def test_loaded_heads_are_ready_to_use(saved: Path, unembedding: Unembedding) ->
 
 
 def test_heads_saved_in_float32_load_in_the_models_dtype(saved: Path) -> None:
-    unembedding = Backbone(make_model("llama", torch.bfloat16), check=False).unembedding
+    unembedding = Backbone(make_model("llama", torch.bfloat16), executor="generic").unembedding
     loaded = load(saved, unembedding)
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
 

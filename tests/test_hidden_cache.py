@@ -36,9 +36,10 @@ class WatchedBackbone(Backbone):
     """Notes the positions and layers of every pass, and checks the cache's invariants on entry."""
 
     def __init__(self) -> None:
-        super().__init__(make_model("llama", torch.float64, num_hidden_layers=8), check=False)
         self.runs: list[tuple[list[int], int, int]] = []
         self.passes_until_error = -1
+        model = make_model("llama", torch.float64, num_hidden_layers=8)
+        super().__init__(model, executor="generic")
 
     def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
         lengths = [kv.length(layer) for layer in range(self.num_layers)]
@@ -60,6 +61,7 @@ class ScriptedHeads:
     def __init__(self, state: DecodeState, decide: Decide) -> None:
         self.state = state
         self.decide = decide
+        self.seen: list[tuple[int, int, Tensor]] = []  # draft, layer, hidden state
 
     def __getitem__(self, layer: int) -> ScriptedHeads:
         self.layer = layer
@@ -68,7 +70,9 @@ class ScriptedHeads:
     def __call__(self, hidden: Tensor) -> Tensor:
         assert hidden.shape == (1, 32)
         # rows entered since the round began: the newest token's, then one per draft
-        token = self.decide(self.state.hidden.pushed - 1, self.layer)
+        step = self.state.hidden.pushed - 1
+        self.seen.append((step, self.layer, hidden))
+        token = self.decide(step, self.layer)
         logits = torch.zeros(1, VOCAB_SIZE)
         if token is not None:
             logits[0, token] = 50.0
@@ -95,10 +99,9 @@ def make_state(backbone: Backbone, prompt: int = 5, **options: Any) -> DecodeSta
     return DecodeState(backbone, random_ids(prompt), exit_layers=EXIT_LAYERS, **options)
 
 
-def make_drafter(state: DecodeState, decide: Decide, width: int = 4) -> ExitDrafter:
+def make_drafter(heads: ScriptedHeads, width: int = 4) -> ExitDrafter:
     judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
-    heads = cast(ExitHeads, ScriptedHeads(state, decide))
-    return ExitDrafter(heads, judge, greedy(), width)
+    return ExitDrafter(cast(ExitHeads, heads), judge, greedy(), width)
 
 
 def greedy() -> Sampler:
@@ -107,7 +110,7 @@ def greedy() -> Sampler:
 
 def decode(state: DecodeState, decide: Decide, max_length: int = 64) -> Iterator[Round]:
     """Rounds of greedy decoding, the prompt's pass first."""
-    drafter, rule = make_drafter(state, decide), GreedyMatch(greedy())
+    drafter, rule = make_drafter(ScriptedHeads(state, decide)), GreedyMatch(greedy())
     return rounds(state, drafter, rule, StopRule(max_length=max_length), Stopwatch())
 
 
@@ -190,7 +193,8 @@ def test_verification_sees_what_the_full_model_sees(
     stop, watch = StopRule(max_length=64), Stopwatch()
     next(decode(state, scripted([])))
     with torch.inference_mode(), state.round():
-        draft = propose(state, make_drafter(state, scripted(exits)), stop, watch)
+        drafter = make_drafter(ScriptedHeads(state, scripted(exits)))
+        draft = propose(state, drafter, stop, watch)
         found = verify(state, draft)
         ids = torch.cat([state.ids, torch.tensor([draft.tokens], dtype=torch.long)], dim=1)
         expected = watched.model(ids).logits[0, 5:].float()
@@ -198,6 +202,30 @@ def test_verification_sees_what_the_full_model_sees(
     # float64 leaves differences near 1e-14, so rounding to float32 moves a logit by at most its
     # last bit; largest difference measured: 0
     assert (found - expected).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("exits", [[2, 4, 6, 2], [6, 2, 2, 4], [2, 4, None]])
+@torch.inference_mode()
+def test_heads_see_the_row_being_drafted_at_their_own_layer(
+    watched: WatchedBackbone, exits: list[int | None]
+) -> None:
+    state = make_state(watched)
+    next(decode(state, scripted([])))
+    heads = ScriptedHeads(state, scripted(exits))
+    with state.round():
+        draft = make_drafter(heads).draft(state, 50, Stopwatch())
+    ids = torch.cat([state.ids, torch.tensor([draft.tokens])], dim=1)
+    expected = watched.model(ids, output_hidden_states=True).hidden_states
+    asked = [(step, layer) for step, layer, _ in heads.seen]
+    assert asked == [
+        (step, layer)
+        for step, leaves in enumerate(exits)
+        for layer in EXIT_LAYERS
+        if layer <= (leaves or 6)
+    ]
+    for step, layer, hidden in heads.seen:
+        # float64; largest difference measured: 0
+        assert (hidden - expected[layer][:, 5 + step]).abs().max() < 1e-13
 
 
 def coin_tosses(state: DecodeState, truth: list[int], seed: int) -> Decide:
@@ -219,6 +247,13 @@ def truth(shared: WatchedBackbone) -> list[int]:
     for _ in decode(state, lambda _step, _layer: None, max_length=45):
         pass
     return state.ids[0].tolist() + [0] * 8
+
+
+def test_plain_decoding_gives_transformers_own_text(
+    shared: WatchedBackbone, truth: list[int]
+) -> None:
+    generate = cast(Any, shared.model).generate
+    assert generate(random_ids(5), max_length=45, do_sample=False)[0].tolist() == truth[:45]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -253,6 +288,20 @@ def test_an_error_in_any_pass_of_a_round_leaves_what_is_committed(
     assert state.ids[0].tolist() == truth[:6]
     assert set(lengths(state)) == {5}
     assert state.hidden.pushed == 0
+    watched.passes_until_error = -1
+    for _ in decode(state, scripted([None] * 8), max_length=20):
+        pass
+    assert state.ids[0].tolist() == truth[:20]
+
+
+def test_an_error_in_the_prompts_pass_leaves_empty_caches(
+    watched: WatchedBackbone, truth: list[int]
+) -> None:
+    state = make_state(watched)
+    watched.passes_until_error = 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(decode(state, scripted([])))
+    assert (lengths(state), state.hidden.pushed, state.length) == ([0] * 8, 0, 5)
     watched.passes_until_error = -1
     for _ in decode(state, scripted([None] * 8), max_length=20):
         pass
@@ -368,6 +417,16 @@ def test_pinned_passes_are_padded_with_zeros_to_a_fixed_number(
     assert found.shape == (1, padded, 32)
     assert torch.equal(found[:, :rows], hidden)
     assert not found[:, rows:].any()
+
+
+def test_a_pass_has_at_least_the_rows_that_the_executor_asks_for(
+    watched: WatchedBackbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WatchedBackbone, "min_rows", 3)
+    hidden = torch.ones(1, 2, 32)
+    assert HiddenCache(watched, KVCache(8), EXIT_LAYERS).padded(hidden).shape[1] == 3
+    assert HiddenCache(watched, KVCache(8), pinned_rows=4).padded(hidden).shape[1] == 4
+    assert HiddenCache(watched, KVCache(8), pinned_rows=2).padded(hidden).shape[1] == 3
 
 
 def test_without_pinning_nothing_is_padded(cache: HiddenCache) -> None:

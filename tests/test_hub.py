@@ -283,9 +283,19 @@ def test_attention_implementation_reaches_the_model(folder: Path) -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_layers_are_spread_over_devices_on_request(folder: Path) -> None:
-    assert hub.load_model(folder, device="auto")[0].hf_device_map
-    assert not hasattr(hub.load_model(folder, device="cpu")[0], "hf_device_map")
+@pytest.mark.parametrize(("device", "device_map"), [("auto", "auto"), ("cpu", None)])
+def test_layers_are_spread_over_devices_on_request(
+    folder: Path, device: str, device_map: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, asked = hub._from_pretrained, []
+
+    def spy(source: str, **options: Any) -> tuple[Any, Any]:
+        asked.append(options["device_map"])
+        return original(source, **options)
+
+    monkeypatch.setattr(hub, "_from_pretrained", spy)
+    hub.load_model(folder, device=device)
+    assert asked == [device_map]
 
 
 @pytest.mark.parametrize("shown", [True, False])

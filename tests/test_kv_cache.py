@@ -134,6 +134,13 @@ def test_fixed_slots_always_return_whole_buffers_with_zeros_behind() -> None:
     assert keys.untyped_storage().nbytes() == 64 * 4 * 2 * 4
 
 
+def test_fixed_slots_are_written_in_place() -> None:
+    cache = KVCache(1, slots=64)
+    first, _ = cache.update(*block(3), 0)
+    second, _ = cache.update(*block(61), 0)
+    assert second.data_ptr() == first.data_ptr()
+
+
 def test_fixed_slots_give_masks_of_one_size() -> None:
     cache = KVCache(1, slots=64)
     assert cache.get_mask_sizes(3, 0) == (64, 0)

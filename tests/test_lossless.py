@@ -11,13 +11,24 @@ from tests.models import FAMILIES, make_model, random_ids
 
 DTYPES = [torch.float32, torch.bfloat16]
 
+PACKED = ["llama", "mistral", "qwen2", "qwen3"]
+"""Families that the packed executor runs."""
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype) -> None:
-    backbone = Backbone(make_model(family, dtype))
+    backbone = Backbone(make_model(family, dtype), executor="generic")
     for length in (1, 13):  # shorter than a pinned pass, and longer than the sliding windows
-        ladder.check_draft_invariance(backbone, random_ids(length))
+        ladder.check_draft_invariance(backbone, random_ids(length), ladder.FIXED)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_weights_need_no_fixed_shape_for_that(family: str, dtype: torch.dtype) -> None:
+    backbone = Backbone(make_model(family, dtype), executor="packed")
+    for length in (1, 13):
+        ladder.check_draft_invariance(backbone, random_ids(length), ladder.FREE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -25,15 +36,19 @@ def test_float64_tokens_equal_hugging_face(family: str) -> None:
     ladder.check_equal_to_hugging_face(make_model(family, torch.float64), random_ids(13))
 
 
-def test_float32_tokens_equal_hugging_face_up_to_ties() -> None:
-    ties = sum(ladder.count_ties(make_model(family), random_ids(13)) for family in FAMILIES)
+@pytest.mark.parametrize("executor", ["generic", "auto"])
+def test_float32_tokens_equal_hugging_face_up_to_ties(executor: str) -> None:
+    ties = sum(
+        ladder.count_ties(make_model(family), random_ids(13), executor) for family in FAMILIES
+    )
     assert ties <= 2, "near ties are rare on these texts: more of them point to a bug"
 
 
+@pytest.mark.parametrize("executor", ["generic", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_tokens_lie_within_noise_of_the_top(family: str) -> None:
+def test_bfloat16_tokens_lie_within_noise_of_the_top(family: str, executor: str) -> None:
     model, exact = make_model(family, torch.bfloat16), make_model(family, torch.float32)
-    ladder.check_near_top(model, exact, random_ids(13))
+    ladder.check_near_top(model, exact, random_ids(13), executor)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -173,7 +173,7 @@ SAMPLING_MUTANTS = [
 
 @pytest.mark.parametrize("mutant", GREEDY_MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_ladder_catches_greedy(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = Backbone(make_model("llama"))
+    backbone = Backbone(make_model("llama"), executor="generic")
     mutant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, SelfspecError)):
         ladder.check_draft_invariance(backbone, random_ids(13))

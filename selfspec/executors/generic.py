@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -19,9 +19,12 @@ _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 class GenericExecutor:
     """Calls `decoder.layers[i]` directly, with masks sized by the layers that are run."""
 
-    def __init__(self, decoder: Any) -> None:
+    min_rows = 1
+
+    def __init__(self, decoder: Any, lm_head: nn.Module) -> None:
         """`decoder`: a transformers decoder, with layers, rotary_emb, norm and config."""
         self.decoder = decoder
+        self._lm_head = lm_head
         self.layer_types = attention_types(decoder.config)
         parameters = inspect.signature(self.decoder.rotary_emb.forward).parameters
         self._rotary_by_type = "layer_type" in parameters  # Gemma3 has one base frequency per type
@@ -43,6 +46,11 @@ class GenericExecutor:
             )
             hidden = output[0] if isinstance(output, tuple) else output
         return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output of layer L, [B, T, d] -> final norm and lm_head, [B, T, V]."""
+        product: Tensor = self._lm_head(self.decoder.norm(hidden))
+        return product
 
     def _mask(self, kind: str, hidden: Tensor, first: int, positions: Tensor, kv: KVCache) -> Any:
         """The mask for T rows behind what layer first+1 holds; None only where sdpa needs none."""

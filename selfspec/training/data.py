@@ -67,9 +67,8 @@ def read_conversations(
         try:
             conversation = parsed(line, tokenizer)
             _check(conversation, vocab_size, max_length)
-        except _BAD_LINE as error:
-            reason = " ".join(str(error).split())
-            raise InvalidData(f"{path}, line {number}: {reason}") from error
+        except InvalidData as error:
+            raise InvalidData(f"{path}, line {number} {error}") from error
         read.append(conversation)
         answer_tokens += len(conversation.answer_ids)
         if max_tokens is not None and answer_tokens >= max_tokens:
@@ -79,12 +78,12 @@ def read_conversations(
     return read
 
 
-_BAD_LINE = (ValueError, KeyError, TypeError, InvalidData)
-
-
 def parsed(line: str, tokenizer: PreTrainedTokenizerBase | None) -> Conversation:
-    """One line as a conversation. Raises InvalidData or ValueError with the reason."""
-    record = json.loads(line)
+    """One line as a conversation. Raises InvalidData with the reason."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InvalidData(f"is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise InvalidData(f"holds a {type(record).__name__}, expected an object")
     if "input_ids" in record:
@@ -180,7 +179,7 @@ def _grouped(
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines that are not blank come as they are. Raises InvalidData if the file cannot be read."""
+    """Lines as they are. Raises InvalidData if the file cannot be read."""
     try:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8") as file:
@@ -192,9 +191,9 @@ def _lines(path: Path) -> Iterator[str]:
 def _from_ids(record: dict[str, Any]) -> Conversation:
     ids, start = record["input_ids"], record.get("answer_start")
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise InvalidData("input_ids must be a list of whole numbers")
+        raise InvalidData("has input_ids that are no list of whole numbers")
     if type(start) is not int or not 1 <= start < len(ids):
-        raise InvalidData(f"answer_start is {start}, expected 1..{len(ids) - 1}")
+        raise InvalidData(f"has answer_start {start}, expected 1..{len(ids) - 1}")
     return Conversation(tuple(ids), ((start, len(ids)),))
 
 
@@ -203,18 +202,26 @@ def _from_messages(messages: Any, tokenizer: PreTrainedTokenizerBase | None) -> 
     if tokenizer is None or tokenizer.chat_template is None:
         raise InvalidData("holds messages, but the model has no chat template. Give input_ids")
     if not isinstance(messages, list) or not messages:
-        raise InvalidData("messages must be a list with at least one message")
+        raise InvalidData("has messages that are no list with at least one message")
+    for message in messages:
+        _check_message(message)
     answers, ids = [], _templated(tokenizer, messages)
     for index, message in enumerate(messages):
-        if message["role"] not in _ROLES:
-            raise InvalidData(f"role {message['role']!r} is none of {', '.join(_ROLES)}")
         if message["role"] == "assistant":
             before = _templated(tokenizer, messages[:index], add_generation_prompt=True)
             turn = _templated(tokenizer, messages[: index + 1])
             if turn[: len(before)] != before or ids[: len(turn)] != turn:
-                raise InvalidData("the chat template changes earlier turns when one is added")
+                raise InvalidData("has turns that the chat template changes when one is added")
             answers.append((len(before), _answer_end(turn, tokenizer.eos_token_id)))
     return Conversation(tuple(ids), tuple(answers))
+
+
+def _check_message(message: Any) -> None:
+    """Raise InvalidData for one that the chat template could stumble over."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        raise InvalidData("has a message without text as its content")
+    if message.get("role") not in _ROLES:
+        raise InvalidData(f"has role {message.get('role')!r}, expected {', '.join(_ROLES)}")
 
 
 def _templated(
@@ -243,4 +250,4 @@ def _check(conversation: Conversation, vocab_size: int, max_length: int) -> None
         raise InvalidData(f"has {len(ids)} tokens, at most {max_length} fit into a batch")
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise InvalidData(f"token id {wrong} is outside 0..{vocab_size - 1}")
+        raise InvalidData(f"holds token id {wrong}, expected 0..{vocab_size - 1}")

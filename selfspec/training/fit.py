@@ -74,47 +74,41 @@ def fit(
     if not train or not validation:
         raise InvalidData(f"{len(train)} conversations to fit, {len(validation)} to validate")
     watch = watch or Stopwatch()
+    layers = exit_layers(backbone, options)
     draft_ids = _draft_ids(backbone, train, options, special_ids)
-    layers = options.exit_layers or default_exit_layers(backbone.num_layers)
-    check_exit_layers(layers, range(1, backbone.num_layers))
-    batch_tokens = options.batch_tokens
     source = FeatureSource(
         backbone,
         layers,
         train,
-        batch_tokens,
+        options.batch_tokens,
         with_target=options.loss == "kl",
         keep=options.keep_features,
     )
-    steps = options.epochs * len(source)
-    config = HeadsConfig(
-        base_model=base_model,
-        base_fingerprint=fingerprint(backbone.unembedding.weight),
-        hidden_size=backbone.hidden_size,
-        num_layers=backbone.num_layers,
-        vocab_size=backbone.vocab_size,
-        exit_layers=tuple(layers),
-        head_type=options.head_type,
-        rank=options.rank,
-        draft_vocab_size=None if draft_ids is None else len(draft_ids),
-        training=_provenance(train, steps, options, data),
-    )
-    trainer = _Trainer(backbone, config, draft_ids, steps, options)
+    record = _record(train, options.epochs * len(source), options, data)
+    config = _config(backbone, base_model, options, draft_ids, record)
+    trainer = _Trainer(backbone, config, draft_ids, options)
     losses = trainer.run(source, options, watch, progress or _ignore)
     heads = trainer.finished()
-    held_out = list(FeatureSource(backbone, layers, validation, batch_tokens).epoch())
+    held_out = list(FeatureSource(backbone, layers, validation, options.batch_tokens).epoch())
     shares = agreements(heads, held_out)
     watch.lap("validation")
+    by_layer = {layer: {"train_loss": losses[layer], **asdict(shares[layer])} for layer in layers}
     metrics = {
-        "layers": {
-            str(layer): {"train_loss": losses[layer], **asdict(shares[layer])} for layer in layers
-        },
+        "layers": {str(layer): values for layer, values in by_layer.items()},
         "coverage": coverage(heads, held_out),
-        "train_answer_tokens": config.training["answer_tokens"],
-        "steps": steps,
+        "train_answer_tokens": record["answer_tokens"],
+        "steps": record["steps"],
         "seconds": {part: round(seconds, 1) for part, seconds in watch.seconds.items()},
     }
     return Fitted(heads=heads, metrics=metrics)
+
+
+def exit_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
+    """Those asked for, or the default ones. Raises InvalidOption where the model has no such."""
+    asked = options.exit_layers
+    layers = default_exit_layers(backbone.num_layers) if asked is None else asked
+    check_exit_layers(layers, range(1, backbone.num_layers))
+    return layers
 
 
 def default_exit_layers(num_layers: int) -> tuple[int, ...]:
@@ -131,7 +125,6 @@ class _Trainer:
         backbone: Backbone,
         config: HeadsConfig,
         draft_ids: Tensor | None,
-        steps: int,
         options: FitOptions,
     ) -> None:
         """Heads as they begin: the model's own norm, the identity or the model's LM head."""
@@ -152,6 +145,7 @@ class _Trainer:
         self._optimizer = torch.optim.AdamW(_groups(self._heads, options.weight_decay))
         for group in self._optimizer.param_groups:
             group["lr"] = options.learning_rate
+        steps = config.training["steps"]
         warmup = round(steps * options.warmup)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: _rate(step, warmup, steps)
@@ -165,7 +159,7 @@ class _Trainer:
         progress: Callable[[Progress], None],
     ) -> dict[int, float]:
         """All epochs. Gives the mean loss of the last one by exit layer, nats per answer token."""
-        step, steps = 0, options.epochs * len(source)
+        step, steps = 0, self._heads.config.training["steps"]
         sums = dict.fromkeys(self._heads.config.exit_layers, 0.0)
         for epoch in range(options.epochs):
             tokens, sums = 0, dict.fromkeys(sums, 0.0)
@@ -254,7 +248,28 @@ def _rate(step: int, warmup: int, steps: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def _provenance(
+def _config(
+    backbone: Backbone,
+    base_model: str,
+    options: FitOptions,
+    draft_ids: Tensor | None,
+    record: dict[str, Any],
+) -> HeadsConfig:
+    return HeadsConfig(
+        base_model=base_model,
+        base_fingerprint=fingerprint(backbone.unembedding.weight),
+        hidden_size=backbone.hidden_size,
+        num_layers=backbone.num_layers,
+        vocab_size=backbone.vocab_size,
+        exit_layers=exit_layers(backbone, options),
+        head_type=options.head_type,
+        rank=options.rank,
+        draft_vocab_size=None if draft_ids is None else len(draft_ids),
+        training=record,
+    )
+
+
+def _record(
     train: Sequence[Conversation], steps: int, options: FitOptions, data: str
 ) -> dict[str, Any]:
     """The `training` entry of the heads' config."""

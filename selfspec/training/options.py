@@ -39,7 +39,7 @@ class FitOptions:
     epochs: int = 1
     """Passes over the training text, at least 1."""
 
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     """AdamW's, at its highest, above 0."""
 
     warmup: float = 0.05
@@ -52,8 +52,9 @@ class FitOptions:
     """Gradients of a head are clipped to this norm, above 0; each head on its own, so that one does
     not slow the others down."""
 
-    batch_tokens: int = 4096
-    """Tokens per step, padding included. No conversation may be longer."""
+    batch_tokens: int = 2048
+    """Tokens per step, padding included. No conversation may be longer. 4096 halve the number of
+    steps, which cost 4 to 6 points of agreement in one epoch over 60K tokens."""
 
     max_tokens: int | None = None
     """Answer tokens of the training text to use. None: all."""

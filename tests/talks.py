@@ -1,0 +1,41 @@
+"""Conversations with a tiny model and a tokenizer of ten words; called by the tests of training."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from selfspec.training.data import Conversation
+from tests.models import random_ids
+
+TEMPLATE = (
+    "{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> <line> {% endfor %}"
+    "{% if add_generation_prompt %}<start> assistant {% endif %}"
+)
+WORDS = ["<start>", "<end>", "<line>", "<unused>", "system", "user", "assistant", "a", "b", "c"]
+
+
+def make_talks(model: PreTrainedModel) -> list[Conversation]:
+    """Twelve greedy answers of `model`, 12 to 23 tokens long."""
+    return [answered(model, seed, 12 + seed) for seed in range(12)]
+
+
+@torch.no_grad()
+def answered(model: PreTrainedModel, seed: int, count: int) -> Conversation:
+    """A random prompt of 5 tokens and `count` greedy ones."""
+    ids = random_ids(5, seed)
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return Conversation(tuple(ids[0].tolist()), ((5, 5 + count),))
+
+
+def make_tokenizer() -> PreTrainedTokenizerBase:
+    """Whole words, a chat template, and a special token without a role."""
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "c"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    built = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", bos_token="<start>")
+    built.add_tokens(["<unused>"], special_tokens=True)
+    built.chat_template = TEMPLATE
+    assert len(built) == len(WORDS)
+    return built

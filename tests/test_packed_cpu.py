@@ -1,0 +1,122 @@
+"""Packed weights: the model's numbers up to rounding, chosen only where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfspec.backbone import Backbone
+from selfspec.errors import InvalidOption, PinnedUnavailable, UnsupportedModel
+from selfspec.executors.generic import GenericExecutor
+from selfspec.executors.packed_cpu import PackedExecutor, PackedLinear
+from selfspec.generate import wrap
+from selfspec.hidden_cache import HiddenCache
+from selfspec.kv_cache import KVCache
+from selfspec.probe import PassShape, check_pinned
+from tests.models import make_model, random_ids
+
+PACKED = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+def logits(backbone: Backbone, ids: Tensor) -> Tensor:
+    hidden = HiddenCache(backbone, KVCache(backbone.num_layers))
+    with torch.inference_mode():
+        for block in ids.split([ids.shape[1] - 4, 4], dim=1):
+            hidden.clear()
+            hidden.push(backbone.embed(block))
+            states = hidden.advance_all()
+        return backbone.logits(states)
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_logits_are_as_exact_as_the_models_own(family: str) -> None:
+    # longer than the sliding window and than the block of rows that attention takes at a time
+    ids = random_ids(200)
+    truth = logits(Backbone(make_model(family, torch.float64)), ids)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model(family, dtype)
+        packed, generic = Backbone(model, executor="packed"), Backbone(model, executor="generic")
+        assert isinstance(packed._executor, PackedExecutor)
+        error, usual = ((logits(b, ids) - truth).square().mean().sqrt() for b in (packed, generic))
+        assert error < 2 * usual
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi3", "granite", "cohere"])
+def test_other_families_keep_their_own_layers(family: str) -> None:
+    model = make_model(family)
+    assert isinstance(Backbone(model)._executor, GenericExecutor)
+    with pytest.raises(UnsupportedModel, match="packed executor cannot run it"):
+        Backbone(model, executor="packed")
+
+
+def test_float64_and_hooked_layers_keep_their_own(model: Any) -> None:
+    assert isinstance(Backbone(make_model("llama", torch.float64))._executor, GenericExecutor)
+    hooked: Any = make_model("llama")
+    hooked.model.layers[2].mlp.register_forward_hook(lambda *_: None)
+    assert isinstance(Backbone(hooked)._executor, GenericExecutor)
+
+
+def test_an_executor_that_computes_something_else_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = PackedLinear.__call__
+    monkeypatch.setattr(PackedLinear, "__call__", lambda self, rows: right(self, rows) * 1.001)
+    assert isinstance(Backbone(make_model("llama"))._executor, GenericExecutor)
+
+
+def test_an_unknown_executor_is_refused(model: Any) -> None:
+    with pytest.raises(InvalidOption, match="generic, packed"):
+        Backbone(model, executor="fast")
+
+
+def depends_on_rows(self: PackedLinear, rows: Tensor) -> Tensor:
+    """A kernel that rounds otherwise for four rows or more."""
+    product = exact(self, rows)
+    return product * (1 + 2**-22) if len(rows) >= 4 else product
+
+
+exact = PackedLinear.__call__
+
+
+def test_the_probe_finds_kernels_that_depend_on_the_number_of_rows(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = Backbone(model, executor="packed")
+    check_pinned(backbone, PassShape(), 8)
+    monkeypatch.setattr(PackedLinear, "__call__", depends_on_rows)
+    with pytest.raises(PinnedUnavailable, match="do not treat all rows alike"):
+        check_pinned(backbone, PassShape(), 8)
+    check_pinned(backbone, PassShape(rows=8, slots=64), 8)
+
+
+def test_pinned_mode_falls_back_to_fixed_shapes(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculator = wrap(model, heads="logit-lens", executor="packed", exit_threshold=0.05)
+    free = PassShape()
+    assert speculator._pinned_shape(PassShape(8, 64), 8) == free
+    monkeypatch.setattr(PackedLinear, "__call__", depends_on_rows)
+    again = wrap(model, heads="logit-lens", executor="packed", exit_threshold=0.05)
+    assert again._pinned_shape(PassShape(8, 64), 8) == PassShape(8, 64)
+    plain = again.generate(random_ids(9), max_new_tokens=20, pinned=True, speculate=False)
+    drafted = again.generate(random_ids(9), max_new_tokens=20, pinned=True)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.drafted > 0
+
+
+def test_pinned_mode_is_refused_where_neither_way_holds(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter(range(10**6))
+    monkeypatch.setattr(
+        PackedLinear, "__call__", lambda self, rows: exact(self, rows) * (1 + next(calls) * 1e-6)
+    )
+    backbone_check = pytest.MonkeyPatch()
+    backbone_check.setattr("selfspec.backbone.check_agreement", lambda *_: None)
+    speculator = wrap(model, heads="logit-lens", executor="packed")
+    backbone_check.undo()
+    with pytest.raises(PinnedUnavailable):
+        speculator.generate(random_ids(9), max_new_tokens=5, pinned=True)
