@@ -1,6 +1,6 @@
 # make demo: one accelerated answer.  make test: lint, types, tests.  All of it inside .venv.
 # Needs python3 (3.10 or newer, with venv and pip). Variables, for instance
-# `make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu PROMPT="Why is the sky blue?"`:
+# `make demo TORCH_INDEX=URL PROMPT="Why is the sky blue?"`; URL: an index of torch wheels.
 PYTHON ?= python3
 TORCH_INDEX ?=
 PROMPT ?= Explain in a few sentences how a rainbow forms.

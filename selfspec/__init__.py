@@ -12,7 +12,8 @@ from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.errors import SelfspecError
 
 if TYPE_CHECKING:
-    from selfspec.generate import Session, Speculator, load, wrap
+    from selfspec.generate import Speculator, load, wrap
+    from selfspec.session import Session
     from selfspec.stats import GenerationStats
     from selfspec.stream import Generation, Stream
 
@@ -32,7 +33,7 @@ __all__ = [
 _HOMES = {
     "Generation": "stream",
     "GenerationStats": "stats",
-    "Session": "generate",
+    "Session": "session",
     "Speculator": "generate",
     "Stream": "stream",
     "load": "generate",

@@ -33,6 +33,7 @@ from selfspec.kv_cache import KVCache, fixed_slots
 from selfspec.probe import PassShape, check_pinned
 from selfspec.request import Request, from_prepared, prepare, stop_strings
 from selfspec.scores import Sampler
+from selfspec.session import Session
 from selfspec.state import DecodeState
 from selfspec.stats import GenerationStats, Stopwatch
 from selfspec.stream import Generation, Stream
@@ -79,17 +80,17 @@ class Speculator:
         self, prompts: Prompt, **options: Unpack[GenerateOptions]
     ) -> list[Generation]:
         """Answers to all rows of left-padded ids [B, P], times `num_return_sequences`."""
-        request, speculation, streamer = self._request(prompts, options)
+        request, speculation, streamer = self.request(prompts, options)
         return [
-            self._start(request, speculation, row, streamer).drain()
+            self.start(request, speculation, row, streamer).drain()
             for row in range(request.input_ids.shape[0])
         ]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """The same answer as `generate`, piece by piece."""
-        request, speculation, streamer = self._request(prompt, options)
-        _require_one(request)
-        return self._start(request, speculation, 0, streamer)
+        request, speculation, streamer = self.request(prompt, options)
+        request.require_one()
+        return self.start(request, speculation, 0, streamer)
 
     def session(self) -> Session:
         """A conversation that keeps its keys and values between turns."""
@@ -139,14 +140,15 @@ class Speculator:
                 model_kwargs,
             )
             rows = range(input_ids.shape[0])
-            answers = [self._start(request, options, row, streamer).drain() for row in rows]
+            answers = [self.start(request, options, row, streamer).drain() for row in rows]
             return sequences(request, answers)
 
         return custom_generate
 
-    def _request(
+    def request(
         self, prompt: Prompt, options: GenerateOptions
     ) -> tuple[Request, SpeculationOptions, BaseStreamer | None]:
+        """One call's keywords, sorted: for Hugging Face, for speculation, and who listens."""
         check_keys(options, GenerateOptions.__annotations__, "option")
         rest: dict[str, Any] = dict(options)
         speculation = self.options.updated({k: rest.pop(k) for k in OPTION_NAMES & rest.keys()})
@@ -155,7 +157,7 @@ class Speculator:
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
         return request, speculation, streamer
 
-    def _start(
+    def start(
         self,
         request: Request,
         options: SpeculationOptions,
@@ -168,7 +170,7 @@ class Speculator:
         sampler = request.sampler.for_row(row)
         rule = acceptance_rule(sampler, options)
         if state is None:
-            state = self._state(request, options, row)
+            state = self.state(request, options, row)
         stats = GenerationStats(
             num_layers=self.backbone.num_layers,
             prompt_tokens=state.length - state.pad,
@@ -182,7 +184,7 @@ class Speculator:
             streamer.put(request.input_ids[row : row + 1].cpu())
         return Stream(entries, stats, watch, self.tokenizer, streamer)
 
-    def _state(
+    def state(
         self, request: Request, options: SpeculationOptions, row: int, kv: KVCache | None = None
     ) -> DecodeState:
         """The state of one row; `kv` may hold a prefix of it."""
@@ -241,48 +243,6 @@ class Speculator:
                 failure = error
             self._probed[shape, widest] = failure
         return self._probed[shape, widest]
-
-
-class Session:
-    """Turns of one conversation; what earlier turns left in the caches is not run again.
-
-    Survives an error in the middle of a round and a stream that was stopped.
-    """
-
-    def __init__(self, speculator: Speculator) -> None:
-        """Empty at first."""
-        self._speculator = speculator
-        self._state: DecodeState | None = None
-        self._pinned: tuple[bool, int] | None = None
-        self._stream: Stream | None = None
-
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
-        """The answer to `prompt`: the whole conversation so far and the new turn."""
-        return self.stream(prompt, **options).drain()
-
-    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
-        """The same answer, piece by piece. Ends the stream of an earlier turn."""
-        if self._stream is not None:
-            self._stream.close()
-        engine = self._speculator
-        request, speculation, streamer = engine._request(prompt, options)
-        _require_one(request)
-        shapes = (speculation.pinned, speculation.pinned_rows)
-        kv = self._prefix(request) if shapes == self._pinned else None
-        self._pinned = shapes
-        self._state = engine._state(request, speculation, 0, kv)
-        self._stream = engine._start(request, speculation, 0, streamer, self._state)
-        return self._stream
-
-    def _prefix(self, request: Request) -> KVCache | None:
-        """The caches, cut back to what they share with the new prompt; at least one id is left."""
-        if self._state is None or self._state.pad or request.pads[0]:
-            return None
-        old, new = self._state.ids[0], request.input_ids[0]
-        count = min(len(old), len(new) - 1)
-        differing = (old[:count] != new[:count]).nonzero()
-        self._state.kv.truncate(int(differing[0]) if len(differing) else count)
-        return self._state.kv
 
 
 def load(
@@ -387,10 +347,3 @@ def _find_heads(
     folder = hub.resolve_heads(heads)
     unembedding = backbone.unembedding
     return ExitHeads.from_pretrained(folder, unembedding, fingerprint(unembedding.weight), label)
-
-
-def _require_one(request: Request) -> None:
-    if request.input_ids.shape[0] != 1:
-        raise InvalidOption(
-            f"{request.input_ids.shape[0]} sequences at once. Use generate_batch for more than one"
-        )

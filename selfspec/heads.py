@@ -253,6 +253,7 @@ class ExitHeads(nn.Module):
         weights, config = folder / f"{WEIGHTS_FILE}.new", folder / f"{CONFIG_FILE}.new"
         try:
             save_file(_shared_ids_once(tensors), weights)
+            weights.chmod(0o644)  # safetensors makes files that only their owner can read
             config.write_text(json.dumps(asdict(self.config), indent=2) + "\n", encoding="utf-8")
             weights.replace(folder / WEIGHTS_FILE)
             config.replace(folder / CONFIG_FILE)

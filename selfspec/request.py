@@ -49,6 +49,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Generation settings that mean another way of decoding, and the values that do not."""
 
 
+_NO_MAX_LENGTH = 20
+"""What transformers puts where nobody set a maximum length."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Prompts and rules of one call."""
@@ -61,6 +65,11 @@ class Request:
     stop: StopRule
     pad_token_id: int
     return_dict: bool
+
+    def require_one(self) -> None:
+        """Raise InvalidOption for more than one sequence."""
+        if (count := self.input_ids.shape[0]) != 1:
+            raise InvalidOption(f"{count} sequences at once. Use generate_batch for more than one")
 
 
 def prepare(
@@ -80,8 +89,13 @@ def prepare(
     strings = rest.pop("stop_strings", None) or model.generation_config.stop_strings
     if strings:
         criteria.append(stop_strings(tokenizer, strings))
+    if input_ids.shape[0] == 1:
+        # else a pad token within a prompt would be taken for padding
+        rest.setdefault("attention_mask", torch.ones_like(input_ids))
     if not rest.keys() & {"max_new_tokens", "max_length", "generation_config"}:
-        rest["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
+        own = model.generation_config
+        if own.max_new_tokens is None and own.max_length in (None, _NO_MAX_LENGTH):
+            rest["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
     try:
         prepared = model.generate(  # type: ignore[operator]  # typed as Tensor | Module upstream
             input_ids,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the network
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from selfspec.backbone import Backbone
 from tests.models import make_model, random_ids
+from tests.watched import WatchedBackbone
 
 torch.set_num_threads(1)  # tiny products: a second thread only waits, for seconds on a busy machine
 
@@ -52,3 +53,17 @@ def backbone(model: PreTrainedModel) -> Backbone:
 def prompt_ids() -> Tensor:
     """[1, 12] ids, longer than the sliding windows of the tiny models."""
     return random_ids(12)
+
+
+@pytest.fixture(scope="module")
+def shared() -> WatchedBackbone:
+    """The model behind `watched`, built once per test file; for fixtures that outlive a test."""
+    return WatchedBackbone()
+
+
+@pytest.fixture
+def watched(shared: WatchedBackbone) -> Iterator[WatchedBackbone]:
+    """A Llama of 8 layers, float64."""
+    shared.runs.clear()
+    yield shared
+    shared.passes_until_error = -1

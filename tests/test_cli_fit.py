@@ -22,7 +22,7 @@ def workplace(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatc
     lines = [json.dumps({"input_ids": list(t.ids), "answer_start": 5}) for t in talks]
     (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "recipe.yaml").write_text(
-        "model: model\ndtype: float32\nbatch-tokens: 128\ndraft-vocab-size: null\n"
+        "model: model\ndtype: float32\nbatch-tokens: 128\ndraft-vocab-size: null\nepochs: 3\n"
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -34,7 +34,16 @@ COMMAND = ["fit", "--config", "recipe.yaml", "--data", "talks.jsonl", "--output"
 def test_the_command_fits_as_recipe_and_flags_say(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["--exit-layers", "2,3", "--validation", "talks.jsonl", "--max-tokens", "60"]
+    more = [
+        "--exit-layers",
+        "2,3",
+        "--validation",
+        "talks.jsonl",
+        "--max-tokens",
+        "60",
+        "--epochs",
+        "1",
+    ]
     assert main([*COMMAND, *more]) == 0
     config = HeadsConfig.read(workplace / "out")
     assert (config.base_model, config.exit_layers) == ("model", (2, 3))
@@ -44,7 +53,8 @@ def test_the_command_fits_as_recipe_and_flags_say(
     assert output.out.count("agreement") == 2
     assert "fit" in output.err
     run = yaml.safe_load((workplace / "out" / "run.yaml").read_text())["run"]
-    assert (run["exit_layers"], run["batch_tokens"], run["data"]) == ([2, 3], 128, "talks.jsonl")
+    assert (run["exit_layers"], run["batch_tokens"], run["epochs"]) == ([2, 3], 128, 1)
+    assert (run["data"], run["dtype"]) == ("talks.jsonl", "float32")
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,14 @@ def test_right_padding_is_refused(speculator: Speculator) -> None:
         speculator.generate(random_ids(4), attention_mask=mask)
 
 
+def test_a_pad_token_within_a_single_prompt_is_no_padding(exact: Any) -> None:
+    speculator = wrap(exact, heads="logit-lens")
+    ids = random_ids(8)
+    expected = speculator.generate(ids, max_new_tokens=5).token_ids
+    pad = int(ids[0, 3])
+    assert speculator.generate(ids, max_new_tokens=5, pad_token_id=pad).token_ids == expected
+
+
 def test_a_loop_of_another_model_is_refused(speculator: Speculator) -> None:
     other: Any = make_model("llama")
     with pytest.raises(InvalidOption, match="another model"):

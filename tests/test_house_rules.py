@@ -25,7 +25,7 @@ FLOORS = (
     ("drafters", "controllers", "acceptance"),
     ("decode",),
     ("request", "stream"),
-    ("generate",),
+    ("session", "generate"),
     ("__init__",),
     ("training", "eval"),
     ("cli",),

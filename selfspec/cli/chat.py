@@ -11,7 +11,7 @@ from selfspec.cli.flags import settings, with_flags
 from selfspec.errors import SelfspecError
 
 if TYPE_CHECKING:
-    from selfspec.generate import Session
+    from selfspec.session import Session
 
 HELP = "/clear starts over, /exit or ctrl-D leaves, ctrl-C stops an answer and keeps what was said"
 

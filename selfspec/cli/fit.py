@@ -93,7 +93,7 @@ def run(asked: dict[str, Any], options: FitOptions) -> Fitted:
     model, tokenizer, files = hub.load_model(
         asked.get("model"), dtype=asked.get("dtype", "bfloat16"), device=asked.get("device")
     )
-    backbone = Backbone(model)
+    backbone = Backbone(model, executor="generic")  # the packed one runs single sequences only
     sizes = {
         "vocab_size": backbone.vocab_size,
         "max_length": min(options.batch_tokens, backbone.max_positions),

@@ -103,6 +103,7 @@ class PackedExecutor:
             self._pack(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)
         ]
         self._lm_head = PackedLinear(lm_head)
+        self._rotations = torch.empty(0)  # [positions, size / 2], grows with the text
 
     @property
     def nbytes(self) -> int:
@@ -119,8 +120,8 @@ class PackedExecutor:
     def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
         """Layers first+1..last on [1, T, d] at `positions` [1, T]; appends T positions to `kv`."""
         rows = hidden[0]
-        rotation = self._rotation(hidden, positions)
         held = kv.get_mask_sizes(len(rows), first)[0]
+        rotation = self._rotation(hidden, positions, held)
         end = -(-held // _SLOT_STEP) * _SLOT_STEP
         kinds = {layer.kind for layer in self._layers[first:last]}
         masks = {kind: self._mask(kind, positions[0], end) for kind in kinds}
@@ -178,11 +179,14 @@ class PackedExecutor:
         weighed = torch.bmm(scores.softmax(-1), values)[:, : group * count]
         return weighed.reshape(kv_heads, group, count, size).permute(2, 0, 1, 3).reshape(count, -1)
 
-    def _rotation(self, hidden: Tensor, positions: Tensor) -> Tensor:
+    def _rotation(self, hidden: Tensor, positions: Tensor, end: int) -> Tensor:
         """A complex number per position and pair, [T, 1, size / 2], rounded as the model does."""
-        cos, sin = self._decoder.rotary_emb(hidden, position_ids=positions)
-        half = self._size // 2
-        return torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())[:, None]
+        if len(self._rotations) < end:
+            every = torch.arange(2 * end)[None]
+            cos, sin = self._decoder.rotary_emb(hidden, position_ids=every)
+            half = self._size // 2
+            self._rotations = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+        return self._rotations[positions[0], None]
 
     def _mask(self, kind: str, positions: Tensor, end: int) -> Tensor:
         """[T, S]: 0 where a row may look, -inf where not."""

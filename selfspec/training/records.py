@@ -25,18 +25,20 @@ _PACKAGES = ("torch", "transformers", "safetensors")
 _CARD = """\
 # Exit heads for {base_model}
 
-{kind} heads at exit layers {layers} of {num_layers}, drafting from {vocabulary}. They make
-speculative decoding with selfspec faster and never change its output. Weights: {dtype}.
+{kind} heads at exit layers {layers} of {num_layers}, drafting from {vocabulary}. For
+speculative decoding with selfspec, whose output they never change. Weights: {dtype}.
 
 Fitted with `selfspec fit` ({loss} loss, learning rate {learning_rate}, {epochs} epoch(s), {steps}
 steps, seed {seed}) on {answer_tokens:,} answer tokens of {conversations:,} conversations
-({data}); `run.yaml` holds all options. Base fingerprint: `{fingerprint}`.
+({data}); `run.yaml` holds all options. Base fingerprint:
+`{fingerprint}`.
 
 ## Agreement on held-out text
 
-Share of {positions:,} answer positions where a head's top token is the model's own, over the full
-vocabulary, and the same among the positions where the head is most confident (`metrics.json`).
-{coverage:.1%} of the model's tokens are in the draft vocabulary.
+Share of {positions:,} answer positions ({held_out}) where a head's top token is the
+model's own, over the full vocabulary, and the same among the positions where the head is most
+confident (`metrics.json`). {coverage:.1%} of the model's tokens are in the draft vocabulary.
+Text of another kind than the conversations has lower shares.
 
 | exit layer | all | most confident 25 % | most confident 10 % |
 |---|---|---|---|
@@ -51,12 +53,13 @@ def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
     _replace(folder / "metrics.json", json.dumps(fitted.metrics, indent=2) + "\n")
     _replace(folder / "run.yaml", yaml.safe_dump(described, sort_keys=False))
     dtype = next(fitted.heads.parameters()).dtype
-    _replace(folder / "README.md", card(fitted.heads.config, fitted.metrics, dtype))
+    held_out = Path(run.get("validation") or "a 20th of the data").name
+    _replace(folder / "README.md", card(fitted.heads.config, fitted.metrics, dtype, held_out))
     fitted.heads.save(folder)
 
 
-def card(config: HeadsConfig, metrics: Mapping[str, Any], dtype: torch.dtype) -> str:
-    """The README of a heads folder, from its records alone."""
+def card(config: HeadsConfig, metrics: Mapping[str, Any], dtype: torch.dtype, held_out: str) -> str:
+    """The README of a heads folder, from its records; `held_out` names the validation text."""
     size = config.draft_vocab_size
     layers = metrics["layers"]
     return _CARD.format(
@@ -68,6 +71,7 @@ def card(config: HeadsConfig, metrics: Mapping[str, Any], dtype: torch.dtype) ->
         vocabulary="the whole vocabulary" if size is None else f"{size:,} tokens",
         dtype=str(dtype).removeprefix("torch."),
         fingerprint=config.base_fingerprint,
+        held_out=held_out,
         positions=next(iter(layers.values()))["positions"],
         coverage=metrics["coverage"],
         rows="\n".join(_row(layer, shares) for layer, shares in layers.items()),

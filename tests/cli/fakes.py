@@ -1,0 +1,85 @@
+"""A Speculator that answers from a script; every command of these tests loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from selfspec.cli import flags
+from selfspec.config import SpeculationOptions
+from selfspec.errors import InvalidPrompt
+
+
+@dataclass
+class FakeStats:
+    def line(self) -> str:
+        return "2 tokens, CR 2.00"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"new_tokens": 2}
+
+
+@dataclass
+class FakeAnswer:
+    text: str = "Hello you."
+    token_ids: list[int] = field(default_factory=lambda: [5, 6])
+    stats: FakeStats = field(default_factory=FakeStats)
+    stop_reason: str = "eos"
+
+
+@dataclass
+class FakeStream:
+    """Gives its pieces one by one; an exception among them is raised there."""
+
+    pieces: list[Any]
+    said: str = ""
+    closed: bool = False
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self.pieces:
+            if isinstance(piece, BaseException):
+                raise piece
+            self.said += piece
+            yield piece
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def result(self) -> FakeAnswer:
+        return FakeAnswer(text=self.said)
+
+
+@dataclass
+class FakeSpeculator:
+    """Records prompts and options; answers each with the next of `answers`."""
+
+    answers: list[list[Any]] = field(default_factory=lambda: [["Hello ", "you."]])
+    label: str = "fake"
+    heads: object | None = "heads"
+    options: SpeculationOptions = field(default_factory=SpeculationOptions)
+    prompts: list[Any] = field(default_factory=list)
+    given: dict[str, Any] = field(default_factory=dict)
+    streams: list[FakeStream] = field(default_factory=list)
+    loaded: flags.Settings | None = None
+
+    def stream(self, prompt: Any, **options: Any) -> FakeStream:
+        self.prompts.append(prompt)
+        self.given = options
+        answer = self.answers.pop(0)
+        if isinstance(answer[0], InvalidPrompt):
+            raise answer[0]
+        self.streams.append(FakeStream(answer))
+        return self.streams[-1]
+
+    def generate(self, prompt: Any, **options: Any) -> FakeAnswer:
+        list(stream := self.stream(prompt, **options))
+        return stream.result
+
+    def session(self) -> FakeSpeculator:
+        return self
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}

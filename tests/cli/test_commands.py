@@ -1,0 +1,255 @@
+"""`selfspec chat`, `env` and `heads`, then the program as a whole: help, log, exit, pipes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfspec import generate as facade
+from selfspec import hub
+from selfspec.cli import chat, common, env
+from selfspec.cli.main import main
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidPrompt, ModelNotFound
+from tests.cli.fakes import FakeSpeculator, user
+
+ROOT = Path(__file__).parents[2]
+
+
+# --- chat
+
+
+def test_chat_remembers_turns_until_they_are_cleared(
+    speculator: FakeSpeculator,
+    piped: Callable[[bytes], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    speculator.answers = [["one"], ["two"], ["three"]]
+    piped(b"a\n\nb\n/clear\nc\n/exit\nnever\n")
+    assert main(["chat", "--system", "s", "--stats", "--seed", "1"]) == 0
+    first = [{"role": "system", "content": "s"}, user("a")]
+    assert speculator.prompts == [
+        first,
+        [*first, {"role": "assistant", "content": "one"}, user("b")],
+        [{"role": "system", "content": "s"}, user("c")],
+    ]
+    captured = capsys.readouterr()
+    assert captured.out.split() == ["one", "two", "three"]
+    assert captured.err.splitlines() == ["2 tokens, CR 2.00"] * 3
+    assert speculator.given == {"seed": 1}
+
+
+def test_interrupted_answer_keeps_what_was_said(
+    speculator: FakeSpeculator, piped: Callable[[bytes], None]
+) -> None:
+    speculator.answers = [["half", KeyboardInterrupt()], ["whole"]]
+    piped(b"a\nb\n")
+    assert main(["chat"]) == 0
+    assert speculator.streams[0].closed
+    assert speculator.prompts[1] == [user("a"), {"role": "assistant", "content": "half"}, user("b")]
+
+
+def test_turn_without_an_answer_is_forgotten(
+    speculator: FakeSpeculator,
+    piped: Callable[[bytes], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    speculator.answers = [[KeyboardInterrupt()], [InvalidPrompt("too long. /clear")], ["fine"]]
+    piped(b"a\nb\nc\n")
+    assert main(["chat"]) == 0
+    assert speculator.prompts == [[user("a")], [user("b")], [user("c")]]
+    assert "selfspec: error: too long. /clear" in capsys.readouterr().err.splitlines()
+
+
+def test_unknown_chat_command_lists_the_known_ones(
+    speculator: FakeSpeculator,
+    piped: Callable[[bytes], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    piped(b"/what\n")
+    assert main(["chat"]) == 0
+    assert capsys.readouterr().err.strip() == chat.HELP
+    assert speculator.prompts == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"), [(" hi ", "hi"), (EOFError(), None), (KeyboardInterrupt(), "")]
+)
+def test_terminal_line_ends_the_chat_at_ctrl_d_and_not_at_ctrl_c(
+    typed: Any, line: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(prompt: str) -> str:
+        if isinstance(typed, BaseException):
+            raise typed
+        return str(typed)
+
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", read)
+    assert chat.ask() == line
+
+
+# --- env, heads
+
+
+def test_env_says_where_things_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["cache_folder"] == str(tmp_path / "selfspec")
+    assert facts["threads"] >= 1
+    assert {*env.PACKAGES, "cpu", "device", "default_model", "python"} <= facts.keys()
+    assert main(["env"]) == 0
+    assert f"cache_folder   {tmp_path / 'selfspec'}\n" in capsys.readouterr().out
+
+
+def test_env_without_the_default_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Path:
+        raise ModelNotFound("not installed. Run: pip")
+
+    monkeypatch.setattr(hub, "default_model_file", missing)
+    assert env.environment()["default_model"] == "not installed. Run: pip"
+
+
+@pytest.fixture
+def heads_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose only heads are these; their weights are 1 MB of nothing."""
+    folder = tmp_path / "checkpoints" / "toy"
+    folder.mkdir(parents=True)
+    values = {
+        "format_version": 1,
+        "base_model": "toy-model",
+        "base_fingerprint": "f" * 64,
+        "hidden_size": 8,
+        "num_layers": 6,
+        "vocab_size": 16,
+        "exit_layers": [2, 4],
+        "head_type": "translator",
+        "defaults": {"exit_threshold": 0.7},
+    }
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    (folder / "model.safetensors").write_bytes(bytes(1_000_000))
+    monkeypatch.setattr(hub, "__file__", str(tmp_path / "selfspec" / "hub.py"))
+    return folder
+
+
+def test_heads_list_names_what_is_there(
+    heads_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["heads", "list"]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split() == ["name", "base", "model", "exit", "layers", "type", "MB"]
+    assert row.split() == ["toy", "toy-model", "2,", "4", "translator", "1.0"]
+
+
+def test_heads_list_goes_on_behind_a_damaged_folder(
+    heads_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = heads_folder.parent / "bad"
+    damaged.mkdir()
+    (damaged / "config.json").write_text("{", encoding="utf-8")
+    assert main(["heads", "list", "--json"]) == 0
+    captured = capsys.readouterr()
+    (row,) = json.loads(captured.out)
+    assert row["name"] == "toy"
+    assert row["size_bytes"] == sum(file.stat().st_size for file in heads_folder.iterdir())
+    assert "bad/config.json" in captured.err
+
+
+def test_heads_show_reads_the_config_only(
+    heads_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (heads_folder / "model.safetensors").unlink()
+    assert main(["heads", "show", "toy", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exit_layers"] == [2, 4]
+    assert main(["heads", "show", str(heads_folder)]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["exit_layers"] == "2, 4"
+    assert lines["defaults"] == '{"exit_threshold": 0.7}'
+
+
+def test_heads_check_says_ok(
+    heads_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded: list[Any] = []
+
+    def load(model: str | None, heads: Path) -> FakeSpeculator:
+        loaded.append((model, heads))
+        return FakeSpeculator()
+
+    monkeypatch.setattr(facade, "load", load)
+    assert main(["heads", "check", "toy", "--model", "m"]) == 0
+    assert loaded == [("m", heads_folder)]
+    assert capsys.readouterr().out == "OK: toy fit fake\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(HeadsMismatch("other"), 1), (InvalidHeads("cut off"), 1), (ModelNotFound("gone"), 2)],
+)
+def test_heads_check_fails_with_the_reason(
+    error: Exception,
+    code: int,
+    heads_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(model: str | None, heads: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(facade, "load", load)
+    assert main(["heads", "check", "toy"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == (f"failed: {error}\n" if code == 1 else "")
+    assert captured.err == ("" if code == 1 else f"selfspec: error: {error}\n")
+
+
+# --- the whole program
+
+
+def test_help_of_every_command_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["heads"]):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert main([*arguments, "--help"]) == 0
+        assert capsys.readouterr().out.rstrip() == shown.rstrip()
+    assert main(["generate", "--help"]) == 0
+    assert "--max-draft-tokens N" in capsys.readouterr().out
+
+
+def test_log_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    logging.getLogger("selfspec.hub").info("de-quantising")
+    assert capsys.readouterr().err == "selfspec: de-quantising\n"
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-c", "from selfspec.cli.main import run; run()", *arguments]
+    return subprocess.run(command, text=True, cwd=ROOT, check=False, **options)
+
+
+@pytest.mark.parametrize(("arguments", "lines"), [(["x"], 1), (["x", "--debug"], 9)])
+def test_traceback_is_shown_with_debug_only(arguments: list[str], lines: int) -> None:
+    result = run("heads", "show", *arguments, capture_output=True)
+    assert result.returncode == (2 if lines == 1 else 1)
+    assert result.stdout == ""
+    assert min(result.stderr.count("\n"), 9) == lines
+
+
+def test_closed_output_pipe_is_left_quietly() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    result = run(stdout=write, stderr=subprocess.PIPE, env=environment)
+    os.close(write)
+    assert result.stderr == ""
+    assert result.returncode == common.PIPE_CLOSED

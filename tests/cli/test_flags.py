@@ -1,0 +1,125 @@
+"""Flags and the YAML file: what they set, which of them wins, and what they refuse."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfspec import generate as facade
+from selfspec.cli import flags
+from selfspec.cli.main import main
+from selfspec.config import SpeculationOptions
+from selfspec.errors import InvalidOption
+from tests.cli.fakes import FakeSpeculator
+
+
+def test_every_speculation_option_has_a_flag_with_help() -> None:
+    known = {flag.name: flag for flag in flags.SPECULATION}
+    assert known.keys() == {entry.name for entry in fields(SpeculationOptions)}
+    assert all(flag.help for flag in known.values())
+
+
+def test_flags_have_no_defaults_of_their_own(speculator: FakeSpeculator) -> None:
+    assert main(["generate", "hi"]) == 0
+    assert speculator.loaded == flags.Settings(generation={"raw": False})
+
+
+def test_help_states_the_defaults_of_the_facade() -> None:
+    defaults = inspect.signature(facade.load).parameters
+    texts = {flag.name: flag.help for flag in flags.LOADING}
+    for name in ("dtype", "attn_implementation"):
+        assert f"{defaults[name].default} (the default)" in texts[name]
+
+
+def test_flags_reach_the_function_that_takes_them(speculator: FakeSpeculator) -> None:
+    arguments = ["--model", "m", "--dtype", "float32", "--no-speculate", "--pinned"]
+    arguments += ["--exit-layers", "4,8", "--exit-threshold", "0.5,0.75", "--max-draft-tokens", "3"]
+    arguments += ["--max-new-tokens", "9", "--stop", "a", "--stop-strings", "b", "--top-k", "5"]
+    assert main(["generate", *arguments, "hi"]) == 0
+    assert speculator.loaded == flags.Settings(
+        loading={"model": "m", "dtype": "float32"},
+        speculation={
+            "speculate": False,
+            "exit_layers": (4, 8),
+            "exit_threshold": (0.5, 0.75),
+            "max_draft_tokens": 3,
+            "pinned": True,
+        },
+        generation={
+            "max_new_tokens": 9,
+            "stop_strings": ["a", "b"],
+            "top_k": 5,
+            "do_sample": True,
+            "raw": False,
+        },
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a YAML file."""
+
+    def write(text: str) -> Path:
+        file = tmp_path / "run.yaml"
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return write
+
+
+def test_flag_wins_over_yaml(config: Callable[[str], Path]) -> None:
+    file = config("max-draft-tokens: 2\nexit_threshold: 0.5\npinned: true\nmodel: m\n")
+    found = flags.settings(file, {"max_draft_tokens": 4, "pinned": False, "seed": None})
+    assert found.speculation == {"max_draft_tokens": 4, "exit_threshold": 0.5, "pinned": False}
+    assert found.loading == {"model": "m"}
+
+
+def test_yaml_lists_scalars_and_exponents_are_read_as_the_option_wants(
+    config: Callable[[str], Path],
+) -> None:
+    file = config("exit_layers: [4, 8]\nexit_threshold: 5e-1\nstop_strings: a,b\n")
+    found = flags.settings(file, {})
+    assert found.speculation == {"exit_layers": (4, 8), "exit_threshold": 0.5}
+    assert found.generation == {"stop_strings": ["a,b"]}
+    assert flags.settings(config("exit_layers: 4"), {}).speculation == {"exit_layers": (4,)}
+
+
+def test_empty_yaml_file_changes_nothing(config: Callable[[str], Path]) -> None:
+    assert flags.settings(config("# nothing\n"), {}) == flags.Settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "do_sample"),
+    [({"temperature": 0.5}, True), ({"temperature": 0.5, "do_sample": False}, False)],
+)
+def test_sampling_flag_implies_drawing_unless_it_is_refused(
+    given: dict[str, Any], do_sample: bool
+) -> None:
+    assert flags.settings(None, given).generation["do_sample"] is do_sample
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_draft_token: 3", "Did you mean max_draft_tokens?"),
+        ("pinned: 1", "pinned is 1, expected true or false"),
+        ("max_draft_tokens: 2.5", "max_draft_tokens is 2.5, expected a whole number"),
+        ("max_draft_tokens: true", "max_draft_tokens is True, expected a whole number"),
+        ("exit_layers: []", r"exit_layers is \[\], expected a list"),
+        ("max_new_tokens: -1", "max_new_tokens is -1, expected at least 1"),
+        ("model: 3", "model is 3, expected text"),
+        ("- a", "holds a list, expected `option: value` lines"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_bad_yaml_is_refused_on_one_line(
+    text: str, message: str, config: Callable[[str], Path]
+) -> None:
+    with pytest.raises(InvalidOption, match=message) as caught:
+        flags.settings(config(text), {})
+    assert "\n" not in str(caught.value)

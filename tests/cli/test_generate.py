@@ -1,0 +1,185 @@
+"""`selfspec generate`: where prompts come from, where answers go, and one line for each error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from selfspec import hub
+from selfspec.cli import common, flags
+from selfspec.cli.main import main
+from selfspec.config import SpeculationOptions
+from selfspec.errors import ModelNotFound
+from tests.cli.fakes import FakeSpeculator, user
+
+
+def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Lines on standard error; standard output must be empty."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+def test_answer_goes_to_stdout_and_statistics_to_stderr(
+    speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--stats", "hi"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello you.\n"
+    assert captured.err == "2 tokens, CR 2.00\n"
+    assert speculator.prompts == [[user("hi")]]
+
+
+def test_statistics_are_shown_on_request_only(
+    speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "hi"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_newline_is_added_only_where_the_answer_has_none(
+    speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speculator.answers = [["done\n"], []]
+    assert main(["generate", "hi"]) == 0
+    assert capsys.readouterr().out == "done\n"
+
+
+def test_json_is_one_object_and_nothing_else(
+    speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--json", "--seed", "7", "hi"]) == 0
+    captured = capsys.readouterr()
+    record = json.loads(captured.out)
+    assert captured.err == ""
+    assert record["text"] == "Hello you."
+    assert record["token_ids"] == [5, 6]
+    assert record["stop_reason"] == "eos"
+    assert record["stats"] == {"new_tokens": 2}
+    assert (record["model"], record["heads"]) == ("fake", hub.DEFAULT_HEADS)
+    assert record["options"]["seed"] == 7
+    assert record["options"]["max_draft_tokens"] == SpeculationOptions().max_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("heads", "arguments", "shown"),
+    [("fitted", ["--heads", "logit-lens"], "logit-lens"), (None, [], None)],
+)
+def test_json_names_the_heads(
+    speculator: FakeSpeculator,
+    capsys: pytest.CaptureFixture[str],
+    heads: str | None,
+    arguments: list[str],
+    shown: str | None,
+) -> None:
+    speculator.heads = heads
+    assert main(["generate", "--json", *arguments, "hi"]) == 0
+    assert json.loads(capsys.readouterr().out)["heads"] == shown
+
+
+def test_prompt_comes_from_standard_input_without_its_last_newline(
+    speculator: FakeSpeculator, piped: Callable[[bytes], None]
+) -> None:
+    piped("grüß\nmich\n".encode())
+    assert main(["generate"]) == 0
+    assert speculator.prompts == [[user("grüß\nmich")]]
+
+
+def test_prompt_comes_from_a_file(speculator: FakeSpeculator, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file\n", encoding="utf-8")
+    assert main(["generate", "--file", str(file)]) == 0
+    assert speculator.prompts == [[user("from a file")]]
+
+
+def test_raw_prompt_stays_as_it_is(
+    speculator: FakeSpeculator, piped: Callable[[bytes], None]
+) -> None:
+    piped(b"def f():\n")
+    assert main(["generate", "--raw"]) == 0
+    assert speculator.prompts == ["def f():\n"]
+    assert speculator.given["raw"] is True
+
+
+def test_system_message_comes_first(speculator: FakeSpeculator) -> None:
+    assert main(["generate", "--system", "Be brief.", "hi"]) == 0
+    assert speculator.prompts == [[{"role": "system", "content": "Be brief."}, user("hi")]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", " "], "the prompt is empty"),
+        (["generate", "--file", "not-there.txt"], "cannot read the prompt"),
+        (["generate", "hi", "--file", "x"], "a prompt and --file at once"),
+        (["generate", "\udcff"], "the prompt is not UTF-8"),
+        (["generate", "--raw", "--system", "s", "hi"], "--raw and --system at once"),
+        (["generate", "--max-new-tokens", "0", "hi"], "max_new_tokens is 0, expected at least 1"),
+        (["generate", "--max-new-tokens", "x", "hi"], "Invalid value for '--max-new-tokens'"),
+        (["generate", "--exit-threshold", "0.9,x", "hi"], "exit_threshold is '0.9,x', expected a"),
+        (["generate", "--exit-layers", "1.5", "hi"], "exit_layers is '1.5', expected a list"),
+        (["generate", "--hedas", "x", "hi"], "--heads"),
+        (["generate", "--config", "not-there.yaml", "hi"], "cannot read the config"),
+        (["generte", "hi"], "Did you mean 'generate'?"),
+        (["heads", "show", "nowhere"], "'nowhere' is neither a folder nor a known name"),
+        (["heads", "show"], "Missing argument 'DIR'"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(common, "load", lambda settings: pytest.fail("loaded a model"))
+    assert main(arguments) == 2
+    (line,) = errors(capsys)
+    assert line.startswith("selfspec: error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(("data", "message"), [(b"\n", "is empty"), (b"\xff", "byte 0 is wrong")])
+def test_bad_standard_input_is_refused(
+    data: bytes,
+    message: str,
+    piped: Callable[[bytes], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    piped(data)
+    assert main(["generate"]) == 2
+    assert message in errors(capsys)[0]
+
+
+def test_missing_prompt_on_a_terminal_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    assert main(["generate"]) == 2
+    assert "no prompt" in errors(capsys)[0]
+
+
+def test_error_of_the_package_is_one_line_unless_debug_is_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(settings: flags.Settings) -> None:
+        raise ModelNotFound("no model here. Get one")
+
+    monkeypatch.setattr(common, "load", fail)
+    assert main(["generate", "hi"]) == 2
+    assert errors(capsys) == ["selfspec: error: no model here. Get one"]
+    with pytest.raises(ModelNotFound):
+        main(["generate", "hi"], debug=True)
+
+
+def test_interrupt_exits_with_130_and_a_short_line(
+    speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speculator.answers = [["Hel", KeyboardInterrupt()]]
+    assert main(["generate", "hi"]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "Hel"
+    assert captured.err.split() == ["selfspec:", "interrupted"]

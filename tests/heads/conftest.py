@@ -1,0 +1,28 @@
+"""Fixtures of the heads' tests: a model that a test may change, its unembedding, and states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfspec.backbone import Backbone
+from selfspec.heads import Unembedding
+from tests.models import make_model
+
+
+@pytest.fixture
+def backbone() -> Backbone:
+    """A tiny Llama of this test's own, which it may change."""
+    return Backbone(make_model("llama"), executor="generic")
+
+
+@pytest.fixture
+def unembedding(backbone: Backbone) -> Unembedding:
+    return backbone.unembedding
+
+
+@pytest.fixture
+def hidden() -> Tensor:
+    """[1, 3, d]"""
+    return torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(2))

@@ -1,0 +1,53 @@
+"""Heads of every kind for the tiny Llama, untrained or moved; called by the tests of heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from selfspec.heads import ExitHeads, HeadsConfig, Unembedding
+from tests.models import VOCAB_SIZE
+
+FINGERPRINT = "0123456789abcdef"
+DRAFT_IDS = torch.tensor([0, 3, 17, 40, 95])
+
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"head_type": "linear"},
+    "linear-draft": {"head_type": "linear", "draft_vocab_size": 5},
+    "translator": {"head_type": "translator"},
+    "translator-rank": {"head_type": "translator", "rank": 3},
+    "translator-rank-draft": {"head_type": "translator", "rank": 3, "draft_vocab_size": 5},
+    "logit-lens": {"head_type": "logit-lens"},
+    "logit-lens-draft": {"head_type": "logit-lens", "draft_vocab_size": 5},
+}
+TRAINED = [kind for kind in KINDS if not kind.startswith("logit-lens")]
+
+
+def make_config(**values: Any) -> HeadsConfig:
+    """A config for the tiny Llama; `values` replace entries."""
+    sizes: dict[str, Any] = {
+        "base_model": "tiny",
+        "base_fingerprint": FINGERPRINT,
+        "hidden_size": 32,
+        "num_layers": 6,
+        "vocab_size": VOCAB_SIZE,
+        "exit_layers": (2, 4),
+        "head_type": "linear",
+    }
+    return HeadsConfig(**sizes | values)
+
+
+def make_heads(kind: str, unembedding: Unembedding, **values: Any) -> ExitHeads:
+    """Untrained heads of `kind`."""
+    config = make_config(**KINDS[kind] | values)
+    return ExitHeads(config, unembedding, DRAFT_IDS if config.draft_vocab_size else None)
+
+
+@torch.no_grad()
+def train(heads: ExitHeads) -> ExitHeads:
+    """Move all weights that are the heads' own, each differently."""
+    generator = torch.Generator().manual_seed(1)
+    for weight in heads.parameters():
+        weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+    return heads

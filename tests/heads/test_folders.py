@@ -1,0 +1,276 @@
+"""Folders of heads: what was saved comes back, what is damaged or does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from selfspec.backbone import Backbone
+from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidHeads
+from selfspec.heads import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, ExitHeads, Unembedding
+from tests.heads.kinds import DRAFT_IDS, FINGERPRINT, TRAINED, make_heads, train
+from tests.models import make_model
+
+NOT_THE_HEADS = r"model\.safetensors does not hold the heads of its config: "
+
+
+def load(folder: Path, unembedding: Unembedding) -> ExitHeads:
+    return ExitHeads.from_pretrained(folder, unembedding, FINGERPRINT, "tiny")
+
+
+@pytest.fixture
+def saved(tmp_path: Path, unembedding: Unembedding) -> Path:
+    """A folder of trained low-rank translators over a draft vocabulary."""
+    folder = tmp_path / "heads"
+    train(make_heads("translator-rank-draft", unembedding)).save(folder)
+    return folder
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    path = folder / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+# Save and load
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_what_was_saved_loads_bit_equal(
+    kind: str, unembedding: Unembedding, hidden: Tensor, tmp_path: Path
+) -> None:
+    heads = make_heads(
+        kind,
+        unembedding,
+        base_revision="abc",
+        temperatures={"2": 1.25},
+        defaults={"exit_threshold": [0.5, 0.6], "exit_layers": [2, 4]},
+        training={"steps": 7},
+    )
+    train(heads).save(tmp_path / "new" / "folder")
+    loaded = load(tmp_path / "new" / "folder", unembedding)
+    assert loaded.config == heads.config
+    assert loaded.state_dict().keys() == heads.state_dict().keys()
+    assert all(torch.equal(v, loaded.state_dict()[k]) for k, v in heads.state_dict().items())
+    for layer in (2, 4):
+        assert torch.equal(loaded[layer](hidden), heads[layer](hidden))
+
+
+def test_loaded_heads_are_ready_to_use(saved: Path, unembedding: Unembedding) -> None:
+    loaded = load(saved, unembedding)
+    assert not loaded.training
+    assert not any(weight.requires_grad for weight in loaded.parameters())
+    assert loaded[2].draft_ids is not None
+    assert loaded[2].draft_ids.dtype == torch.int64
+
+
+def test_heads_saved_in_float32_load_in_the_models_dtype(saved: Path) -> None:
+    unembedding = Backbone(make_model("llama", torch.bfloat16), executor="generic").unembedding
+    loaded = load(saved, unembedding)
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_the_draft_vocabulary_is_stored_once_as_small_integers(saved: Path) -> None:
+    tensors = load_file(saved / WEIGHTS_FILE)
+    stored = [name for name in tensors if "draft_ids" in name]
+    assert stored == ["draft_ids"]
+    assert tensors["draft_ids"].dtype == torch.int32
+    assert tensors["draft_ids"].tolist() == DRAFT_IDS.tolist()
+
+
+def test_saving_twice_replaces_the_first(
+    saved: Path, unembedding: Unembedding, hidden: Tensor
+) -> None:
+    newer = train(make_heads("linear", unembedding))
+    newer.save(saved)
+    assert torch.equal(load(saved, unembedding)[2](hidden), newer[2](hidden))
+    assert {path.name for path in saved.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
+
+
+def test_loading_writes_nothing_into_the_model(backbone: Backbone, tmp_path: Path) -> None:
+    # logit-lens heads share the model's norm; a folder made with another norm must not replace it
+    make_heads("linear", backbone.unembedding, exit_layers=(2,)).save(tmp_path)
+    edit_config(tmp_path, head_type="logit-lens")
+    save_file({"by_layer.2.norm.weight": torch.zeros(32)}, tmp_path / WEIGHTS_FILE)
+    before = {name: weight.clone() for name, weight in backbone.model.state_dict().items()}
+    with suppress(InvalidHeads):
+        load(tmp_path, backbone.unembedding)
+    after = backbone.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(weight.requires_grad for weight in backbone.model.parameters())
+
+
+def fail(*_: object, **__: object) -> None:
+    raise OSError("no space left on device")
+
+
+def half_written(_tensors: object, path: Path) -> None:
+    path.write_bytes(b"half")
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize(
+    ("target", "action"),
+    [
+        ("selfspec.heads.save_file", half_written),
+        ("selfspec.heads.json.dumps", fail),
+        ("pathlib.Path.write_text", fail),
+        ("pathlib.Path.replace", fail),
+    ],
+)
+def test_a_failed_save_leaves_no_file_and_keeps_the_old_ones(
+    target: str,
+    action: Callable[..., None],
+    saved: Path,
+    unembedding: Unembedding,
+    hidden: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = load(saved, unembedding)[2](hidden)
+    newer = train(train(make_heads("translator-rank-draft", unembedding)))
+    with monkeypatch.context() as patch:
+        patch.setattr(target, action)
+        with pytest.raises(OSError, match="no space left"):
+            newer.save(saved)
+    assert torch.equal(load(saved, unembedding)[2](hidden), before)
+    assert {path.name for path in saved.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
+
+
+# Folders that do not fit, or are damaged
+
+
+def test_heads_of_another_model_name_both(saved: Path, unembedding: Unembedding) -> None:
+    with pytest.raises(HeadsMismatch) as caught:
+        ExitHeads.from_pretrained(saved, unembedding, "fedcba9876543210", "other")
+    assert str(caught.value) == (
+        f"{saved} fits tiny (0123456789ab), the model is other (fedcba987654). "
+        "Fit heads for it: selfspec fit"
+    )
+
+
+@pytest.mark.parametrize("missing", [CONFIG_FILE, "the folder"])
+def test_a_folder_without_config_is_no_heads_folder(
+    missing: str, tmp_path: Path, unembedding: Unembedding
+) -> None:
+    folder = tmp_path if missing == CONFIG_FILE else tmp_path / "nowhere"
+    with pytest.raises(HeadsNotFound, match=f"no config.json in {folder}"):
+        load(folder, unembedding)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 100, -1])
+def test_truncated_weights_are_refused(kept: int, saved: Path, unembedding: Unembedding) -> None:
+    path = saved / WEIGHTS_FILE
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(InvalidHeads, match=NOT_THE_HEADS):
+        load(saved, unembedding)
+
+
+def test_missing_weights_are_refused(saved: Path, unembedding: Unembedding) -> None:
+    (saved / WEIGHTS_FILE).unlink()
+    with pytest.raises(InvalidHeads, match=NOT_THE_HEADS):
+        load(saved, unembedding)
+
+
+def test_a_header_that_promises_petabytes_is_refused(saved: Path, unembedding: Unembedding) -> None:
+    (saved / WEIGHTS_FILE).write_bytes(struct.pack("<Q", 1 << 50) + b"{}")
+    with pytest.raises(InvalidHeads, match=NOT_THE_HEADS):
+        load(saved, unembedding)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"lm_head.weight": torch.zeros(3, 4)},
+        {"draft_ids": DRAFT_IDS.int(), "lm_head.weight": torch.zeros(3, 4)},
+    ],
+)
+def test_foreign_tensors_are_refused(
+    tensors: dict[str, Tensor], saved: Path, unembedding: Unembedding
+) -> None:
+    save_file(tensors, saved / WEIGHTS_FILE)
+    with pytest.raises(InvalidHeads):
+        load(saved, unembedding)
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "other shape"])
+def test_tensors_must_be_exactly_those_of_the_config(
+    change: str, saved: Path, unembedding: Unembedding
+) -> None:
+    tensors = load_file(saved / WEIGHTS_FILE)
+    if change == "missing":
+        del tensors["by_layer.4.up.bias"]
+    elif change == "extra":
+        tensors["by_layer.5.up.bias"] = torch.zeros(32)
+    else:
+        tensors["by_layer.4.up.bias"] = torch.zeros(31)
+    save_file(tensors, saved / WEIGHTS_FILE)
+    with pytest.raises(InvalidHeads, match=NOT_THE_HEADS):
+        load(saved, unembedding)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([0, 3, 17, 40], r"draft vocabulary of 4 tokens.*, 5 in config\.json"),
+        (None, r"draft vocabulary of 0 tokens.*, 5 in config\.json"),
+        ([0, 3, 17, 40, 96], r"draft vocabulary holds ids outside 0\.\.95"),
+        ([-1, 3, 17, 40, 95], r"draft vocabulary holds ids outside 0\.\.95"),
+    ],
+)
+def test_a_draft_vocabulary_that_does_not_fit_is_refused(
+    ids: list[int] | None, message: str, saved: Path, unembedding: Unembedding
+) -> None:
+    tensors = load_file(saved / WEIGHTS_FILE)
+    del tensors["draft_ids"]
+    if ids is not None:
+        tensors["draft_ids"] = torch.tensor(ids, dtype=torch.int32)
+    save_file(tensors, saved / WEIGHTS_FILE)
+    with pytest.raises(InvalidHeads, match=message):
+        load(saved, unembedding)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"format_version": 2}, "has format version 2, this selfspec reads 1"),
+        ({"format_version": None}, "has format version None, this selfspec reads 1"),
+        ({"exit_layer": [2]}, "unknown key 'exit_layer'. Did you mean exit_layers?"),
+        ({"exit_layers": [0, 2]}, "exit layer 0 is not among [1, 2, 3, 4, 5]"),
+        ({"exit_layers": [2, 6]}, "exit layer 6 is not among [1, 2, 3, 4, 5]"),
+        ({"exit_layers": [4, 2]}, "exit layers [4, 2] must be rising"),
+        ({"exit_layers": [2, 2]}, "exit layers [2, 2] must be rising"),
+        ({"exit_layers": []}, "exit layers [] must be rising"),
+        ({"exit_layers": 2}, "is not a config of exit heads"),
+        ({"head_type": "magic"}, "head type 'magic' is none of linear, translator, logit-lens"),
+        ({"draft_vocab_size": 97}, "draft vocabulary of 97 tokens, the model has 96"),
+    ],
+)
+def test_a_config_that_makes_no_sense_says_why(
+    values: dict[str, Any], reason: str, saved: Path, unembedding: Unembedding
+) -> None:
+    edit_config(saved, **values)
+    with pytest.raises(InvalidHeads) as caught:
+        load(saved, unembedding)
+    assert str(saved / CONFIG_FILE) in str(caught.value)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "7", '{"format_version": 1}', "\udcff"])
+def test_a_config_that_is_no_config_is_refused(
+    text: str, saved: Path, unembedding: Unembedding
+) -> None:
+    (saved / CONFIG_FILE).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(InvalidHeads, match=r"config\.json is not a config of exit heads"):
+        load(saved, unembedding)
+
+
+def test_the_saved_config_says_its_format_version(saved: Path) -> None:
+    assert json.loads((saved / CONFIG_FILE).read_text())["format_version"] == FORMAT_VERSION == 1

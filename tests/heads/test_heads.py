@@ -1,0 +1,251 @@
+"""Exit heads: what each type computes, draft vocabularies, the logit lens, names and bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from selfspec.backbone import Backbone
+from selfspec.errors import InvalidOption, SelfspecError
+from selfspec.heads import (
+    HEAD_TYPES,
+    WEIGHTS_FILE,
+    ExitHeads,
+    Unembedding,
+    check_exit_layers,
+    logit_lens,
+)
+from tests.heads.kinds import DRAFT_IDS, KINDS, TRAINED, make_config, make_heads, train
+from tests.models import FAMILIES, VOCAB_SIZE, make_model, random_ids
+
+# What heads compute
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["linear", "translator", "translator-rank", "logit-lens"])
+@torch.inference_mode()
+def test_untrained_heads_read_the_last_state_as_the_model_does(family: str, kind: str) -> None:
+    backbone = Backbone(make_model(family), executor="generic")
+    heads = make_heads(kind, backbone.unembedding)
+    hidden = backbone.embed(random_ids(3))
+    found = heads[4](hidden)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, backbone.logits(hidden))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_are_in_the_models_dtype_and_give_float32(kind: str, dtype: torch.dtype) -> None:
+    backbone = Backbone(make_model("llama", dtype), executor="generic")
+    head = make_heads(kind, backbone.unembedding)[2]
+    hidden = backbone.embed(random_ids(3))
+    assert hidden.dtype == dtype
+    assert head(hidden).dtype == torch.float32
+    assert {weight.dtype for weight in head.parameters()} <= {dtype}
+
+
+def test_a_linear_head_is_a_norm_and_a_matrix(unembedding: Unembedding, hidden: Tensor) -> None:
+    head = train(make_heads("linear", unembedding))[2]
+    normed = cast(nn.Module, head.norm)(hidden)
+    expected = torch.nn.functional.linear(normed, head.state_dict()["weight"])
+    assert torch.equal(head(hidden), expected)
+
+
+@pytest.mark.parametrize("kind", ["translator", "translator-rank"])
+def test_a_translator_adds_an_affine_map_to_the_identity(
+    kind: str, unembedding: Unembedding, hidden: Tensor
+) -> None:
+    head = train(make_heads(kind, unembedding))[2]
+    weights, normed = head.state_dict(), cast(nn.Module, head.norm)(hidden)
+    narrow = normed if kind == "translator" else normed @ weights["down.weight"].T
+    if kind == "translator-rank":
+        assert weights["down.weight"].shape == (3, 32)
+        assert weights["up.weight"].shape == (32, 3)
+    moved = normed + narrow @ weights["up.weight"].T + weights["up.bias"]
+    # float32; largest difference measured: 1.9e-6
+    assert (head(hidden) - moved @ unembedding.weight.T).abs().max() < 1e-5
+
+
+def test_each_exit_layer_has_a_head_of_its_own(unembedding: Unembedding, hidden: Tensor) -> None:
+    heads = train(make_heads("linear", unembedding))
+    assert heads[2] is not heads[4]
+    assert not torch.equal(heads[2](hidden), heads[4](hidden))
+    with pytest.raises(KeyError):
+        heads[3]
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_training_heads_leaves_the_model_alone(
+    kind: str, backbone: Backbone, hidden: Tensor
+) -> None:
+    before = {name: weight.clone() for name, weight in backbone.model.state_dict().items()}
+    heads = make_heads(kind, backbone.unembedding)
+    heads[2](hidden).logsumexp(-1).sum().backward()
+    own = dict(heads[2].named_parameters())
+    # the narrow matrix gets no gradient at first, because the wide one behind it is still zero
+    assert all(weight.grad is not None for weight in own.values())
+    assert any(weight.grad is not None and weight.grad.any() for weight in own.values())
+    assert all(weight.grad is None for weight in backbone.model.parameters())
+    train(heads)
+    after = backbone.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_copied_norm_carries_none_of_accelerates_hooks(unembedding: Unembedding) -> None:
+    add_hook_to_module(unembedding.norm, ModelHook())
+    head = make_heads("linear", unembedding)[2]
+    assert not hasattr(head.norm, "_hf_hook")
+    assert hasattr(unembedding.norm, "_hf_hook")
+
+
+@pytest.mark.parametrize("kind", ["linear", "logit-lens"])
+def test_only_translators_have_a_rank(kind: str, unembedding: Unembedding) -> None:
+    with pytest.raises(InvalidOption, match=f"{kind} heads have no rank, found 3"):
+        make_heads(kind, unembedding, rank=3)
+
+
+# The unembedding is the model's
+
+
+@pytest.mark.parametrize("kind", ["translator", "translator-rank", "logit-lens"])
+def test_the_unembedding_is_the_models_own_storage(
+    kind: str, unembedding: Unembedding, hidden: Tensor
+) -> None:
+    head = make_heads(kind, unembedding)[2]
+    with torch.no_grad():
+        unembedding.weight.zero_()
+    assert not head(hidden).any()
+
+
+def test_a_linear_head_has_a_matrix_of_its_own(unembedding: Unembedding, hidden: Tensor) -> None:
+    head = make_heads("linear", unembedding)[2]
+    before = head(hidden)
+    with torch.no_grad():
+        unembedding.weight.zero_()
+    assert torch.equal(head(hidden), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("linear", {"norm.weight", "weight"}),
+        ("translator", {"norm.weight", "up.weight", "up.bias"}),
+        ("translator-rank", {"norm.weight", "down.weight", "up.weight", "up.bias"}),
+    ],
+)
+def test_a_file_holds_exactly_what_was_trained(
+    kind: str, names: set[str], unembedding: Unembedding, tmp_path: Path
+) -> None:
+    make_heads(kind, unembedding).save(tmp_path)
+    found = set(load_file(tmp_path / WEIGHTS_FILE))
+    assert found == {f"by_layer.{layer}.{name}" for layer in (2, 4) for name in names}
+
+
+def test_a_translators_file_is_smaller_than_one_unembedding(
+    unembedding: Unembedding, tmp_path: Path
+) -> None:
+    make_heads("translator-rank", unembedding).save(tmp_path)
+    unembedding_bytes = unembedding.weight.numel() * 4
+    assert (tmp_path / WEIGHTS_FILE).stat().st_size < unembedding_bytes / 2
+
+
+# Draft vocabularies
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "draft" in kind])
+def test_draft_logits_are_the_full_heads_logits_of_the_chosen_tokens(
+    kind: str, hidden: Tensor
+) -> None:
+    unembedding = Backbone(make_model("llama", torch.float64), executor="generic").unembedding
+    full = make_heads(kind.removesuffix("-draft"), unembedding)[2]
+    narrow = make_heads(kind, unembedding)[2]
+    assert (full.draft_vocab_size, narrow.draft_vocab_size) == (VOCAB_SIZE, 5)
+    found, expected = narrow(hidden.double()), full(hidden.double())[..., DRAFT_IDS]
+    # both were computed in float64 and rounded to float32; largest difference measured: 0
+    assert (found - expected).abs().max() < 1e-6
+
+
+def test_draft_ids_map_to_target_ids_in_any_shape(unembedding: Unembedding) -> None:
+    head = make_heads("linear-draft", unembedding)[2]
+    assert head.to_target_ids(torch.tensor([[4, 0], [2, 2]])).tolist() == [[95, 0], [17, 17]]
+    assert head.to_target_ids(torch.tensor(1)).item() == 3
+
+
+def test_draft_logits_widen_to_the_vocabulary_without_the_other_tokens(
+    unembedding: Unembedding, hidden: Tensor
+) -> None:
+    head = make_heads("linear-draft", unembedding)[2]
+    logits = head(hidden)
+    wide = head.to_target_logits(logits)
+    assert wide.shape == (1, 3, VOCAB_SIZE)
+    assert torch.equal(wide[..., DRAFT_IDS], logits)
+    assert wide.isneginf().sum(-1).tolist() == [[VOCAB_SIZE - 5] * 3]
+    assert torch.equal(wide.argmax(-1), head.to_target_ids(logits.argmax(-1)))
+
+
+def test_without_a_draft_vocabulary_ids_and_logits_pass_through(unembedding: Unembedding) -> None:
+    head = make_heads("linear", unembedding)[2]
+    ids, logits = torch.tensor([5]), torch.zeros(1, VOCAB_SIZE)
+    assert head.to_target_ids(ids) is ids
+    assert head.to_target_logits(logits) is logits
+
+
+def test_a_draft_vocabulary_needs_its_ids(unembedding: Unembedding) -> None:
+    with pytest.raises(SelfspecError):
+        ExitHeads(make_config(draft_vocab_size=5), unembedding)
+
+
+# Logit lens
+
+
+def test_the_logit_lens_has_a_head_at_every_layer_and_uses_one(unembedding: Unembedding) -> None:
+    heads = logit_lens(unembedding, 6, "tiny")
+    assert heads.config.exit_layers == (1, 2, 3, 4, 5)
+    assert heads.config.defaults == {"exit_layers": [4]}
+    assert (heads.config.vocab_size, heads.config.hidden_size) == (VOCAB_SIZE, 32)
+
+
+def test_the_logit_lens_of_a_model_with_two_layers_exits_after_the_first(
+    unembedding: Unembedding,
+) -> None:
+    assert logit_lens(unembedding, 2, "tiny").config.defaults == {"exit_layers": [1]}
+
+
+def test_the_logit_lens_takes_no_memory(unembedding: Unembedding) -> None:
+    heads = logit_lens(unembedding, 6, "tiny")
+    assert not heads.state_dict()
+
+
+# Names and bounds
+
+
+@pytest.mark.parametrize(("layers", "bad"), [((0, 2), 0), ((2, 6), 6), ((2, -1), -1)])
+def test_exit_layers_lie_between_the_first_and_the_last_but_one(
+    layers: tuple[int, ...], bad: int
+) -> None:
+    with pytest.raises(InvalidOption, match=f"exit layer {bad} is not among"):
+        make_config(exit_layers=layers)
+
+
+def test_the_first_and_the_last_but_one_layer_are_allowed() -> None:
+    assert make_config(exit_layers=(1, 5)).exit_layers == (1, 5)
+
+
+def test_a_long_choice_of_layers_is_shortened_in_the_message() -> None:
+    with pytest.raises(InvalidOption) as caught:
+        check_exit_layers([30], range(1, 30))
+    assert str(caught.value) == "exit layer 30 is not among 1..29"
+
+
+def test_a_selection_of_fitted_layers_passes() -> None:
+    check_exit_layers([2, 6], [2, 4, 6])
+
+
+def test_head_types_are_what_the_format_names() -> None:
+    assert list(HEAD_TYPES) == ["linear", "translator", "logit-lens"]

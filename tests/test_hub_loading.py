@@ -1,0 +1,121 @@
+"""Loading a model from a folder: dtype, device, silence, and damage named on one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from selfspec import hub
+from selfspec.errors import InvalidOption, ModelNotFound
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer, saved as users have theirs."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = LlamaForCausalLM(config)
+    assert model.num_parameters() < 2_000
+    model.save_pretrained(path)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.bfloat16])
+def test_model_loads_in_eval_mode_with_the_dtype_asked_for(folder: Path, dtype: Any) -> None:
+    model, tokenizer, files = hub.load_model(folder, dtype=dtype, device="cpu")
+    assert str(model.dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
+    assert not model.training
+    assert tokenizer("w3")["input_ids"] == [3]
+    assert files == hub.ModelFiles(str(folder), "tiny", is_default=False)
+
+
+def test_attention_implementation_reaches_the_model(folder: Path) -> None:
+    model, _, _ = hub.load_model(folder, device="cpu", attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(("device", "device_map"), [("auto", "auto"), ("cpu", None)])
+def test_layers_are_spread_over_devices_on_request(
+    folder: Path, device: str, device_map: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, asked = hub._from_pretrained, []
+
+    def spy(source: str, **options: Any) -> tuple[Any, Any]:
+        asked.append(options["device_map"])
+        return original(source, **options)
+
+    monkeypatch.setattr(hub, "_from_pretrained", spy)
+    hub.load_model(folder, device=device)
+    assert asked == [device_map]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_loading_shows_no_bars_and_leaves_the_setting_alone(
+    folder: Path, shown: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bars: Any = transformers_logging
+    before = bars.is_progress_bar_enabled()
+    (bars.enable_progress_bar if shown else bars.disable_progress_bar)()
+    try:
+        hub.load_model(folder, device="cpu")
+        assert bars.is_progress_bar_enabled() is shown
+    finally:
+        (bars.enable_progress_bar if before else bars.disable_progress_bar)()
+    assert "Loading weights" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8', expected float32"),
+        ({"dtype": "cuda"}, "dtype is 'cuda', expected float32"),
+        ({"device": "toaster"}, "device is 'toaster', expected cpu"),
+        ({"device": "cuda:99"}, "cannot use device cuda:99"),
+    ],
+)
+def test_bad_dtype_or_device_is_an_invalid_option(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        hub.load_model(folder, **options)
+
+
+@pytest.mark.parametrize("damage", ["config", "weights", "pickle", "tokenizer"])
+def test_damaged_model_folder_is_named_on_one_line(
+    folder: Path, tmp_path: Path, damage: str
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    if damage == "config":
+        (broken / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    elif damage == "weights":
+        weights.write_bytes(weights.read_bytes()[:200])
+    elif damage == "pickle":
+        weights.unlink()
+        torch.save({}, broken / "pytorch_model.bin")
+    else:
+        for file in broken.glob("token*"):
+            file.unlink()
+    with pytest.raises(ModelNotFound, match=r"cannot load .*broken: .") as caught:
+        hub.load_model(broken)
+    assert "\n" not in str(caught.value)

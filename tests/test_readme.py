@@ -1,0 +1,60 @@
+"""What README tells people to type is run as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def fenced(language: str) -> list[str]:
+    """Contents of README's blocks in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+COMMANDS = [
+    line
+    for block in fenced("sh")
+    for line in block.splitlines()
+    if not line.startswith("make")  # this very test runs inside of one of those
+]
+
+
+def run(command: list[str]) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_readme_shows_commands() -> None:
+    assert len(COMMANDS) >= 8
+    assert len(fenced("python")) == 2
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--pinned" not in c])
+def test_command_succeeds_and_prints(command: str) -> None:
+    assert run(["bash", "-c", command]).strip()
+
+
+@pytest.mark.parametrize("program", fenced("python"), ids=["facade", "hugging-face"])
+def test_program_succeeds_and_prints(program: str) -> None:
+    assert run([sys.executable, "-c", program]).strip()
+
+
+def test_pinned_commands_print_the_same_text() -> None:
+    texts = [run(["bash", "-c", c]) for c in COMMANDS if "--pinned" in c]
+    assert len(texts) == 3
+    assert len(set(texts)) == 1
+    assert len(texts[0]) > 40

@@ -1,0 +1,35 @@
+"""A Llama of 8 layers that notes every pass; called by the tests of queues and rounds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.backbone import Backbone
+from selfspec.kv_cache import KVCache
+from tests.models import make_model
+
+EXIT_LAYERS = (2, 4, 6)
+
+
+class WatchedBackbone(Backbone):
+    """Notes the positions and layers of every pass, and checks the cache's invariants on entry."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[list[int], int, int]] = []
+        self.passes_until_error = -1
+        model = make_model("llama", torch.float64, num_hidden_layers=8)
+        super().__init__(model, executor="generic")
+
+    def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
+        lengths = [kv.length(layer) for layer in range(self.num_layers)]
+        assert lengths == sorted(lengths, reverse=True)  # never more in a deeper layer
+        start = lengths[first]
+        assert set(lengths[first:last]) == {start}
+        assert positions.tolist() == [list(range(start, start + hidden.shape[1]))]
+        self.runs.append((positions[0].tolist(), first, last))
+        self.passes_until_error -= 1
+        if self.passes_until_error == 0:
+            super().run(hidden, first, first + 1, positions, kv)
+            raise RuntimeError("out of memory in the second layer of a pass")
+        return super().run(hidden, first, last, positions, kv)
