@@ -21,7 +21,7 @@ from selfspec.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from selfspec.executors import Executor
 from selfspec.executors.generic import FULL, SLIDING, GenericExecutor, attention_types
 from selfspec.executors.packed_cpu import PackedExecutor
-from selfspec.heads import Unembedding
+from selfspec.head_types import Unembedding
 from selfspec.hooks import captured_outputs
 from selfspec.kv_cache import KVCache
 

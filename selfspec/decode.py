@@ -92,6 +92,7 @@ def verify(state: DecodeState, draft: Draft) -> Tensor:
         raise InvalidDraft(f"{state.hidden.pushed} rows were queued for {pending.shape[1]} tokens")
     judged = len(draft.tokens) + 1
     hidden = state.hidden.advance_all()[:, -judged:]
+    state.keep_outputs(hidden)
     return state.backbone.logits(state.hidden.padded(hidden))[0, :judged]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,17 @@ class NoDrafter:
         return Draft()
 
 
+class _Exit(NamedTuple):
+    """One draft token and where it left."""
+
+    layer: int
+    token: int
+    probs: Tensor | None
+    """The law it was drawn from, [V]; None: it is certain."""
+    features: Tensor
+    """The head's, [1, d]: what it believes layer L would give here."""
+
+
 class ExitDrafter:
     """Drafts from exit heads on intermediate layers: SpecBound's BSCS, section 2.3.
 
@@ -79,32 +90,41 @@ class ExitDrafter:
         if self._max_draft_tokens <= limit:
             limit, draft.ended = self._max_draft_tokens, "width"
         ids = state.ids
+        deep = self._known_deep(state)
         while len(draft.tokens) < limit:
             state.hidden.push(state.backbone.embed(ids[:, -1:]))
-            found = self._first_exit(state, ids, watch)
+            found = self._first_exit(state, ids, deep, watch)
             if found is None:
                 draft.ended = "depth"
                 break
-            layer, token, probs = found
-            draft.tokens.append(token)
-            draft.exit_layers.append(layer)
-            if draft.probs is not None and probs is not None:
-                draft.probs.append(probs)
-            if token in self._end_tokens:
+            draft.tokens.append(found.token)
+            draft.exit_layers.append(found.layer)
+            if draft.probs is not None and found.probs is not None:
+                draft.probs.append(found.probs)
+            if found.token in self._end_tokens:
                 draft.ended = "eos"
                 break
-            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
+            deep = found.features
+            ids = torch.cat([ids, ids.new_tensor([[found.token]])], dim=1)
         return draft
 
+    def _known_deep(self, state: DecodeState) -> Tensor | None:
+        """What heads read beside the hidden state of the newest token, [1, d]; None if nothing."""
+        if state.deep is None or not self._heads.reads_deep:
+            return None
+        normed: Tensor = state.backbone.unembedding.norm(state.deep)
+        return normed
+
     def _first_exit(
-        self, state: DecodeState, ids: Tensor, watch: Stopwatch
-    ) -> tuple[int, int, Tensor | None] | None:
-        """Exit layer, token and its law at the first confident layer; None: difficult token."""
+        self, state: DecodeState, ids: Tensor, deep: Tensor | None, watch: Stopwatch
+    ) -> _Exit | None:
+        """The first confident layer and what it drafts; None: difficult token."""
         for boundary, layer in enumerate(state.hidden.depths[1:-1]):
             hidden = state.hidden.advance(boundary)[:, -1]  # [1, d]: the row being drafted
             watch.lap("draft")
             head = self._heads[layer]
-            logits = head(hidden)
+            features = head.features(hidden, deep)
+            logits = head.unembed(features)
             confidence = self._judge.confidence(logits, layer)
             top, exits = self._read(head.to_target_ids(logits.argmax(-1)), confidence, layer)
             if not exits:
@@ -115,7 +135,7 @@ class ExitDrafter:
             else:
                 choice = self._choose(ids, head.to_target_logits(logits))
             watch.lap("heads")
-            return layer, *choice
+            return _Exit(layer, *choice, features)
         return None
 
     def _read(self, top: Tensor, confidence: Tensor, layer: int) -> tuple[int, bool]:

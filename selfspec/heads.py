@@ -1,42 +1,28 @@
-"""Exit heads: small modules from the hidden state at an exit layer to draft logits.
+"""The exit heads of one model, one per exit layer, and the folder they are kept in.
 
-Come in: a hidden state [.., d], raw, before the final norm. Go out: draft logits over the draft
-vocabulary. Called by the exit drafter; fitted by `selfspec.training`; kept in folders that hold
-`config.json` and `model.safetensors` (design: no pickle, the model's unembedding never inside).
+A folder holds `config.json` and `model.safetensors`: no pickle, and never the model's unembedding.
+Called by the facade and the exit drafter; made by `selfspec.training`.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from accelerate.hooks import remove_hook_from_module
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from selfspec.config import check_keys
 from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidHeads, InvalidOption
+from selfspec.head_types import HEAD_TYPES, ExitHead, Unembedding
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-
-
-class Unembedding(NamedTuple):
-    """A model's own way from a hidden state to logits; its tensors are shared, never copied."""
-
-    weight: Tensor
-    """[V, d]"""
-    norm: nn.Module
-    """The final norm."""
-    finish: Callable[[Tensor], Tensor]
-    """What the model does behind the matrix product (scaling, soft-capping); gives float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +37,8 @@ class HeadsConfig:
     exit_layers: tuple[int, ...]
     head_type: str
     base_revision: str | None = None
-    rank: int | None = None
-    """Rank of a translator's map; None is a full one."""
+    inner_size: int | None = None
+    """Width of the head's inner layer; None is the head type's own choice."""
     draft_vocab_size: int | None = None
     """Tokens that heads can draft; None is all."""
     temperatures: dict[str, float] = field(default_factory=dict)
@@ -64,10 +50,10 @@ class HeadsConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for exit layers outside 1..L-1 or an unknown head type."""
-        check_exit_layers(self.exit_layers, range(1, self.num_layers))
+        """Raise InvalidOption for exit layers that the model lacks or an unknown head type."""
         if self.head_type not in HEAD_TYPES:
             raise InvalidOption(f"head type {self.head_type!r} is none of {', '.join(HEAD_TYPES)}")
+        check_exit_layers(self.exit_layers, possible_exit_layers(self.head_type, self.num_layers))
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
             raise InvalidOption(
                 f"draft vocabulary of {self.draft_vocab_size} tokens, the model has "
@@ -93,6 +79,11 @@ class HeadsConfig:
             raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
 
 
+def possible_exit_layers(head_type: str, num_layers: int) -> range:
+    """1..L-1, and 0, the embedding, for heads that know more than the embedding."""
+    return range(0 if HEAD_TYPES[head_type].reads_deep else 1, num_layers)
+
+
 def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
     """Raise InvalidOption unless `asked` is a rising, non-empty selection from `allowed`."""
     layers, choice = list(asked), list(allowed)
@@ -102,125 +93,6 @@ def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
             raise InvalidOption(f"exit layer {layer} is not among {listed}")
     if not layers or layers != sorted(set(layers)):
         raise InvalidOption(f"exit layers {layers} must be rising, without repeats, at least one")
-
-
-class ExitHead(nn.Module):
-    """Base of all head types: holds the map from draft ids to target ids.
-
-    `forward(hidden)`: [.., d] -> draft logits [.., V_draft], float32.
-    """
-
-    draft_ids: Tensor | None
-
-    def __init__(self, unembedding: Unembedding, draft_ids: Tensor | None = None) -> None:
-        """`draft_ids` [V_draft]: the target ids that this head can draft, rising; None for all."""
-        super().__init__()
-        self.register_buffer("draft_ids", draft_ids)
-        self._target_vocab_size = unembedding.weight.shape[0]
-        self._finish = unembedding.finish
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """V_draft, the width of the draft logits."""
-        return self._target_vocab_size if self.draft_ids is None else len(self.draft_ids)
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Indices into the draft logits -> token ids of the model; any shape."""
-        return draft_ids if self.draft_ids is None else self.draft_ids[draft_ids]
-
-    def to_target_logits(self, draft_logits: Tensor) -> Tensor:
-        """[.., V_draft] -> [.., V]; tokens that cannot be drafted get -inf."""
-        if self.draft_ids is None:
-            return draft_logits
-        wide = draft_logits.new_full(
-            (*draft_logits.shape[:-1], self._target_vocab_size), -torch.inf
-        )
-        wide[..., self.draft_ids] = draft_logits
-        return wide
-
-
-class LinearHead(ExitHead):
-    """Norm and a trained LM head of its own (SpecBound section 3.1; AdaDecode)."""
-
-    def __init__(
-        self, unembedding: Unembedding, draft_ids: Tensor | None = None, rank: int | None = None
-    ) -> None:
-        """Starts as the model's own norm and (rows of the) unembedding. `rank` must be None."""
-        super().__init__(unembedding, draft_ids)
-        if rank is not None:
-            raise InvalidOption(f"linear heads have no rank, found {rank}")
-        self.norm = _own_norm(unembedding)
-        self.weight = nn.Parameter(_rows(unembedding, draft_ids).clone())
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[.., d] -> draft logits [.., V_draft], float32."""
-        return self._finish(nn.functional.linear(self.norm(hidden), self.weight))
-
-
-class TranslatorHead(ExitHead):
-    """Norm, an affine map on top of the identity, then the model's own frozen unembedding.
-
-    The map translates from the language of layer l to that of the last layer (the idea of the
-    tuned lens); with `rank` it is the product of two narrow matrices. Starts as the identity.
-    """
-
-    def __init__(
-        self, unembedding: Unembedding, draft_ids: Tensor | None = None, rank: int | None = None
-    ) -> None:
-        """`rank` None is a full map, else its rank."""
-        super().__init__(unembedding, draft_ids)
-        self.norm = _own_norm(unembedding)
-        weight = unembedding.weight
-        size = weight.shape[1]
-        self.down = None if rank is None else nn.Linear(size, rank, bias=False).to(weight)
-        self.up = nn.Linear(size if rank is None else rank, size).to(weight)
-        nn.init.zeros_(self.up.weight)
-        nn.init.zeros_(self.up.bias)
-        self._shared = [_rows(unembedding, draft_ids)]  # a list: state_dict must not see it
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[.., d] -> draft logits [.., V_draft], float32."""
-        normed = self.norm(hidden)
-        change = self.up(normed if self.down is None else self.down(normed))
-        return self._finish(nn.functional.linear(normed + change, self._shared[0]))
-
-
-class LogitLensHead(ExitHead):
-    """The model's own norm and unembedding on an intermediate state; nothing to fit."""
-
-    def __init__(
-        self, unembedding: Unembedding, draft_ids: Tensor | None = None, rank: int | None = None
-    ) -> None:
-        """`rank` must be None."""
-        super().__init__(unembedding, draft_ids)
-        if rank is not None:
-            raise InvalidOption(f"logit-lens heads have no rank, found {rank}")
-        # a tuple: state_dict must not see them, and a file must not be loaded into them
-        self._shared = (unembedding.norm, _rows(unembedding, draft_ids))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[.., d] -> draft logits [.., V_draft], float32."""
-        norm, weight = self._shared
-        return self._finish(nn.functional.linear(norm(hidden), weight))
-
-
-def _own_norm(unembedding: Unembedding) -> nn.Module:
-    """A copy of the final norm to fit, without the hooks by which accelerate moves the model's."""
-    norm: nn.Module = remove_hook_from_module(copy.deepcopy(unembedding.norm))
-    return norm.requires_grad_(True)
-
-
-def _rows(unembedding: Unembedding, draft_ids: Tensor | None) -> Tensor:
-    """The frozen unembedding: the very tensor, or the rows of a draft vocabulary."""
-    weight = unembedding.weight.detach()
-    return weight if draft_ids is None else weight[draft_ids]
-
-
-HEAD_TYPES: dict[str, type[LinearHead | TranslatorHead | LogitLensHead]] = {
-    "linear": LinearHead,
-    "translator": TranslatorHead,
-    "logit-lens": LogitLensHead,
-}
 
 
 class ExitHeads(nn.Module):
@@ -239,12 +111,20 @@ class ExitHeads(nn.Module):
         head = HEAD_TYPES[config.head_type]
         draft_ids = _checked_draft_ids(draft_ids, config, unembedding)
         self.by_layer = nn.ModuleDict(
-            {str(layer): head(unembedding, draft_ids, config.rank) for layer in config.exit_layers}
+            {
+                str(layer): head(unembedding, draft_ids, config.inner_size)
+                for layer in config.exit_layers
+            }
         )
 
     def __getitem__(self, layer: int) -> ExitHead:
         """The head of exit layer `layer`, counted from 1."""
         return self.by_layer[str(layer)]  # type: ignore[return-value]  # a ModuleDict of ExitHeads
+
+    @property
+    def reads_deep(self) -> bool:
+        """Whether the heads look at the output of layer L one position earlier."""
+        return HEAD_TYPES[self.config.head_type].reads_deep
 
     def save(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors`, both under temporary names first."""

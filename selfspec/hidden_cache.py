@@ -41,7 +41,7 @@ class HiddenCache:
         exit_layers: Sequence[int] = (),
         pinned_rows: int | None = None,
     ) -> None:
-        """`exit_layers` rise and lie in 1..L-1."""
+        """`exit_layers` rise and lie in 0..L-1."""
         self.depths = (0, *exit_layers, backbone.num_layers)
         self.passes: list[Pass] = []
         self._backbone = backbone
@@ -105,6 +105,8 @@ class HiddenCache:
         self.passes = []
 
     def _run(self, hidden: Tensor, first: int, last: int) -> Tensor:
+        if first == last:
+            return hidden  # exit layer 0: no layer lies before it
         count, start = hidden.shape[1], self._kv.length(first)
         self.passes.append(Pass(count, first, last))
         block = self.padded(hidden)

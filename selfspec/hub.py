@@ -350,10 +350,15 @@ def resolve_heads(name: str | Path) -> Path:
     raise HeadsNotFound(f"{str(name)!r} {reason}. {_known_heads()}")
 
 
+def pulled_heads() -> Path:
+    """Where `selfspec heads pull` keeps what it fetched."""
+    return cache_folder() / "heads"
+
+
 def list_heads() -> list[Path]:
-    """The folders of the heads that come with selfspec, by name, installed or in a checkout."""
+    """Folders of heads by name: pulled ones, then those that come with selfspec."""
     package = Path(__file__).parent
-    roots = (package / "checkpoints", package.parent / "checkpoints")
+    roots = (pulled_heads(), package / "checkpoints", package.parent / "checkpoints")
     found = {file.parent.name: file.parent for root in roots for file in root.glob("*/config.json")}
     return [found[name] for name in sorted(found)]
 

@@ -37,6 +37,8 @@ class DecodeState:
         self.hidden = HiddenCache(backbone, self.kv, exit_layers, pinned_rows)
         self.pad = pad
         self._length = ids.shape[1]
+        self._outputs: Tensor | None = None
+        self._outputs_from = 0
         self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
 
     @property
@@ -53,6 +55,17 @@ class DecodeState:
     def waiting_ids(self) -> Tensor:
         """Committed ids that are not through all layers: a prompt, later the newest one, [1, w]."""
         return self.ids[:, self.pad + self.kv.length(self.backbone.num_layers - 1) :]
+
+    @property
+    def deep(self) -> Tensor | None:
+        """Output of layer L at the position before the newest token, [1, d]; None if not known."""
+        if self._outputs is None:
+            return None
+        return self._outputs[:, self._length - 1 - self._outputs_from]
+
+    def keep_outputs(self, outputs: Tensor) -> None:
+        """Outputs of layer L, [1, k + 1, d], that the next committed tokens come from."""
+        self._outputs, self._outputs_from = outputs, self._length
 
     def append(self, token: int) -> None:
         """Commit one token."""

@@ -21,7 +21,7 @@ from selfspec.backbone import Backbone
 from selfspec.decode import StopRule, rounds
 from selfspec.drafters import Draft, Drafter, ExitDrafter, NoDrafter
 from selfspec.generate import wrap
-from selfspec.heads import logit_lens
+from selfspec.heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.judge import ExitJudge
 from selfspec.kv_cache import KVCache
 from selfspec.probe import PassShape
@@ -37,6 +37,7 @@ FREE = PassShape()
 """Passes as they come, where kernels do not care; everywhere else nothing is pinned."""
 
 EXITS = (2, 4, 5)
+DEEP_EXITS = (0, 3)
 
 TEMPERATURE = 4.0
 """For sampling: the tiny models' own distributions are nearly one-hot."""
@@ -104,6 +105,26 @@ def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     return ExitDrafter(heads, judge, greedy(), width)
 
 
+def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
+    """Heads of random weights that read deep states, the first of them on the embedding."""
+    weight = backbone.unembedding.weight
+    config = HeadsConfig(
+        base_model="tiny",
+        base_fingerprint="",
+        hidden_size=weight.shape[1],
+        num_layers=backbone.num_layers,
+        vocab_size=weight.shape[0],
+        exit_layers=DEEP_EXITS,
+        head_type="deep-fused",
+    )
+    heads = ExitHeads(config, backbone.unembedding).requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in heads.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
+    judge = ExitJudge(backbone.num_layers, dict.fromkeys(DEEP_EXITS, tau))
+    return ExitDrafter(heads, judge, greedy(), width)
+
+
 def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter, tuple[int, ...]]]:
     """Good, bad and random drafts, and real exits; with the exit layers each needs."""
     size = backbone.vocab_size
@@ -115,6 +136,8 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "mixed over exits": (MixedDrafter(sequence, 2, size, width=4), EXITS),
         "eager exits": (exit_drafter(backbone, 0.05), EXITS),
         "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
+        "eager deep": (deep_drafter(backbone, 0.02), DEEP_EXITS),
+        "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
     }
 
 

@@ -17,7 +17,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 FLOORS = (
     ("errors", "config"),
-    ("kv_cache", "heads", "judge", "stats", "hub", "scores", "text"),
+    ("kv_cache", "head_types", "heads", "judge", "stats", "hub", "scores", "text"),
     ("executors",),
     ("backbone", "hooks"),
     ("hidden_cache",),
@@ -29,6 +29,7 @@ FLOORS = (
     ("__init__",),
     ("training", "eval"),
     ("cli",),
+    ("__main__",),
 )
 """Modules import from their own floor and from those above in this list, never from below."""
 

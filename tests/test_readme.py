@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from selfspec.cli.main import main
 from tests.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
 
 
-def fenced(language: str) -> list[str]:
-    """Contents of README's blocks in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def fenced(language: str, page: str = README) -> list[str]:
+    """Contents of a page's blocks in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
 COMMANDS = [
@@ -26,6 +29,14 @@ COMMANDS = [
     for block in fenced("sh")
     for line in block.splitlines()
     if not line.startswith("make")  # this very test runs inside of one of those
+]
+
+
+GUIDE_COMMANDS = [
+    line.split("#")[0][line.index("selfspec ") :]
+    for block in fenced("sh", GUIDE)
+    for line in block.replace("\\\n", " ").splitlines()
+    if "selfspec " in line
 ]
 
 
@@ -58,3 +69,17 @@ def test_pinned_commands_print_the_same_text() -> None:
     assert len(texts) == 3
     assert len(set(texts)) == 1
     assert len(texts[0]) > 40
+
+
+def test_the_training_guide_shows_commands() -> None:
+    assert len(GUIDE_COMMANDS) >= 6
+
+
+@pytest.mark.parametrize("command", GUIDE_COMMANDS)
+def test_commands_of_the_training_guide_are_understood(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would run for hours: this stops behind the flags, at the first thing that is missing."""
+    words = shlex.split(command)[1:]
+    assert main([*words, "--config", "nowhere.yaml"]) == 2
+    assert "cannot read the config nowhere.yaml" in capsys.readouterr().err

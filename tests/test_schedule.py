@@ -34,11 +34,16 @@ class ScriptedHeads:
         self.decide = decide
         self.seen: list[tuple[int, int, Tensor]] = []  # draft, layer, hidden state
 
+    reads_deep = False
+
     def __getitem__(self, layer: int) -> ScriptedHeads:
         self.layer = layer
         return self
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def features(self, hidden: Tensor, deep: Tensor | None) -> Tensor:
+        return hidden
+
+    def unembed(self, hidden: Tensor) -> Tensor:
         assert hidden.shape == (1, 32)
         # rows entered since the round began: the newest token's, then one per draft
         step = self.state.hidden.pushed - 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.backbone import Backbone
 from selfspec.errors import InvalidData
 from selfspec.training import data
-from selfspec.training.data import Conversation, batches, count_batches, padded
+from selfspec.training.data import Conversation, padded, planned
 from tests.models import VOCAB_SIZE
 from tests.talks import WORDS, make_talks, make_tokenizer
 
@@ -26,7 +27,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return make_tokenizer()
 
 
-def read(path: Path, *lines: str, tokenizer: Any = None, **limits: int) -> list[Conversation]:
+def read(path: Path, *lines: str, tokenizer: Any = None, **limits: Any) -> list[Conversation]:
     path.write_text("".join(f"{line}\n" for line in lines))
     sizes = {"vocab_size": VOCAB_SIZE, "max_length": 64} | limits
     return data.read_conversations(path, tokenizer, **sizes)
@@ -48,7 +49,7 @@ def test_ids_are_read_as_they_are_from_plain_and_gzipped_lines(tmp_path: Path) -
     [
         ("{", "is not JSON: Expecting property name"),
         ("[1]", "holds a list"),
-        ('{"text": "hello"}', "holds text, expected input_ids"),
+        ('{"prose": "hello"}', "holds prose, expected input_ids"),
         ('{"input_ids": "12", "answer_start": 1}', "whole numbers"),
         ('{"input_ids": [1, true], "answer_start": 1}', "whole numbers"),
         ('{"input_ids": [1, 2]}', "answer_start None"),
@@ -114,24 +115,10 @@ def test_a_twentieth_is_held_out_and_one_conversation_is_too_few(talks: list[Con
 
 
 def test_batches_hold_every_conversation_once_within_the_limit(talks: list[Conversation]) -> None:
-    for seed in (None, 0, 1):
-        made = list(batches(talks, 64, seed))
-        rows = [tuple(row.tolist()) for batch in made for row in batch.ids]
-        assert sorted(row[: len(row)] for row in map(_stripped(talks), rows)) == sorted(
-            talk.ids for talk in talks
-        )
-        assert all(batch.ids.numel() <= 64 for batch in made)
-        assert len(made) == count_batches(talks, 64) < len(talks)
-
-
-def _stripped(talks: list[Conversation]) -> Any:
-    """A padded row -> the conversation that it begins with."""
-    return lambda row: next(talk.ids for talk in talks if row[: len(talk.ids)] == talk.ids)
-
-
-def test_another_seed_is_another_order(talks: list[Conversation]) -> None:
-    orders = [[batch.ids.tolist() for batch in batches(talks, 64, seed)] for seed in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2]
+    plan = planned(talks, 64)
+    assert sorted(talk.ids for group in plan for talk in group) == sorted(t.ids for t in talks)
+    assert all(padded(group).ids.numel() <= 64 for group in plan)
+    assert len(plan) < len(talks)
 
 
 def test_a_position_predicts_the_token_behind_it() -> None:
@@ -141,10 +128,11 @@ def test_a_position_predicts_the_token_behind_it() -> None:
     assert batch.predicts.int().tolist() == [[1, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
 
 
-def test_the_draft_vocabulary_is_special_and_frequent_tokens_rising() -> None:
-    talk = Conversation((9, 9, 9, 7, 7, 7, 3, 3, 5), ((3, 9),))
-    assert data.draft_vocabulary([talk], 3, {50}).tolist() == [3, 7, 50]
-    assert data.draft_vocabulary([talk], 80, {50, 2}).tolist() == [2, 3, 5, 7, 50]
+def test_the_draft_vocabulary_is_special_then_frequent_then_low() -> None:
+    counts = Counter({7: 3, 3: 2, 5: 1})
+    assert data.draft_vocabulary(counts, 3, {50}, 60).tolist() == [3, 7, 50]
+    assert data.draft_vocabulary(counts, 6, {50, 2}, 60).tolist() == [0, 2, 3, 5, 7, 50]
+    assert len(data.draft_vocabulary(counts, 60, (), 60)) == 60
 
 
 def test_special_tokens_without_a_role_count_too(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from selfspec.cli import common
-from selfspec.cli.flags import settings, with_flags
+from selfspec.cli.flags import with_flags
+from selfspec.cli.settings import SHARED, settings
 from selfspec.errors import SelfspecError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 HELP = "/clear starts over, /exit or ctrl-D leaves, ctrl-C stops an answer and keeps what was said"
 
 
-@with_flags
+@with_flags(*SHARED)
 def chat(
     *,
     system: common.SystemPrompt = None,

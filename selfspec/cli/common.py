@@ -15,7 +15,9 @@ import typer
 from selfspec.errors import InvalidPrompt, SelfspecError
 
 if TYPE_CHECKING:
-    from selfspec.cli.flags import Settings
+    from rich.table import Table
+
+    from selfspec.cli.settings import Settings
     from selfspec.generate import Speculator
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -50,6 +52,16 @@ def emit(text: str) -> None:
         # what is still buffered would raise again when the interpreter shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(PIPE_CLOSED) from None
+
+
+def rendered(grid: Table) -> str:
+    """A table as text; never wrapped where it is not for a terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        console.print(grid, soft_wrap=not console.is_terminal)
+    return capture.get()
 
 
 def note(text: str) -> None:

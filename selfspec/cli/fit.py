@@ -1,182 +1,159 @@
-"""`selfspec fit`: conversations in, a folder of exit heads out."""
+"""`selfspec fit`: conversations or a feature cache in, a folder of exit heads out."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, fields
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from selfspec.cli import common
-from selfspec.cli.flags import Flag, typed
+from selfspec.cli import common, training
+from selfspec.cli.flags import Flag, merged, option_flags, with_flags
 from selfspec.config import check_keys
-from selfspec.errors import InvalidOption
-from selfspec.training.options import FitOptions
+from selfspec.training.options import PRESETS, CacheOptions, FitOptions
 
 if TYPE_CHECKING:
-    from selfspec.training.fit import Fitted, Progress
+    from selfspec.training.fit import Fitted, Job, Progress
+    from selfspec.training.sources import Selection
 
-_FILES = (
-    Flag("data", str, "Conversations to fit on: .jsonl or .jsonl.gz. Required."),
+FILES = (
+    Flag("data", str, "Conversations to fit on: .jsonl, .jsonl.gz, .json, or a data set's id."),
+    Flag("cache", str, "Features to fit on, from selfspec cache; instead of --data."),
     Flag("output", str, "Folder to write the heads to. Required."),
     Flag("validation", str, "Conversations to measure agreement on; else a 20th of the data."),
-    Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
-    Flag("base_model", str, "The model's name for the record; else its file or id."),
-    Flag("dtype", str, "Of the model and the heads: bfloat16 (the default), float32, ..."),
-    Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
+    Flag("preset", str, f"Options under those given: {', '.join(PRESETS)}."),
+    Flag("overwrite", bool, "Start over where the output holds an unfinished fit."),
+    Flag("keep_features", bool, "With --data: compute features once and keep them in memory."),
+    *training.MODEL,
+    training.SKIP_BAD_ROWS,
 )
+_TEXT = tuple(f for f in option_flags(CacheOptions) if f.name in ("batch_tokens", "max_tokens"))
+FLAGS = (*FILES, *_TEXT, *option_flags(FitOptions))
+
+UNFINISHED = "unfinished"
+"""Folder within the output that holds the checkpoint."""
 
 
-def _described() -> dict[str, str]:
-    """What stands below each field of FitOptions, on one line."""
-    (tree,) = ast.parse(inspect.getsource(FitOptions)).body
-    texts = {}
-    body = tree.body if isinstance(tree, ast.ClassDef) else []
-    for entry, below in itertools.pairwise(body):
-        match entry, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
-                texts[name] = " ".join(str(text).split())
-    return texts
+@with_flags(*FLAGS)
+def fit(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
+    """Fit exit heads to a model, measure them, and write their folder.
 
-
-def _option_flags() -> tuple[Flag, ...]:
-    """One flag per field of FitOptions."""
-    hints, texts = get_type_hints(FitOptions), _described()
-    return tuple(Flag(e.name, hints[e.name], texts[e.name]) for e in fields(FitOptions))
-
-
-_OPTIONS = _option_flags()
-_HINTS = {flag.name: flag.hint for flag in (*_FILES, *_OPTIONS)}
-
-
-def _with_fit_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command its flags; it gets those that were given, as keyword arguments."""
-    own = [
-        entry
-        for entry in inspect.signature(command, eval_str=True).parameters.values()
-        if entry.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
-    parameters = [*own, *(flag.parameter() for flag in (*_FILES, *_OPTIONS))]
-    wrapper = functools.wraps(command)(lambda **given: command(**given))
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads the flags here
-    wrapper.__annotations__ = {entry.name: entry.annotation for entry in parameters}
-    return wrapper
-
-
-@_with_fit_flags
-def fit(*, config: common.ConfigFile = None, **flags: Any) -> None:
-    """Fit exit heads to a model on conversations, measure them, and write their folder."""
-    asked = merged(config, flags)
-    for name in ("data", "output"):
-        if name not in asked:
-            raise InvalidOption(f"no --{name}. Give the flag, or the key in a --config file")
-    options = FitOptions(**{name: asked[name] for name in asked if name in _names(_OPTIONS)})
-    fitted = run(asked, options)
+    A killed run goes on where it was. With `accelerate launch -m selfspec fit ...` several
+    processes share the batches of a step.
+    """
+    asked = merged(config, flags, FLAGS)
+    if "preset" in asked:
+        check_keys([asked["preset"]], PRESETS, "preset")
+        asked = PRESETS[asked["preset"]] | asked
+    training.require(asked, "output", "cache" if "cache" in asked else "data")
+    fitted = run(asked, training.options_of(FitOptions, asked))
     for layer, shares in fitted.metrics["layers"].items():
+        second = shares["agreement_second"]
         common.emit(
             f"layer {layer:>3}  agreement {shares['agreement']:.1%}  of the most confident 25 % "
-            f"{shares['agreement_top_25']:.1%}  10 % {shares['agreement_top_10']:.1%}\n"
+            f"{shares['agreement_top_25']:.1%}  10 % {shares['agreement_top_10']:.1%}"
+            + ("\n" if second is None else f"  second draft {second:.1%}\n")
         )
 
 
 def run(asked: dict[str, Any], options: FitOptions) -> Fitted:
-    """Load, fit, write; this is where torch is imported."""
-    from selfspec import hub
-    from selfspec.backbone import Backbone
-    from selfspec.training import data, fit, records
+    """Load, fit, write."""
+    from selfspec.training import fit, records
 
-    model, tokenizer, files = hub.load_model(
-        asked.get("model"), dtype=asked.get("dtype", "bfloat16"), device=asked.get("device")
-    )
-    backbone = Backbone(model, executor="generic")  # the packed one runs single sequences only
-    sizes = {
-        "vocab_size": backbone.vocab_size,
-        "max_length": min(options.batch_tokens, backbone.max_positions),
-    }
-    path = Path(asked["data"])
-    train = data.read_conversations(path, tokenizer, **sizes, max_tokens=options.max_tokens)
-    if "validation" in asked:
-        held_out = data.read_conversations(Path(asked["validation"]), tokenizer, **sizes)
-    else:
-        train, held_out = data.split(train)
-    base_model = asked.get("base_model", files.label)
-    with progress_bar() as progress:
-        fitted = fit.fit(
-            backbone,
-            base_model,
-            train,
-            held_out,
-            options,
-            special_ids=data.special_ids(tokenizer),
-            data=path.name,
-            progress=progress,
-        )
-    named = {name: asked.get(name) for name in _names(_FILES) if name != "base_model"}
-    records.write(
-        Path(asked["output"]), fitted, {**named, "base_model": base_model, **_plain(options)}
-    )
-    return fitted
-
-
-def merged(file: Path | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags over the keys of a YAML file; null there is a value. Raises InvalidOption."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    values = (_recipe(file) if file else {}) | given
-    return {name: typed(name, value, _HINTS[name]) for name, value in values.items()}
-
-
-def _recipe(file: Path) -> dict[str, Any]:
-    """Flag names and values; dashes count as underscores."""
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise InvalidOption(f"cannot read the config {file}: {reason}") from error
-    if not isinstance(loaded, dict):
-        raise InvalidOption(f"{file} holds no `option: value` lines")
-    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    check_keys(values, _HINTS, f"key in {file}:")
-    return values
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """A bar on standard error with the mean loss and the rate."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("fit"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("fit", total=None, loss=float("nan"))
+    output = Path(asked["output"])
+    if asked.get("overwrite"):
+        shutil.rmtree(output / UNFINISHED, ignore_errors=True)
+    job = prepared(asked, options, output / UNFINISHED)
+    with training.progress_bar("fit", "steps") as show:
 
         def advance(progress: Progress) -> None:
             loss = sum(progress.losses.values()) / len(progress.losses)
-            bar.update(task, total=progress.steps, completed=progress.step, loss=loss)
+            show(progress.step, progress.steps, f"epoch {progress.epoch}  loss {loss:.3f}")
 
-        yield advance
+        fitted = fit.fit(job, advance)
+    if job.processes.is_main:
+        named = {flag.name: asked.get(flag.name) for flag in (*FILES, *_TEXT)}
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(job.options).items()}
+        records.write(output, fitted, {**named, "base_model": job.base_model, **plain})
+        shutil.rmtree(output / UNFINISHED, ignore_errors=True)
+    return fitted
 
 
-def _names(flags: tuple[Flag, ...]) -> list[str]:
-    return [flag.name for flag in flags]
+def prepared(asked: dict[str, Any], options: FitOptions, workplace: Path) -> Job:
+    """The model, the features to fit on and those to measure on."""
+    base = training.load_base(asked)
+    from selfspec.training import fit
+    from selfspec.training.data import special_ids
+
+    if "cache" in asked:
+        train, held_out, data = _from_cache(asked, base)
+        if options.exit_layers is None:
+            options = replace(options, exit_layers=train.source.spec.layers)
+        needed = fit.feature_spec(base.backbone, options, with_targets=True)
+        training.require_features(train.source.spec, needed)
+    else:
+        train, held_out = _from_text(asked, base, options)
+        data = Path(asked["data"]).name
+    if "validation" in asked:
+        held_out = _streamed(asked["validation"], asked, base, options)
+    return fit.Job(
+        backbone=base.backbone,
+        base_model=base.name,
+        train=train,
+        validation=held_out,
+        options=options,
+        special_ids=special_ids(base.tokenizer) if base.tokenizer else (),
+        data=data,
+        **({"held_out": Path(asked["validation"]).name} if "validation" in asked else {}),
+        workplace=workplace,
+        processes=base.processes,
+    )
 
 
-def _plain(options: FitOptions) -> dict[str, Any]:
-    """Options as YAML has them: lists, no tuples."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in asdict(options).items()
-    }
+def _from_cache(asked: dict[str, Any], base: training.Base) -> tuple[Selection, Selection, str]:
+    from selfspec.backbone import fingerprint
+    from selfspec.training.cache import CacheSource
+    from selfspec.training.sources import split, whole
+
+    source = CacheSource(Path(asked["cache"]), fingerprint(base.backbone.unembedding.weight))
+    source.check()
+    data: str = source.manifest["data"]
+    train, held_out = (whole(source),) * 2 if "validation" in asked else split(source)
+    if asked.get("max_tokens"):
+        train = train.limited(asked["max_tokens"])
+    return train, held_out, data
+
+
+def _from_text(
+    asked: dict[str, Any], base: training.Base, options: FitOptions
+) -> tuple[Selection, Selection]:
+    """Features made from conversations while they are needed."""
+    from selfspec.training import fit
+    from selfspec.training.data import split
+    from selfspec.training.sources import StreamSource, whole
+
+    text = training.options_of(CacheOptions, asked)
+    talks = training.read(asked["data"], base, asked, text.batch_tokens, text.max_tokens)
+    held_out = talks
+    if "validation" not in asked:
+        talks, held_out = split(talks)
+    spec = fit.feature_spec(base.backbone, options, with_targets=False)
+    measured = fit.feature_spec(base.backbone, options, with_targets=True)
+    keep = asked.get("keep_features", False)
+    return (
+        whole(StreamSource(base.backbone, spec, talks, text.batch_tokens, keep=keep)),
+        whole(StreamSource(base.backbone, measured, held_out, text.batch_tokens, keep=True)),
+    )
+
+
+def _streamed(
+    path: str, asked: dict[str, Any], base: training.Base, options: FitOptions
+) -> Selection:
+    """Features to measure on, kept in memory: every epoch needs them."""
+    from selfspec.training import fit
+    from selfspec.training.sources import StreamSource, whole
+
+    batch_tokens = training.options_of(CacheOptions, asked).batch_tokens
+    talks = training.read(path, base, asked, batch_tokens)
+    spec = fit.feature_spec(base.backbone, options, with_targets=True)
+    return whole(StreamSource(base.backbone, spec, talks, batch_tokens, keep=True))

@@ -1,8 +1,8 @@
-"""Flags that several commands share: derived from the options, merged with a YAML file.
+"""Flags derived from options: what typer reads, merged with a YAML file.
 
-Comes in: the option dataclasses. Goes out: `with_flags`, which gives a command those flags, and
-`settings`, which turns what was given into keyword arguments of the facade. Flags have no defaults
-of their own, so that the order flag > YAML file > heads > built-in holds.
+Comes in: option dataclasses. Goes out: `with_flags`, which gives a command their flags, and
+`merged`, which lays what was given over the keys of a file. Flags have no defaults of their own, so
+that the order flag > YAML file > heads > built-in holds. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from selfspec import config
-from selfspec.config import SpeculationOptions, check_keys
+from selfspec.config import check_keys
 from selfspec.errors import InvalidOption
 
 Command = Callable[..., None]
@@ -61,26 +60,11 @@ class Flag:
         )
 
 
-def described(options: type) -> dict[str, str]:
-    """What the docstring below each field of a dataclass in `config` says, on one line."""
-    module = ast.parse(inspect.getsource(config))
-    body = next(
-        n.body for n in module.body if isinstance(n, ast.ClassDef) and n.name == options.__name__
-    )
-    texts = {}
-    for entry, below in itertools.pairwise(body):
-        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
-            match below:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    texts[entry.target.id] = " ".join(text.split())
-    return texts
-
-
-def speculation_flags() -> tuple[Flag, ...]:
-    """One flag per field of SpeculationOptions."""
-    hints, texts = get_type_hints(SpeculationOptions), described(SpeculationOptions)
+def option_flags(options: type) -> tuple[Flag, ...]:
+    """One flag per field of an option dataclass; its attribute docstring is the help."""
+    hints, texts = get_type_hints(options), _attribute_docstrings(options)
     flags = []
-    for entry in fields(SpeculationOptions):
+    for entry in fields(options):
         text = texts[entry.name]
         if entry.default is not None and hints[entry.name] is not bool:
             text = f"{text} Built in: {entry.default}."
@@ -88,94 +72,35 @@ def speculation_flags() -> tuple[Flag, ...]:
     return tuple(flags)
 
 
-LOADING = (
-    Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
-    Flag("heads", str, "Exit heads: a folder, a known name, a hub id, or logit-lens."),
-    Flag("dtype", str, "float32, bfloat16 (the default), float16 or float64."),
-    Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
-    Flag("attn_implementation", str, "sdpa (the default) or eager."),
-    Flag("executor", str, "auto (the default), generic, or packed: a faster copy for the CPU."),
-)
+def with_flags(*flags: Flag) -> Callable[[Command], Command]:
+    """Give a command flags; it gets those that were given as one dict, its keyword `flags`."""
 
-SPECULATION = speculation_flags()
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [entry for entry in signature.parameters.values() if entry.name != "flags"]
+        parameters = [*own, *(flag.parameter() for flag in flags)]
 
-GENERATION = (
-    Flag("max_new_tokens", int, f"Tokens at most; {config.DEFAULT_MAX_NEW_TOKENS} if not given."),
-    Flag("min_new_tokens", int, "Tokens at least."),
-    Flag("stop_strings", list[str], "End the answer behind this text; repeatable.", ("--stop",)),
-    Flag("do_sample", bool, "Draw tokens; implied by the next four."),
-    Flag("temperature", float, "Divides the logits, above 0."),
-    Flag("top_k", int, "Draw from this many of the most likely tokens."),
-    Flag("top_p", float, "Draw from the most likely tokens that sum to this, in (0, 1]."),
-    Flag("min_p", float, "Leave out tokens less likely than this times the likeliest."),
-    Flag("repetition_penalty", float, "Above 1 makes tokens that are there already less likely."),
-    Flag("seed", int, "Makes drawing repeatable."),
-)
-SAMPLING = frozenset({"temperature", "top_k", "top_p", "min_p"})
+        @functools.wraps(command)
+        def wrapper(**given: Any) -> None:
+            values = {flag.name: given.pop(flag.name) for flag in flags}
+            asked = {name: value for name, value in values.items() if value not in (None, [])}
+            command(**given, flags=asked)
 
-SHARED = (*LOADING, *SPECULATION, *GENERATION)
+        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads the flags here
+        wrapper.__annotations__ = {entry.name: entry.annotation for entry in parameters}
+        return wrapper
+
+    return decorate
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Keyword arguments of the facade, by the function that takes them; only what was given."""
+def merged(file: Path | None, given: dict[str, Any], flags: Sequence[Flag]) -> dict[str, Any]:
+    """What was given over the keys of a YAML file, typed; null in the file is a value.
 
-    loading: dict[str, Any] = field(default_factory=dict)
-    speculation: dict[str, Any] = field(default_factory=dict)
-    generation: dict[str, Any] = field(default_factory=dict)
-
-
-def with_flags(command: Command) -> Command:
-    """Give a command the SHARED flags; it gets them as one dict, its keyword `flags`."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [entry for entry in signature.parameters.values() if entry.name != "flags"]
-    names = [flag.name for flag in SHARED]
-
-    @functools.wraps(command)
-    def wrapper(**given: Any) -> None:
-        flags = {name: given.pop(name) for name in names}
-        command(**given, flags=flags)
-
-    shared = [flag.parameter() for flag in SHARED]
-    wrapper.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]  # typer reads the flags here
-    wrapper.__annotations__ = {entry.name: entry.annotation for entry in [*own, *shared]}
-    return wrapper
-
-
-def settings(file: Path | None, flags: dict[str, Any]) -> Settings:
-    """Flags over the keys of a YAML file. Raises InvalidOption for unknown keys, wrong types."""
-    given = {key: value for key, value in flags.items() if value is not None and value != []}
-    merged = (read_yaml(file) if file else {}) | given
-    hints = {flag.name: flag.hint for flag in SHARED}
-    values = {name: typed(name, value, hints[name]) for name, value in merged.items()}
-    generation = _picked(values, GENERATION)
-    if generation.get("max_new_tokens", 1) < 1:
-        found = generation["max_new_tokens"]
-        raise InvalidOption(f"max_new_tokens is {found}, expected at least 1. Ask for more tokens")
-    if SAMPLING & generation.keys():
-        generation.setdefault("do_sample", True)
-    return Settings(_picked(values, LOADING), _picked(values, SPECULATION), generation)
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """Option names and values; dashes count as underscores. Raises InvalidOption."""
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(f"cannot read the config {file}: {error}") from error
-    except yaml.YAMLError as error:
-        raise InvalidOption(f"{file} is not YAML: {' '.join(str(error).split())}") from error
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise InvalidOption(
-            f"{file} holds a {type(loaded).__name__}, expected `option: value` lines"
-        )
-    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    check_keys(values, (flag.name for flag in SHARED), f"key in {file}:")
-    return values
+    Raises InvalidOption for unknown keys and wrong types.
+    """
+    hints = {flag.name: flag.hint for flag in flags}
+    values = (_read_yaml(file, hints) if file else {}) | given
+    return {name: typed(name, value, hints[name]) for name, value in values.items()}
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -194,8 +119,38 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     raise InvalidOption(f"{name} is {value!r}, expected {expected}")
 
 
-def _picked(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
-    return {flag.name: values[flag.name] for flag in flags if flag.name in values}
+def _read_yaml(file: Path, known: Iterable[str]) -> dict[str, Any]:
+    """Option names and values; dashes count as underscores. Raises InvalidOption."""
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(f"cannot read the config {file}: {error}") from error
+    except yaml.YAMLError as error:
+        raise InvalidOption(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise InvalidOption(
+            f"{file} holds a {type(loaded).__name__}, expected `option: value` lines"
+        )
+    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    check_keys(values, known, f"key in {file}:")
+    return values
+
+
+def _attribute_docstrings(options: type) -> dict[str, str]:
+    """What the docstring below each field of a dataclass says, on one line."""
+    (tree,) = ast.parse(inspect.getsource(options)).body
+    body = tree.body if isinstance(tree, ast.ClassDef) else []
+    texts = {}
+    for entry, below in itertools.pairwise(body):
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
+            match below:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[entry.target.id] = " ".join(text.split())
+    return texts
 
 
 def _number(value: Any, member: Any) -> Any:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selfspec.cli import common
-from selfspec.cli.flags import Settings, settings, with_flags
+from selfspec.cli.flags import with_flags
+from selfspec.cli.settings import SHARED, Settings, settings
 from selfspec.errors import InvalidOption
 from selfspec.hub import DEFAULT_HEADS
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Messages = str | list[dict[str, str]]
 
 
-@with_flags
+@with_flags(*SHARED)
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The question; without it, --file or standard input.")

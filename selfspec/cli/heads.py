@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,16 +65,63 @@ def check(
         typer.Option("--model", help="Model to check against; without it the bundled default."),
     ] = None,
 ) -> None:
-    """Load heads against a model: OK, or the reason why not and exit code 1."""
+    """Check a folder: complete, its card up to date, and fit for a model. Exit code 1 if not."""
     found = hub.resolve_heads(folder)
     from selfspec import generate  # imports torch
 
+    problems = incomplete(found)
     try:
         speculator = generate.load(model, heads=found)
     except (InvalidHeads, HeadsMismatch, InvalidOption) as error:
-        common.emit(f"failed: {error}\n")
-        raise typer.Exit(1) from error
+        problems.append(str(error))
+    for problem in problems:
+        common.emit(f"failed: {problem}\n")
+    if problems:
+        raise typer.Exit(1)
     common.emit(f"OK: {found.name} fit {speculator.label}\n")
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(metavar="ID", help="A hub id, or a folder to copy.")],
+) -> None:
+    """Fetch heads, so that --heads finds them by their last name from then on."""
+    source = hub.resolve_heads(name)
+    from selfspec.heads import HeadsConfig
+
+    HeadsConfig.read(source)  # nothing else is taken over
+    target = hub.pulled_heads() / (Path(name).name or source.resolve().name)
+    if target.resolve() == source.resolve():
+        common.emit(f"{target.name} is there already: {target}\n")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="pull-") as new:
+        fresh = Path(new) / target.name
+        fresh.mkdir()
+        for file in sorted({path for kind in hub.HEADS_FILES for path in source.glob(kind)}):
+            shutil.copyfile(file, fresh / file.name)
+        if target.exists():
+            target.rename(Path(new) / "before")
+        fresh.rename(target)
+    common.emit(f"{target.name}: {target}\n")
+
+
+def incomplete(folder: Path) -> list[str]:
+    """What a folder of fitted heads should hold and does not, in words."""
+    from selfspec.heads import HeadsConfig
+    from selfspec.training import records
+
+    missing = [f"no {name}" for name in records.FILES if not (folder / name).is_file()]
+    if missing:
+        return missing
+    try:
+        metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        expected = records.card(HeadsConfig.read(folder), metrics)
+    except (InvalidHeads, ValueError, KeyError, TypeError) as error:
+        return [f"the records do not make a card: {type(error).__name__} {error}"]
+    if (folder / "README.md").read_text(encoding="utf-8") != expected:
+        return ["README.md is not the card that the records make"]
+    return []
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -92,7 +141,6 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The list for people."""
-    from rich.console import Console
     from rich.table import Table
 
     grid = Table("name", "base model", "exit layers", "type", "MB", box=None, pad_edge=False)
@@ -100,10 +148,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         layers = _words(row["exit_layers"])
         size = f"{row['size_bytes'] / 1e6:.1f}"
         grid.add_row(row["name"], row["base_model"], layers, row["head_type"], size)
-    console = Console(highlight=False)
-    with console.capture() as capture:
-        console.print(grid, soft_wrap=not console.is_terminal)
-    return capture.get()
+    return common.rendered(grid)
 
 
 def _words(value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli import chat, common, env, fit, generate, heads
+from selfspec.cli import cache, calibrate, chat, common, data, env, fit, generate, heads
 from selfspec.errors import SelfspecError
 
 app = typer.Typer(
@@ -25,7 +25,10 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(env.env)
+app.command()(data.data)
+app.command()(cache.cache)
 app.command()(fit.fit)
+app.command()(calibrate.calibrate)
 app.add_typer(heads.app, name="heads")
 
 

@@ -1,16 +1,12 @@
-"""Conversations for training: JSON lines come in, batches of token ids go out.
+"""Conversations for training: rows of a file come in, batches of token ids go out.
 
-A line holds `input_ids` and `answer_start` (as `selfspec data` writes them) or `messages` (which
-pass through the chat template). Read by the command line, batched by `features`.
+`formats` says what a row may look like. Read by the command line, batched by `features`.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData
-
-_ROLES = ("system", "user", "assistant")
+from selfspec.training import formats
 
 
 @dataclass(frozen=True)
@@ -55,43 +50,31 @@ def read_conversations(
     vocab_size: int,
     max_length: int,
     max_tokens: int | None = None,
+    skip_bad_rows: bool = False,
 ) -> list[Conversation]:
-    """The conversations of a .jsonl or .jsonl.gz file.
+    """The conversations of a file or data set, in any format of `formats`.
 
     Stops behind `max_tokens` answer tokens; none may have more than `max_length` tokens. Raises
-    InvalidData: file, line number, reason.
+    InvalidData: file, line number, reason. With `skip_bad_rows` they are left out and counted.
     """
+
+    def parse(record: dict[str, Any]) -> Conversation:
+        conversation = Conversation(*formats.encoded(record, tokenizer))
+        check(conversation, vocab_size, max_length)
+        return conversation
+
+    reader = formats.Reader(path, parse, skip_bad_rows=skip_bad_rows)
     read: list[Conversation] = []
     answer_tokens = 0
-    for number, line in enumerate(_lines(path), start=1):
-        try:
-            conversation = parsed(line, tokenizer)
-            _check(conversation, vocab_size, max_length)
-        except InvalidData as error:
-            raise InvalidData(f"{path}, line {number} {error}") from error
+    for conversation in reader:
         read.append(conversation)
         answer_tokens += len(conversation.answer_ids)
         if max_tokens is not None and answer_tokens >= max_tokens:
             break
+    reader.report()
     if not read:
         raise InvalidData(f"{path} holds no conversations. Expected one JSON object per line")
     return read
-
-
-def parsed(line: str, tokenizer: PreTrainedTokenizerBase | None) -> Conversation:
-    """One line as a conversation. Raises InvalidData with the reason."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise InvalidData(f"is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise InvalidData(f"holds a {type(record).__name__}, expected an object")
-    if "input_ids" in record:
-        return _from_ids(record)
-    if "messages" in record:
-        return _from_messages(record["messages"], tokenizer)
-    found = ", ".join(record) or "nothing"
-    raise InvalidData(f"holds {found}, expected input_ids and answer_start, or messages")
 
 
 def split(
@@ -111,45 +94,32 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def draft_vocabulary(
-    conversations: Iterable[Conversation], size: int, special: Iterable[int]
+    counts: Counter[int], size: int, special: Iterable[int], vocab_size: int
 ) -> Tensor:
-    """`special` and the most frequent answer tokens, `size` in all (fewer if there are no more).
+    """`special`, then the most frequent tokens, then the lowest ids: `size` of them.
 
-    Rising ids [V_draft], int64. Ties go to the lower id.
+    Rising ids [V_draft], int64. Ties go to the lower id. Byte-pair vocabularies are numbered from
+    frequent to rare, so low ids are the best guess where a text has no more to say.
     """
-    counts = Counter(token for entry in conversations for token in entry.answer_ids)
+    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     chosen = set(special)
-    for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+    for token in ranked:
         if len(chosen) >= size:
             break
         chosen.add(token)
     return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
-def batches(
-    conversations: Sequence[Conversation], batch_tokens: int, seed: int | None = None
-) -> Iterator[Batch]:
-    """Batches of conversations of like length, at most `batch_tokens` with their padding.
-
-    With a seed both the order and, among equal lengths, the company are shuffled; the number of
-    batches is always the same.
-    """
-    order = list(range(len(conversations)))
-    generator = torch.Generator()
-    if seed is not None:
-        order = torch.randperm(len(order), generator=generator.manual_seed(seed)).tolist()
-    order.sort(key=lambda index: len(conversations[index].ids))
-    groups = _grouped(order, conversations, batch_tokens)
-    if seed is not None:
-        groups = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
-    for group in groups:
-        yield padded([conversations[index] for index in group])
-
-
-def count_batches(conversations: Sequence[Conversation], batch_tokens: int) -> int:
-    """How many batches `batches` yields."""
+def planned(conversations: Sequence[Conversation], batch_tokens: int) -> list[list[Conversation]]:
+    """Batches of conversations of like length, at most `batch_tokens` with their padding."""
     order = sorted(range(len(conversations)), key=lambda index: len(conversations[index].ids))
-    return len(_grouped(order, conversations, batch_tokens))
+    groups: list[list[Conversation]] = []
+    for entry in (conversations[index] for index in order):
+        if groups and (len(groups[-1]) + 1) * len(entry.ids) <= batch_tokens:
+            groups[-1].append(entry)
+        else:
+            groups.append([entry])
+    return groups
 
 
 def padded(conversations: Sequence[Conversation]) -> Batch:
@@ -164,84 +134,7 @@ def padded(conversations: Sequence[Conversation]) -> Batch:
     return Batch(ids, predicts)
 
 
-def _grouped(
-    order: Sequence[int], conversations: Sequence[Conversation], batch_tokens: int
-) -> list[list[int]]:
-    """`order`, by rising length, cut so that rows times longest row fit `batch_tokens`."""
-    groups: list[list[int]] = []
-    for index in order:
-        length = len(conversations[index].ids)
-        if groups and (len(groups[-1]) + 1) * length <= batch_tokens:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """Lines as they are. Raises InvalidData if the file cannot be read."""
-    try:
-        opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8") as file:
-            yield from file
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise InvalidData(f"cannot read {path}: {error}") from error
-
-
-def _from_ids(record: dict[str, Any]) -> Conversation:
-    ids, start = record["input_ids"], record.get("answer_start")
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise InvalidData("has input_ids that are no list of whole numbers")
-    if type(start) is not int or not 1 <= start < len(ids):
-        raise InvalidData(f"has answer_start {start}, expected 1..{len(ids) - 1}")
-    return Conversation(tuple(ids), ((start, len(ids)),))
-
-
-def _from_messages(messages: Any, tokenizer: PreTrainedTokenizerBase | None) -> Conversation:
-    """Messages through the chat template; every assistant turn is an answer."""
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise InvalidData("holds messages, but the model has no chat template. Give input_ids")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidData("has messages that are no list with at least one message")
-    for message in messages:
-        _check_message(message)
-    answers, ids = [], _templated(tokenizer, messages)
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _templated(tokenizer, messages[:index], add_generation_prompt=True)
-            turn = _templated(tokenizer, messages[: index + 1])
-            if turn[: len(before)] != before or ids[: len(turn)] != turn:
-                raise InvalidData("has turns that the chat template changes when one is added")
-            answers.append((len(before), _answer_end(turn, tokenizer.eos_token_id)))
-    return Conversation(tuple(ids), tuple(answers))
-
-
-def _check_message(message: Any) -> None:
-    """Raise InvalidData for one that the chat template could stumble over."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-        raise InvalidData("has a message without text as its content")
-    if message.get("role") not in _ROLES:
-        raise InvalidData(f"has role {message.get('role')!r}, expected {', '.join(_ROLES)}")
-
-
-def _templated(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
-    *,
-    add_generation_prompt: bool = False,
-) -> list[int]:
-    encoded: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=add_generation_prompt, return_dict=True
-    )
-    return list(encoded["input_ids"])
-
-
-def _answer_end(turn: list[int], end_token: Any) -> int:
-    """One past the end token of the last turn: a model stops there, the template may go on."""
-    return len(turn) - turn[::-1].index(end_token) if end_token in turn else len(turn)
-
-
-def _check(conversation: Conversation, vocab_size: int, max_length: int) -> None:
+def check(conversation: Conversation, vocab_size: int, max_length: int) -> None:
     """Raise InvalidData for a conversation that the model cannot be trained on."""
     ids = conversation.ids
     if not conversation.answer_ids:

@@ -1,15 +1,13 @@
 """What a frozen model knows at each answer position: batches come in, features go out.
 
-Positions without an answer token behind them are dropped, and no [N, V] tensor is kept: a model's
-whole distribution follows from the output of its last layer and one number per position. Called by
-`fit` and `measure`.
+Positions without an answer token behind them are dropped. Called by `cache`, `sources` and through
+them by `fit` and `calibrate`.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,103 +15,84 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.backbone import Backbone
-from selfspec.errors import InvalidData
 from selfspec.kv_cache import KVCache
-from selfspec.training.data import Batch, Conversation, batches, count_batches
-
-logger = logging.getLogger(__name__)
+from selfspec.training.data import Batch
 
 _LOGIT_ROWS = 128
 """Rows whose full logits exist at a time; 25 MB for 49,152 tokens."""
 
 
 @dataclass(frozen=True)
-class Target:
-    """What the model itself says at N positions."""
+class FeatureSpec:
+    """What is taken from each answer position."""
 
-    last: Tensor
-    """Output of layer L, [N, d]."""
-    log_total: Tensor
-    """[N] float32: target log-probability = target logit - log_total, over the full vocabulary."""
-    top: Tensor
-    """[N]: its next token, argmax over the full vocabulary."""
+    layers: tuple[int, ...]
+    """Exit layers, rising; 0 is the embedding."""
+    deep: bool = False
+    """Also the normed output of layer L one position earlier."""
+    top_k: int = 0
+    """Also this many of the model's own most likely next tokens."""
+
+    @property
+    def to_the_end(self) -> bool:
+        """Whether the layers behind the last exit have to run."""
+        return self.deep or self.top_k > 0
+
+    def bytes_per_token(self, hidden_size: int, element_size: int) -> int:
+        """Size of one position in memory and on disk; `element_size` of a hidden state's number."""
+        vectors = len(self.layers) + self.deep
+        return vectors * hidden_size * element_size + 8 + 1 + self.top_k * (4 + 2)
 
 
 @dataclass(frozen=True)
 class Features:
-    """N answer positions of a batch, on the device of the unembedding."""
+    """N answer positions in the order of the text, on one device."""
 
     hidden: dict[int, Tensor]
     """By exit layer, [N, d], raw, in the model's dtype."""
     following: Tensor
-    """[N]: the next token of the text."""
-    target: Target | None
-    """None where it was not asked for."""
+    """[N] int64: the next token of the text."""
+    continues: Tensor
+    """[N] bool: the position stands right behind the one of the row before."""
+    deep: Tensor | None = None
+    """[N, d]: final norm of layer L's output one position earlier, zeros where there is none."""
+    top_ids: Tensor | None = None
+    """[N, k] int32: the model's own most likely next tokens, best first."""
+    top_log_probs: Tensor | None = None
+    """[N, k] float16, over the full vocabulary."""
 
-    def wanted(self) -> Target:
-        """The target. Raises InvalidData where it was not asked for."""
-        if self.target is None:
-            raise InvalidData("these features hold no target. Ask for it: with_target=True")
-        return self.target
+    def __len__(self) -> int:
+        """N."""
+        return len(self.following)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, for a file."""
+        named = {f"hidden.{layer}": tensor for layer, tensor in self.hidden.items()}
+        for name in ("following", "continues", "deep", "top_ids", "top_log_probs"):
+            if (tensor := getattr(self, name)) is not None:
+                named[name] = tensor
+        return named
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor]) -> Features:
+        """The inverse of `tensors`."""
+        hidden = {int(n.split(".")[1]): t for n, t in tensors.items() if n.startswith("hidden.")}
+        others = {name: t for name, t in tensors.items() if not name.startswith("hidden.")}
+        return cls(hidden=dict(sorted(hidden.items())), **others)
+
+    def to(self, device: torch.device) -> Features:
+        """The same on `device`."""
+        return Features.of({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     @property
     def nbytes(self) -> int:
         """Memory, in bytes."""
-        target = self.target
-        own = () if target is None else (target.last, target.log_total, target.top)
-        return sum(tensor.nbytes for tensor in (*self.hidden.values(), self.following, *own))
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
-class FeatureSource:
-    """The features of some conversations, one epoch after the other."""
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        layers: Sequence[int],
-        conversations: Sequence[Conversation],
-        batch_tokens: int,
-        *,
-        with_target: bool = True,
-        keep: bool = False,
-    ) -> None:
-        """`keep` holds on to the batches of the first epoch; later ones shuffle their order."""
-        self._with_target = with_target
-        self._backbone = backbone
-        self._layers = tuple(layers)
-        self._conversations = conversations
-        self._batch_tokens = batch_tokens
-        self._kept: list[Features] | None = [] if keep else None
-
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        return count_batches(self._conversations, self._batch_tokens)
-
-    def epoch(self, seed: int | None = None) -> Iterator[Features]:
-        """All batches once, in the order of `seed`; None is by rising length."""
-        if self._kept:
-            generator = torch.Generator().manual_seed(seed or 0)
-            order = torch.randperm(len(self._kept), generator=generator).tolist()
-            yield from (self._kept[index] for index in order)
-            return
-        for batch in batches(self._conversations, self._batch_tokens, seed):
-            computed = features(self._backbone, self._layers, batch, with_target=self._with_target)
-            if self._kept is not None:
-                self._kept.append(computed)
-            yield computed
-        if self._kept:
-            size = sum(entry.nbytes for entry in self._kept)
-            logger.info("keeping %.2f GB of features in memory", size / 1e9)
-
-
-def features(
-    backbone: Backbone, layers: Sequence[int], batch: Batch, *, with_target: bool = True
-) -> Features:
-    """One pass over a batch; `layers` are exit layers, counted from 1, rising.
-
-    Without the target the layers behind the last exit do not run at all.
-    """
-    stops = (*layers, backbone.num_layers) if with_target else tuple(layers)
+def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
+    """One frozen pass over a batch."""
+    stops = (*spec.layers, backbone.num_layers) if spec.to_the_end else spec.layers
     ids = batch.ids.to(backbone.device)
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     device = backbone.unembedding.weight.device
@@ -123,21 +102,49 @@ def features(
     with _frozen(backbone.model):
         hidden = backbone.embed(ids)
         for first, last in itertools.pairwise((0, *stops)):
-            hidden = backbone.run(hidden, first, last, positions, kv)
-            states.append(hidden.to(device)[predicts])
-        target = _target(backbone, states.pop()) if with_target else None
-    following = batch.ids.roll(-1, dims=1).to(device)[predicts]
-    return Features(dict(zip(layers, states, strict=True)), following, target)
+            if first < last:
+                hidden = backbone.run(hidden, first, last, positions, kv)
+            states.append(hidden.to(device))
+        last_output = states.pop() if spec.to_the_end else None
+        deep = _deep(backbone, last_output, predicts) if spec.deep else None
+        top = _top(backbone, last_output, predicts, spec.top_k)
+    return Features(
+        hidden={layer: s[predicts] for layer, s in zip(spec.layers, states, strict=True)},
+        following=batch.ids.roll(-1, dims=1).to(device)[predicts],
+        continues=(predicts & _shifted(predicts))[predicts],
+        deep=deep,
+        top_ids=None if top is None else top[0],
+        top_log_probs=None if top is None else top[1],
+    )
 
 
-def _target(backbone: Backbone, last: Tensor) -> Target:
-    """Output of layer L, [N, d] -> what the model itself says there."""
-    totals, tops = [], []
-    for rows in last.split(_LOGIT_ROWS):
+def _deep(backbone: Backbone, last_output: Tensor | None, predicts: Tensor) -> Tensor:
+    """Normed output of layer L one position before each of `predicts`, [N, d]."""
+    assert last_output is not None  # noqa: S101  # FeatureSpec.to_the_end saw to it
+    normed: Tensor = backbone.unembedding.norm(last_output)
+    return _shifted(normed)[predicts]
+
+
+def _top(
+    backbone: Backbone, last_output: Tensor | None, predicts: Tensor, count: int
+) -> tuple[Tensor, Tensor] | None:
+    """Ids and log-probabilities [N, count] of the likeliest next tokens."""
+    if last_output is None or count == 0:
+        return None
+    ids, log_probs = [], []
+    for rows in last_output[predicts].split(_LOGIT_ROWS):
         logits = backbone.logits(rows[None])[0]  # [rows, V]
-        totals.append(logits.logsumexp(-1))
-        tops.append(logits.argmax(-1))
-    return Target(last, torch.cat(totals), torch.cat(tops))
+        best = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        ids.append(best.indices.int())
+        log_probs.append((best.values - logits.logsumexp(-1, keepdim=True)).half())
+    return torch.cat(ids), torch.cat(log_probs)
+
+
+def _shifted(values: Tensor) -> Tensor:
+    """[B, T, ...] one position later; zeros in front."""
+    later = values.roll(1, dims=1)
+    later[:, 0] = 0
+    return later
 
 
 @contextmanager

@@ -1,34 +1,33 @@
-"""Fits exit heads to a frozen model: conversations come in, heads and their metrics go out.
+"""Fits exit heads to a frozen model: features come in, heads and their metrics go out.
 
-All exit layers learn from the same pass of the model. Heads are float32 while they learn; what is
-returned and measured is what gets saved, in the model's dtype. Called by `selfspec fit`.
+Epochs, validation, the best heads of each layer, checkpoints, early stop. What happens within a
+step is in `trainer`. Called by `selfspec fit`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfspec.backbone import Backbone, fingerprint
-from selfspec.errors import InvalidData, InvalidOption, SelfspecError
-from selfspec.heads import ExitHeads, HeadsConfig, LogitLensHead, check_exit_layers
+from selfspec.errors import InvalidData, InvalidOption
+from selfspec.heads import ExitHeads, HeadsConfig, check_exit_layers, possible_exit_layers
 from selfspec.stats import Stopwatch
-from selfspec.training.data import Conversation, draft_vocabulary
-from selfspec.training.features import Features, FeatureSource
-from selfspec.training.losses import Targets, ce_targets, cross_entropy, kl_targets
+from selfspec.training import checkpoint
+from selfspec.training.data import draft_vocabulary
+from selfspec.training.features import FeatureSpec
 from selfspec.training.measure import agreements, coverage
 from selfspec.training.options import FitOptions
-
-_HEAD_ROWS = 1024
-"""Rows whose draft logits exist at a time; 34 MB for 8,192 of them. A step takes twice as long with
-256 rows, and no less with 2,048 (2 cores, AVX512-bf16)."""
+from selfspec.training.processes import Processes
+from selfspec.training.sources import Selection
+from selfspec.training.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,8 @@ class Progress:
     step: int
     """From 1."""
     steps: int
+    epoch: int
+    """From 1."""
     answer_tokens: int
     """Learned from in this step."""
     losses: dict[int, float]
@@ -45,241 +46,288 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is fitted to what."""
+
+    backbone: Backbone
+    base_model: str
+    """Name for the record."""
+    train: Selection
+    validation: Selection
+    """Batches with targets."""
+    options: FitOptions
+    special_ids: Iterable[int] = ()
+    """Always in the draft vocabulary."""
+    data: str = ""
+    """Name of the text, for the record."""
+    held_out: str = "a 20th of the data"
+    """Name of the text that is measured on."""
+    workplace: Path | None = None
+    """Folder for the checkpoint of an unfinished fit; None: it cannot be resumed."""
+    processes: Processes = field(default_factory=Processes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fitted:
     """What a fit gives."""
 
     heads: ExitHeads
-    """In the model's dtype, ready to draft or to save."""
+    """In the model's dtype, ready to draft or to save: each layer's from its best epoch."""
     metrics: dict[str, Any]
     """For `metrics.json`."""
+    epochs: list[dict[str, Any]]
+    """For `metrics.jsonl`: one entry per epoch and layer."""
+
+
+@dataclass
+class _Course:
+    """How far a fit has come; everything but tensors that a checkpoint holds."""
+
+    step: int = 0
+    """Steps done."""
+    sums: dict[int, float] = field(default_factory=dict)
+    """Loss of this epoch by layer, times positions."""
+    positions: int = 0
+    """Positions of this epoch so far."""
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By layer, its entry of the best epoch."""
+
+    def record(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> _Course:
+        """The inverse of `record`, after JSON made text of the layers."""
+        layered = {name: {int(k): v for k, v in record[name].items()} for name in ("sums", "best")}
+        return cls(**record | layered)
 
 
 def fit(
-    backbone: Backbone,
-    base_model: str,
-    train: Sequence[Conversation],
-    validation: Sequence[Conversation],
-    options: FitOptions,
-    *,
-    special_ids: Iterable[int] = (),
-    data: str = "",
+    job: Job,
     progress: Callable[[Progress], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> Fitted:
-    """Heads for all exit layers at once. `base_model` and `data` are names for the record.
+    """Heads for all exit layers at once; goes on where a killed fit of the same job was.
 
-    Raises InvalidOption for layers or sizes that do not fit the model, InvalidData for an empty
-    text, SelfspecError when a loss is not finite.
+    Raises InvalidOption for layers or sizes that do not fit the model or another job's checkpoint,
+    InvalidData for an empty text, SelfspecError when a loss is not finite.
     """
-    if not train or not validation:
-        raise InvalidData(f"{len(train)} conversations to fit, {len(validation)} to validate")
-    watch = watch or Stopwatch()
-    layers = exit_layers(backbone, options)
-    draft_ids = _draft_ids(backbone, train, options, special_ids)
-    source = FeatureSource(
-        backbone,
-        layers,
-        train,
-        options.batch_tokens,
-        with_target=options.loss == "kl",
-        keep=options.keep_features,
-    )
-    record = _record(train, options.epochs * len(source), options, data)
-    config = _config(backbone, base_model, options, draft_ids, record)
-    trainer = _Trainer(backbone, config, draft_ids, options)
-    losses = trainer.run(source, options, watch, progress or _ignore)
-    heads = trainer.finished()
-    held_out = list(FeatureSource(backbone, layers, validation, options.batch_tokens).epoch())
-    shares = agreements(heads, held_out)
-    watch.lap("validation")
-    by_layer = {layer: {"train_loss": losses[layer], **asdict(shares[layer])} for layer in layers}
-    metrics = {
-        "layers": {str(layer): values for layer, values in by_layer.items()},
-        "coverage": coverage(heads, held_out),
-        "train_answer_tokens": record["answer_tokens"],
-        "steps": record["steps"],
-        "seconds": {part: round(seconds, 1) for part, seconds in watch.seconds.items()},
-    }
-    return Fitted(heads=heads, metrics=metrics)
+    return _Fit(job, watch or Stopwatch()).run(progress or _ignore)
+
+
+def feature_spec(backbone: Backbone, options: FitOptions, *, with_targets: bool) -> FeatureSpec:
+    """What a fit needs to know about each position; measuring always needs targets."""
+    deep = options.head_type == "deep-fused"
+    needed = with_targets or options.ce_share < 1.0
+    return FeatureSpec(exit_layers(backbone, options), deep, TOP_K if needed else 0)
+
+
+TOP_K = 32
+"""Likeliest next tokens to fit to, where nothing else is asked for."""
 
 
 def exit_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     """Those asked for, or the default ones. Raises InvalidOption where the model has no such."""
-    asked = options.exit_layers
-    layers = default_exit_layers(backbone.num_layers) if asked is None else asked
-    check_exit_layers(layers, range(1, backbone.num_layers))
+    deep = options.head_type == "deep-fused"
+    default = default_exit_layers(backbone.num_layers, deep=deep)
+    layers = default if options.exit_layers is None else options.exit_layers
+    check_exit_layers(layers, possible_exit_layers(options.head_type, backbone.num_layers))
     return layers
 
 
-def default_exit_layers(num_layers: int) -> tuple[int, ...]:
+def default_exit_layers(num_layers: int, *, deep: bool) -> tuple[int, ...]:
     """Five, evenly over the first two thirds: later exits save little; fewer in a shallow model."""
-    spread = {round(num_layers * k / 7.5) for k in range(1, 6)}
-    return tuple(sorted(layer for layer in spread if 1 <= layer < num_layers))
+    spread = {round(num_layers * k / 7.5) for k in range(0 if deep else 1, 6)}
+    return tuple(sorted(layer for layer in spread if (0 if deep else 1) <= layer < num_layers))
 
 
-class _Trainer:
-    """Heads that learn, and the state of their optimiser."""
+class _Fit:
+    """One job on its way."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        config: HeadsConfig,
-        draft_ids: Tensor | None,
-        options: FitOptions,
-    ) -> None:
-        """Heads as they begin: the model's own norm, the identity or the model's LM head."""
-        self._backbone = backbone
-        self._draft_ids = draft_ids
-        own = backbone.unembedding
-        self._mixed = backbone.dtype == torch.bfloat16
-        weight = own.weight if self._mixed else own.weight.float()
-        torch.manual_seed(options.seed)  # a low-rank map begins with random numbers
-        self._heads = ExitHeads(config, own._replace(weight=weight), draft_ids).float()
-        own_head = LogitLensHead(own, draft_ids)
-        self._targets: Targets = (
-            kl_targets(own_head)
-            if options.loss == "kl"
-            else ce_targets(own_head, backbone.vocab_size)
+    def __init__(self, job: Job, watch: Stopwatch) -> None:
+        if not job.train.positions or not job.validation.positions:
+            raise InvalidData(
+                f"{job.train.positions} answer tokens to fit, {job.validation.positions} to "
+                "validate. Give more text"
+            )
+        self._job = job
+        self._watch = watch
+        options = job.options
+        self._steps_per_epoch = math.ceil(len(job.train.indices) / options.accumulate)
+        self._steps = self._steps_per_epoch * options.epochs
+        draft_ids = _draft_ids(job)
+        config = _config(job, draft_ids, _record(job, self._steps))
+        self._layers = config.exit_layers
+        self._trainer = Trainer(
+            job.backbone, config, draft_ids, options, self._steps, job.processes
         )
-        self._max_grad_norm = options.max_grad_norm
-        self._optimizer = torch.optim.AdamW(_groups(self._heads, options.weight_decay))
-        for group in self._optimizer.param_groups:
-            group["lr"] = options.learning_rate
-        steps = config.training["steps"]
-        warmup = round(steps * options.warmup)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: _rate(step, warmup, steps)
+        self._course = _Course(sums=dict.fromkeys(self._layers, 0.0))
+        self._best = self._trainer.finished()
+        self._resume()
+
+    def run(self, progress: Callable[[Progress], None]) -> Fitted:
+        """All that is left to do."""
+        course = self._course
+        while course.step < self._steps and not self._out_of_patience():
+            epoch, place = divmod(course.step, self._steps_per_epoch)
+            order = self._order(epoch)
+            self._watch.start()
+            for start in range(place * self._job.options.accumulate, len(order), self._stride):
+                progress(self._step(order[start : start + self._stride], epoch))
+                if course.step % self._job.options.checkpoint_steps == 0:
+                    self._save()
+            self._validate(epoch)
+            self._save()
+        return self._fitted()
+
+    @property
+    def _stride(self) -> int:
+        return self._job.options.accumulate
+
+    def _order(self, epoch: int) -> list[int]:
+        """The batches of an epoch, shuffled by seed and epoch alone."""
+        generator = torch.Generator().manual_seed(self._job.options.seed + epoch)
+        indices = self._job.train.indices
+        return [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
+
+    def _step(self, indices: list[int], epoch: int) -> Progress:
+        """One update on these batches, shared among the processes."""
+        course, source = self._course, self._job.train.source
+        positions = sum(source.sizes[index] for index in indices)
+        device = self._job.backbone.unembedding.weight.device
+        mine = [source.batch(index).to(device) for index in self._job.processes.share(indices)]
+        self._watch.lap("features")
+        losses = self._trainer.step(course.step, mine, positions)
+        course.step += 1
+        course.positions += positions
+        for layer, loss in losses.items():
+            course.sums[layer] += loss * positions
+        self._watch.lap("heads")
+        return Progress(
+            step=course.step,
+            steps=self._steps,
+            epoch=epoch + 1,
+            answer_tokens=positions,
+            losses=losses,
         )
 
-    def run(
-        self,
-        source: FeatureSource,
-        options: FitOptions,
-        watch: Stopwatch,
-        progress: Callable[[Progress], None],
-    ) -> dict[int, float]:
-        """All epochs. Gives the mean loss of the last one by exit layer, nats per answer token."""
-        step, steps = 0, self._heads.config.training["steps"]
-        sums = dict.fromkeys(self._heads.config.exit_layers, 0.0)
-        for epoch in range(options.epochs):
-            tokens, sums = 0, dict.fromkeys(sums, 0.0)
-            watch.start()
-            for features in source.epoch(options.seed + epoch):
-                watch.lap("features")
-                step, count = step + 1, len(features.following)
-                losses = self._step(features, step)
-                tokens += count
-                sums = {layer: sums[layer] + losses[layer] * count for layer in sums}
-                progress(Progress(step=step, steps=steps, answer_tokens=count, losses=losses))
-                watch.lap("heads")
-        return {layer: total / tokens for layer, total in sums.items()}
+    def _validate(self, epoch: int) -> None:
+        """Close an epoch: measure, note, and keep the heads of layers that have got better."""
+        course, heads = self._course, self._trainer.finished()
+        shares = agreements(heads, self._job.validation.batches())
+        for layer in self._layers:
+            entry = {
+                "epoch": epoch + 1,
+                "layer": layer,
+                "train_loss": course.sums[layer] / course.positions,
+                **asdict(shares[layer]),
+            }
+            course.entries.append(entry)
+            if layer not in course.best or _better(entry, course.best[layer]):
+                course.best[layer] = entry
+                self._best[layer].load_state_dict(heads[layer].state_dict())
+        course.sums, course.positions = dict.fromkeys(self._layers, 0.0), 0
+        self._watch.lap("validation")
 
-    def finished(self) -> ExitHeads:
-        """The heads in the model's dtype, on the model's own unembedding, no longer learning."""
-        heads = ExitHeads(self._heads.config, self._backbone.unembedding, self._draft_ids)
-        heads.load_state_dict(self._heads.state_dict())
-        return heads.eval().requires_grad_(False)
+    def _out_of_patience(self) -> bool:
+        course, patience = self._course, self._job.options.patience
+        if patience is None or not course.best:
+            return False
+        last_gain = max(entry["epoch"] for entry in course.best.values())
+        return bool(course.entries[-1]["epoch"] - last_gain >= patience)
 
-    def _step(self, features: Features, step: int) -> dict[int, float]:
-        """One update of all heads; the loss of each, in nats per answer token."""
-        targets = self._targets(features)
-        losses = {}
-        for layer, hidden in features.hidden.items():
-            losses[layer] = self._backward(layer, hidden, targets)
-            if not math.isfinite(losses[layer]):
-                raise SelfspecError(
-                    f"the loss is {losses[layer]} at batch {step}, exit layer {layer}. "
-                    "Lower the learning rate, or check the model's weights"
-                )
-            nn.utils.clip_grad_norm_(self._heads[layer].parameters(), self._max_grad_norm)
-        self._optimizer.step()
-        self._schedule.step()
-        self._optimizer.zero_grad()
-        return losses
+    def _fitted(self) -> Fitted:
+        course = self._course
+        metrics = {
+            "layers": {str(layer): course.best[layer] for layer in self._layers},
+            "coverage": coverage(self._best, self._job.validation.batches()),
+            "train_answer_tokens": self._job.train.positions,
+            "steps": course.step,
+            "processes": self._job.processes.count,
+            "seconds": {part: round(seconds, 1) for part, seconds in self._watch.seconds.items()},
+        }
+        return Fitted(heads=self._best, metrics=metrics, epochs=course.entries)
 
-    def _backward(self, layer: int, hidden: Tensor, targets: Tensor) -> float:
-        """Add the gradients of one head on [N, d]; its loss per answer token."""
-        total = torch.zeros((), device=hidden.device)
-        blocks = zip(hidden.split(_HEAD_ROWS), targets.split(_HEAD_ROWS), strict=True)
-        for rows, wanted in blocks:
-            with self._autocast(hidden.device):
-                draft_logits = self._heads[layer](rows.float())
-            loss = cross_entropy(draft_logits, wanted) / len(hidden)
-            loss.backward()
-            total += loss.detach()
-        return float(total)
+    def _save(self) -> None:
+        job = self._job
+        if job.workplace is None or not job.processes.is_main:
+            return
+        best = {f"best.{name}": tensor for name, tensor in self._best.named_parameters()}
+        record = {"job": _description(job), "course": self._course.record()}
+        checkpoint.save(job.workplace / checkpoint.FILE, self._trainer.tensors() | best, record)
 
-    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Matrix products in bfloat16 where the model has them too: that is how heads will run."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self._mixed)
+    def _resume(self) -> None:
+        """Go on from the checkpoint of the same job, if there is one."""
+        if self._job.workplace is None:
+            return
+        path = self._job.workplace / checkpoint.FILE
+        found = checkpoint.load(path)
+        if found is None:
+            return
+        tensors, record = found
+        checkpoint.require_same(path, record["job"], _description(self._job))
+        self._course = _Course.of(record["course"])
+        self._trainer.restore(tensors, self._course.step)
+        for name, parameter in self._best.named_parameters():
+            parameter.copy_(tensors[f"best.{name}"])
 
 
-def _draft_ids(
-    backbone: Backbone,
-    train: Sequence[Conversation],
-    options: FitOptions,
-    special_ids: Iterable[int],
-) -> Tensor | None:
+def _better(entry: dict[str, Any], best: dict[str, Any]) -> bool:
+    return bool(entry["agreement"] > best["agreement"])
+
+
+def _description(job: Job) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be continued; ready for JSON."""
+    options = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(job.options).items()}
+    return {
+        **options,
+        "model": fingerprint(job.backbone.unembedding.weight),
+        "data": [job.train.source.digest, job.train.positions],
+    }
+
+
+def _draft_ids(job: Job) -> Tensor | None:
     """Rising ids [V_draft], or None for all. Raises InvalidOption for more than the model has."""
-    size = options.draft_vocab_size
+    size, vocab_size = job.options.draft_vocab_size, job.backbone.vocab_size
     if size is None:
         return None
-    if size > backbone.vocab_size:
-        raise InvalidOption(
-            f"draft_vocab_size is {size}, the model has {backbone.vocab_size} tokens"
-        )
-    device = backbone.unembedding.weight.device
-    return draft_vocabulary(train, size, special_ids).to(device)
+    if size > vocab_size:
+        raise InvalidOption(f"draft_vocab_size is {size}, the model has {vocab_size} tokens")
+    device = job.backbone.unembedding.weight.device
+    counts = job.train.source.token_counts()
+    return draft_vocabulary(counts, size, job.special_ids, vocab_size).to(device)
 
 
-def _groups(heads: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weights decay, norms and biases do not."""
-    parameters = [entry for entry in heads.parameters() if entry.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
-def _rate(step: int, warmup: int, steps: int) -> float:
-    """Share of the highest learning rate before step `step`, from 0: a ramp, then a cosine to 0."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def _config(
-    backbone: Backbone,
-    base_model: str,
-    options: FitOptions,
-    draft_ids: Tensor | None,
-    record: dict[str, Any],
-) -> HeadsConfig:
+def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> HeadsConfig:
+    backbone, options = job.backbone, job.options
     return HeadsConfig(
-        base_model=base_model,
+        base_model=job.base_model,
         base_fingerprint=fingerprint(backbone.unembedding.weight),
         hidden_size=backbone.hidden_size,
         num_layers=backbone.num_layers,
         vocab_size=backbone.vocab_size,
         exit_layers=exit_layers(backbone, options),
         head_type=options.head_type,
-        rank=options.rank,
+        inner_size=options.inner_size,
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
         training=record,
     )
 
 
-def _record(
-    train: Sequence[Conversation], steps: int, options: FitOptions, data: str
-) -> dict[str, Any]:
+def _record(job: Job, steps: int) -> dict[str, Any]:
     """The `training` entry of the heads' config."""
+    options = job.options
     return {
-        "data": data,
-        "conversations": len(train),
-        "answer_tokens": sum(len(entry.answer_ids) for entry in train),
+        "data": job.data,
+        "validation": job.held_out,
+        "dtype": str(job.backbone.dtype).removeprefix("torch."),
+        "conversations": job.train.conversations,
+        "answer_tokens": job.train.positions,
         "epochs": options.epochs,
         "steps": steps,
-        "loss": options.loss,
+        "ce_share": options.ce_share,
         "learning_rate": options.learning_rate,
         "seed": options.seed,
         "versions": {name: metadata.version(name) for name in ("torch", "transformers")},

@@ -1,55 +1,65 @@
-"""What heads are fitted to. Features come in, targets and a loss go out; called by `fit`.
+"""What heads are fitted to: the next token of the text, the model's own distribution, or both.
 
-Both losses are cross-entropies against a target within the draft vocabulary. Its weight is the
-part of the target that lies there: what heads cannot draft, they are not asked to.
+Either is a sparse target: a few draft ids with weights. What lies outside the draft vocabulary has
+no weight: what heads cannot draft, they are not asked to. Called by `fit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from selfspec.heads import LogitLensHead
 from selfspec.training.features import Features
 
-Targets = Callable[[Features], Tensor]
-"""Features of N positions -> [N, V_draft] probabilities, or [N] draft ids with _OUTSIDE."""
 
-_OUTSIDE = -100  # what torch's cross_entropy skips
+class Targets(NamedTuple):
+    """Weighted draft ids at N positions."""
+
+    ids: Tensor
+    """[N, m] int64."""
+    weights: Tensor
+    """[N, m] float32, at least 0; a row sums to 1 where the draft vocabulary misses nothing."""
+
+    def rows(self, chosen: slice) -> Targets:
+        """Some of the N."""
+        return Targets(self.ids[chosen], self.weights[chosen])
+
+    def where(self, valid: Tensor) -> Targets:
+        """Without weight where `valid` [N] is False."""
+        return Targets(self.ids, self.weights * valid[:, None])
 
 
-def kl_targets(own_head: LogitLensHead) -> Targets:
-    """The model's own probabilities, over the full vocabulary but only draft tokens listed.
+def draft_index(draft_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """[V] int64: each token's place in the draft vocabulary, -1 where it has none."""
+    if draft_ids is None:
+        return torch.arange(vocab_size)
+    index = torch.full((vocab_size,), -1, device=draft_ids.device)
+    index[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+    return index
 
-    Not renormalised: a position whose probability lies outside weighs less. `own_head` is the
-    model's own norm and unembedding, over the draft vocabulary.
+
+def targets(features: Features, index: Tensor, ce_share: float) -> Targets:
+    """`ce_share` of the weight on the text's next token, the rest on the model's likeliest ones.
+
+    The latter is not renormalised: a position whose probability lies elsewhere weighs less.
     """
-
-    def targets(features: Features) -> Tensor:
-        target = features.wanted()
-        with torch.no_grad():
-            logits: Tensor = own_head(target.last)
-            return torch.exp(logits - target.log_total[:, None])
-
-    return targets
-
-
-def ce_targets(own_head: LogitLensHead, vocab_size: int) -> Targets:
-    """The next token of the text, as an index into the draft vocabulary; outside it weighs 0."""
-    ids = own_head.draft_ids
-    if ids is None:
-        return lambda features: features.following
-    index = torch.full((vocab_size,), _OUTSIDE, device=ids.device)
-    index[ids] = torch.arange(len(ids), device=ids.device)
-    return lambda features: index[features.following]
+    ids = [features.following[:, None]]
+    weights = [torch.full_like(ids[0], ce_share, dtype=torch.float32)]
+    if ce_share < 1.0 and features.top_ids is not None and features.top_log_probs is not None:
+        ids.append(features.top_ids.long())
+        weights.append((1.0 - ce_share) * features.top_log_probs.float().exp())
+    places = index[torch.cat(ids, dim=-1)]
+    known = places >= 0
+    return Targets(places.clamp_min(0), torch.cat(weights, dim=-1) * known)
 
 
-def cross_entropy(draft_logits: Tensor, targets: Tensor) -> Tensor:
-    """[N, V_draft] and targets of either kind -> sum over positions, in nats, float32.
+def cross_entropy(draft_logits: Tensor, wanted: Targets) -> Tensor:
+    """[N, V_draft] -> sum over positions, in nats, float32.
 
     Against probabilities it is the Kullback-Leibler divergence up to a constant of the target.
     """
-    return functional.cross_entropy(draft_logits, targets, reduction="sum", ignore_index=_OUTSIDE)
+    totals = draft_logits.logsumexp(-1)
+    picked = draft_logits.gather(-1, wanted.ids)
+    return (wanted.weights.sum(-1) * totals - (wanted.weights * picked).sum(-1)).sum()

@@ -1,17 +1,19 @@
 """How often heads are right: features of held-out text come in, shares per exit layer go out.
 
 Agreement is with the model's own next token over the full vocabulary, so a token that heads cannot
-draft counts against them. Called by `fit`.
+draft counts against them. Called by `fit` and `calibrate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from selfspec.errors import InvalidData
 from selfspec.heads import ExitHeads
 from selfspec.judge import ExitJudge
 from selfspec.training.features import Features
@@ -29,6 +31,36 @@ class Agreement:
     """The same among the 25 % of positions where the head is most confident."""
     agreement_top_10: float
     """The same among the 10 %."""
+    agreement_second: float | None = None
+    """For heads that read deep states: the share for the second draft of a round, which reads
+    features of the head itself instead. Behind a right first draft."""
+
+
+class Judged(NamedTuple):
+    """A head's answers at N positions."""
+
+    logits: Tensor
+    """[N, V_draft]"""
+    tokens: Tensor
+    """[N]: the head's top tokens, as ids of the model."""
+    right: Tensor
+    """[N] bool: it is the model's."""
+
+
+@torch.no_grad()
+def judged(heads: ExitHeads, layer: int, batch: Features, *, second: bool = False) -> Judged:
+    """The answers of one exit layer. `second`: at positions that continue, as second drafts."""
+    if batch.top_ids is None:
+        raise InvalidData("these features hold no targets. Ask for them: top_k of at least 1")
+    head, hidden, deep = heads[layer], batch.hidden[layer], batch.deep
+    top = batch.top_ids[:, 0]
+    if second:
+        later = batch.continues.nonzero()[:, 0]
+        deep = head.features(hidden, deep)[later - 1]
+        hidden, top = hidden[later], top[later]
+    logits = head(hidden, deep)
+    tokens = head.to_target_ids(logits.argmax(-1))
+    return Judged(logits, tokens, tokens == top)
 
 
 @torch.no_grad()
@@ -37,22 +69,28 @@ def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agree
     layers = heads.config.exit_layers
     judge = ExitJudge(heads.config.num_layers, dict.fromkeys(layers, 1.0))
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+    second: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for batch in batches:
         for layer in layers:
-            logits = heads[layer](batch.hidden[layer])
-            right = heads[layer].to_target_ids(logits.argmax(-1)) == batch.wanted().top
-            seen[layer].append((judge.confidence(logits, layer).cpu(), right.cpu()))
-    return {layer: _shares(*map(torch.cat, zip(*seen[layer], strict=True))) for layer in layers}
+            found = judged(heads, layer, batch)
+            seen[layer].append((judge.confidence(found.logits, layer).cpu(), found.right.cpu()))
+            if heads.reads_deep:
+                second[layer].append(judged(heads, layer, batch, second=True).right.cpu())
+    shares = {}
+    for layer in layers:
+        confidence, right = map(torch.cat, zip(*seen[layer], strict=True))
+        shares[layer] = _shares(confidence, right, second[layer])
+    return shares
 
 
 def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
     """Share of positions where the model's next token is one that heads can draft."""
     ids = heads[heads.config.exit_layers[0]].draft_ids
-    tops = torch.cat([batch.wanted().top for batch in batches])
+    tops = torch.cat([batch.top_ids[:, 0] for batch in batches if batch.top_ids is not None])
     return 1.0 if ids is None else torch.isin(tops, ids).float().mean().item()
 
 
-def _shares(confidence: Tensor, right: Tensor) -> Agreement:
+def _shares(confidence: Tensor, right: Tensor, second: list[Tensor]) -> Agreement:
     """[N] and [N] -> shares; at least one position counts as the most confident."""
     count = len(right)
     ranked = right[confidence.argsort(descending=True, stable=True)].double()
@@ -61,4 +99,5 @@ def _shares(confidence: Tensor, right: Tensor) -> Agreement:
         agreement=ranked.mean().item(),
         agreement_top_25=ranked[: max(1, count // 4)].mean().item(),
         agreement_top_10=ranked[: max(1, count // 10)].mean().item(),
+        agreement_second=torch.cat(second).double().mean().item() if second else None,
     )

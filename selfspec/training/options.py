@@ -1,4 +1,4 @@
-"""Options of a fit. Flags of `selfspec fit` and keys of a recipe are derived from them.
+"""Options of caching features and of fitting. Flags and keys of a recipe are derived from them.
 
 Imports no torch, so that `selfspec fit --help` stays fast.
 """
@@ -6,11 +6,51 @@ Imports no torch, so that `selfspec fit --help` stays fast.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from selfspec.errors import InvalidOption
 
-FITTED_HEAD_TYPES = ("linear", "translator")
-LOSSES = ("kl", "ce")
+FITTED_HEAD_TYPES = ("linear", "translator", "low-rank", "mlp", "deep-fused")
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "specbound": {
+        "head_type": "linear",
+        "draft_vocab_size": None,
+        "ce_share": 1.0,
+        "learning_rate": 3e-5,
+        "epochs": 20,
+    },
+}
+"""Named sets of FitOptions. specbound: what the paper prints (its section 3.1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """Which features are taken from a text, and how they are batched."""
+
+    exit_layers: tuple[int, ...] | None = None
+    """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads. None: five, evenly
+    spread over the first two thirds, and 0 where deep states are kept."""
+
+    deep: bool = False
+    """Also keep the deep state of the token before, which deep-fused heads read."""
+
+    top_k: int = 32
+    """The model's own most likely next tokens, kept for fitting to its distribution and for
+    measuring, at least 1."""
+
+    batch_tokens: int = 2048
+    """Tokens per batch, padding included. No conversation may be longer. 4096 halve the number of
+    steps, which cost 4 to 6 points of agreement in one epoch over 60K tokens."""
+
+    max_tokens: int | None = None
+    """Answer tokens of the text to use. None: all."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidOption for values that make no sense for any model."""
+        for name in ("top_k", "batch_tokens", "max_tokens"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,26 +58,35 @@ class FitOptions:
     """Which heads are fitted, and how."""
 
     exit_layers: tuple[int, ...] | None = None
-    """Exit layers, counted from 1. None: five, evenly spread over the first two thirds."""
+    """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads. None: those of the
+    cache, else five, evenly spread over the first two thirds."""
 
     head_type: str = "translator"
-    """linear (norm and an LM head of its own) or translator (norm, an affine map, the model's own
-    unembedding)."""
+    """linear (norm and an LM head of its own), translator (norm, an affine map, the model's own
+    unembedding), low-rank (the same, narrow), mlp, or deep-fused (mlp that also reads the deep
+    state of the token before)."""
 
-    rank: int | None = None
-    """Rank of a translator's map, at least 1. None: a full one."""
+    inner_size: int | None = None
+    """Rank of a low-rank head, hidden units of an mlp or deep-fused one, at least 1. None: the
+    type's own choice."""
 
     draft_vocab_size: int | None = 8192
-    """Tokens that heads can draft: all special ones and the most frequent of the training answers.
-    None: the model's whole vocabulary. 8192 cover 97.7 % of the shared self-generated answers at a
-    sixth of the whole vocabulary's cost."""
+    """Tokens that heads can draft: all special ones, the most frequent of the training answers,
+    then the lowest ids. None: the model's whole vocabulary."""
 
-    loss: str = "kl"
-    """kl (to the model's own distribution, within the draft vocabulary) or ce (to the next token of
-    the text)."""
+    ce_share: float = 1.0
+    """Share of the loss on the next token of the text, in [0, 1]; the rest is the divergence from
+    the model's own distribution. 1 suits text that the model wrote greedily, 0 any other text."""
+
+    draft_steps: int = 2
+    """Tokens ahead that deep-fused heads learn, at least 1: from the second on they read the
+    features of the head itself, as they will when they draft."""
 
     epochs: int = 1
     """Passes over the training text, at least 1."""
+
+    patience: int | None = None
+    """Stop after this many epochs in which no layer agreed better. None: never."""
 
     learning_rate: float = 3e-3
     """AdamW's, at its highest, above 0."""
@@ -52,36 +101,38 @@ class FitOptions:
     """Gradients of a head are clipped to this norm, above 0; each head on its own, so that one does
     not slow the others down."""
 
-    batch_tokens: int = 2048
-    """Tokens per step, padding included. No conversation may be longer. 4096 halve the number of
-    steps, which cost 4 to 6 points of agreement in one epoch over 60K tokens."""
+    accumulate: int = 1
+    """Batches per step, at least 1; several processes share them."""
 
-    max_tokens: int | None = None
-    """Answer tokens of the training text to use. None: all."""
-
-    keep_features: bool = False
-    """Keep the hidden states of the first epoch in memory for the later ones, instead of running
-    the model again: 2 * d * (exit layers + 1) bytes per answer token in bfloat16."""
+    checkpoint_steps: int = 200
+    """Steps between two checkpoints, at least 1; what a killed run may lose."""
 
     seed: int = 0
     """Fixes the order of the batches, and so the weights."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no fit could make sense of."""
-        _require(
-            self.head_type in FITTED_HEAD_TYPES, "head_type", self.head_type, FITTED_HEAD_TYPES
-        )
-        _require(self.loss in LOSSES, "loss", self.loss, LOSSES)
-        for name in ("rank", "draft_vocab_size", "epochs", "batch_tokens", "max_tokens"):
+        require(self.head_type in FITTED_HEAD_TYPES, "head_type", self.head_type, FITTED_HEAD_TYPES)
+        for name in (
+            "inner_size",
+            "draft_vocab_size",
+            "draft_steps",
+            "epochs",
+            "patience",
+            "accumulate",
+            "checkpoint_steps",
+        ):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "at least 1")
+            require(value is None or value >= 1, name, value, "at least 1")
         for name in ("learning_rate", "max_grad_norm"):
-            _require(getattr(self, name) > 0.0, name, getattr(self, name), "above 0")
-        _require(0.0 <= self.warmup < 1.0, "warmup", self.warmup, "in [0, 1)")
-        _require(self.weight_decay >= 0.0, "weight_decay", self.weight_decay, "at least 0")
+            require(getattr(self, name) > 0.0, name, getattr(self, name), "above 0")
+        require(0.0 <= self.ce_share <= 1.0, "ce_share", self.ce_share, "in [0, 1]")
+        require(0.0 <= self.warmup < 1.0, "warmup", self.warmup, "in [0, 1)")
+        require(self.weight_decay >= 0.0, "weight_decay", self.weight_decay, "at least 0")
 
 
-def _require(condition: bool, name: str, value: object, expected: object) -> None:
+def require(condition: bool, name: str, value: object, expected: object) -> None:
+    """Raise InvalidOption unless `condition`; several expected values are listed."""
     if not condition:
         wanted = " or ".join(expected) if isinstance(expected, tuple) else expected
         raise InvalidOption(f"{name} is {value}, expected {wanted}")

@@ -18,7 +18,11 @@ import torch
 import yaml
 
 from selfspec.heads import HeadsConfig
+from selfspec.training import curves
 from selfspec.training.fit import Fitted
+
+FILES = ("README.md", "config.json", "metrics.json", "model.safetensors", "run.yaml")
+"""What a folder of fitted heads holds at least."""
 
 _PACKAGES = ("torch", "transformers", "safetensors")
 
@@ -28,20 +32,20 @@ _CARD = """\
 {kind} heads at exit layers {layers} of {num_layers}, drafting from {vocabulary}. For
 speculative decoding with selfspec, whose output they never change. Weights: {dtype}.
 
-Fitted with `selfspec fit` ({loss} loss, learning rate {learning_rate}, {epochs} epoch(s), {steps}
+Fitted with `selfspec fit` (loss: {loss}; learning rate {learning_rate}, {epochs} epoch(s), {steps}
 steps, seed {seed}) on {answer_tokens:,} answer tokens of {conversations:,} conversations
-({data}); `run.yaml` holds all options. Base fingerprint:
+({data}); `run.yaml` holds all options, `metrics.jsonl` the course of it. Base fingerprint:
 `{fingerprint}`.
 
 ## Agreement on held-out text
 
-Share of {positions:,} answer positions ({held_out}) where a head's top token is the
+Share of {positions:,} answer positions ({validation}) where a head's top token is the
 model's own, over the full vocabulary, and the same among the positions where the head is most
 confident (`metrics.json`). {coverage:.1%} of the model's tokens are in the draft vocabulary.
 Text of another kind than the conversations has lower shares.
 
-| exit layer | all | most confident 25 % | most confident 10 % |
-|---|---|---|---|
+| exit layer | all | most confident 25 % | most confident 10 % |{second_head}
+|---|---|---|---|{second_rule}
 {rows}
 """
 
@@ -50,18 +54,20 @@ def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
     """Write all files of `folder`; `run` holds the options of the command, ready for YAML."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"run": dict(run), "machine": machine()}
+    lines = "".join(json.dumps(entry) + "\n" for entry in fitted.epochs)
     _replace(folder / "metrics.json", json.dumps(fitted.metrics, indent=2) + "\n")
+    _replace(folder / "metrics.jsonl", lines)
     _replace(folder / "run.yaml", yaml.safe_dump(described, sort_keys=False))
-    dtype = next(fitted.heads.parameters()).dtype
-    held_out = Path(run.get("validation") or "a 20th of the data").name
-    _replace(folder / "README.md", card(fitted.heads.config, fitted.metrics, dtype, held_out))
+    _replace(folder / "README.md", card(fitted.heads.config, fitted.metrics))
+    curves.save(fitted.epochs, folder / "curves.png")
     fitted.heads.save(folder)
 
 
-def card(config: HeadsConfig, metrics: Mapping[str, Any], dtype: torch.dtype, held_out: str) -> str:
-    """The README of a heads folder, from its records; `held_out` names the validation text."""
+def card(config: HeadsConfig, metrics: Mapping[str, Any]) -> str:
+    """The README of a heads folder, from its records."""
     size = config.draft_vocab_size
     layers = metrics["layers"]
+    second = any(shares["agreement_second"] is not None for shares in layers.values())
     return _CARD.format(
         **config.training,
         base_model=config.base_model,
@@ -69,13 +75,22 @@ def card(config: HeadsConfig, metrics: Mapping[str, Any], dtype: torch.dtype, he
         layers=", ".join(map(str, config.exit_layers)),
         num_layers=config.num_layers,
         vocabulary="the whole vocabulary" if size is None else f"{size:,} tokens",
-        dtype=str(dtype).removeprefix("torch."),
         fingerprint=config.base_fingerprint,
-        held_out=held_out,
+        loss=_loss(config.training["ce_share"]),
         positions=next(iter(layers.values()))["positions"],
         coverage=metrics["coverage"],
+        second_head=" second draft |" if second else "",
+        second_rule="---|" if second else "",
         rows="\n".join(_row(layer, shares) for layer, shares in layers.items()),
     )
+
+
+def _loss(ce_share: float) -> str:
+    """In words."""
+    if ce_share == 1.0:
+        return "cross-entropy on the next token"
+    own = "divergence from the model's own distribution"
+    return own if ce_share == 0.0 else f"{own}, {ce_share:g} of it cross-entropy on the next token"
 
 
 def machine() -> dict[str, Any]:
@@ -92,9 +107,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _row(layer: str, shares: Mapping[str, float]) -> str:
-    names = ("agreement", "agreement_top_25", "agreement_top_10")
-    return " | ".join([f"| {layer}", *(f"{100 * shares[name]:.1f} %" for name in names)]) + " |"
+def _row(layer: str, shares: Mapping[str, float | None]) -> str:
+    names = ("agreement", "agreement_top_25", "agreement_top_10", "agreement_second")
+    known = [value for name in names if (value := shares[name]) is not None]
+    return " | ".join([f"| {layer}", *(f"{100 * value:.1f} %" for value in known)]) + " |"
 
 
 def _replace(path: Path, text: str) -> None:

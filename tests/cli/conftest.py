@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from selfspec.cli import common, flags
+from selfspec.cli import common
+from selfspec.cli.settings import Settings
 from tests.cli.fakes import FakeSpeculator
 
 
@@ -28,7 +29,7 @@ def speculator(monkeypatch: pytest.MonkeyPatch) -> FakeSpeculator:
     """What every command loads; `loaded` holds the settings that it was asked with."""
     fake = FakeSpeculator()
 
-    def load(settings: flags.Settings) -> FakeSpeculator:
+    def load(settings: Settings) -> FakeSpeculator:
         fake.loaded = settings
         return fake
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from selfspec.cli import flags
+from selfspec.cli.settings import Settings
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidPrompt
 
@@ -62,7 +62,7 @@ class FakeSpeculator:
     prompts: list[Any] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)
     streams: list[FakeStream] = field(default_factory=list)
-    loaded: flags.Settings | None = None
+    loaded: Settings | None = None
 
     def stream(self, prompt: Any, **options: Any) -> FakeStream:
         self.prompts.append(prompt)

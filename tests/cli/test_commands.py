@@ -18,6 +18,8 @@ from selfspec import hub
 from selfspec.cli import chat, common, env
 from selfspec.cli.main import main
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidPrompt, ModelNotFound
+from selfspec.heads import HeadsConfig
+from selfspec.training import records
 from tests.cli.fakes import FakeSpeculator, user
 
 ROOT = Path(__file__).parents[2]
@@ -134,10 +136,29 @@ def heads_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "exit_layers": [2, 4],
         "head_type": "translator",
         "defaults": {"exit_threshold": 0.7},
+        "training": {
+            "data": "talks",
+            "validation": "more talks",
+            "dtype": "float32",
+            "conversations": 3,
+            "answer_tokens": 60,
+            "epochs": 1,
+            "steps": 2,
+            "ce_share": 1.0,
+            "learning_rate": 0.1,
+            "seed": 0,
+        },
     }
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     (folder / "model.safetensors").write_bytes(bytes(1_000_000))
+    (folder / "run.yaml").write_text("run: {}\n", encoding="utf-8")
+    shares = {"positions": 9, "agreement": 0.5, "agreement_top_25": 0.6, "agreement_top_10": 0.7}
+    metrics = {"layers": {"2": shares | {"agreement_second": None}}, "coverage": 1.0}
+    (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+    card = records.card(HeadsConfig.read(folder), metrics)
+    (folder / "README.md").write_text(card, encoding="utf-8")
     monkeypatch.setattr(hub, "__file__", str(tmp_path / "selfspec" / "hub.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return folder
 
 
@@ -210,6 +231,57 @@ def test_heads_check_fails_with_the_reason(
     captured = capsys.readouterr()
     assert captured.out == (f"failed: {error}\n" if code == 1 else "")
     assert captured.err == ("" if code == 1 else f"selfspec: error: {error}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("run.yaml", None, "no run.yaml"),
+        ("metrics.json", "{}", "the records do not make a card: KeyError 'layers'"),
+        ("README.md", "my own words", "README.md is not the card that the records make"),
+    ],
+)
+def test_heads_check_names_what_is_not_as_it_should_be(
+    name: str,
+    text: str | None,
+    problem: str,
+    heads_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(facade, "load", lambda *_, **__: FakeSpeculator())
+    if text is None:
+        (heads_folder / name).unlink()
+    else:
+        (heads_folder / name).write_text(text, encoding="utf-8")
+    assert main(["heads", "check", "toy"]) == 1
+    assert capsys.readouterr().out == f"failed: {problem}\n"
+
+
+def test_pulled_heads_are_found_by_name_and_replaced_when_pulled_again(
+    heads_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = heads_folder.rename(tmp_path / "mine")
+    (elsewhere / "notes.txt").write_text("not taken along")
+    for version in (b"one", b"two"):
+        (elsewhere / "model.safetensors").write_bytes(version)
+        assert main(["heads", "pull", str(elsewhere)]) == 0
+        found = hub.resolve_heads("mine")
+        assert found == hub.pulled_heads() / "mine"
+        assert (found / "model.safetensors").read_bytes() == version
+    assert sorted(path.name for path in found.parent.iterdir()) == ["mine"]
+    assert not (found / "notes.txt").exists()
+    assert main(["heads", "pull", "mine"]) == 0
+    assert "is there already" in capsys.readouterr().out
+
+
+def test_what_is_no_heads_folder_is_not_pulled(
+    heads_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (heads_folder / "config.json").write_text("{}", encoding="utf-8")
+    assert main(["heads", "pull", str(heads_folder)]) == 2
+    assert "format version None" in capsys.readouterr().err
+    assert not hub.pulled_heads().exists()
 
 
 # --- the whole program

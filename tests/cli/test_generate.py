@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from selfspec import hub
-from selfspec.cli import common, flags
+from selfspec.cli import common
 from selfspec.cli.main import main
+from selfspec.cli.settings import Settings
 from selfspec.config import SpeculationOptions
 from selfspec.errors import ModelNotFound
 from tests.cli.fakes import FakeSpeculator, user
@@ -165,7 +166,7 @@ def test_missing_prompt_on_a_terminal_is_refused(
 def test_error_of_the_package_is_one_line_unless_debug_is_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(settings: flags.Settings) -> None:
+    def fail(settings: Settings) -> None:
         raise ModelNotFound("no model here. Get one")
 
     monkeypatch.setattr(common, "load", fail)

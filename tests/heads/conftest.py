@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from selfspec.backbone import Backbone
-from selfspec.heads import Unembedding
+from selfspec.head_types import Unembedding
 from tests.models import make_model
 
 

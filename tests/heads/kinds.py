@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from selfspec.heads import ExitHeads, HeadsConfig, Unembedding
+from selfspec.head_types import Unembedding
+from selfspec.heads import ExitHeads, HeadsConfig
 from tests.models import VOCAB_SIZE
 
 FINGERPRINT = "0123456789abcdef"
@@ -16,8 +17,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear": {"head_type": "linear"},
     "linear-draft": {"head_type": "linear", "draft_vocab_size": 5},
     "translator": {"head_type": "translator"},
-    "translator-rank": {"head_type": "translator", "rank": 3},
-    "translator-rank-draft": {"head_type": "translator", "rank": 3, "draft_vocab_size": 5},
+    "low-rank": {"head_type": "low-rank", "inner_size": 3},
+    "low-rank-draft": {"head_type": "low-rank", "inner_size": 3, "draft_vocab_size": 5},
+    "mlp": {"head_type": "mlp", "inner_size": 7},
+    "deep-fused": {"head_type": "deep-fused"},
+    "deep-fused-draft": {"head_type": "deep-fused", "inner_size": 7, "draft_vocab_size": 5},
     "logit-lens": {"head_type": "logit-lens"},
     "logit-lens-draft": {"head_type": "logit-lens", "draft_vocab_size": 5},
 }

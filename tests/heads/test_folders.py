@@ -16,7 +16,8 @@ from torch import Tensor
 
 from selfspec.backbone import Backbone
 from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidHeads
-from selfspec.heads import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, ExitHeads, Unembedding
+from selfspec.head_types import Unembedding
+from selfspec.heads import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, ExitHeads
 from tests.heads.kinds import DRAFT_IDS, FINGERPRINT, TRAINED, make_heads, train
 from tests.models import make_model
 
@@ -31,7 +32,7 @@ def load(folder: Path, unembedding: Unembedding) -> ExitHeads:
 def saved(tmp_path: Path, unembedding: Unembedding) -> Path:
     """A folder of trained low-rank translators over a draft vocabulary."""
     folder = tmp_path / "heads"
-    train(make_heads("translator-rank-draft", unembedding)).save(folder)
+    train(make_heads("low-rank-draft", unembedding)).save(folder)
     return folder
 
 
@@ -135,7 +136,7 @@ def test_a_failed_save_leaves_no_file_and_keeps_the_old_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = load(saved, unembedding)[2](hidden)
-    newer = train(train(make_heads("translator-rank-draft", unembedding)))
+    newer = train(train(make_heads("low-rank-draft", unembedding)))
     with monkeypatch.context() as patch:
         patch.setattr(target, action)
         with pytest.raises(OSError, match="no space left"):
@@ -249,7 +250,7 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused(
         ({"exit_layers": [2, 2]}, "exit layers [2, 2] must be rising"),
         ({"exit_layers": []}, "exit layers [] must be rising"),
         ({"exit_layers": 2}, "is not a config of exit heads"),
-        ({"head_type": "magic"}, "head type 'magic' is none of linear, translator, logit-lens"),
+        ({"head_type": "magic"}, "head type 'magic' is none of linear, translator, low-rank, mlp"),
         ({"draft_vocab_size": 97}, "draft vocabulary of 97 tokens, the model has 96"),
     ],
 )

@@ -13,14 +13,8 @@ from torch import Tensor, nn
 
 from selfspec.backbone import Backbone
 from selfspec.errors import InvalidOption, SelfspecError
-from selfspec.heads import (
-    HEAD_TYPES,
-    WEIGHTS_FILE,
-    ExitHeads,
-    Unembedding,
-    check_exit_layers,
-    logit_lens,
-)
+from selfspec.head_types import HEAD_TYPES, Unembedding
+from selfspec.heads import WEIGHTS_FILE, ExitHeads, check_exit_layers, logit_lens
 from tests.heads.kinds import DRAFT_IDS, KINDS, TRAINED, make_config, make_heads, train
 from tests.models import FAMILIES, VOCAB_SIZE, make_model, random_ids
 
@@ -28,7 +22,9 @@ from tests.models import FAMILIES, VOCAB_SIZE, make_model, random_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["linear", "translator", "translator-rank", "logit-lens"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "translator", "low-rank", "mlp", "deep-fused", "logit-lens"]
+)
 @torch.inference_mode()
 def test_untrained_heads_read_the_last_state_as_the_model_does(family: str, kind: str) -> None:
     backbone = Backbone(make_model(family), executor="generic")
@@ -57,14 +53,14 @@ def test_a_linear_head_is_a_norm_and_a_matrix(unembedding: Unembedding, hidden: 
     assert torch.equal(head(hidden), expected)
 
 
-@pytest.mark.parametrize("kind", ["translator", "translator-rank"])
+@pytest.mark.parametrize("kind", ["translator", "low-rank"])
 def test_a_translator_adds_an_affine_map_to_the_identity(
     kind: str, unembedding: Unembedding, hidden: Tensor
 ) -> None:
     head = train(make_heads(kind, unembedding))[2]
     weights, normed = head.state_dict(), cast(nn.Module, head.norm)(hidden)
     narrow = normed if kind == "translator" else normed @ weights["down.weight"].T
-    if kind == "translator-rank":
+    if kind == "low-rank":
         assert weights["down.weight"].shape == (3, 32)
         assert weights["up.weight"].shape == (32, 3)
     moved = normed + narrow @ weights["up.weight"].T + weights["up.bias"]
@@ -104,16 +100,45 @@ def test_a_copied_norm_carries_none_of_accelerates_hooks(unembedding: Unembeddin
     assert hasattr(unembedding.norm, "_hf_hook")
 
 
-@pytest.mark.parametrize("kind", ["linear", "logit-lens"])
-def test_only_translators_have_a_rank(kind: str, unembedding: Unembedding) -> None:
-    with pytest.raises(InvalidOption, match=f"{kind} heads have no rank, found 3"):
-        make_heads(kind, unembedding, rank=3)
+@pytest.mark.parametrize("kind", ["linear", "translator", "logit-lens"])
+def test_heads_without_an_inner_layer_refuse_a_width(kind: str, unembedding: Unembedding) -> None:
+    with pytest.raises(InvalidOption, match="Head has no inner layer, found 3"):
+        make_heads(kind, unembedding, inner_size=3)
+
+
+def test_an_mlp_adds_a_hidden_layer_to_a_translator(
+    unembedding: Unembedding, hidden: Tensor
+) -> None:
+    head = train(make_heads("mlp", unembedding))[2]
+    weights, normed = head.state_dict(), cast(nn.Module, head.norm)(hidden)
+    inner = nn.functional.silu(normed @ weights["inner.weight"].T + weights["inner.bias"])
+    assert inner.shape[-1] == 7
+    moved = normed + normed @ weights["direct.weight"].T + weights["direct.bias"]
+    moved = moved + inner @ weights["outer.weight"].T + weights["outer.bias"]
+    # float32; largest difference measured: 1.9e-6
+    assert (head(hidden) - moved @ unembedding.weight.T).abs().max() < 1e-5
+
+
+def test_a_deep_fused_head_is_an_mlp_over_both_states(
+    unembedding: Unembedding, hidden: Tensor
+) -> None:
+    head = train(make_heads("deep-fused", unembedding))[2]
+    deep = hidden.flip(-1)
+    weights = head.state_dict()
+    both = torch.cat([cast(nn.Module, head.norm)(hidden), deep], dim=-1)
+    inner = nn.functional.silu(both @ weights["inner.weight"].T + weights["inner.bias"])
+    moved = both[..., :32] + both @ weights["direct.weight"].T + weights["direct.bias"]
+    moved = moved + inner @ weights["outer.weight"].T + weights["outer.bias"]
+    # float32; largest difference measured: 1.9e-6
+    assert (head.features(hidden, deep) - moved).abs().max() < 1e-5
+    assert torch.equal(head(hidden), head(hidden, torch.zeros_like(deep)))
+    assert not torch.equal(head(hidden), head(hidden, deep))
 
 
 # The unembedding is the model's
 
 
-@pytest.mark.parametrize("kind", ["translator", "translator-rank", "logit-lens"])
+@pytest.mark.parametrize("kind", ["translator", "low-rank", "logit-lens"])
 def test_the_unembedding_is_the_models_own_storage(
     kind: str, unembedding: Unembedding, hidden: Tensor
 ) -> None:
@@ -136,7 +161,14 @@ def test_a_linear_head_has_a_matrix_of_its_own(unembedding: Unembedding, hidden:
     [
         ("linear", {"norm.weight", "weight"}),
         ("translator", {"norm.weight", "up.weight", "up.bias"}),
-        ("translator-rank", {"norm.weight", "down.weight", "up.weight", "up.bias"}),
+        ("low-rank", {"norm.weight", "down.weight", "up.weight", "up.bias"}),
+        (
+            "deep-fused",
+            {
+                "norm.weight",
+                *(f"{p}.{q}" for p in ("direct", "inner", "outer") for q in ("weight", "bias")),
+            },
+        ),
     ],
 )
 def test_a_file_holds_exactly_what_was_trained(
@@ -150,7 +182,7 @@ def test_a_file_holds_exactly_what_was_trained(
 def test_a_translators_file_is_smaller_than_one_unembedding(
     unembedding: Unembedding, tmp_path: Path
 ) -> None:
-    make_heads("translator-rank", unembedding).save(tmp_path)
+    make_heads("low-rank", unembedding).save(tmp_path)
     unembedding_bytes = unembedding.weight.numel() * 4
     assert (tmp_path / WEIGHTS_FILE).stat().st_size < unembedding_bytes / 2
 
@@ -247,5 +279,17 @@ def test_a_selection_of_fitted_layers_passes() -> None:
     check_exit_layers([2, 6], [2, 4, 6])
 
 
+def test_only_heads_that_read_deep_states_exit_at_the_embedding() -> None:
+    assert make_config(head_type="deep-fused", exit_layers=(0, 2)).exit_layers == (0, 2)
+    assert [name for name, kind in HEAD_TYPES.items() if kind.reads_deep] == ["deep-fused"]
+
+
 def test_head_types_are_what_the_format_names() -> None:
-    assert list(HEAD_TYPES) == ["linear", "translator", "logit-lens"]
+    assert list(HEAD_TYPES) == [
+        "linear",
+        "translator",
+        "low-rank",
+        "mlp",
+        "deep-fused",
+        "logit-lens",
+    ]

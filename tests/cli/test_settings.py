@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from selfspec import generate as facade
-from selfspec.cli import flags
+from selfspec.cli import settings
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption
@@ -19,19 +19,19 @@ from tests.cli.fakes import FakeSpeculator
 
 
 def test_every_speculation_option_has_a_flag_with_help() -> None:
-    known = {flag.name: flag for flag in flags.SPECULATION}
+    known = {flag.name: flag for flag in settings.SPECULATION}
     assert known.keys() == {entry.name for entry in fields(SpeculationOptions)}
     assert all(flag.help for flag in known.values())
 
 
 def test_flags_have_no_defaults_of_their_own(speculator: FakeSpeculator) -> None:
     assert main(["generate", "hi"]) == 0
-    assert speculator.loaded == flags.Settings(generation={"raw": False})
+    assert speculator.loaded == settings.Settings(generation={"raw": False})
 
 
 def test_help_states_the_defaults_of_the_facade() -> None:
     defaults = inspect.signature(facade.load).parameters
-    texts = {flag.name: flag.help for flag in flags.LOADING}
+    texts = {flag.name: flag.help for flag in settings.LOADING}
     for name in ("dtype", "attn_implementation"):
         assert f"{defaults[name].default} (the default)" in texts[name]
 
@@ -41,7 +41,7 @@ def test_flags_reach_the_function_that_takes_them(speculator: FakeSpeculator) ->
     arguments += ["--exit-layers", "4,8", "--exit-threshold", "0.5,0.75", "--max-draft-tokens", "3"]
     arguments += ["--max-new-tokens", "9", "--stop", "a", "--stop-strings", "b", "--top-k", "5"]
     assert main(["generate", *arguments, "hi"]) == 0
-    assert speculator.loaded == flags.Settings(
+    assert speculator.loaded == settings.Settings(
         loading={"model": "m", "dtype": "float32"},
         speculation={
             "speculate": False,
@@ -74,7 +74,7 @@ def config(tmp_path: Path) -> Callable[[str], Path]:
 
 def test_flag_wins_over_yaml(config: Callable[[str], Path]) -> None:
     file = config("max-draft-tokens: 2\nexit_threshold: 0.5\npinned: true\nmodel: m\n")
-    found = flags.settings(file, {"max_draft_tokens": 4, "pinned": False, "seed": None})
+    found = settings.settings(file, {"max_draft_tokens": 4, "pinned": False})
     assert found.speculation == {"max_draft_tokens": 4, "exit_threshold": 0.5, "pinned": False}
     assert found.loading == {"model": "m"}
 
@@ -83,14 +83,14 @@ def test_yaml_lists_scalars_and_exponents_are_read_as_the_option_wants(
     config: Callable[[str], Path],
 ) -> None:
     file = config("exit_layers: [4, 8]\nexit_threshold: 5e-1\nstop_strings: a,b\n")
-    found = flags.settings(file, {})
+    found = settings.settings(file, {})
     assert found.speculation == {"exit_layers": (4, 8), "exit_threshold": 0.5}
     assert found.generation == {"stop_strings": ["a,b"]}
-    assert flags.settings(config("exit_layers: 4"), {}).speculation == {"exit_layers": (4,)}
+    assert settings.settings(config("exit_layers: 4"), {}).speculation == {"exit_layers": (4,)}
 
 
 def test_empty_yaml_file_changes_nothing(config: Callable[[str], Path]) -> None:
-    assert flags.settings(config("# nothing\n"), {}) == flags.Settings()
+    assert settings.settings(config("# nothing\n"), {}) == settings.Settings()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_empty_yaml_file_changes_nothing(config: Callable[[str], Path]) -> None:
 def test_sampling_flag_implies_drawing_unless_it_is_refused(
     given: dict[str, Any], do_sample: bool
 ) -> None:
-    assert flags.settings(None, given).generation["do_sample"] is do_sample
+    assert settings.settings(None, given).generation["do_sample"] is do_sample
 
 
 @pytest.mark.parametrize(
@@ -121,5 +121,5 @@ def test_bad_yaml_is_refused_on_one_line(
     text: str, message: str, config: Callable[[str], Path]
 ) -> None:
     with pytest.raises(InvalidOption, match=message) as caught:
-        flags.settings(config(text), {})
+        settings.settings(config(text), {})
     assert "\n" not in str(caught.value)

@@ -1,0 +1,118 @@
+r"""What decides how often exit heads are right: their kind, their text, their draft vocabulary.
+
+    python eval/heads_tables.py --cache features --validation validation.jsonl.gz \
+        --held-out answers.jsonl --work /tmp/heads --output eval/results/heads
+
+Fits heads of each kind to a part of a feature cache (made with --deep), heads of one kind to
+growing parts, and heads of one kind over growing draft vocabularies; measures all on held-out text
+with `selfspec calibrate --dry-run`. A fit that is there already is not repeated. Writes `table.md`
+and `table.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+KINDS = ("linear", "translator", "low-rank", "mlp", "deep-fused")
+KIND_LAYERS, CURVE_LAYERS = (4, 12, 20), (0, 20)
+WIDTHS = (4096, 8192, 16384, 32768)
+
+
+def main(
+    cache: Annotated[Path, typer.Option(help="Feature cache with deep states.")],
+    held_out: Annotated[Path, typer.Option(help="Conversations to measure on.")],
+    output: Annotated[Path, typer.Option(help="Results folder.")],
+    work: Annotated[Path, typer.Option(help="Where the fitted heads go.")],
+    validation: Annotated[Path, typer.Option(help="Conversations that choose the epoch.")],
+    part: Annotated[int, typer.Option(help="Answer tokens of the table of kinds.")] = 200_000,
+    epochs: int = 2,
+) -> None:
+    """Fit, measure, write."""
+    total = json.loads((cache / "manifest.json").read_text())["answer_tokens"]
+    shared = ["--cache", str(cache), "--validation", str(validation), "--epochs", str(epochs)]
+    rows = []
+
+    def add(table: str, name: str, *flags: str) -> None:
+        folder = work / f"{table}-{name}"
+        if not (folder / "config.json").exists():
+            selfspec("fit", *shared, *flags, "--output", str(folder))
+        found = measured(folder, held_out)
+        rows.append({"table": table, "name": name, **found})
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
+        (output / "table.md").write_text(markdown(rows))
+
+    for kind in KINDS:
+        layers = ((0,) if kind == "deep-fused" else ()) + KIND_LAYERS
+        flags = ["--head-type", kind, "--exit-layers", joined(layers), "--max-tokens", str(part)]
+        if kind == "linear":  # no identity to start from: the paper's rate, or nothing is learned
+            flags += ["--learning-rate", "3e-4"]
+        add("kind", kind, *flags)
+    deep = ["--head-type", "deep-fused"]
+    for halvings in (3, 2, 1, 0):
+        tokens = total >> halvings
+        flags = ["--exit-layers", joined(CURVE_LAYERS), "--max-tokens", str(tokens)]
+        add("tokens", f"{tokens:,}", *deep, *flags)
+    for width in WIDTHS:
+        flags = ["--exit-layers", "0", "--max-tokens", str(part), "--draft-vocab-size", str(width)]
+        add("width", str(width), *deep, *flags)
+
+
+def measured(folder: Path, held_out: Path) -> dict[str, Any]:
+    """Agreement by layer on held-out text, coverage and size."""
+    command = ["calibrate", "--heads", str(folder), "--data", str(held_out), "--dry-run", "--json"]
+    found = json.loads(selfspec(*command))
+    metrics = json.loads((folder / "metrics.json").read_text())
+    return {
+        "agreement": {k: entry["agreement"] for k, entry in found["layers"].items()},
+        "second": next(iter(found["layers"].values()))["agreement_second"],
+        "coverage": found["coverage"],
+        "positions": found["positions"],
+        "head_ms": 1e3 * found["costs"]["head"],
+        "megabytes": (folder / "model.safetensors").stat().st_size / 1e6,
+        "seconds": sum(metrics["seconds"].values()),
+    }
+
+
+def selfspec(*arguments: str) -> str:
+    """Standard output of one command."""
+    command = [sys.executable, "-m", "selfspec", *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def joined(layers: tuple[int, ...]) -> str:
+    """As a flag has it."""
+    return ",".join(map(str, layers))
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """All tables; no arithmetic here."""
+    layers = sorted({int(layer) for row in rows for layer in row["agreement"]})
+    columns = [f"layer {layer}" for layer in layers]
+    columns += ["second draft", "coverage", "head [ms]", "MB"]
+    text = ""
+    for table in dict.fromkeys(row["table"] for row in rows):
+        text += (
+            f"\n| {table} | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 1) + "|\n"
+        )
+        for row in (row for row in rows if row["table"] == table):
+            cells = [percent(row["agreement"].get(str(layer))) for layer in layers]
+            cells += [percent(row["second"]), percent(row["coverage"])]
+            cells += [f"{row['head_ms']:.2f}", f"{row['megabytes']:.1f}"]
+            text += f"| {row['name']} | " + " | ".join(cells) + " |\n"
+    return text.lstrip()
+
+
+def percent(share: float | None) -> str:
+    """With one decimal, or nothing."""
+    return "" if share is None else f"{share:.1%}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,92 @@
+"""`selfspec cache`: conversations in, a folder of features out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfspec.cli import common, training
+from selfspec.cli.flags import Flag, merged, option_flags, with_flags
+from selfspec.errors import InvalidOption
+from selfspec.training.options import CacheOptions
+
+if TYPE_CHECKING:
+    from selfspec.training.features import FeatureSpec
+
+FLAGS = (
+    Flag("data", str, "Conversations: .jsonl, .jsonl.gz, .json, or a data set's id. Required."),
+    Flag("output", str, "Folder to write the features to. Required."),
+    Flag("max_size", float, "Gigabytes at most; refused before any work if it would be more."),
+    *training.MODEL,
+    training.SKIP_BAD_ROWS,
+    *option_flags(CacheOptions),
+)
+
+
+@with_flags(*FLAGS)
+def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
+    """Run the frozen model once over conversations and keep what exit heads are fitted to.
+
+    A killed run goes on where it was. With `accelerate launch -m selfspec cache ...` several
+    processes share the shards.
+    """
+    asked = merged(config, flags, FLAGS)
+    training.require(asked, "data", "output")
+    options = training.options_of(CacheOptions, asked)
+    base = training.load_base(asked)
+    from selfspec.backbone import fingerprint
+    from selfspec.training import cache as store
+    from selfspec.training.sources import StreamSource
+
+    spec = feature_spec(options, base.backbone.num_layers)
+    texts = training.read(asked["data"], base, asked, options.batch_tokens, options.max_tokens)
+    source = StreamSource(base.backbone, spec, texts, options.batch_tokens)
+    size_of = spec.bytes_per_token(base.backbone.hidden_size, base.backbone.dtype.itemsize)
+    described = {
+        "base_model": base.name,
+        "base_fingerprint": fingerprint(base.backbone.unembedding.weight),
+        "dtype": str(base.backbone.dtype).removeprefix("torch."),
+        "data": Path(asked["data"]).name,
+    }
+    manifest = store.identity(source, described, size_of)
+    announce(manifest, size_of, asked.get("max_size"))
+    total, done, start = manifest["answer_tokens"], 0, time.perf_counter()
+    with training.progress_bar("cache", "tokens") as show:
+
+        def count(positions: int) -> None:
+            nonlocal done
+            done += positions
+            show(done, total, f"{done / (time.perf_counter() - start):,.0f} tok/s")
+
+        store.write(Path(asked["output"]), source, manifest, base.processes, count)
+    if base.processes.is_main:
+        common.emit(f"{asked['output']}: {total:,} answer tokens, {_gigabytes(manifest):.2f} GB\n")
+
+
+def feature_spec(options: CacheOptions, num_layers: int) -> FeatureSpec:
+    """Layers, deep states and targets as asked for. Raises InvalidOption for missing layers."""
+    from selfspec.heads import check_exit_layers
+    from selfspec.training.features import FeatureSpec
+    from selfspec.training.fit import default_exit_layers
+
+    layers = options.exit_layers or default_exit_layers(num_layers, deep=options.deep)
+    check_exit_layers(layers, range(0 if options.deep else 1, num_layers))
+    return FeatureSpec(layers, options.deep, options.top_k)
+
+
+def announce(manifest: dict[str, Any], size_of: int, max_size: float | None) -> None:
+    """Say how large it gets. Raises InvalidOption where that is more than asked for."""
+    size = _gigabytes(manifest)
+    common.note(
+        f"selfspec: {manifest['answer_tokens']:,} answer tokens at {size_of:,} bytes: {size:.2f} GB"
+    )
+    if max_size is not None and size > max_size:
+        raise InvalidOption(
+            f"the features would take {size:.2f} GB, more than max_size {max_size}. Take fewer "
+            "--exit-layers or --max-tokens, or fit with --data, which keeps nothing on disk"
+        )
+
+
+def _gigabytes(manifest: dict[str, Any]) -> float:
+    return float(manifest["bytes"] / 1e9)

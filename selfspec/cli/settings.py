@@ -1,0 +1,65 @@
+"""The flags of commands that generate, and what they set in the facade."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfspec import config
+from selfspec.cli.flags import Flag, merged, option_flags
+from selfspec.config import SpeculationOptions
+from selfspec.errors import InvalidOption
+
+LOADING = (
+    Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
+    Flag("heads", str, "Exit heads: a folder, a known name, a hub id, or logit-lens."),
+    Flag("dtype", str, "float32, bfloat16 (the default), float16 or float64."),
+    Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
+    Flag("attn_implementation", str, "sdpa (the default) or eager."),
+    Flag("executor", str, "auto (the default), generic, or packed: a faster copy for the CPU."),
+)
+
+SPECULATION = option_flags(SpeculationOptions)
+
+GENERATION = (
+    Flag("max_new_tokens", int, f"Tokens at most; {config.DEFAULT_MAX_NEW_TOKENS} if not given."),
+    Flag("min_new_tokens", int, "Tokens at least."),
+    Flag("stop_strings", list[str], "End the answer behind this text; repeatable.", ("--stop",)),
+    Flag("do_sample", bool, "Draw tokens; implied by the next four."),
+    Flag("temperature", float, "Divides the logits, above 0."),
+    Flag("top_k", int, "Draw from this many of the most likely tokens."),
+    Flag("top_p", float, "Draw from the most likely tokens that sum to this, in (0, 1]."),
+    Flag("min_p", float, "Leave out tokens less likely than this times the likeliest."),
+    Flag("repetition_penalty", float, "Above 1 makes tokens that are there already less likely."),
+    Flag("seed", int, "Makes drawing repeatable."),
+)
+SAMPLING = frozenset({"temperature", "top_k", "top_p", "min_p"})
+
+SHARED = (*LOADING, *SPECULATION, *GENERATION)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Keyword arguments of the facade, by the function that takes them; only what was given."""
+
+    loading: dict[str, Any] = field(default_factory=dict)
+    speculation: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+
+
+def settings(file: Path | None, flags: dict[str, Any]) -> Settings:
+    """Flags over the keys of a YAML file. Raises InvalidOption for unknown keys, wrong types."""
+    values = merged(file, flags, SHARED)
+    generation = _picked(values, GENERATION)
+    if generation.get("max_new_tokens", 1) < 1:
+        found = generation["max_new_tokens"]
+        raise InvalidOption(f"max_new_tokens is {found}, expected at least 1. Ask for more tokens")
+    if SAMPLING & generation.keys():
+        generation.setdefault("do_sample", True)
+    return Settings(_picked(values, LOADING), _picked(values, SPECULATION), generation)
+
+
+def _picked(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
+    return {flag.name: values[flag.name] for flag in flags if flag.name in values}

@@ -1,0 +1,121 @@
+"""What the commands around fitting share: the model, the text, progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from selfspec.cli.flags import Flag
+from selfspec.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from selfspec.backbone import Backbone
+    from selfspec.training.data import Conversation
+    from selfspec.training.features import FeatureSpec
+    from selfspec.training.processes import Processes
+
+Options = TypeVar("Options")
+
+MODEL = (
+    Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
+    Flag("base_model", str, "The model's name for the record; else its file or id."),
+    Flag("dtype", str, "Of the model and the heads: bfloat16 (the default), float32, ..."),
+    Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
+)
+SKIP_BAD_ROWS = Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping.")
+
+
+class Base(NamedTuple):
+    """A frozen model, ready for features."""
+
+    backbone: Backbone
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    """For the record."""
+    processes: Processes
+
+
+def load_base(asked: dict[str, Any]) -> Base:
+    """The model that the flags ask for; this is where torch is imported."""
+    from selfspec import hub
+    from selfspec.backbone import Backbone
+    from selfspec.training.processes import Processes
+
+    processes = Processes.launched()
+    model, tokenizer, files = hub.load_model(
+        asked.get("model"),
+        dtype=asked.get("dtype", "bfloat16"),
+        device=asked.get("device", processes.device),
+    )
+    # the generic executor: the packed one runs single sequences only
+    backbone = Backbone(model, executor="generic")
+    return Base(backbone, tokenizer, asked.get("base_model", files.label), processes)
+
+
+def read(
+    path: str, base: Base, asked: dict[str, Any], batch_tokens: int, max_tokens: int | None = None
+) -> list[Conversation]:
+    """The conversations of a file that fit the model and a batch."""
+    from selfspec.training import data
+
+    return data.read_conversations(
+        Path(path),
+        base.tokenizer,
+        vocab_size=base.backbone.vocab_size,
+        max_length=min(batch_tokens, base.backbone.max_positions),
+        max_tokens=max_tokens,
+        skip_bad_rows=asked.get("skip_bad_rows", False),
+    )
+
+
+def options_of(kind: type[Options], asked: dict[str, Any]) -> Options:
+    """The option dataclass `kind` from what was asked for."""
+    names = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    return kind(**{name: value for name, value in asked.items() if name in names})
+
+
+def require(asked: dict[str, Any], *names: str) -> None:
+    """Raise InvalidOption for a missing flag."""
+    for name in names:
+        if asked.get(name) is None:
+            flag = "--" + name.replace("_", "-")
+            raise InvalidOption(f"no {flag}. Give the flag, or the key in a --config file")
+
+
+def require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
+    """Raise InvalidOption where a cache lacks what heads read."""
+    if missing := sorted(set(needed.layers) - set(found.layers)):
+        raise InvalidOption(
+            f"the cache holds exit layers {list(found.layers)}, not {missing}. Choose among them, "
+            "or cache again with --exit-layers"
+        )
+    if needed.deep and not found.deep:
+        raise InvalidOption("the cache holds no deep states. Cache again with --deep")
+
+
+@contextmanager
+def progress_bar(name: str, unit: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on standard error; call it with what is done, the total, and words beside it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (
+        TextColumn(name),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit + "  {task.fields[words]}"),
+        Remaining(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(name, total=None, words="")
+
+        def show(done: int, total: int, words: str = "") -> None:
+            bar.update(task, completed=done, total=total, words=words)
+
+        yield show

@@ -1,0 +1,268 @@
+"""The kinds of exit heads: small modules from a hidden state at an exit layer to draft logits.
+
+Come in: a hidden state [.., d], raw, before the final norm; for some kinds also what the model made
+of the token before. Go out: draft logits over the draft vocabulary. Held and saved by
+`selfspec.heads`, called by the exit drafter, fitted by `selfspec.training`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from accelerate.hooks import remove_hook_from_module
+from torch import Tensor, nn
+
+from selfspec.errors import InvalidOption
+
+
+class Unembedding(NamedTuple):
+    """A model's own way from a hidden state to logits; its tensors are shared, never copied."""
+
+    weight: Tensor
+    """[V, d]"""
+    norm: nn.Module
+    """The final norm."""
+    finish: Callable[[Tensor], Tensor]
+    """What the model does behind the matrix product (scaling, soft-capping); gives float32."""
+
+
+class ExitHead(nn.Module):
+    """Base of all head types: features, then an unembedding over the draft vocabulary.
+
+    `forward(hidden)`: [.., d] -> draft logits [.., V_draft], float32. Features [.., d] stand for
+    the normed output of the last layer, so one head's features can be the next token's `deep`.
+    """
+
+    reads_deep: ClassVar[bool] = False
+    """Whether `features` looks at `deep`, the normed output of layer L one position earlier."""
+    has_inner: ClassVar[bool] = False
+    """Whether there is an inner layer whose width can be chosen."""
+    draft_ids: Tensor | None
+
+    def __init__(
+        self,
+        unembedding: Unembedding,
+        draft_ids: Tensor | None = None,
+        inner_size: int | None = None,
+    ) -> None:
+        """`draft_ids` [V_draft]: the target ids that this head can draft, rising; None for all.
+
+        Raises InvalidOption for an `inner_size` where there is no inner layer.
+        """
+        super().__init__()
+        if inner_size is not None and not self.has_inner:
+            raise InvalidOption(f"{type(self).__name__} has no inner layer, found {inner_size}")
+        self.register_buffer("draft_ids", draft_ids)
+        self._target_vocab_size = unembedding.weight.shape[0]
+        self._finish = unembedding.finish
+        # a list: state_dict must not see it, and a file must not be loaded into it
+        self._shared = [_rows(unembedding, draft_ids)]
+
+    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
+        """[.., d] and the `deep` of the position before, [.., d], -> [.., d]."""
+        raise NotImplementedError
+
+    def unembed(self, features: Tensor) -> Tensor:
+        """[.., d] -> draft logits [.., V_draft], float32."""
+        return self._finish(nn.functional.linear(features, self._shared[0]))
+
+    def forward(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
+        """[.., d] -> draft logits [.., V_draft], float32."""
+        return self.unembed(self.features(hidden, deep))
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """V_draft, the width of the draft logits."""
+        return self._target_vocab_size if self.draft_ids is None else len(self.draft_ids)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Indices into the draft logits -> token ids of the model; any shape."""
+        return draft_ids if self.draft_ids is None else self.draft_ids[draft_ids]
+
+    def to_target_logits(self, draft_logits: Tensor) -> Tensor:
+        """[.., V_draft] -> [.., V]; tokens that cannot be drafted get -inf."""
+        if self.draft_ids is None:
+            return draft_logits
+        wide = draft_logits.new_full(
+            (*draft_logits.shape[:-1], self._target_vocab_size), -torch.inf
+        )
+        wide[..., self.draft_ids] = draft_logits
+        return wide
+
+
+class LogitLensHead(ExitHead):
+    """The model's own norm and unembedding on an intermediate state; nothing to fit."""
+
+    def __init__(
+        self,
+        unembedding: Unembedding,
+        draft_ids: Tensor | None = None,
+        inner_size: int | None = None,
+    ) -> None:
+        """`inner_size` must be None."""
+        super().__init__(unembedding, draft_ids, inner_size)
+        self._norm = (unembedding.norm,)  # a tuple, for the same reason as the list
+
+    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
+        """The final norm of [.., d]."""
+        normed: Tensor = self._norm[0](hidden)
+        return normed
+
+
+class LinearHead(ExitHead):
+    """Norm and a trained LM head of its own (SpecBound section 3.1; AdaDecode)."""
+
+    def __init__(
+        self,
+        unembedding: Unembedding,
+        draft_ids: Tensor | None = None,
+        inner_size: int | None = None,
+    ) -> None:
+        """Starts as the model's own norm and (rows of the) unembedding. No `inner_size`."""
+        super().__init__(unembedding, draft_ids, inner_size)
+        self.norm = _own_norm(unembedding)
+        self.weight = nn.Parameter(self._shared.pop().clone())
+
+    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
+        """The head's norm of [.., d]."""
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def unembed(self, features: Tensor) -> Tensor:
+        """[.., d] -> draft logits [.., V_draft], float32."""
+        return self._finish(nn.functional.linear(features, self.weight))
+
+
+class TranslatorHead(ExitHead):
+    """Norm, an affine map on top of the identity, then the model's own frozen unembedding.
+
+    The map translates from the language of layer l to that of the last layer (the idea of the
+    tuned lens). Starts as the identity.
+    """
+
+    def __init__(
+        self,
+        unembedding: Unembedding,
+        draft_ids: Tensor | None = None,
+        inner_size: int | None = None,
+    ) -> None:
+        """A full map: no `inner_size`."""
+        super().__init__(unembedding, draft_ids, inner_size)
+        self.norm = _own_norm(unembedding)
+        size = unembedding.weight.shape[1]
+        self.up = _zeros(size, size, unembedding)
+
+    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
+        """[.., d] -> [.., d]."""
+        normed = self.norm(hidden)
+        translated: Tensor = normed + self.up(normed)
+        return translated
+
+
+class LowRankHead(ExitHead):
+    """A translator whose map is the product of two narrow matrices."""
+
+    has_inner = True
+
+    def __init__(
+        self,
+        unembedding: Unembedding,
+        draft_ids: Tensor | None = None,
+        inner_size: int | None = None,
+    ) -> None:
+        """`inner_size` is the rank; None: a quarter of d."""
+        super().__init__(unembedding, draft_ids)
+        self.norm = _own_norm(unembedding)
+        size = unembedding.weight.shape[1]
+        rank = inner_size or max(1, size // 4)
+        self.down = nn.Linear(size, rank, bias=False).to(unembedding.weight)
+        self.up = _zeros(rank, size, unembedding)
+
+    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
+        """[.., d] -> [.., d]."""
+        normed = self.norm(hidden)
+        translated: Tensor = normed + self.up(self.down(normed))
+        return translated
+
+
+class MlpHead(ExitHead):
+    """A translator with one hidden layer beside its affine map."""
+
+    has_inner = True
+    _inputs = 1
+
+    def __init__(
+        self,
+        unembedding: Unembedding,
+        draft_ids: Tensor | None = None,
+        inner_size: int | None = None,
+    ) -> None:
+        """`inner_size` is the width of the hidden layer; None: d for each input."""
+        super().__init__(unembedding, draft_ids)
+        self.norm = _own_norm(unembedding)
+        size = unembedding.weight.shape[1]
+        inner_size = inner_size or self._inputs * size
+        self.direct = _zeros(self._inputs * size, size, unembedding)
+        self.inner = nn.Linear(self._inputs * size, inner_size).to(unembedding.weight)
+        self.outer = _zeros(inner_size, size, unembedding)
+
+    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
+        """[.., d] -> [.., d]."""
+        normed = self.norm(hidden)
+        return self._changed(normed, normed)
+
+    def _changed(self, normed: Tensor, inputs: Tensor) -> Tensor:
+        hidden_layer = nn.functional.silu(self.inner(inputs))
+        changed: Tensor = normed + self.direct(inputs) + self.outer(hidden_layer)
+        return changed
+
+
+class DeepFusedHead(MlpHead):
+    """An MLP head that also reads what the model made of the token before.
+
+    That is known for the first draft of a round: verification computed it. For later ones the
+    features of the head that drafted the token before take its place. At exit layer 0 the hidden
+    state is the token's embedding, and drafting needs no layer pass at all.
+    """
+
+    reads_deep = True
+    _inputs = 2
+
+    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
+        """[.., d] and [.., d] -> [.., d]; an unknown `deep` is all zeros."""
+        normed = self.norm(hidden)
+        deep = torch.zeros_like(normed) if deep is None else deep.to(normed.dtype)
+        return self._changed(normed, torch.cat([normed, deep], dim=-1))
+
+
+def _own_norm(unembedding: Unembedding) -> nn.Module:
+    """A copy of the final norm to fit, without the hooks by which accelerate moves the model's."""
+    norm: nn.Module = remove_hook_from_module(copy.deepcopy(unembedding.norm))
+    return norm.requires_grad_(True)
+
+
+def _rows(unembedding: Unembedding, draft_ids: Tensor | None) -> Tensor:
+    """The frozen unembedding: the very tensor, or the rows of a draft vocabulary."""
+    weight = unembedding.weight.detach()
+    return weight if draft_ids is None else weight[draft_ids]
+
+
+def _zeros(inputs: int, outputs: int, unembedding: Unembedding) -> nn.Linear:
+    """An affine map that adds nothing before it is fitted."""
+    layer = nn.Linear(inputs, outputs).to(unembedding.weight)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+HEAD_TYPES: dict[str, type[ExitHead]] = {
+    "linear": LinearHead,
+    "translator": TranslatorHead,
+    "low-rank": LowRankHead,
+    "mlp": MlpHead,
+    "deep-fused": DeepFusedHead,
+    "logit-lens": LogitLensHead,
+}

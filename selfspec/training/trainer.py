@@ -1,0 +1,147 @@
+"""Heads that learn: features of one step come in, losses go out. Called by `fit`.
+
+All exit layers learn from the same features, each head on its own loss. Heads are float32 while
+they learn; what is measured and saved is their copy in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.backbone import Backbone
+from selfspec.errors import SelfspecError
+from selfspec.heads import ExitHeads, HeadsConfig
+from selfspec.training import checkpoint
+from selfspec.training.features import Features
+from selfspec.training.losses import Targets, cross_entropy, draft_index, targets
+from selfspec.training.options import FitOptions
+from selfspec.training.processes import Processes
+
+_HEAD_ROWS = 1024
+"""Rows whose draft logits exist at a time; 34 MB for 8,192 of them. A step takes twice as long with
+256 rows, and no less with 2,048 (2 cores, AVX512-bf16)."""
+
+
+class Trainer:
+    """Heads, their optimiser and its schedule."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: HeadsConfig,
+        draft_ids: Tensor | None,
+        options: FitOptions,
+        steps: int,
+        processes: Processes,
+    ) -> None:
+        """Heads as they begin, for `steps` steps in all."""
+        self._backbone = backbone
+        self._draft_ids = draft_ids
+        self._options = options
+        self._processes = processes
+        self._steps = steps
+        own = backbone.unembedding
+        self._mixed = backbone.dtype == torch.bfloat16
+        weight = own.weight if self._mixed else own.weight.float()
+        torch.manual_seed(options.seed)  # inner layers begin with random numbers
+        self.heads = ExitHeads(config, own._replace(weight=weight), draft_ids).float()
+        self._index = draft_index(draft_ids, backbone.vocab_size).to(own.weight.device)
+        self._optimizer = torch.optim.AdamW(_groups(self.heads, options.weight_decay))
+
+    def step(self, number: int, batches: Sequence[Features], positions: int) -> dict[int, float]:
+        """Step `number`, from 0, on this process's part of `positions` answer positions.
+
+        Gives the loss by exit layer, nats per answer position, over all processes. Raises
+        SelfspecError, with the weights as they were, when one is not finite.
+        """
+        totals = dict.fromkeys(self.heads.config.exit_layers, 0.0)
+        for batch in batches:
+            wanted = targets(batch, self._index, self._options.ce_share)
+            for layer in totals:
+                totals[layer] += self._backward(layer, batch, wanted, positions)
+        losses = self._processes.total(totals)
+        for layer, loss in losses.items():
+            parameters = list(self.heads[layer].parameters())
+            self._processes.add_up(parameters)
+            norm = nn.utils.clip_grad_norm_(parameters, self._options.max_grad_norm)
+            if not (math.isfinite(loss) and bool(norm.isfinite())):
+                raise SelfspecError(
+                    f"the loss is {loss} with a gradient of {float(norm)} at step {number + 1}, "
+                    f"exit layer {layer}. Lower the learning rate, or check the model's weights"
+                )
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._options.learning_rate * self._rate(number)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return losses
+
+    def finished(self) -> ExitHeads:
+        """A copy in the model's dtype, on the model's own unembedding, no longer learning."""
+        heads = ExitHeads(self.heads.config, self._backbone.unembedding, self._draft_ids)
+        heads.load_state_dict(self.heads.state_dict())
+        return heads.eval().requires_grad_(False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that `restore` needs."""
+        named = {f"heads.{k}": t.detach() for k, t in self.heads.named_parameters()}
+        return named | checkpoint.optimizer_tensors(self._optimizer, self.heads)
+
+    def restore(self, tensors: dict[str, Tensor], step: int) -> None:
+        """Go back to where `tensors` were taken, after `step` steps."""
+        with torch.no_grad():
+            for name, parameter in self.heads.named_parameters():
+                parameter.copy_(tensors[f"heads.{name}"])
+        if step:
+            checkpoint.restore_optimizer(self._optimizer, self.heads, tensors, step)
+
+    def _backward(self, layer: int, batch: Features, wanted: Targets, positions: int) -> float:
+        """Add the gradients of one head; its part of the loss per answer position."""
+        total = torch.zeros((), device=batch.following.device)
+        for start in range(0, len(batch), _HEAD_ROWS):
+            rows = slice(start, start + _HEAD_ROWS)
+            with self._autocast(batch.following.device):
+                losses = self._losses(layer, batch, rows, wanted.rows(rows))
+            torch.stack(losses).sum().div(positions).backward()
+            total += losses[0].detach()
+        return float(total) / positions
+
+    def _losses(self, layer: int, batch: Features, rows: slice, wanted: Targets) -> list[Tensor]:
+        """Of the first draft, then of those that would follow it; summed over positions."""
+        head = self.heads[layer]
+        hidden = batch.hidden[layer][rows].float()
+        deep = None if batch.deep is None else batch.deep[rows].float()
+        features = head.features(hidden, deep)
+        losses = [cross_entropy(head.unembed(features), wanted)]
+        valid = torch.ones_like(batch.continues[rows])
+        for _ in range(1, self._options.draft_steps if head.reads_deep else 1):
+            valid = batch.continues[rows] & valid.roll(1)
+            valid[0] = False  # the row before it is in another block
+            features = head.features(hidden, features.roll(1, dims=0))
+            losses.append(cross_entropy(head.unembed(features), wanted.where(valid)))
+        return losses
+
+    def _rate(self, step: int) -> float:
+        """Share of the highest learning rate at `step`, from 0: a ramp, then a cosine to 0."""
+        warmup = round(self._steps * self._options.warmup)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, self._steps - warmup)))
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Matrix products in bfloat16 where the model has them too: that is how heads will run."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self._mixed)
+
+
+def _groups(heads: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weights decay, norms and biases do not."""
+    parameters = [entry for entry in heads.parameters() if entry.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]

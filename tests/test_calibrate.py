@@ -1,0 +1,197 @@
+"""Calibration: errors and thresholds by hand, the cost model against the paper's formula."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from selfspec.backbone import Backbone, fingerprint
+from selfspec.cli.calibrate import described
+from selfspec.config import SpeculationOptions
+from selfspec.heads import ExitHeads, logit_lens
+from selfspec.training import calibrate, cost_model, records, reliability
+from selfspec.training.cost_model import Costs, Exits, best_setting, exits, expected
+from selfspec.training.data import Conversation
+from selfspec.training.reliability import TEMPERATURES, Scores, calibration_error, threshold
+from tests.talks import make_talks
+from tests.test_fit import fitted, make_job
+
+FLAT = Costs(num_layers=10, layers=(1.0,) * 8, logits=(0.0,) * 8, head=0.0)
+"""Verification as cheap as a step, whatever its rows; heads for nothing."""
+
+
+def test_calibration_error_is_the_mean_distance_of_confidence_and_truth() -> None:
+    confidence = torch.tensor([0.9, 0.9, 0.9, 0.9, 0.3, 0.3])
+    right = torch.tensor([True, True, False, True, False, False])
+    # the bin of 0.9: |3.6 - 3| over 4 positions; that of 0.3: |0.6 - 0| over 2
+    assert calibration_error(confidence, right) == pytest.approx((0.6 + 0.6) / 6)
+    assert calibration_error(torch.tensor([1.0, 1.0]), torch.tensor([True, True])) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("precision", "tau"), [(1.0, 0.9), (0.75, 0.7), (0.6, 0.5), (0.5, 0.3), (0.2, 0.3)]
+)
+def test_a_threshold_gives_the_wanted_precision_to_as_many_as_it_can(
+    precision: float, tau: float
+) -> None:
+    confidence = torch.tensor([0.5, 0.9, 0.7, 0.8, 0.3, 0.7])
+    right = torch.tensor([False, True, True, False, False, True])
+    assert threshold(confidence, right, precision) == pytest.approx(tau)
+
+
+def test_no_threshold_gives_what_no_head_can() -> None:
+    assert threshold(torch.tensor([0.9, 0.8]), torch.tensor([False, True]), 0.9) is None
+
+
+def test_the_fitted_temperature_makes_confidence_true() -> None:
+    """Of two tokens the first is right with a known chance; heads are twice as sure as that."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.rand(4000, generator=generator) * 2.0  # logit of the first token, at least 0
+    right = torch.rand(4000, generator=generator) < truth.sigmoid()
+    confidence = torch.stack([(2.0 * truth / t).sigmoid() for t in TEMPERATURES])
+    found = reliability.reliability(Scores(confidence, right))
+    assert found.temperature == pytest.approx(2.0, rel=0.1)
+    assert found.ece < 0.02 < found.ece_before
+
+
+def test_exits_are_at_the_first_sure_layer() -> None:
+    sure = [torch.tensor([0.9, 0.1, 0.1, 0.9]), torch.tensor([0.9, 0.9, 0.1, 0.1])]
+    right = [torch.tensor([True, True, True, False]), torch.tensor([False, True, True, True])]
+    assert exits(sure, right, (0.5, 0.5)) == Exits((0.5, 0.25), 0.5)
+
+
+@pytest.mark.parametrize("width", [1, 3, 7])
+@pytest.mark.parametrize("acceptance", [0.3, 0.8])
+def test_the_cost_model_is_the_papers_formula_where_its_assumptions_hold(
+    acceptance: float, width: int
+) -> None:
+    """One exit layer at 3 of 10, always taken; deep layers for all, and shallow ones once more."""
+    always = Exits((1.0,), acceptance)
+    tokens, gain = expected(FLAT, (3,), always, always, width)
+    assert tokens == pytest.approx((1 - acceptance ** (width + 1)) / (1 - acceptance))
+    seconds = width * 0.3 + 0.7  # k D_max / L + (L - D_max) / L
+    # ours runs the last draft's own row through the shallow layers too: it gives the bonus token
+    assert gain == pytest.approx(tokens / (seconds + 0.3))
+
+
+def test_a_difficult_token_is_not_run_twice_through_the_shallow_layers() -> None:
+    never = Exits((0.0,), 0.0)
+    assert expected(FLAT, (3,), never, never, 4) == pytest.approx((1.0, 1.0))
+
+
+def test_later_drafts_have_their_own_chances() -> None:
+    first, later = Exits((1.0,), 0.5), Exits((1.0,), 0.1)
+    assert expected(FLAT, (3,), first, later, 3)[0] == pytest.approx(1 + 0.5 + 0.05 + 0.005)
+
+
+def test_the_model_foretells_a_simulated_scheduler() -> None:
+    """Independent places, two layers, rows that cost nothing: counted over 40,000 rounds."""
+    found = Exits((0.5, 0.3), 0.6)
+    tokens, seconds, rounds = 0, 0.0, 40_000
+    dice = random.Random(0)
+    for _ in range(rounds):
+        kept, alive = 0, True
+        for _place in range(3):
+            seconds += 0.2
+            at = dice.random()
+            if at >= 0.5:
+                seconds += 0.4
+            if at >= 0.8:
+                seconds -= 0.6  # this row has come to layer 6
+                break
+            alive &= dice.random() < 0.6 / 0.8
+            kept += alive
+        tokens, seconds = tokens + kept + 1, seconds + 1.0
+    rate, gain = expected(FLAT, (2, 6), found, found, 3)
+    assert rate == pytest.approx(tokens / rounds, rel=0.01)
+    assert gain == pytest.approx(tokens / seconds, rel=0.01)
+
+
+def test_the_best_setting_is_the_best_of_all() -> None:
+    candidates = {2: (0.1, 0.6), 5: (0.4,)}
+
+    def evaluate(layers: tuple[int, ...], taus: tuple[float, ...]) -> tuple[Exits, Exits]:
+        at = tuple(0.9 - tau for tau in taus)
+        found = Exits(tuple(share / len(at) for share in at), sum(at) / len(at) * 0.8)
+        return found, found
+
+    found = best_setting(FLAT, candidates, evaluate)
+    every: list[tuple[tuple[int, ...], tuple[float, ...]]] = [
+        ((layer,), (tau,)) for layer, taus in candidates.items() for tau in taus
+    ]
+    every += [((2, 5), pair) for pair in itertools.product(*candidates.values())]
+    gains = [
+        expected(FLAT, layers, *evaluate(layers, taus), width)[1]
+        for layers, taus in every
+        for width in range(1, 8)
+    ]
+    assert found.speed_up == max(gains)
+
+
+@pytest.fixture(scope="module")
+def talks(backbone: Backbone) -> list[Conversation]:
+    return make_talks(backbone.model)
+
+
+@pytest.mark.parametrize("head_type", ["translator", "deep-fused"])
+def test_calibrated_heads_carry_settings_that_the_runtime_takes(
+    backbone: Backbone, talks: list[Conversation], tmp_path: Path, head_type: str
+) -> None:
+    job = make_job(backbone, talks, head_type=head_type, epochs=6, learning_rate=3e-2)
+    result = fitted(backbone, talks, head_type=head_type, epochs=6, learning_rate=3e-2)
+    records.write(tmp_path, result, {})
+    found = calibrate.calibrate(result.heads, job.validation, FLAT)
+    calibrate.write(result.heads, tmp_path, found, {"data": "talks"})
+    weight = backbone.unembedding.weight
+    loaded = ExitHeads.from_pretrained(tmp_path, backbone.unembedding, fingerprint(weight), "tiny")
+    options = SpeculationOptions().updated(loaded.config.defaults)
+    assert options.exit_layers == found.setting.exit_layers
+    assert options.thresholds == found.setting.exit_threshold
+    assert loaded.config.temperatures == {
+        str(layer): entry.temperature for layer, entry in found.reliabilities.items()
+    }
+    record = json.loads((tmp_path / calibrate.RECORD).read_text())
+    assert record["run"] == {"data": "talks"}
+    assert record["positions"] == found.positions == 210
+    assert record["setting"]["speed_up"] == found.setting.speed_up > 1.0
+
+
+def test_a_wanted_precision_is_kept(backbone: Backbone, talks: list[Conversation]) -> None:
+    job = make_job(backbone, talks, epochs=6, learning_rate=3e-2)
+    heads = fitted(backbone, talks, epochs=6, learning_rate=3e-2).heads
+    found = calibrate.calibrate(heads, job.validation, FLAT, precision=0.9)
+    for layer, tau in zip(found.setting.exit_layers, found.setting.exit_threshold, strict=True):
+        wanted = found.thresholds[layer][0.9]
+        assert wanted is not None
+        assert tau == pytest.approx(wanted, abs=1e-3)
+
+
+def test_costs_are_medians_of_what_the_clock_says(backbone: Backbone) -> None:
+    clock = itertools.count()
+    found = cost_model.measure(
+        backbone,
+        logit_lens(backbone.unembedding, backbone.num_layers, "tiny"),
+        now=lambda: float(next(clock)),
+    )
+    assert found == Costs(
+        num_layers=backbone.num_layers, layers=(1.0,) * 8, logits=(1.0,) * 8, head=1.0
+    )
+    assert found.plain_step() == 2.0
+    assert found.run(backbone.num_layers, 3) == 1.0
+
+
+def test_the_report_says_when_plain_decoding_is_faster(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    job = make_job(backbone, talks)
+    heads = fitted(backbone, talks).heads
+    dear = Costs(num_layers=6, layers=(1.0,) * 8, logits=(0.0,) * 8, head=9.0)
+    found = calibrate.calibrate(heads, job.validation, dear)
+    assert "plain decoding is faster here" in described(found)
+    cheap = calibrate.calibrate(heads, job.validation, FLAT)
+    assert "plain decoding is faster" not in described(cheap)

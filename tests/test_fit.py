@@ -1,0 +1,380 @@
+"""A fit learns what a plain loop would, keeps the best, resumes bit for bit, refuses nonsense."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from selfspec.backbone import Backbone
+from selfspec.errors import InvalidData, InvalidOption, SelfspecError
+from selfspec.head_types import TranslatorHead
+from selfspec.training import cache, checkpoint
+from selfspec.training.data import Conversation
+from selfspec.training.features import FeatureSpec
+from selfspec.training.fit import Fitted, Job, Progress, default_exit_layers, feature_spec, fit
+from selfspec.training.measure import agreements
+from selfspec.training.options import FITTED_HEAD_TYPES, FitOptions
+from selfspec.training.sources import Selection, StreamSource, whole
+from tests.models import VOCAB_SIZE, make_model
+from tests.talks import make_talks
+
+LAYERS = (2, 4)
+OPTIONS = FitOptions(
+    exit_layers=LAYERS, draft_vocab_size=80, epochs=2, learning_rate=1e-2, checkpoint_steps=2
+)
+BATCH_TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def talks(backbone: Backbone) -> list[Conversation]:
+    return make_talks(backbone.model)
+
+
+def selected(
+    backbone: Backbone, talks: list[Conversation], options: FitOptions, batch_tokens: int
+) -> Selection:
+    spec = feature_spec(backbone, options, with_targets=True)
+    return whole(StreamSource(backbone, spec, talks, batch_tokens, keep=True))
+
+
+def make_job(
+    backbone: Backbone,
+    talks: list[Conversation],
+    batch_tokens: int = BATCH_TOKENS,
+    workplace: Path | None = None,
+    special_ids: Any = (),
+    **changes: Any,
+) -> Job:
+    options = replace(OPTIONS, **changes)
+    text = selected(backbone, talks, options, batch_tokens)
+    return Job(
+        backbone=backbone,
+        base_model="tiny",
+        train=text,
+        validation=text,
+        options=options,
+        special_ids=special_ids,
+        workplace=workplace,
+    )
+
+
+def fitted(backbone: Backbone, talks: list[Conversation], **changes: Any) -> Fitted:
+    return fit(make_job(backbone, talks, **changes))
+
+
+def weights(result: Fitted) -> dict[str, Tensor]:
+    return dict(result.heads.named_parameters())
+
+
+def assert_same(one: Fitted, other: Fitted) -> None:
+    assert one.epochs == other.epochs
+    assert all(torch.equal(t, weights(other)[name]) for name, t in weights(one).items())
+
+
+def shares(result: Fitted) -> list[float]:
+    return [result.metrics["layers"][str(layer)]["agreement"] for layer in LAYERS]
+
+
+@pytest.mark.parametrize("ce_share", [0.0, 1.0])
+@pytest.mark.parametrize("head_type", FITTED_HEAD_TYPES)
+def test_a_fit_lowers_the_loss_and_raises_agreement(
+    backbone: Backbone, talks: list[Conversation], ce_share: float, head_type: str
+) -> None:
+    steps: list[Progress] = []
+    changes: dict[str, Any] = {"ce_share": ce_share, "head_type": head_type}
+    job = make_job(backbone, talks, epochs=12, learning_rate=3e-2, **changes)
+    result = fit(job, progress=steps.append)
+    assert [entry.step for entry in steps] == list(range(1, steps[0].steps + 1))
+    before = fitted(backbone, talks, epochs=1, learning_rate=1e-12, **changes)
+    found = agreements(result.heads, job.validation.batches())
+    assert shares(result) == [found[layer].agreement for layer in LAYERS]
+    for index, layer in enumerate(LAYERS):
+        assert steps[-1].losses[layer] < 0.8 * steps[0].losses[layer]
+        assert shares(result)[index] > shares(before)[index] + 0.1
+
+
+def test_heads_on_the_embedding_learn_to_draft_without_any_layer(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    options = {"head_type": "deep-fused", "exit_layers": (0,), "learning_rate": 3e-2}
+    shares = fitted(backbone, talks, epochs=20, **options).metrics["layers"]["0"]
+    assert shares["agreement"] > 0.5
+    one_step = fitted(backbone, talks, epochs=20, draft_steps=1, **options).metrics["layers"]["0"]
+    assert shares["agreement_second"] > one_step["agreement_second"]
+
+
+def test_special_tokens_can_be_drafted(backbone: Backbone, talks: list[Conversation]) -> None:
+    head = fitted(backbone, talks, special_ids={95}, draft_vocab_size=20).heads[2]
+    assert 95 in head.to_target_ids(torch.arange(head.draft_vocab_size))
+    assert head.draft_vocab_size == 20
+
+
+def test_coverage_is_the_share_of_tokens_that_can_be_drafted(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    counts = Counter(token for talk in talks for token in talk.answer_ids).most_common(20)
+    expected = sum(count for _, count in counts) / sum(len(talk.answer_ids) for talk in talks)
+    metrics = fitted(backbone, talks, draft_vocab_size=20).metrics
+    assert metrics["coverage"] == pytest.approx(expected)
+    assert 0.0 < expected < 1.0
+
+
+def test_the_model_stays_as_it_was(talks: list[Conversation]) -> None:
+    model = make_model("llama").train()
+    model.requires_grad_(True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fitted(Backbone(model), talks)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    for module in model.modules():
+        assert module.training
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize("head_type", ["translator", "low-rank", "deep-fused"])
+def test_the_same_seed_gives_the_same_bits(
+    backbone: Backbone, talks: list[Conversation], head_type: str
+) -> None:
+    once, again, other = (
+        fitted(backbone, talks, seed=seed, head_type=head_type) for seed in (3, 3, 4)
+    )
+    assert_same(once, again)
+    changed = [
+        name for name, t in weights(once).items() if not torch.equal(t, weights(other)[name])
+    ]
+    assert len(changed) > len(LAYERS)
+
+
+def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: list[Conversation]) -> None:
+    changes: dict[str, Any] = {"exit_layers": (2,), "draft_vocab_size": None}
+    changes |= {"weight_decay": 0.1, "seed": 5}
+    job = make_job(backbone, talks, **changes, epochs=1, warmup=0.5)
+    found = weights(fit(job))
+    head = TranslatorHead(backbone.unembedding)
+    decayed, plain = (
+        [p for p in head.parameters() if (p.dim() == 2) is matrix] for matrix in (True, False)
+    )
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": plain}])
+    for group, decay in zip(optimizer.param_groups, (0.1, 0.0), strict=True):
+        group["weight_decay"] = decay
+    order = torch.randperm(3, generator=torch.Generator().manual_seed(5)).tolist()
+    assert sorted(order) == list(job.train.indices)
+    for share, index in zip((1 / 3, 2 / 3, 1.0), order, strict=True):
+        batch = job.train.source.batch(index)
+        for group in optimizer.param_groups:
+            group["lr"] = share * OPTIONS.learning_rate
+        optimizer.zero_grad()
+        functional.cross_entropy(head(batch.hidden[2]), batch.following).backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), OPTIONS.max_grad_norm)
+        optimizer.step()
+    for name, weight in head.named_parameters():
+        torch.testing.assert_close(found[f"by_layer.2.{name}"], weight.detach())
+
+
+def test_accumulated_batches_make_the_step_of_one_large_batch(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    changes: dict[str, Any] = {"epochs": 1, "warmup": 0.0, "max_grad_norm": 1e9}
+    large = make_job(backbone, talks, batch_tokens=10_000, **changes)
+    parts = make_job(backbone, talks, batch_tokens=64, accumulate=99, **changes)
+    assert len(large.train.indices) == 1 < len(parts.train.indices)
+    losses: list[Progress] = []
+    fit(large, losses.append)
+    fit(parts, losses.append)
+    assert losses[0].losses == pytest.approx(losses[1].losses, rel=1e-5)
+    assert losses[0].answer_tokens == losses[1].answer_tokens
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ce_share": 0.5},
+        {"epochs": 3},
+        {"learning_rate": 1e-3},
+        {"warmup": 0.5},
+        {"weight_decay": 5.0},
+        {"max_grad_norm": 1e-3},
+        {"accumulate": 2},
+        {"batch_tokens": 64},
+        {"draft_vocab_size": 40},
+        {"draft_vocab_size": None},
+        {"draft_steps": 1},
+        {"draft_steps": 3},
+        {"inner_size": 5},
+    ],
+    ids=str,
+)
+def test_every_option_changes_what_is_learned(
+    backbone: Backbone, talks: list[Conversation], change: dict[str, Any]
+) -> None:
+    name = "by_layer.4.direct.weight"
+    deep = {"head_type": "deep-fused"}
+    assert not torch.equal(
+        weights(fitted(backbone, talks, **deep))[name],
+        weights(fitted(backbone, talks, **deep, **change))[name],
+    )
+
+
+def test_weights_decay_and_norms_do_not(backbone: Backbone, talks: list[Conversation]) -> None:
+    still = {"learning_rate": 1e-3, "max_grad_norm": 1e-30, "warmup": 0.0}
+    decayed = weights(fitted(backbone, talks, head_type="linear", weight_decay=50.0, **still))
+    kept = weights(fitted(backbone, talks, head_type="linear", weight_decay=0.0, **still))
+    name = "by_layer.2."
+    assert decayed[f"{name}weight"].norm() < 0.9 * kept[f"{name}weight"].norm()
+    torch.testing.assert_close(decayed[f"{name}norm.weight"], kept[f"{name}norm.weight"])
+
+
+def test_each_layer_keeps_its_best_epoch_and_patience_ends_the_fit(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    wild = {"epochs": 30, "learning_rate": 3.0, "warmup": 0.0, "exit_layers": (2,)}
+    result = fitted(backbone, talks, patience=2, **wild)
+    best = max(result.epochs, key=lambda entry: (entry["agreement"], -entry["epoch"]))
+    assert result.metrics["layers"]["2"] == best
+    assert result.epochs[-1]["epoch"] == best["epoch"] + 2 < 30
+
+
+def stop_after(count: int) -> Callable[[Progress], None]:
+    """A listener that interrupts the fit like ctrl-C."""
+
+    def listen(progress: Progress) -> None:
+        if progress.step == count:
+            raise KeyboardInterrupt
+
+    return listen
+
+
+@pytest.mark.parametrize("head_type", ["translator", "deep-fused"])
+@pytest.mark.parametrize("stops", [(1,), (2, 3), (4,), (5, 6, 7)])
+def test_a_killed_fit_goes_on_to_the_very_same_heads(
+    backbone: Backbone,
+    talks: list[Conversation],
+    stops: tuple[int, ...],
+    head_type: str,
+    tmp_path: Path,
+) -> None:
+    changes: dict[str, Any] = {"epochs": 3, "head_type": head_type}
+    expected = fit(make_job(backbone, talks, **changes))
+    steps: list[Progress] = []
+    for stop in stops:
+        with pytest.raises(KeyboardInterrupt):
+            fit(make_job(backbone, talks, workplace=tmp_path, **changes), stop_after(stop))
+    found = fit(make_job(backbone, talks, workplace=tmp_path, **changes), steps.append)
+    assert_same(found, expected)
+    assert steps[0].step == stops[-1] - stops[-1] % 2 + 1 or steps[0].step == stops[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"epochs": 3}, "epochs 2, not 3"), ({"learning_rate": 0.1}, "learning_rate 0.01, not 0.1")],
+)
+def test_a_checkpoint_of_another_job_is_refused(
+    backbone: Backbone,
+    talks: list[Conversation],
+    change: dict[str, Any],
+    named: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_job(backbone, talks, workplace=tmp_path), stop_after(3))
+    with pytest.raises(InvalidOption, match=f"unfinished run with {named}"):
+        fit(make_job(backbone, talks, workplace=tmp_path, **change))
+    with pytest.raises(InvalidOption, match="unfinished run with data"):
+        fit(make_job(backbone, talks[1:], workplace=tmp_path))
+
+
+def test_a_damaged_checkpoint_is_named(
+    backbone: Backbone, talks: list[Conversation], tmp_path: Path
+) -> None:
+    (tmp_path / checkpoint.FILE).write_bytes(b"half")
+    with pytest.raises(SelfspecError, match=f"{checkpoint.FILE} is no checkpoint"):
+        fit(make_job(backbone, talks, workplace=tmp_path))
+
+
+def test_a_cache_gives_the_heads_that_the_text_gives(
+    backbone: Backbone, talks: list[Conversation], tmp_path: Path
+) -> None:
+    job = make_job(backbone, talks)
+    source = job.train.source
+    base = {"base_model": "tiny", "base_fingerprint": "", "dtype": "float32", "data": "talks"}
+    cache.write(tmp_path, source, cache.identity(source, base, 100))
+    read = whole(cache.CacheSource(tmp_path))
+    assert_same(fit(replace(job, train=read, validation=read)), fit(job))
+
+
+def test_heads_of_the_asked_kind_and_the_default_layers(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    config = fitted(
+        backbone, talks, head_type="low-rank", inner_size=4, exit_layers=None
+    ).heads.config
+    assert (config.head_type, config.inner_size) == ("low-rank", 4)
+    assert config.exit_layers == default_exit_layers(backbone.num_layers, deep=False)
+    assert default_exit_layers(30, deep=False) == (4, 8, 12, 16, 20)
+    assert default_exit_layers(30, deep=True) == (0, 4, 8, 12, 16, 20)
+    assert default_exit_layers(2, deep=False) == (1,)
+    assert config.training["answer_tokens"] == sum(len(talk.answer_ids) for talk in talks)
+
+
+@pytest.mark.parametrize("head_type", ["translator", "deep-fused"])
+def test_only_what_the_heads_read_is_computed(backbone: Backbone, head_type: str) -> None:
+    options = replace(OPTIONS, head_type=head_type)
+    deep = head_type == "deep-fused"
+    assert feature_spec(backbone, options, with_targets=False) == FeatureSpec(LAYERS, deep, 0)
+    soft = replace(options, ce_share=0.5)
+    assert feature_spec(backbone, soft, with_targets=False).top_k > 0
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_and_layer(
+    backbone: Backbone, talks: list[Conversation], tmp_path: Path
+) -> None:
+    job = make_job(
+        backbone, talks, learning_rate=1e37, warmup=0.0, checkpoint_steps=1, workplace=tmp_path
+    )
+    with pytest.raises(SelfspecError, match=r"the loss is (nan|inf) .* at step 2, exit layer 2"):
+        fit(job)
+    found = checkpoint.load(tmp_path / checkpoint.FILE)
+    assert found is not None
+    assert found[1]["course"]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_type": "logit-lens"}, "head_type is logit-lens, expected linear or translator"),
+        ({"ce_share": 1.5}, "ce_share is 1.5, expected in"),
+        ({"inner_size": 0}, "inner_size is 0, expected at least 1"),
+        ({"inner_size": 4}, "TranslatorHead has no inner layer, found 4"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"accumulate": 0}, "accumulate is 0"),
+        ({"patience": 0}, "patience is 0"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0, expected above 0"),
+        ({"warmup": 1.0}, "warmup is 1.0"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
+        ({"exit_layers": (6,)}, "exit layer 6 is not among"),
+        ({"exit_layers": (0, 2)}, "exit layer 0 is not among"),
+        ({"exit_layers": (4, 2)}, "must be rising"),
+        ({"exit_layers": ()}, "at least one"),
+        ({"draft_vocab_size": VOCAB_SIZE + 1}, "draft_vocab_size is 97, the model has 96"),
+    ],
+)
+def test_options_out_of_range_are_refused(
+    backbone: Backbone, talks: list[Conversation], change: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidOption, match=reason):
+        fitted(backbone, talks, **change)
+
+
+def test_a_fit_without_text_is_refused(backbone: Backbone) -> None:
+    with pytest.raises(InvalidData, match="0 answer tokens to fit"):
+        fitted(backbone, [])

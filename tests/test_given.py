@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.errors import InvalidData
+from selfspec.training.data_options import DataOptions
+from selfspec.training.formats import Reader, encoded
+from selfspec.training.given import Answered, Converted, converted, talk_of
+from selfspec.training.selfgen import write
+from selfspec.training.writer import Counts, Writer
+from tests.authors import make_author, prompt_ids, read
+from tests.talks import WORDS, make_tokenizer
+
+QUESTIONS = ["a", "b", "c", "a b", "A  b", "b a", "c c", "a c", "b c", "c a b"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return make_tokenizer()
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    """Turns of user and assistant by turns."""
+    return [
+        {"role": ("user", "assistant")[number % 2], "content": text}
+        for number, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Ten questions, one of them twice, and a bad line."""
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"messages": said(text, "b")}) for text in QUESTIONS]
+    path.write_text("\n".join(["[]", *lines]) + "\n")
+    return path
+
+
+def answer(rows: Path, output: Path, **options: Any) -> Counts:
+    author = make_author(regenerate=True, **{"batch_size": 4} | options)
+    parse = partial(talk_of, tokenizer=make_tokenizer(), system=author.options.system)
+    writer = Writer(output, {}, {})
+    source = Answered(author, Reader(rows, parse, skip_bad_rows=True), writer.batches)
+    for _ in write(source, writer, author.options):
+        pass
+    return writer.counts
+
+
+def convert(rows: Path, output: Path, max_length: int = 64, **options: Any) -> Counts:
+    chosen = DataOptions(**{"batch_size": 4} | options)
+    parse = partial(
+        converted, tokenizer=make_tokenizer(), vocab_size=len(WORDS), max_length=max_length
+    )
+    writer = Writer(output, {}, {})
+    source = Converted(Reader(rows, parse, skip_bad_rows=True), chosen, writer.batches)
+    for _ in write(source, writer, chosen):
+        pass
+    return writer.counts
+
+
+# --- answers of the model's own
+
+
+def test_questions_stay_and_answers_are_the_models(rows: Path, tmp_path: Path) -> None:
+    counts = answer(rows, tmp_path / "out")
+    lines = read(tmp_path / "out")
+    kept = [text for text in QUESTIONS if text != "A  b"]
+    asked = [line["messages"][0]["content"] for line in lines]
+    assert asked == [text for text in kept if text in asked]
+    assert counts.conversations == len(lines) == len(kept) - counts.empty
+    assert (counts.duplicates, counts.bad_rows) == (1, 1)
+    assert [line["messages"][1]["content"] for line in lines] != ["b"] * len(lines)
+    assert not any(line["sampled"] for line in lines)
+
+
+def test_every_user_turn_is_answered_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"turns": ["a", "b", "c"]}))
+    answer(path, tmp_path / "out", system="c c", max_new_tokens=30)
+    (line,) = read(tmp_path / "out")
+    roles = [message["role"] for message in line["messages"]]
+    asked = [m["content"] for m in line["messages"] if m["role"] == "user"]
+    assert roles == ["system", *["user", "assistant"] * len(asked)]
+    assert asked == ["a", "b", "c"][: len(asked)]
+    assert line["messages"][0]["content"] == "c c"
+
+
+def test_rows_too_long_for_the_model_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("a " * 250, "a")))
+    counts = answer(path, tmp_path / "out")
+    assert (counts.too_long, counts.conversations + counts.empty) == (1, 1)
+
+
+def test_some_rows_are_sampled_if_asked_for(rows: Path, tmp_path: Path) -> None:
+    answer(rows, tmp_path / "out", greedy_share=0.5)
+    assert {line["sampled"] for line in read(tmp_path / "out")} == {True, False}
+
+
+def test_a_rows_own_system_message_wins(tokenizer: PreTrainedTokenizerBase) -> None:
+    system = {"role": "system", "content": "b"}
+    own = talk_of({"messages": [system, *said("a", "c", "b")]}, tokenizer, "c")
+    assert own.messages == [system]
+    assert (own.question, own.pending) == ("a", ["b"])
+    given = talk_of({"messages": said(" a ")}, tokenizer, "c")
+    assert given.messages == [{"role": "system", "content": "c"}]
+    assert given.prompt == prompt_ids(tokenizer, [*given.messages, *said("a")])
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"text": "a b"}, "holds text, expected messages, conversations or turns"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "no user turn to answer"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn to answer"),
+        ({"messages": said("a", "b", " ")}, "an empty user turn to answer"),
+        ({"messages": [*said("a"), {"role": "system", "content": "a"}]}, "behind its first turn"),
+    ],
+)
+def test_a_row_without_questions_is_refused(
+    record: dict[str, Any], reason: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(InvalidData, match=reason):
+        talk_of(record, tokenizer, None)
+
+
+# --- answers as they are
+
+
+def test_rows_become_lines_with_the_same_ids(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    records: list[dict[str, Any]] = [
+        {"messages": said("a", "b", "c", "b b"), "id": 5},
+        {"conversations": shared},
+        {"text": "a b c"},
+        {"input_ids": [5, 6, 7], "answer_start": 1},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    counts = convert(path, tmp_path / "out")
+    lines = read(tmp_path / "out")
+    for line, record in zip(lines, records, strict=True):
+        ids, answers = encoded(record, tokenizer)
+        assert encoded(line, None) == (ids[: answers[-1][1]], answers)
+    assert counts == Counts(conversations=4, answers=5, answer_tokens=2 + 3 + 2 + 2 + 2)
+    assert [sorted(line) for line in lines] == [
+        ["answers", "input_ids", "messages"],
+        ["answer_start", "input_ids", "messages"],
+        ["answer_start", "input_ids", "text"],
+        ["answer_start", "input_ids"],
+    ]
+    assert lines[1]["messages"] == said("a", "b")
+
+
+def test_long_rows_are_cut_behind_what_fits(tokenizer: PreTrainedTokenizerBase) -> None:
+    record = {"messages": said("a", "b", "c", "b b")}
+    ids, answers = encoded(record, tokenizer)
+    (first, end), (second, last) = answers
+    for limit, spans in (
+        (last, [(first, end), (second, last)]),
+        (second + 1, [(first, end), (second, second + 1)]),
+        (second, [(first, end)]),
+        (first + 1, [(first, first + 1)]),
+    ):
+        line = converted(record, tokenizer, vocab_size=len(WORDS), max_length=limit)
+        assert encoded(line, None) == (ids[: spans[-1][1]], tuple(spans))
+    with pytest.raises(InvalidData, match="no answer"):
+        converted(record, tokenizer, vocab_size=len(WORDS), max_length=first)
+    with pytest.raises(InvalidData, match=r"token id 9, expected 0\.\.8"):
+        converted(record, tokenizer, vocab_size=9, max_length=64)
+
+
+def test_duplicates_and_bad_rows_are_counted(rows: Path, tmp_path: Path) -> None:
+    rows.write_text(rows.read_text() + rows.read_text())
+    counts = convert(rows, tmp_path / "out")
+    assert (counts.conversations, counts.duplicates, counts.bad_rows) == (10, 10, 2)
+
+
+# --- both
+
+
+@pytest.mark.parametrize("work", [answer, convert])
+def test_a_run_that_is_broken_off_is_continued_with_the_next_rows(
+    work: Any, rows: Path, tmp_path: Path
+) -> None:
+    expected = work(rows, tmp_path / "whole")
+    for tokens in (1, 12, None):
+        counts = work(rows, tmp_path / "parts", tokens=tokens)
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert counts == expected
+
+
+@pytest.mark.parametrize("work", [answer, convert])
+def test_shards_share_no_rows_and_leave_none_out(work: Any, rows: Path, tmp_path: Path) -> None:
+    asked = []
+    for shard in ("1/3", "2/3", "3/3"):
+        work(rows, tmp_path / shard[0], shard=shard)
+        asked += [line["messages"][0]["content"] for line in read(tmp_path / shard[0])]
+    assert len(asked) == len(set(asked))
+    work(rows, tmp_path / "whole")
+    whole = {line["messages"][0]["content"] for line in read(tmp_path / "whole")}
+    assert whole <= set(asked) <= set(QUESTIONS)

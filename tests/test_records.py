@@ -1,0 +1,101 @@
+"""A folder of fitted heads describes itself and gives the same bits back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from selfspec.backbone import Backbone, fingerprint
+from selfspec.errors import HeadsMismatch
+from selfspec.heads import ExitHeads
+from selfspec.training import curves, records
+from selfspec.training.data import Conversation
+from tests.models import make_model
+from tests.talks import make_talks
+from tests.test_fit import LAYERS, fitted
+
+FILES = {
+    "README.md",
+    "config.json",
+    "curves.png",
+    "metrics.json",
+    "metrics.jsonl",
+    "model.safetensors",
+    "run.yaml",
+}
+
+
+@pytest.fixture(scope="module")
+def talks(backbone: Backbone) -> list[Conversation]:
+    return make_talks(backbone.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_type", ["translator", "deep-fused"])
+def test_a_written_folder_gives_the_same_bits_back(
+    tmp_path: Path, talks: list[Conversation], dtype: torch.dtype, head_type: str
+) -> None:
+    backbone = Backbone(make_model("llama", dtype))
+    result = fitted(backbone, talks, head_type=head_type)
+    records.write(tmp_path, result, {"epochs": 2})
+    assert {file.name for file in tmp_path.iterdir()} == FILES
+    unembedding = backbone.unembedding
+    loaded = ExitHeads.from_pretrained(
+        tmp_path, unembedding, fingerprint(unembedding.weight), "tiny"
+    )
+    hidden = torch.randn(7, backbone.hidden_size).to(dtype)
+    for layer in LAYERS:
+        assert torch.equal(loaded[layer](hidden, -hidden), result.heads[layer](hidden, -hidden))
+        assert next(loaded[layer].parameters()).dtype == dtype
+
+
+def test_heads_of_another_model_are_refused(tmp_path: Path, talks: list[Conversation]) -> None:
+    backbone, other = Backbone(make_model("llama")), Backbone(make_model("mistral", vocab_size=97))
+    records.write(tmp_path, fitted(backbone, talks), {})
+    with pytest.raises(HeadsMismatch, match="fits tiny"):
+        ExitHeads.from_pretrained(
+            tmp_path, other.unembedding, fingerprint(other.unembedding.weight), "other"
+        )
+
+
+def test_the_card_and_the_run_are_made_from_the_records(
+    backbone: Backbone, talks: list[Conversation], tmp_path: Path
+) -> None:
+    result = fitted(backbone, talks)
+    records.write(tmp_path, result, {"exit_layers": [2, 4]})
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics == result.metrics
+    card = (tmp_path / "README.md").read_text()
+    assert f"| 4 | {100 * metrics['layers']['4']['agreement']:.1f} % |" in card
+    assert "210 answer positions (a 20th of the data)" in card
+    assert f"{metrics['steps']} steps" in " ".join(card.split())
+    assert "second draft" not in card
+    run = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert run["run"] == {"exit_layers": [2, 4]}
+    assert run["machine"]["torch"] == torch.__version__.split("+")[0]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == result.epochs
+
+
+def test_the_card_of_heads_that_read_deep_states_shows_second_drafts(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    result = fitted(backbone, talks, head_type="deep-fused", ce_share=0.5)
+    card = records.card(result.heads.config, result.metrics)
+    share = result.metrics["layers"]["2"]["agreement_second"]
+    assert f"| {100 * share:.1f} % |" in card
+    assert "0.5 of it cross-entropy" in card
+
+
+def test_curves_hold_every_epoch_of_every_layer(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    result = fitted(backbone, talks, epochs=3)
+    found = curves.curves(result.epochs)
+    assert [curve.layer for curve in found] == list(LAYERS)
+    assert all(curve.epochs == [1, 2, 3] for curve in found)
+    assert found[0].agreement == [100 * e["agreement"] for e in result.epochs if e["layer"] == 2]

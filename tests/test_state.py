@@ -1,0 +1,56 @@
+"""What a sequence knows of itself between rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfspec.backbone import Backbone
+from selfspec.drafters import Draft, NoDrafter
+from selfspec.kv_cache import KVCache
+from selfspec.state import DecodeState
+from selfspec.stats import Stopwatch
+from tests import ladder
+from tests.drafters import MixedDrafter
+from tests.models import make_model, random_ids
+
+
+class DeepKeeper:
+    """Drafts as another drafter does, and keeps the deep state it could have read."""
+
+    def __init__(self, drafter: MixedDrafter) -> None:
+        self.drafter = drafter
+        self.deep: dict[int, Tensor] = {}
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+        assert state.deep is not None
+        self.deep[state.length - 2] = state.deep
+        return self.drafter.draft(state, limit, watch)
+
+
+@pytest.fixture(scope="module")
+def exact() -> Backbone:
+    return Backbone(make_model("llama", torch.float64))
+
+
+def test_deep_is_the_last_layers_output_before_the_newest_token(exact: Backbone) -> None:
+    ids = random_ids(7)
+    plain = ladder.decode(exact, ids, NoDrafter())
+    text = [*ids[0].tolist(), *plain.tokens]
+    keeper = DeepKeeper(MixedDrafter(text, 1, exact.vocab_size, width=5))
+    found = ladder.decode(exact, ids, keeper)
+    assert found.tokens == plain.tokens
+    assert len({entry.accepted for entry in found.entries}) > 2
+    with torch.no_grad():
+        kv, positions = KVCache(exact.num_layers), torch.arange(len(text))[None]
+        hidden = exact.embed(torch.tensor([text]))
+        outputs = exact.run(hidden, 0, exact.num_layers, positions, kv)
+    assert len(keeper.deep) > 3
+    for position, deep in keeper.deep.items():
+        # float64 with norms in float32; largest difference measured: 3e-7
+        torch.testing.assert_close(deep, outputs[:, position], rtol=0, atol=1e-5)
+
+
+def test_deep_is_not_known_before_the_first_pass(exact: Backbone) -> None:
+    assert DecodeState(exact, random_ids(3)).deep is None

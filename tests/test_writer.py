@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfspec.errors import InvalidData, InvalidOption
+from selfspec.training.writer import Counts, Writer
+
+OPTIONS = {"seed": 0, "shard": "1/1", "pair": (0.8, 1.0)}
+LINES = [['{"a": "é"}', '{"a": 2}'], [], ['{"a": 3}']]
+
+
+def opened(path: Path, **options: Any) -> Writer:
+    return Writer(path, OPTIONS | options, {"torch": "1"})
+
+
+def write(path: Path, first: int = 0, last: int = 3) -> Writer:
+    writer = opened(path)
+    for number in range(first, last):
+        writer.append(LINES[number], number + 7, Counts(conversations=number))
+    return writer
+
+
+def record(path: Path) -> Path:
+    return path.with_name(path.name + ".run.json")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_batches_are_appended_and_recorded(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "new" / name
+    writer = write(path)
+    assert [entry["a"] for entry in writer.records()] == ["é", 2, 3]
+    assert (writer.batches, writer.counts) == (3, Counts(conversations=2))
+    state = json.loads(record(path).read_text())
+    assert state["seeds"] == [7, 8, 9]
+    assert state["bytes"] == path.stat().st_size
+    assert (state["options"]["pair"], state["versions"]) == ([0.8, 1.0], {"torch": "1"})
+    content = path.read_bytes()
+    text = gzip.decompress(content) if name.endswith("gz") else content
+    assert text.decode().splitlines() == [*LINES[0], *LINES[2]]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("whole", [0, 1, 2])
+@pytest.mark.parametrize("more", [b"", b'{"a": ', b"\x1f\x8b\x08"])
+def test_what_a_killed_run_left_behind_is_cut_off(
+    tmp_path: Path, name: str, whole: int, more: bytes
+) -> None:
+    write(tmp_path / "expected" / name)
+    path = tmp_path / name
+    write(path, 0, whole)
+    with path.open("ab") as file:
+        file.write(more)
+    record(path).with_name(record(path).name + ".new").write_text("{")  # killed while writing it
+    assert opened(path).batches == whole
+    write(path, whole)
+    assert path.read_bytes() == (tmp_path / "expected" / name).read_bytes()
+
+
+def test_a_run_killed_before_its_first_batch_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    opened(path)
+    path.unlink()
+    assert list(write(path).records()) == [{"a": "é"}, {"a": 2}, {"a": 3}]
+
+
+def test_the_counts_of_a_writer_are_a_copy(tmp_path: Path) -> None:
+    writer = opened(tmp_path / "a.jsonl")
+    writer.counts.conversations += 1
+    assert writer.counts == Counts()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"seed": 1}, "was begun with seed 0, not 1"),
+        ({"pair": (0.8, 0.9)}, r"was begun with pair \[0.8, 1.0\], not \[0.8, 0.9\]"),
+        ({"extra": 5}, "was begun with extra None, not 5"),
+    ],
+)
+def test_other_options_are_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    before = write(path).output.read_bytes()
+    with pytest.raises(InvalidOption, match=reason):
+        opened(path, **options)
+    assert path.read_bytes() == before
+
+
+def test_an_option_that_is_gone_is_another_option(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl")
+    with pytest.raises(InvalidOption, match="begun with shard 1/1, not None"):
+        Writer(tmp_path / "a.jsonl", {"seed": 0, "pair": (0.8, 1.0)}, {})
+
+
+def test_a_file_of_another_origin_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("mine")
+    with pytest.raises(InvalidOption, match=r"a\.jsonl exists and there is no a\.jsonl\.run\.json"):
+        opened(path)
+    assert path.read_text() == "mine"
+
+
+def test_lost_lines_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InvalidData, match="Delete both to start over"):
+        opened(path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 2}', "5"])
+def test_a_strange_record_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.jsonl"
+    write(path)
+    record(path).write_text(content)
+    with pytest.raises(InvalidData, match="is no record of this version"):
+        opened(path)
+
+
+def test_other_versions_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.jsonl")
+    with caplog.at_level(logging.WARNING):
+        opened(tmp_path / "a.jsonl")
+        assert not caplog.messages
+        Writer(tmp_path / "a.jsonl", OPTIONS, {"torch": "2"})
+    assert "other versions than {'torch': '2'}" in caplog.messages[0]
+
+
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidOption, match="cannot write"):
+        opened(tmp_path / "file" / "a.jsonl")
+    writer = opened(tmp_path / "a.jsonl")
+    writer.output.unlink()
+    writer.output.mkdir()
+    with pytest.raises(InvalidOption, match="cannot write"):
+        writer.append(["{}"], 0, Counts())
+
+
+def test_a_conversation_counts_its_answers_and_loops() -> None:
+    counts = Counts()
+    assert counts.loop_share == 0.0
+    counts.add([(3, 5), (8, 12)], loops_cut=1)
+    assert counts == Counts(conversations=1, answers=2, answer_tokens=6, loops_cut=1)
+    assert counts.loop_share == 0.5
