@@ -115,7 +115,7 @@ def test_what_is_written_can_be_read_for_training(tmp_path: Path) -> None:
         {"seed": 1},
         {"opening_share": 0.0},
         {"system": "c c"},
-        {"question_temperature": (9.0, 9.0)},
+        {"question_temperature": (3.0, 3.0)},
         {"question_top_k": 2},
         {"max_question_tokens": 3},
         {"greedy_share": 0.0},

@@ -59,9 +59,11 @@ def rendered(grid: Table) -> str:
     from rich.console import Console
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 1000
     with console.capture() as capture:
-        console.print(grid, soft_wrap=not console.is_terminal)
-    return capture.get()
+        console.print(grid)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
 def note(text: str) -> None:

@@ -57,6 +57,8 @@ def continued(
     of tokens as they come.
     """
     made: list[list[int]] = [[] for _ in prompts]
+    if not prompts:
+        return made
     base = GenerationConfig(
         eos_token_id=sorted(ends), pad_token_id=min(ends), **sampling.keywords()
     )
@@ -70,7 +72,7 @@ def continued(
             for index, tokens in zip(order, new, strict=True):
                 made[index] += _through_end(tokens, ends)
             watch(sum(len(_through_end(tokens, ends)) for tokens in new))
-            written = max(map(len, made), default=0)
+            written = max(map(len, made))
             kept = [row for row, index in enumerate(order) if _goes_on(made[index], ends)]
             if not kept or written == max_new_tokens:
                 return made
@@ -103,7 +105,7 @@ class _Rows:
     @classmethod
     def joined(cls, parts: Sequence[_Rows]) -> _Rows:
         """All rows, padded to the longest: a step costs little more for many rows than for few."""
-        longest = max((part.ids.shape[1] for part in parts), default=0)
+        longest = max(part.ids.shape[1] for part in parts)
         pads = [longest - part.ids.shape[1] for part in parts]
         ids = torch.cat([F.pad(part.ids, (pad, 0)) for part, pad in zip(parts, pads, strict=True)])
         mask = torch.cat(

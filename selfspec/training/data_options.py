@@ -16,8 +16,9 @@ class DataOptions:
     """Answer tokens to write, at least 1; the batch that reaches them is written whole. A file may
     be continued with a higher number. None: all rows of --from."""
 
-    batch_size: int = 64
-    """Conversations that are written at once, at least 1. A killed run loses one batch at most."""
+    batch_size: int = 128
+    """Conversations that are written at once, at least 1; a killed run loses no more. On a CPU 118
+    rows took 0.8 times as long per token as 59: the last of a batch to end write on alone."""
 
     turns: int = 1
     """User turns per conversation, at least 1. A conversation ends early where an answer is cut."""
