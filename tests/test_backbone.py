@@ -137,7 +137,8 @@ def test_llama3_rope_runs() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
     }
-    Backbone(make_model("llama", rope_parameters=rope))
+    model = make_model("llama", rope_parameters=rope)
+    assert Backbone(model).model is model  # it was not refused: the bits are forward's own
 
 
 def test_a_decoder_of_another_shape_is_refused() -> None:
