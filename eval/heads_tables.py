@@ -1,12 +1,14 @@
 r"""What decides how often exit heads are right: their kind, their text, their draft vocabulary.
 
-    python eval/heads_tables.py --cache features --validation validation.jsonl.gz \
-        --held-out answers.jsonl --work /tmp/heads --output eval/results/heads
+    selfspec data --from question_dev.jsonl --regenerate --max-new-tokens 96 --output answers.jsonl
+    selfspec cache --data answers.jsonl --exit-layers 0,4,8,12,20 --deep --output held-out
+    python eval/heads_tables.py --cache features --held-out held-out --work /tmp/heads \\
+        --output eval/results/heads
 
 Fits heads of each kind to a part of a feature cache (made with --deep), heads of one kind to
-growing parts, and heads of one kind over growing draft vocabularies; measures all on held-out text
-with `selfspec calibrate --dry-run`. A fit that is there already is not repeated. Writes `table.md`
-and `table.json`.
+growing parts, and heads of one kind over growing draft vocabularies; measures all on features of
+held-out text with `selfspec calibrate --dry-run`. A fit that is there already is not repeated.
+Writes `table.md` and `table.json`.
 """
 
 from __future__ import annotations
@@ -20,26 +22,25 @@ from typing import Annotated, Any
 import typer
 
 KINDS = ("linear", "translator", "low-rank", "mlp", "deep-fused")
-KIND_LAYERS, CURVE_LAYERS = (4, 12, 20), (0, 20)
+KIND_LAYERS = (4, 12, 20)
 WIDTHS = (4096, 8192, 16384, 32768)
 
 
 def main(
     cache: Annotated[Path, typer.Option(help="Feature cache with deep states.")],
-    held_out: Annotated[Path, typer.Option(help="Conversations to measure on.")],
+    held_out: Annotated[Path, typer.Option(help="Feature cache to measure on.")],
     output: Annotated[Path, typer.Option(help="Results folder.")],
     work: Annotated[Path, typer.Option(help="Where the fitted heads go.")],
-    validation: Annotated[Path, typer.Option(help="Conversations that choose the epoch.")],
-    part: Annotated[int, typer.Option(help="Answer tokens of the table of kinds.")] = 200_000,
+    part: Annotated[int, typer.Option(help="Answer tokens of a fit, but for the curve.")] = 100_000,
     epochs: int = 2,
 ) -> None:
     """Fit, measure, write."""
     total = json.loads((cache / "manifest.json").read_text())["answer_tokens"]
-    shared = ["--cache", str(cache), "--validation", str(validation), "--epochs", str(epochs)]
+    shared = ["--cache", str(cache), "--epochs", str(epochs)]
     rows = []
 
     def add(table: str, name: str, *flags: str) -> None:
-        folder = work / f"{table}-{name}"
+        folder = work / f"{table}-{name}".replace(" ", "-")
         if not (folder / "config.json").exists():
             selfspec("fit", *shared, *flags, "--output", str(folder))
         found = measured(folder, held_out)
@@ -54,19 +55,18 @@ def main(
         if kind == "linear":  # no identity to start from: the paper's rate, or nothing is learned
             flags += ["--learning-rate", "3e-4"]
         add("kind", kind, *flags)
-    deep = ["--head-type", "deep-fused"]
+    deep = ["--head-type", "deep-fused", "--exit-layers", "0"]
+    for width in WIDTHS:
+        flags = ["--max-tokens", str(part), "--draft-vocab-size", str(width)]
+        add("draft vocabulary", f"{width:,}", *deep, *flags)
     for halvings in (3, 2, 1, 0):
         tokens = total >> halvings
-        flags = ["--exit-layers", joined(CURVE_LAYERS), "--max-tokens", str(tokens)]
-        add("tokens", f"{tokens:,}", *deep, *flags)
-    for width in WIDTHS:
-        flags = ["--exit-layers", "0", "--max-tokens", str(part), "--draft-vocab-size", str(width)]
-        add("width", str(width), *deep, *flags)
+        add("answer tokens", f"{tokens:,}", *deep, "--max-tokens", str(tokens))
 
 
 def measured(folder: Path, held_out: Path) -> dict[str, Any]:
     """Agreement by layer on held-out text, coverage and size."""
-    command = ["calibrate", "--heads", str(folder), "--data", str(held_out), "--dry-run", "--json"]
+    command = ["calibrate", "--heads", str(folder), "--cache", str(held_out), "--dry-run", "--json"]
     found = json.loads(selfspec(*command))
     metrics = json.loads((folder / "metrics.json").read_text())
     return {

@@ -8,6 +8,7 @@ of the token before. Go out: draft logits over the draft vocabulary. Held and sa
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
@@ -29,7 +30,22 @@ class Unembedding(NamedTuple):
     """What the model does behind the matrix product (scaling, soft-capping); gives float32."""
 
 
-class ExitHead(nn.Module):
+class DraftVocabulary(NamedTuple):
+    """The tokens that heads can draft; one for all heads of a model."""
+
+    ids: Tensor | None
+    """[V_draft] ids of the model, rising; None: all."""
+    rows: Tensor
+    """[V_draft, d]: their rows of the frozen unembedding."""
+
+    @classmethod
+    def of(cls, unembedding: Unembedding, ids: Tensor | None) -> DraftVocabulary:
+        """All rows are the model's own tensor, a selection is a copy."""
+        weight = unembedding.weight.detach()
+        return cls(ids, weight if ids is None else weight[ids])
+
+
+class ExitHead(nn.Module, ABC):
     """Base of all head types: features, then an unembedding over the draft vocabulary.
 
     `forward(hidden)`: [.., d] -> draft logits [.., V_draft], float32. Features [.., d] stand for
@@ -45,25 +61,27 @@ class ExitHead(nn.Module):
     def __init__(
         self,
         unembedding: Unembedding,
-        draft_ids: Tensor | None = None,
+        vocabulary: DraftVocabulary,
         inner_size: int | None = None,
     ) -> None:
-        """`draft_ids` [V_draft]: the target ids that this head can draft, rising; None for all.
-
-        Raises InvalidOption for an `inner_size` where there is no inner layer.
-        """
+        """Raises InvalidOption for an `inner_size` where there is no inner layer."""
         super().__init__()
         if inner_size is not None and not self.has_inner:
             raise InvalidOption(f"{type(self).__name__} has no inner layer, found {inner_size}")
-        self.register_buffer("draft_ids", draft_ids)
+        self.register_buffer("draft_ids", vocabulary.ids)
         self._target_vocab_size = unembedding.weight.shape[0]
         self._finish = unembedding.finish
         # a list: state_dict must not see it, and a file must not be loaded into it
-        self._shared = [_rows(unembedding, draft_ids)]
+        self._shared = [vocabulary.rows]
+        self._build(unembedding, inner_size)
 
+    @abstractmethod
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:
+        """Make the head's own modules, as they are before any fitting."""
+
+    @abstractmethod
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         """[.., d] and the `deep` of the position before, [.., d], -> [.., d]."""
-        raise NotImplementedError
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
@@ -96,14 +114,7 @@ class ExitHead(nn.Module):
 class LogitLensHead(ExitHead):
     """The model's own norm and unembedding on an intermediate state; nothing to fit."""
 
-    def __init__(
-        self,
-        unembedding: Unembedding,
-        draft_ids: Tensor | None = None,
-        inner_size: int | None = None,
-    ) -> None:
-        """`inner_size` must be None."""
-        super().__init__(unembedding, draft_ids, inner_size)
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:  # noqa: ARG002  # the base's
         self._norm = (unembedding.norm,)  # a tuple, for the same reason as the list
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
@@ -113,16 +124,12 @@ class LogitLensHead(ExitHead):
 
 
 class LinearHead(ExitHead):
-    """Norm and a trained LM head of its own (SpecBound section 3.1; AdaDecode)."""
+    """Norm and a trained LM head of its own (SpecBound section 3.1; AdaDecode).
 
-    def __init__(
-        self,
-        unembedding: Unembedding,
-        draft_ids: Tensor | None = None,
-        inner_size: int | None = None,
-    ) -> None:
-        """Starts as the model's own norm and (rows of the) unembedding. No `inner_size`."""
-        super().__init__(unembedding, draft_ids, inner_size)
+    Starts as the model's own norm and (rows of the) unembedding.
+    """
+
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:  # noqa: ARG002  # the base's
         self.norm = _own_norm(unembedding)
         self.weight = nn.Parameter(self._shared.pop().clone())
 
@@ -143,14 +150,7 @@ class TranslatorHead(ExitHead):
     tuned lens). Starts as the identity.
     """
 
-    def __init__(
-        self,
-        unembedding: Unembedding,
-        draft_ids: Tensor | None = None,
-        inner_size: int | None = None,
-    ) -> None:
-        """A full map: no `inner_size`."""
-        super().__init__(unembedding, draft_ids, inner_size)
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:  # noqa: ARG002  # the base's
         self.norm = _own_norm(unembedding)
         size = unembedding.weight.shape[1]
         self.up = _zeros(size, size, unembedding)
@@ -163,18 +163,14 @@ class TranslatorHead(ExitHead):
 
 
 class LowRankHead(ExitHead):
-    """A translator whose map is the product of two narrow matrices."""
+    """A translator whose map is the product of two narrow matrices; `inner_size` is the rank.
+
+    None: a quarter of d.
+    """
 
     has_inner = True
 
-    def __init__(
-        self,
-        unembedding: Unembedding,
-        draft_ids: Tensor | None = None,
-        inner_size: int | None = None,
-    ) -> None:
-        """`inner_size` is the rank; None: a quarter of d."""
-        super().__init__(unembedding, draft_ids)
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:
         self.norm = _own_norm(unembedding)
         size = unembedding.weight.shape[1]
         rank = inner_size or max(1, size // 4)
@@ -189,65 +185,70 @@ class LowRankHead(ExitHead):
 
 
 class MlpHead(ExitHead):
-    """A translator with one hidden layer beside its affine map."""
+    """A translator with one hidden layer beside its affine map; `inner_size` is its width.
+
+    None: d.
+    """
 
     has_inner = True
-    _inputs = 1
 
-    def __init__(
-        self,
-        unembedding: Unembedding,
-        draft_ids: Tensor | None = None,
-        inner_size: int | None = None,
-    ) -> None:
-        """`inner_size` is the width of the hidden layer; None: d for each input."""
-        super().__init__(unembedding, draft_ids)
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:
         self.norm = _own_norm(unembedding)
         size = unembedding.weight.shape[1]
-        inner_size = inner_size or self._inputs * size
-        self.direct = _zeros(self._inputs * size, size, unembedding)
-        self.inner = nn.Linear(self._inputs * size, inner_size).to(unembedding.weight)
-        self.outer = _zeros(inner_size, size, unembedding)
+        self.change = _Mlp(size, inner_size or size, unembedding)
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
         """[.., d] -> [.., d]."""
         normed = self.norm(hidden)
-        return self._changed(normed, normed)
-
-    def _changed(self, normed: Tensor, inputs: Tensor) -> Tensor:
-        hidden_layer = nn.functional.silu(self.inner(inputs))
-        changed: Tensor = normed + self.direct(inputs) + self.outer(hidden_layer)
+        changed: Tensor = normed + self.change(normed)
         return changed
 
 
-class DeepFusedHead(MlpHead):
-    """An MLP head that also reads what the model made of the token before.
+class DeepFusedHead(ExitHead):
+    """An affine map and a hidden layer that also read what the model made of the token before.
 
     That is known for the first draft of a round: verification computed it. For later ones the
     features of the head that drafted the token before take its place. At exit layer 0 the hidden
-    state is the token's embedding, and drafting needs no layer pass at all.
+    state is the token's embedding, and drafting needs no layer pass at all. It starts from nothing:
+    with tied embeddings the identity would foretell the token that has just been read.
+    `inner_size` is the width of the hidden layer; None: 2 d.
     """
 
     reads_deep = True
-    _inputs = 2
+    has_inner = True
+
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:
+        self.norm = _own_norm(unembedding)
+        size = unembedding.weight.shape[1]
+        self.change = _Mlp(2 * size, inner_size or 2 * size, unembedding)
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         """[.., d] and [.., d] -> [.., d]; an unknown `deep` is all zeros."""
         normed = self.norm(hidden)
         deep = torch.zeros_like(normed) if deep is None else deep.to(normed.dtype)
-        return self._changed(normed, torch.cat([normed, deep], dim=-1))
+        made: Tensor = self.change(torch.cat([normed, deep], dim=-1))
+        return made
+
+
+class _Mlp(nn.Module):
+    """An affine map and a hidden layer side by side, [.., inputs] -> [.., d]; zero at first."""
+
+    def __init__(self, inputs: int, inner_size: int, unembedding: Unembedding) -> None:
+        super().__init__()
+        size = unembedding.weight.shape[1]
+        self.direct = _zeros(inputs, size, unembedding)
+        self.inner = nn.Linear(inputs, inner_size).to(unembedding.weight)
+        self.outer = _zeros(inner_size, size, unembedding)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        made: Tensor = self.direct(inputs) + self.outer(nn.functional.silu(self.inner(inputs)))
+        return made
 
 
 def _own_norm(unembedding: Unembedding) -> nn.Module:
     """A copy of the final norm to fit, without the hooks by which accelerate moves the model's."""
     norm: nn.Module = remove_hook_from_module(copy.deepcopy(unembedding.norm))
     return norm.requires_grad_(True)
-
-
-def _rows(unembedding: Unembedding, draft_ids: Tensor | None) -> Tensor:
-    """The frozen unembedding: the very tensor, or the rows of a draft vocabulary."""
-    weight = unembedding.weight.detach()
-    return weight if draft_ids is None else weight[draft_ids]
 
 
 def _zeros(inputs: int, outputs: int, unembedding: Unembedding) -> nn.Linear:

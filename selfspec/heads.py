@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from selfspec.config import check_keys
 from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidHeads, InvalidOption
-from selfspec.head_types import HEAD_TYPES, ExitHead, Unembedding
+from selfspec.head_types import HEAD_TYPES, DraftVocabulary, ExitHead, Unembedding
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -110,9 +110,10 @@ class ExitHeads(nn.Module):
         self.config = config
         head = HEAD_TYPES[config.head_type]
         draft_ids = _checked_draft_ids(draft_ids, config, unembedding)
+        vocabulary = DraftVocabulary.of(unembedding, draft_ids)
         self.by_layer = nn.ModuleDict(
             {
-                str(layer): head(unembedding, draft_ids, config.inner_size)
+                str(layer): head(unembedding, vocabulary, config.inner_size)
                 for layer in config.exit_layers
             }
         )

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from selfspec.backbone import Backbone
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
-from selfspec.head_types import TranslatorHead
+from selfspec.head_types import DraftVocabulary, TranslatorHead
 from selfspec.training import cache, checkpoint
 from selfspec.training.data import Conversation
 from selfspec.training.features import FeatureSpec
@@ -159,7 +159,7 @@ def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: list[Convers
     changes |= {"weight_decay": 0.1, "seed": 5}
     job = make_job(backbone, talks, **changes, epochs=1, warmup=0.5)
     found = weights(fit(job))
-    head = TranslatorHead(backbone.unembedding)
+    head = TranslatorHead(backbone.unembedding, DraftVocabulary.of(backbone.unembedding, None))
     decayed, plain = (
         [p for p in head.parameters() if (p.dim() == 2) is matrix] for matrix in (True, False)
     )
@@ -216,7 +216,7 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(
 def test_every_option_changes_what_is_learned(
     backbone: Backbone, talks: list[Conversation], change: dict[str, Any]
 ) -> None:
-    name = "by_layer.4.direct.weight"
+    name = "by_layer.4.change.direct.weight"
     deep = {"head_type": "deep-fused"}
     assert not torch.equal(
         weights(fitted(backbone, talks, **deep))[name],

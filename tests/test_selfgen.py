@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,17 @@ def test_questions_differ_and_every_row_is_counted(
     )
     assert counts.duplicates > 0
     assert counts.unfinished > 0
+
+
+def test_the_last_batch_is_small_where_few_tokens_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    author, sizes = make_author(tokens=3000, batch_size=32), list[int]()
+    monkeypatch.setattr(author, "ask", lambda headers, _: sizes.append(len(headers)) or [])
+    for written in (0, 1500, 2900):
+        with suppress(ValueError):  # no question for these openings
+            Invented(author, OPENINGS, []).batch(0, Counts(answer_tokens=written))
+    assert sizes == [32, 23, 16]
 
 
 def test_what_is_written_can_be_read_for_training(tmp_path: Path) -> None:
@@ -267,7 +279,7 @@ def test_the_global_generators_are_put_back(tmp_path: Path) -> None:
 def test_a_model_that_asks_nothing_new_is_an_error(tmp_path: Path) -> None:
     author = make_author(tokens=10_000, question_top_k=1)
     with pytest.raises(
-        InvalidOption, match="none of the last 18 user turns could be used"
+        InvalidOption, match="none of the user turns of 3 batches could be used"
     ) as caught:
         invent(author, tmp_path / "a")
     assert "\n" not in str(caught.value)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec import hub
 from selfspec.cli import common, training
 from selfspec.cli.flags import Flag, merged, with_flags
 from selfspec.errors import InvalidOption
-from selfspec.training.options import CacheOptions
 
 if TYPE_CHECKING:
     from selfspec.heads import ExitHeads
@@ -67,20 +65,16 @@ def calibrate(
 
 def features(asked: dict[str, Any], base: training.Base, heads: ExitHeads) -> Selection:
     """Of the held-out text, as these heads read it."""
-    from selfspec.backbone import fingerprint
-    from selfspec.training.cache import CacheSource
     from selfspec.training.features import FeatureSpec
-    from selfspec.training.sources import StreamSource, whole
+    from selfspec.training.sources import whole
 
     needed = FeatureSpec(heads.config.exit_layers, heads.reads_deep, 1)
-    if "cache" in asked:
-        path = Path(asked["cache"])
-        source = CacheSource(path, fingerprint(base.backbone.unembedding.weight))
-        training.require_features(source.spec, needed)
-        return whole(source)
-    batch_tokens = CacheOptions().batch_tokens
-    texts = training.read(asked["data"], base, asked, batch_tokens, asked.get("max_tokens"))
-    return whole(StreamSource(base.backbone, needed, texts, batch_tokens, keep=True))
+    limit = asked.get("max_tokens")
+    if "cache" not in asked:
+        return training.streamed(asked["data"], base, needed, asked, limit)
+    source = training.cache_source(asked["cache"], base)
+    training.require_features(source.spec, needed)
+    return whole(source) if limit is None else whole(source).limited(limit)
 
 
 def described(found: Calibration) -> str:

@@ -78,7 +78,7 @@ def run(asked: dict[str, Any], options: DataOptions) -> Counts:
 
         def count(tokens: int) -> None:
             rates.generated += tokens
-            show(rates.written, max(rates.written, options.tokens or 0), rates.line())
+            show(rates.written, options.tokens, rates.line())
 
         source, reader = source_of(asked, options, base, openings, writer, count)
         try:

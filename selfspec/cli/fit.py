@@ -95,7 +95,8 @@ def prepared(asked: dict[str, Any], options: FitOptions, workplace: Path) -> Job
         train, held_out = _from_text(asked, base, options)
         data = Path(asked["data"]).name
     if "validation" in asked:
-        held_out = _streamed(asked["validation"], asked, base, options)
+        spec = fit.feature_spec(base.backbone, options, with_targets=True)
+        held_out = training.streamed(asked["validation"], base, spec, asked)
     return fit.Job(
         backbone=base.backbone,
         base_model=base.name,
@@ -111,12 +112,9 @@ def prepared(asked: dict[str, Any], options: FitOptions, workplace: Path) -> Job
 
 
 def _from_cache(asked: dict[str, Any], base: training.Base) -> tuple[Selection, Selection, str]:
-    from selfspec.backbone import fingerprint
-    from selfspec.training.cache import CacheSource
     from selfspec.training.sources import split, whole
 
-    source = CacheSource(Path(asked["cache"]), fingerprint(base.backbone.unembedding.weight))
-    source.check()
+    source = training.cache_source(asked["cache"], base)
     data: str = source.manifest["data"]
     train, held_out = (whole(source),) * 2 if "validation" in asked else split(source)
     if asked.get("max_tokens"):
@@ -144,16 +142,3 @@ def _from_text(
         whole(StreamSource(base.backbone, spec, talks, text.batch_tokens, keep=keep)),
         whole(StreamSource(base.backbone, measured, held_out, text.batch_tokens, keep=True)),
     )
-
-
-def _streamed(
-    path: str, asked: dict[str, Any], base: training.Base, options: FitOptions
-) -> Selection:
-    """Features to measure on, kept in memory: every epoch needs them."""
-    from selfspec.training import fit
-    from selfspec.training.sources import StreamSource, whole
-
-    batch_tokens = training.options_of(CacheOptions, asked).batch_tokens
-    talks = training.read(path, base, asked, batch_tokens)
-    spec = fit.feature_spec(base.backbone, options, with_targets=True)
-    return whole(StreamSource(base.backbone, spec, talks, batch_tokens, keep=True))

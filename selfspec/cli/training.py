@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from selfspec.cli.flags import Flag
 from selfspec.errors import InvalidOption
+from selfspec.training.options import CacheOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from selfspec.backbone import Backbone
+    from selfspec.training.cache import CacheSource
     from selfspec.training.data import Conversation
     from selfspec.training.features import FeatureSpec
     from selfspec.training.processes import Processes
+    from selfspec.training.sources import Selection
 
 Options = TypeVar("Options")
 
@@ -73,6 +76,31 @@ def read(
     )
 
 
+def cache_source(path: str, base: Base) -> CacheSource:
+    """The whole features that `selfspec cache` wrote for this model. Raises InvalidData."""
+    from selfspec.backbone import fingerprint
+    from selfspec.training.cache import CacheSource
+
+    source = CacheSource(Path(path), fingerprint(base.backbone.unembedding.weight))
+    source.check()
+    return source
+
+
+def streamed(
+    path: str,
+    base: Base,
+    spec: FeatureSpec,
+    asked: dict[str, Any],
+    max_tokens: int | None = None,
+) -> Selection:
+    """Features of a file's text, computed once and kept in memory."""
+    from selfspec.training.sources import StreamSource, whole
+
+    batch_tokens = options_of(CacheOptions, asked).batch_tokens
+    talks = read(path, base, asked, batch_tokens, max_tokens)
+    return whole(StreamSource(base.backbone, spec, talks, batch_tokens, keep=True))
+
+
 def options_of(kind: type[Options], asked: dict[str, Any]) -> Options:
     """The option dataclass `kind` from what was asked for."""
     names = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]  # a dataclass
@@ -99,8 +127,11 @@ def require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
 
 
 @contextmanager
-def progress_bar(name: str, unit: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on standard error; call it with what is done, the total, and words beside it."""
+def progress_bar(name: str, unit: str) -> Iterator[Callable[[int, int | None, str], None]]:
+    """A bar on standard error; call it with what is done, the total, and words beside it.
+
+    The total may be unknown, None.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
@@ -115,7 +146,7 @@ def progress_bar(name: str, unit: str) -> Iterator[Callable[[int, int, str], Non
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(name, total=None, words="")
 
-        def show(done: int, total: int, words: str = "") -> None:
+        def show(done: int, total: int | None, words: str = "") -> None:
             bar.update(task, completed=done, total=total, words=words)
 
         yield show

@@ -31,6 +31,9 @@ Record = dict[str, Any]
 
 _PATIENCE = 3  # batches in a row without a usable user turn: no more are to be expected
 
+_TALK_TOKENS, _FEWEST_TALKS = 64, 16
+"""The last batch is small where few tokens are missing: a conversation gives about a hundred."""
+
 
 class Source(Protocol):
     """Where batches of records come from."""
@@ -239,7 +242,7 @@ class Invented:
         options, rng = self._author.options, random.Random(seed)
         before = counts.conversations
         temperature = rng.uniform(*options.question_temperature)
-        openings = [self._opening(rng) for _ in range(options.batch_size)]
+        openings = [self._opening(rng) for _ in range(self._size(counts))]
         headers = [self._author.turns.header(text) for text in openings]
         written = self._author.ask(headers, temperature)
         questions = self._usable(openings, written, counts)
@@ -249,12 +252,20 @@ class Invented:
         self._idle = 0 if counts.conversations > before else self._idle + 1
         if self._idle == _PATIENCE:
             raise InvalidOption(
-                f"none of the last {_PATIENCE * options.batch_size} user turns could be used; in "
+                f"none of the user turns of {_PATIENCE} batches could be used; in "
                 f"all {counts.unfinished} looped or did not end, {counts.empty} were empty, "
                 f"{counts.duplicates} known. Raise --max-question-tokens, give other --openings, "
                 "or read user turns with --from and --regenerate"
             )
         return [record | {"seed": seed} for record in records]
+
+    def _size(self, counts: Counts) -> int:
+        """Conversations of the next batch."""
+        options = self._author.options
+        if options.tokens is None:
+            return options.batch_size
+        missing = options.tokens - counts.answer_tokens
+        return min(options.batch_size, max(_FEWEST_TALKS, missing // _TALK_TOKENS))
 
     def _opening(self, rng: random.Random) -> str:
         within = rng.random() < self._author.options.opening_share

@@ -22,9 +22,7 @@ from tests.models import FAMILIES, VOCAB_SIZE, make_model, random_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "kind", ["linear", "translator", "low-rank", "mlp", "deep-fused", "logit-lens"]
-)
+@pytest.mark.parametrize("kind", ["linear", "translator", "low-rank", "mlp", "logit-lens"])
 @torch.inference_mode()
 def test_untrained_heads_read_the_last_state_as_the_model_does(family: str, kind: str) -> None:
     backbone = Backbone(make_model(family), executor="generic")
@@ -33,6 +31,12 @@ def test_untrained_heads_read_the_last_state_as_the_model_does(family: str, kind
     found = heads[4](hidden)
     assert found.dtype == torch.float32
     assert torch.equal(found, backbone.logits(hidden))
+
+
+def test_an_untrained_deep_fused_head_foretells_nothing(
+    unembedding: Unembedding, hidden: Tensor
+) -> None:
+    assert not make_heads("deep-fused", unembedding)[2](hidden, hidden).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -111,10 +115,12 @@ def test_an_mlp_adds_a_hidden_layer_to_a_translator(
 ) -> None:
     head = train(make_heads("mlp", unembedding))[2]
     weights, normed = head.state_dict(), cast(nn.Module, head.norm)(hidden)
-    inner = nn.functional.silu(normed @ weights["inner.weight"].T + weights["inner.bias"])
+    inner = nn.functional.silu(
+        normed @ weights["change.inner.weight"].T + weights["change.inner.bias"]
+    )
     assert inner.shape[-1] == 7
-    moved = normed + normed @ weights["direct.weight"].T + weights["direct.bias"]
-    moved = moved + inner @ weights["outer.weight"].T + weights["outer.bias"]
+    moved = normed + normed @ weights["change.direct.weight"].T + weights["change.direct.bias"]
+    moved = moved + inner @ weights["change.outer.weight"].T + weights["change.outer.bias"]
     # float32; largest difference measured: 1.9e-6
     assert (head(hidden) - moved @ unembedding.weight.T).abs().max() < 1e-5
 
@@ -126,9 +132,11 @@ def test_a_deep_fused_head_is_an_mlp_over_both_states(
     deep = hidden.flip(-1)
     weights = head.state_dict()
     both = torch.cat([cast(nn.Module, head.norm)(hidden), deep], dim=-1)
-    inner = nn.functional.silu(both @ weights["inner.weight"].T + weights["inner.bias"])
-    moved = both[..., :32] + both @ weights["direct.weight"].T + weights["direct.bias"]
-    moved = moved + inner @ weights["outer.weight"].T + weights["outer.bias"]
+    inner = nn.functional.silu(
+        both @ weights["change.inner.weight"].T + weights["change.inner.bias"]
+    )
+    moved = both @ weights["change.direct.weight"].T + weights["change.direct.bias"]
+    moved = moved + inner @ weights["change.outer.weight"].T + weights["change.outer.bias"]
     # float32; largest difference measured: 1.9e-6
     assert (head.features(hidden, deep) - moved).abs().max() < 1e-5
     assert torch.equal(head(hidden), head(hidden, torch.zeros_like(deep)))
@@ -136,6 +144,13 @@ def test_a_deep_fused_head_is_an_mlp_over_both_states(
 
 
 # The unembedding is the model's
+
+
+def test_all_heads_of_a_model_share_the_rows_of_their_draft_vocabulary(
+    unembedding: Unembedding,
+) -> None:
+    heads = make_heads("low-rank-draft", unembedding)
+    assert heads[2]._shared[0] is heads[4]._shared[0]
 
 
 @pytest.mark.parametrize("kind", ["translator", "low-rank", "logit-lens"])
