@@ -13,9 +13,10 @@ import torch
 from selfspec.backbone import Backbone, fingerprint
 from selfspec.cli.calibrate import described
 from selfspec.config import SpeculationOptions
+from selfspec.costs import Costs, measure
 from selfspec.heads import ExitHeads, logit_lens
-from selfspec.training import calibrate, cost_model, records, reliability
-from selfspec.training.cost_model import Costs, Exits, best_setting, exits, expected
+from selfspec.training import calibrate, records, reliability
+from selfspec.training.cost_model import Exits, best_setting, exits, expected
 from selfspec.training.data import Conversation
 from selfspec.training.reliability import TEMPERATURES, Scores, calibration_error, threshold
 from tests.talks import make_talks
@@ -173,7 +174,7 @@ def test_a_wanted_precision_is_kept(backbone: Backbone, talks: list[Conversation
 
 def test_costs_are_medians_of_what_the_clock_says(backbone: Backbone) -> None:
     clock = itertools.count()
-    found = cost_model.measure(
+    found = measure(
         backbone,
         logit_lens(backbone.unembedding, backbone.num_layers, "tiny"),
         now=lambda: float(next(clock)),

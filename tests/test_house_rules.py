@@ -21,7 +21,7 @@ FLOORS = (
     ("executors",),
     ("backbone", "hooks"),
     ("hidden_cache",),
-    ("state", "probe"),
+    ("state", "probe", "costs"),
     ("drafters", "controllers", "acceptance"),
     ("decode",),
     ("request", "stream"),
