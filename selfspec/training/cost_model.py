@@ -71,9 +71,11 @@ def expected(
         seconds += reached * _drafting(costs, layers, found, rows=place + 1)
         difficult += reached * (1.0 - sum(found.at))
         reached *= sum(found.at)
-    verification = costs.logits[width] + costs.run(costs.num_layers, width + 1)
-    saved = difficult * costs.run(layers[-1], width + 1)  # a difficult token has come that far
-    return tokens, tokens * costs.plain_step() / (seconds + verification - saved)
+    deep = (1.0 - difficult) * costs.run(costs.num_layers, width + 1)
+    # a difficult token, and all before it, have come through the shallow layers already
+    deep += difficult * costs.run(costs.num_layers - layers[-1], width + 1)
+    verification = costs.logits[width] + costs.round + deep
+    return tokens, tokens * costs.plain_step() / (seconds + verification)
 
 
 def best_setting(
