@@ -100,6 +100,11 @@ class Backbone:
         return self._executor.min_rows
 
     @property
+    def executor_name(self) -> str:
+        """One of EXECUTORS, never auto."""
+        return "generic" if self._executor is self._generic else "packed"
+
+    @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, for hooks."""
         return self._decoder.layers  # type: ignore[no-any-return]  # untyped module attribute

@@ -1,7 +1,8 @@
 """Every option of the runtime and the one place of its default.
 
 Command-line flags, YAML keys and keyword arguments are derived from these dataclasses. A value
-given in several places is taken from: flag > YAML file > the heads' own defaults > here.
+given in several places is taken from: flag > YAML file > what was tuned for this machine > the
+heads' own defaults > here.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class ExitDrafter:
         if self._max_draft_tokens <= limit:
             limit, draft.ended = self._max_draft_tokens, "width"
         ids = state.ids
-        deep = self._known_deep(state)
+        deep = known_deep(self._heads, state)
         while len(draft.tokens) < limit:
             state.hidden.push(state.backbone.embed(ids[:, -1:]))
             found = self._first_exit(state, ids, deep, watch)
@@ -107,13 +107,6 @@ class ExitDrafter:
             deep = found.features
             ids = torch.cat([ids, ids.new_tensor([[found.token]])], dim=1)
         return draft
-
-    def _known_deep(self, state: DecodeState) -> Tensor | None:
-        """What heads read beside the hidden state of the newest token, [1, d]; None if nothing."""
-        if state.deep is None or not self._heads.reads_deep:
-            return None
-        normed: Tensor = state.backbone.unembedding.norm(state.deep)
-        return normed
 
     def _first_exit(
         self, state: DecodeState, ids: Tensor, deep: Tensor | None, watch: Stopwatch
@@ -153,3 +146,11 @@ class ExitDrafter:
             return int(self._sampler.scores(ids, logits).argmax(-1)), None
         probs = self._sampler.probs(ids, logits)
         return self._sampler.draw(probs), probs
+
+
+def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
+    """What heads read beside the hidden state of the newest token, [1, d]; None if nothing."""
+    if state.deep is None or not heads.reads_deep:
+        return None
+    normed: Tensor = state.backbone.unembedding.norm(state.deep)
+    return normed

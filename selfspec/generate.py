@@ -20,7 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import Unpack
 
-from selfspec import hub
+from selfspec import hub, tuned
 from selfspec.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
 from selfspec.backbone import Backbone, fingerprint
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check_keys
@@ -291,7 +291,7 @@ def wrap(
     if fitted is None:
         logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
     else:
-        base = base.updated(fitted.config.defaults)
+        base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
     return Speculator(backbone, tokenizer, fitted, label, base.updated(options))
 
 

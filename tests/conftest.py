@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec import hub
 from selfspec.backbone import Backbone
 from tests.models import make_model, random_ids
 from tests.watched import WatchedBackbone
@@ -19,6 +20,22 @@ from tests.watched import WatchedBackbone
 torch.set_num_threads(1)  # tiny products: a second thread only waits, for seconds on a busy machine
 
 TinyModel = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder of the tests' own: settings tuned on this machine must not decide a test.
+
+    De-quantised models are shared with it, because making one takes seconds.
+    """
+    models = hub.cache_folder() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    own = tmp_path_factory.mktemp("cache")
+    (own / "selfspec").mkdir()
+    (own / "selfspec" / "models").symlink_to(models)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(own))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ FLOORS = (
     ("state", "probe"),
     ("drafters", "controllers", "acceptance"),
     ("decode",),
-    ("request", "stream"),
+    ("request", "stream", "costs", "tuned"),
     ("session", "generate"),
     ("__init__",),
     ("training", "eval"),

@@ -43,9 +43,9 @@ def calibrate(
     folder = hub.resolve_heads(asked["heads"])
     base = training.load_base(asked)
     from selfspec.backbone import Backbone, fingerprint
+    from selfspec.costs import measure
     from selfspec.heads import ExitHeads
     from selfspec.training import calibrate as measuring
-    from selfspec.training.cost_model import measure
 
     unembedding = base.backbone.unembedding
     heads = ExitHeads.from_pretrained(

@@ -15,18 +15,20 @@ PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
 
 
 def env(*, as_json: common.AsJson = False) -> None:
-    """Show versions, device, threads, the default model and the cache folder."""
+    """Show versions, device, threads, the default model, and files in the cache folder."""
     facts = environment()
     if as_json:
         common.emit(json.dumps(facts) + "\n")
         return
     width = max(map(len, facts))
-    common.emit("".join(f"{name:<{width}}  {value}\n" for name, value in facts.items()))
+    common.emit("".join(f"{name:<{width}}  {_words(facts[name])}\n" for name in facts))
 
 
 def environment() -> dict[str, Any]:
     """Facts by name, ready for JSON."""
     import torch
+
+    from selfspec import tuned
 
     cuda = torch.cuda.is_available()
     return {
@@ -40,7 +42,13 @@ def environment() -> dict[str, Any]:
         "default_model": _default_model(),
         "default_heads": hub.DEFAULT_HEADS,
         "cache_folder": str(hub.cache_folder()),
+        "tuned": [str(file) for file in tuned.files()],
     }
+
+
+def _words(value: Any) -> Any:
+    """A list without brackets."""
+    return ", ".join(value) or "none" if isinstance(value, list) else value
 
 
 def _version(package: str) -> str | None:

@@ -13,7 +13,19 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli import cache, calibrate, chat, common, data, env, fit, generate, heads
+from selfspec.cli import (
+    cache,
+    calibrate,
+    chat,
+    common,
+    data,
+    env,
+    fit,
+    generate,
+    heads,
+    trace,
+    tune,
+)
 from selfspec.errors import SelfspecError
 
 app = typer.Typer(
@@ -29,6 +41,8 @@ app.command()(data.data)
 app.command()(cache.cache)
 app.command()(fit.fit)
 app.command()(calibrate.calibrate)
+app.command()(trace.trace)
+app.command()(tune.tune)
 app.add_typer(heads.app, name="heads")
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec.costs import Costs
 from selfspec.heads import ExitHeads
-from selfspec.training.cost_model import Costs, Exits, Setting, best_setting, exits
+from selfspec.training.cost_model import Exits, Setting, best_setting, exits
 from selfspec.training.measure import coverage
 from selfspec.training.reliability import Reliability, Scores, reliability, score, threshold
 from selfspec.training.sources import Selection

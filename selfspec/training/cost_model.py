@@ -8,43 +8,13 @@ heads that cost time, several exit layers, drafts that stop early. Called by `ca
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
-from selfspec.heads import ExitHeads
-from selfspec.kv_cache import KVCache
-
-_CONTEXT = 256
-_REPEATS = 15
-MAX_DRAFT_TOKENS = 7
-"""Longest draft considered: 8 rows are as many as a pinned pass has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Seconds, measured on this machine."""
-
-    num_layers: int
-    layers: tuple[float, ...]
-    """All L layers, for 1, 2, ... rows."""
-    logits: tuple[float, ...]
-    """The model's own head, for 1, 2, ... rows."""
-    head: float
-    """One exit head on one row, and the judge."""
-
-    def plain_step(self) -> float:
-        """One token without drafts."""
-        return self.layers[0] + self.logits[0]
-
-    def run(self, count: float, rows: int) -> float:
-        """`count` layers on `rows` rows."""
-        return self.layers[rows - 1] * count / self.num_layers
+from selfspec.costs import MAX_DRAFT_TOKENS, Costs
 
 
 @dataclass(frozen=True)
@@ -101,9 +71,11 @@ def expected(
         seconds += reached * _drafting(costs, layers, found, rows=place + 1)
         difficult += reached * (1.0 - sum(found.at))
         reached *= sum(found.at)
-    verification = costs.logits[width] + costs.run(costs.num_layers, width + 1)
-    saved = difficult * costs.run(layers[-1], width + 1)  # a difficult token has come that far
-    return tokens, tokens * costs.plain_step() / (seconds + verification - saved)
+    deep = (1.0 - difficult) * costs.run(costs.num_layers, width + 1)
+    # a difficult token, and all before it, have come through the shallow layers already
+    deep += difficult * costs.run(costs.num_layers - layers[-1], width + 1)
+    verification = costs.logits[width] + costs.round + deep
+    return tokens, tokens * costs.plain_step() / (seconds + verification)
 
 
 def best_setting(
@@ -130,50 +102,6 @@ def best_setting(
                         )
                     )
     return max(found, key=lambda setting: setting.speed_up)
-
-
-@torch.inference_mode()
-def measure(
-    backbone: Backbone, heads: ExitHeads, now: Callable[[], float] = time.perf_counter
-) -> Costs:
-    """Medians of 15 interleaved passes behind a context of 256 tokens."""
-    kv = KVCache(backbone.num_layers)
-    most = MAX_DRAFT_TOKENS + 1
-    block = torch.zeros(1, _CONTEXT, dtype=torch.int64, device=backbone.device)
-    hidden = backbone.embed(block)
-    last = _layers(backbone, hidden, kv)
-    head = heads[heads.config.exit_layers[0]]
-    deep = last[:, -1] if heads.reads_deep else None
-    seconds: dict[tuple[str, int], list[float]] = {}
-
-    def clocked(name: str, rows: int, work: Callable[[], object]) -> None:
-        start = now()
-        work()
-        if backbone.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.setdefault((name, rows), []).append(now() - start)
-
-    for _ in range(_REPEATS):
-        for rows in range(1, most + 1):
-            width = max(rows, backbone.min_rows)
-            part, ends = hidden[:, :width], last[:, :width]
-            clocked("layers", rows, lambda part=part: _layers(backbone, part, kv))  # type: ignore[misc]
-            kv.truncate(_CONTEXT)
-            clocked("logits", rows, lambda ends=ends: backbone.logits(ends))  # type: ignore[misc]
-        clocked("head", 1, lambda: head(last[:, -1], deep).softmax(-1).amax().item())
-    middle = {key: statistics.median(values) for key, values in seconds.items()}
-    return Costs(
-        num_layers=backbone.num_layers,
-        layers=tuple(middle["layers", rows] for rows in range(1, most + 1)),
-        logits=tuple(middle["logits", rows] for rows in range(1, most + 1)),
-        head=middle["head", 1],
-    )
-
-
-def _layers(backbone: Backbone, hidden: Tensor, kv: KVCache) -> Tensor:
-    start = kv.length(0)
-    positions = torch.arange(start, start + hidden.shape[1], device=hidden.device)[None]
-    return backbone.run(hidden, 0, backbone.num_layers, positions, kv)
 
 
 def _drafting(costs: Costs, layers: Sequence[int], found: Exits, rows: int) -> float:

@@ -1,0 +1,114 @@
+"""`selfspec tune`: the settings that suit this machine, found, kept and used from then on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfspec.cli import common, trace, training
+from selfspec.cli.flags import Flag, merged, option_flags, with_flags
+from selfspec.cli.settings import LOADING
+from selfspec.errors import HeadsNotFound
+from selfspec.eval.trace_options import RecordOptions, TuneOptions
+
+if TYPE_CHECKING:
+    from selfspec.eval.record import Record
+    from selfspec.eval.tune import Tuned
+    from selfspec.generate import Speculator
+
+QUESTIONS = 12
+"""Without --limit: two of each task, a few minutes for the default model."""
+
+FLAGS = (
+    Flag("record", str, "A record of these heads, from selfspec trace; instead of a suite."),
+    *trace.SUITE,
+    *LOADING,
+    *option_flags(RecordOptions),
+    *option_flags(TuneOptions),
+    Flag("dry_run", bool, "Report only."),
+    Flag("forget", bool, "Remove what was found for these heads on this machine."),
+)
+
+
+@with_flags(*FLAGS)
+def tune(
+    *, config: common.ConfigFile = None, as_json: common.AsJson = False, flags: dict[str, Any]
+) -> None:
+    """Find the settings that suit this machine; commands use them by themselves from then on.
+
+    Layers and heads are timed, so nothing else should run meanwhile. Then thousands of settings are
+    replayed on recorded prompts, and what is promised is measured on prompts held out.
+    """
+    asked = merged(config, flags, FLAGS)
+    options = training.options_of(TuneOptions, asked)
+    recording = training.options_of(RecordOptions, asked)
+    chosen = [] if "record" in asked else trace.questions(asked, QUESTIONS)
+    from selfspec import tuned
+    from selfspec.costs import measure
+    from selfspec.eval import tune as choosing
+
+    if "record" not in asked:
+        choosing.require_two(len(chosen))
+    speculator = trace.load(asked)
+
+    backbone, heads = speculator.backbone, speculator.heads
+    if heads is None:
+        raise HeadsNotFound("without exit heads there is nothing to tune. Give --heads")
+    if asked.get("forget", False):
+        forget(tuned.path(backbone, heads))
+        return
+    record = read(asked["record"], speculator) if "record" in asked else None
+    record = record or trace.made(speculator, chosen, recording)
+    costs = measure(
+        backbone, heads, rows=record.info.max_draft_tokens + 1, context=record.mean_context
+    )
+    with training.progress_bar("replay", "settings") as show:
+        found = choosing.tune(record, costs, options, show)
+    file = None
+    if not asked.get("dry_run", False):
+        known = {**asdict(found), "costs": asdict(costs)}
+        file = tuned.write(backbone, heads, found.options, known)
+    if as_json:
+        values = {**asdict(found), "costs": asdict(costs), "file": file and str(file)}
+        common.emit(json.dumps(values) + "\n")
+    else:
+        common.emit(described(found, file))
+
+
+def read(folder: str, speculator: Speculator) -> Record:
+    """A record of these very heads. Raises InvalidData, HeadsMismatch."""
+    from selfspec.eval.record import Record
+
+    record = Record.load(Path(folder))
+    if speculator.heads is not None:
+        record.require_heads(speculator.backbone, speculator.heads)
+    return record
+
+
+def forget(file: Path) -> None:
+    """Remove a file of settings, if it is there."""
+    if file.is_file():
+        file.unlink()
+        common.emit(f"removed {file}\n")
+    else:
+        common.emit("nothing was tuned for these heads on this machine\n")
+
+
+def described(found: Tuned, file: Path | None) -> str:
+    """For people."""
+    lines = [f"{found.settings:,} settings replayed on {found.prompts} prompts"]
+    if found.speculates:
+        options = found.options
+        lines += [
+            f"exit layers {options['exit_layers']}, thresholds {options['exit_threshold']}, "
+            f"alpha {options['anneal_strength']:g}, at most {options['max_draft_tokens']} draft "
+            "tokens",
+            f"{found.compression_rate:.2f} tokens per verification, worst prompt "
+            f"{found.worst:.2f} x",
+        ]
+    lines.append(found.sentence())
+    if file is not None:
+        lines.append(f"kept in {file}; selfspec tune --forget removes it")
+    return "\n".join(lines) + "\n"

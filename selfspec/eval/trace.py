@@ -1,0 +1,288 @@
+"""Plain decoding that looks around: prompts come in, a Record of what drafts would do goes out.
+
+Before each verification an Explorer runs the newest token to every exit layer, with the runtime's
+own pieces, and notes what the heads say. A real round does not know that a draft is wrong and goes
+on behind it, so the explorer goes there too. Called by `selfspec trace` and `selfspec tune`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selfspec.acceptance import GreedyMatch
+from selfspec.decode import rounds
+from selfspec.drafters import Draft, known_deep
+from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.eval.record import NONE, PromptInfo, Record, RecordInfo
+from selfspec.eval.suites import Question
+from selfspec.eval.trace_options import RecordOptions
+from selfspec.generate import Speculator
+from selfspec.heads import ExitHeads, check_exit_layers
+from selfspec.judge import ExitJudge
+from selfspec.state import DecodeState
+from selfspec.stats import Stopwatch
+from selfspec.text import Prompt
+from selfspec.tuned import conditions
+
+_FLOORS = {True: 0.01, False: 0.2}
+"""Lowest threshold to be replayed, for a single exit layer and for several."""
+
+
+class _Said(NamedTuple):
+    """What one exit layer says of the next token."""
+
+    token: int
+    confidence: list[float]
+    """By alpha."""
+    features: Tensor
+    """The head's, [1, d]."""
+
+
+@dataclass
+class Nodes:
+    """Nodes of all prompts so far, in the order in which they were entered."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    confidence: list[list[list[float]]] = field(default_factory=list)
+    children: list[list[int]] = field(default_factory=list)
+
+    def add(self, said: Sequence[_Said]) -> int:
+        """A node without children yet."""
+        self.tokens.append([entry.token for entry in said])
+        self.confidence.append([entry.confidence for entry in said])
+        self.children.append([NONE] * len(said))
+        return len(self.tokens) - 1
+
+
+class Reach(NamedTuple):
+    """How far branches are followed."""
+
+    drafts: int
+    """W_max of the widest setting to be replayed."""
+    threshold: float
+    """Its lowest tau."""
+
+
+class Explorer:
+    """A drafter that looks and proposes nothing, so that decoding stays plain.
+
+    A right draft leads to the next place's root: the same tokens have the same hidden states. Only
+    for heads that read deep states it does not: what they read there is what the head before them
+    computed, so all their drafts, right ones too, have nodes of their own, by exit layer.
+    """
+
+    def __init__(
+        self,
+        heads: ExitHeads,
+        judges: Sequence[ExitJudge],
+        reach: Reach,
+        nodes: Nodes,
+        answer: Sequence[int],
+        end_tokens: Collection[int],
+    ) -> None:
+        """`judges`: one per alpha. Nodes are added to `nodes`; `answer` is what will be decoded."""
+        self.roots: list[int] = []
+        """By place; the last token of an answer has none."""
+        self._heads = heads
+        self._judges = judges
+        self._reach = reach
+        self._nodes = nodes
+        self._answer = answer
+        self._end_tokens = frozenset(end_tokens)
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+        """No tokens; the state is left as it was found."""
+        place = len(self.roots)
+        room = min(limit, self._reach.drafts)
+        root = NONE
+        if room > 0:
+            right = None if self._heads.reads_deep else self._answer[place + 1]
+            deep = known_deep(self._heads, state)
+            root = self._look(state, self._answer[place], deep, room, right)
+            state.hidden.clear()
+        if place > 0 and not self._heads.reads_deep:
+            self._lead(self.roots[-1], self._answer[place], root)
+        self.roots.append(root)
+        return Draft()
+
+    def _lead(self, node: int, right: int, root: int) -> None:
+        """Lead the right drafts of the place before to this place's root."""
+        for column, token in enumerate(self._nodes.tokens[node]):
+            if token == right:
+                self._nodes.children[node][column] = root
+
+    def _look(
+        self, state: DecodeState, token: int, deep: Tensor | None, room: int, right: int | None
+    ) -> int:
+        """Note what follows `token`, and what follows that, for `room` drafts; returns the node.
+
+        Nothing is noted behind the draft `right`, behind an end token, or where no threshold that
+        can be replayed lets a draft leave.
+        """
+        held = state.kv.length(0)
+        said = self._ask(state, token, deep)
+        node = self._nodes.add(said)
+        found: dict[int, int] = {}
+        for column, (draft, confidence, features) in enumerate(said):
+            if room == 1 or draft == right or draft in self._end_tokens:
+                continue
+            if max(confidence) < self._reach.threshold:
+                continue
+            branch = column if self._heads.reads_deep else draft
+            if branch not in found:
+                found[branch] = self._look(state, draft, features, room - 1, None)
+            self._nodes.children[node][column] = found[branch]
+        state.kv.truncate(held)
+        return node
+
+    def _ask(self, state: DecodeState, token: int, deep: Tensor | None) -> list[_Said]:
+        """Run one token's row up to the deepest exit layer; what each says of the next token."""
+        state.hidden.clear()  # rows of other branches; their keys and values stay
+        state.hidden.push(state.backbone.embed(state.ids.new_tensor([[token]])))
+        said = []
+        for boundary, layer in enumerate(state.hidden.depths[1:-1]):
+            hidden = state.hidden.advance(boundary)[:, -1]
+            head = self._heads[layer]
+            features = head.features(hidden, deep)
+            logits = head.unembed(features)
+            sure = [judge.confidence(logits, layer).float() for judge in self._judges]
+            top = head.to_target_ids(logits.argmax(-1)).float()
+            *confidence, best = torch.cat([*sure, top]).tolist()  # one device read
+            said.append(_Said(int(best), confidence, features))
+        return said
+
+
+Show = Callable[[int, int, str], None]
+"""Called with prompts done, prompts in all, and words."""
+
+
+def record(
+    speculator: Speculator, questions: Sequence[Question], options: RecordOptions, show: Show
+) -> Record:
+    """Decode all turns of `questions` greedily and note what any setting would do there.
+
+    Raises HeadsNotFound without heads, InvalidOption for layers that they lack and for a model
+    whose own settings make greedy decoding more than the most likely token.
+    """
+    recorder = Recorder(speculator, options)
+    for done, question in enumerate(questions):
+        show(done, len(questions), question.id)
+        recorder.question(question)
+    show(len(questions), len(questions), f"{len(recorder.nodes.tokens)} nodes")
+    return recorder.record()
+
+
+class Recorder:
+    """Collects prompts into one Record."""
+
+    def __init__(self, speculator: Speculator, options: RecordOptions) -> None:
+        """Raises HeadsNotFound without heads, InvalidOption for exit layers that they lack."""
+        heads = speculator.heads
+        if heads is None:
+            raise HeadsNotFound("a record needs exit heads. Give --heads")
+        layers = options.exit_layers or heads.config.exit_layers
+        check_exit_layers(layers, heads.config.exit_layers)
+        self.nodes = Nodes()
+        self._speculator = speculator
+        self._heads = heads
+        floor = options.min_threshold or _FLOORS[len(layers) == 1]
+        self._options = options
+        self._reach = Reach(options.max_draft_tokens, floor)
+        self._layers = layers
+        self._judges = [
+            ExitJudge(
+                speculator.backbone.num_layers,
+                dict.fromkeys(layers, 1.0),
+                alpha,
+                {int(layer): value for layer, value in heads.config.temperatures.items()},
+            )
+            for alpha in options.anneal_strengths
+        ]
+        self._end_tokens: set[int] = set()
+        self._prompts: list[PromptInfo] = []
+        self._answers: list[int] = []
+        self._roots: list[int] = []
+
+    def question(self, question: Question) -> None:
+        """All turns of a question; each sees the plain answers to those before it."""
+        messages: list[dict[str, str]] = []
+        for number, turn in enumerate(question.turns, start=1):
+            messages.append({"role": "user", "content": turn})
+            answer = self.prompt(messages, question.id, question.task, number)
+            messages.append({"role": "assistant", "content": answer})
+
+    def prompt(self, prompt: Prompt, name: str, task: str, turn: int) -> str:
+        """One prompt; returns the answer's text."""
+        speculator = self._speculator
+        asked: Any = {"max_new_tokens": self._options.max_new_tokens, "do_sample": False}
+        request, speculation, _ = speculator.request(prompt, asked)
+        request.require_one()
+        if not request.sampler.is_plain_greedy or request.stop.criteria is not None:
+            names = [type(p).__name__ for p in request.sampler.processors] or ["stopping criteria"]
+            raise InvalidOption(
+                f"the model's generation_config asks for {', '.join(names)}, which cannot be "
+                "replayed. Leave it out there"
+            )
+        plain = speculator.generate(prompt, **asked, speculate=False)
+        looking = replace(
+            speculation,
+            speculate=True,
+            exit_layers=self._layers,
+            exit_threshold=1.0,
+            max_draft_depth=None,
+        )
+        state = speculator.state(request, looking, 0)
+        start = state.length
+        answer, ends = plain.token_ids, request.stop.end_tokens
+        explorer = Explorer(self._heads, self._judges, self._reach, self.nodes, answer, ends)
+        for _ in rounds(state, explorer, GreedyMatch(request.sampler), request.stop, Stopwatch()):
+            pass
+        self._answers += answer
+        self._roots += [*explorer.roots, NONE]
+        self._end_tokens |= set(ends)
+        self._prompts.append(
+            PromptInfo(
+                id=name,
+                task=task,
+                turn=turn,
+                prompt_tokens=start - state.pad,
+                new_tokens=len(answer),
+                max_new_tokens=request.stop.max_length - start,
+            )
+        )
+        return plain.text
+
+    def record(self) -> Record:
+        """Everything so far."""
+        backbone, options = self._speculator.backbone, self._options
+        known = conditions(backbone, self._heads)
+        shape = len(self.nodes.tokens), len(self._layers)
+        return Record(
+            info=RecordInfo(
+                base_model=self._speculator.label,
+                base=known["base"],
+                heads=known["heads"],
+                dtype=known["dtype"],
+                executor=known["executor"],
+                num_layers=backbone.num_layers,
+                exit_layers=tuple(self._layers),
+                anneal_strengths=tuple(options.anneal_strengths),
+                min_threshold=self._reach.threshold,
+                max_draft_tokens=self._reach.drafts,
+                end_tokens=tuple(sorted(self._end_tokens)),
+            ),
+            prompts=tuple(self._prompts),
+            answers=np.array(self._answers, np.int32),
+            roots=np.array(self._roots, np.int32),
+            tokens=np.array(self.nodes.tokens, np.int32).reshape(shape),
+            confidence=np.array(self.nodes.confidence, np.float32).reshape(
+                *shape, len(options.anneal_strengths)
+            ),
+            children=np.array(self.nodes.children, np.int32).reshape(shape),
+        )

@@ -1,0 +1,76 @@
+"""Measured costs: medians by an injected clock, and what they say of a pass."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from selfspec.backbone import Backbone
+from selfspec.costs import MAX_DRAFT_TOKENS, Costs, measure
+from selfspec.heads import ExitHeads, logit_lens
+from tests.heads.kinds import make_heads
+
+COSTS = Costs(
+    num_layers=10,
+    layers=(1.0, 1.5),
+    start=(0.2, 0.5),
+    logits=(0.1, 0.2),
+    head=0.01,
+    round=0.05,
+)
+
+
+def test_a_plain_step_is_layers_logits_and_bookkeeping() -> None:
+    assert COSTS.plain_step() == pytest.approx(1.15)
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "seconds"), [(10, 1, 1.0), (10, 2, 1.5), (5, 1, 0.6), (1, 2, 0.6), (0, 2, 0)]
+)
+def test_a_pass_has_a_start_and_layers_that_all_cost_the_same(
+    count: int, rows: int, seconds: float
+) -> None:
+    assert COSTS.run(count, rows) == pytest.approx(seconds)
+
+
+@pytest.fixture
+def heads(backbone: Backbone) -> ExitHeads:
+    return logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
+
+
+def test_a_clock_that_ticks_once_a_part_makes_all_parts_alike(
+    backbone: Backbone, heads: ExitHeads
+) -> None:
+    clock = itertools.count()
+    found = measure(backbone, heads, now=lambda: float(next(clock)))
+    ones = (1.0,) * (MAX_DRAFT_TOKENS + 1)
+    # a pass of few layers takes as long as one of all: everything is its start; a round takes less
+    # than the layers and the logits that it is made of: nothing is left for itself
+    assert found == Costs(num_layers=6, layers=ones, start=ones, logits=ones, head=1.0, round=0.0)
+
+
+def laps(seconds: Callable[[int], float]) -> Iterator[float]:
+    """Clock readings in pairs; lap n takes `seconds(n)`."""
+    time = 0.0
+    for lap in itertools.count():
+        yield time
+        time += seconds(lap)
+        yield time
+
+
+def test_one_slow_moment_does_not_show(backbone: Backbone, heads: ExitHeads) -> None:
+    clock = laps(lambda lap: 100.0 if lap in (3, 20, 31) else 2.0)
+    found = measure(backbone, heads, now=lambda: next(clock))
+    assert {*found.layers, *found.start, *found.logits, found.head} == {2.0}
+
+
+def test_heads_that_read_deep_states_are_measured_too(backbone: Backbone) -> None:
+    heads = make_heads("deep-fused", backbone.unembedding, exit_layers=(0, 2))
+    found = measure(backbone, heads, context=20)
+    assert found.head > 0.0
+    assert len(found.layers) == len(found.start) == len(found.logits) == MAX_DRAFT_TOKENS + 1
+    assert all(
+        0.0 <= start <= whole for start, whole in zip(found.start, found.layers, strict=True)
+    )

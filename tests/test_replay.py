@@ -1,0 +1,167 @@
+"""Replay from a record alone gives the rounds of real runs, every field of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import selfspec
+from selfspec.config import SpeculationOptions
+from selfspec.decode import rounds as decode_rounds
+from selfspec.errors import InvalidOption
+from selfspec.eval import replay
+from selfspec.eval.record import Record
+from selfspec.eval.totals import totals
+from selfspec.eval.trace import Recorder
+from selfspec.eval.trace_options import RecordOptions
+from selfspec.generate import Speculator, acceptance_rule
+from selfspec.stats import Round, Stopwatch
+from selfspec.text import Prompt
+from tests.models import random_ids
+from tests.records import KINDS, NEW_TOKENS, OPTIONS, PROMPTS, recorded
+from tests.test_default_model import pytestmark as default_model
+
+SETTINGS = 50
+
+
+def random_setting(record: Record, seed: int) -> SpeculationOptions:
+    """Layers, thresholds, alpha, D_max, W_max by chance; half of the thresholds are one for all."""
+    dice, info = random.Random(seed), record.info
+    fitted, floor = info.exit_layers, info.min_threshold
+    layers = tuple(sorted(dice.sample(fitted, dice.randint(1, len(fitted)))))
+    taus = [max(dice.uniform(floor, 1.0) ** 2, floor) for _ in layers]
+    return SpeculationOptions(
+        exit_layers=layers,
+        exit_threshold=tuple(taus) if dice.random() < 0.5 else taus[0],
+        anneal_strength=dice.choice(info.anneal_strengths),
+        max_draft_depth=dice.choice([None, *layers]),
+        max_draft_tokens=dice.randint(1, info.max_draft_tokens),
+    )
+
+
+def real_rounds(
+    speculator: Speculator, prompt: Prompt, new_tokens: int, options: SpeculationOptions
+) -> list[Round]:
+    """What the runtime does."""
+    request, _, _ = speculator.request(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
+    state = speculator.state(request, options, 0)
+    drafter = speculator._drafter(request.sampler, request.stop.end_tokens, options)
+    rule = acceptance_rule(request.sampler, options)
+    return list(decode_rounds(state, drafter, rule, request.stop, Stopwatch()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_settings_replay_as_they_run(kind: str) -> None:
+    record, speculator = recorded(kind)
+    drafted = ended = 0
+    for seed in range(SETTINGS):
+        options = random_setting(record, seed)
+        prompt = seed % len(PROMPTS)
+        expected = real_rounds(speculator, random_ids(5, prompt), NEW_TOKENS, options)
+        found = replay.rounds(record, prompt, options)
+        assert found == expected, options
+        drafted += sum(len(entry.draft_tokens) for entry in found)
+        ended += sum(0 < entry.accepted < len(entry.draft_tokens) for entry in found)
+    assert drafted > SETTINGS
+    assert ended > 0  # drafting went on behind a wrong draft, and behind a right one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_record_holds_what_plain_decoding_writes(kind: str) -> None:
+    record, speculator = recorded(kind)
+    for prompt in PROMPTS:
+        places = record.places(prompt)
+        plain = speculator.generate(
+            random_ids(5, prompt), max_new_tokens=NEW_TOKENS, speculate=False
+        )
+        assert record.answers[places.start : places.stop].tolist() == plain.token_ids
+    lengths = [entry.new_tokens for entry in record.prompts]
+    assert min(lengths) < NEW_TOKENS == max(lengths)  # some ended by themselves
+
+
+def counted(entries: list[Round], judged: int, widest: int) -> dict[str, list[int]]:
+    """What totals count, from rounds."""
+    later = entries[1:]
+    passes = [run for entry in later for run in entry.passes]
+    return {
+        "rounds": [len(later)],
+        "tokens": [sum(len(entry.tokens) for entry in later)],
+        "drafted": [sum(len(entry.draft_tokens) for entry in later)],
+        "accepted": [sum(entry.accepted for entry in later)],
+        "judged": [judged],
+        "passes": [sum(rows == r for rows, _, _ in passes) for r in range(1, widest + 1)],
+        "layers": [
+            sum(last - first for rows, first, last in passes if rows == r)
+            for r in range(1, widest + 1)
+        ],
+        "verified": [
+            sum(len(entry.draft_tokens) + 1 == r for entry in later) for r in range(1, widest + 1)
+        ],
+    }
+
+
+def heads_asked(entries: list[Round], setting: replay.Setting) -> int:
+    """Each draft asks the layers up to its own, a difficult token all of them."""
+    drafts = sum(setting.layers.index(layer) + 1 for e in entries for layer in e.exit_layers)
+    return drafts + sum(entry.ended == "depth" for entry in entries) * len(setting.layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_totals_of_many_settings_equal_counted_rounds(kind: str) -> None:
+    record, _ = recorded(kind)
+    settings = [random_setting(record, seed) for seed in range(SETTINGS)]
+    # neighbours that differ in width are replayed together, in any order
+    settings += [replace(settings[0], max_draft_tokens=width) for width in (3, 1, 4)]
+    found = totals(record, settings)
+    assert found.widest == OPTIONS.max_draft_tokens + 1
+    for index, options in enumerate(settings):
+        for prompt in PROMPTS:
+            entries = replay.rounds(record, prompt, options)
+            judged = heads_asked(entries, replay.Setting.of(record, options))
+            for name, expected in counted(entries, judged, found.widest).items():
+                value = np.atleast_1d(getattr(found, name)[index, prompt]).tolist()
+                assert value == expected, (name, options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"exit_threshold": 0.1}, "exit_threshold 0.1 lies below 0.15"),
+        ({"anneal_strength": 0.3}, "anneal_strength 0.3 was not recorded, only [0.0, 0.5, 2.0]"),
+        ({"max_draft_tokens": 5}, "max_draft_tokens 5, recorded were 4"),
+        ({"exit_layers": (2,)}, "exit layer 2 is not among [1, 3, 5]"),
+        ({"exit_threshold": (0.5, 0.6)}, "2 exit thresholds for 3 exit layers"),
+        ({"max_draft_depth": 4}, "exit layer 4 is not among [1, 3, 5]"),
+    ],
+)
+def test_what_was_not_recorded_is_refused(changes: dict[str, object], reason: str) -> None:
+    record, _ = recorded("translator")
+    options = replace(SpeculationOptions(anneal_strength=0.5, max_draft_tokens=4), **changes)  # type: ignore[arg-type]  # options by name
+    with pytest.raises(InvalidOption) as caught:
+        replay.rounds(record, 0, options)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        pytest.param(name, marks=default_model)
+        for name in ("smollm2-135m-instruct", "smollm2-135m-instruct-deep")
+    ],
+)
+def test_the_default_model_replays_as_it_runs(heads: str) -> None:
+    """In bfloat16, from packed weights: rows round alike, however many run together."""
+    prompt, new_tokens = "Translate into French: The train leaves at nine.", 12
+    speculator = selfspec.load(heads=heads)
+    recorder = Recorder(
+        speculator, RecordOptions(max_new_tokens=new_tokens, max_draft_tokens=3, min_threshold=0.25)
+    )
+    recorder.prompt(prompt, "train", "translation", 1)
+    record = recorder.record()
+    for seed in range(6):
+        options = random_setting(record, seed)
+        found = replay.rounds(record, 0, options)
+        assert found == real_rounds(speculator, prompt, new_tokens, options), options

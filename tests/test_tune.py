@@ -1,0 +1,184 @@
+"""Choosing a setting: hand-worked scores and folds, forecasts from a record, what is promised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from selfspec.config import SpeculationOptions
+from selfspec.costs import Costs
+from selfspec.errors import InvalidOption
+from selfspec.eval import replay
+from selfspec.eval.record import NONE, Record
+from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
+from selfspec.eval.trace_options import TuneOptions
+from selfspec.eval.tune import (
+    candidates,
+    cross_validated,
+    folds,
+    score,
+    thresholds,
+    tune,
+)
+from tests.records import FLOOR, OPTIONS, recorded
+
+ROWS = OPTIONS.max_draft_tokens + 1
+COSTS = Costs(
+    num_layers=6,
+    layers=tuple(1.0 + 0.1 * row for row in range(ROWS)),
+    start=(0.1,) * ROWS,
+    logits=tuple(0.3 + 0.01 * row for row in range(ROWS)),
+    head=0.05,
+    round=0.02,
+)
+"""Rows are cheap and heads cheaper: drafting pays."""
+
+PLAIN = np.array([10.0, 20.0, 30.0, 40.0])
+SECONDS = np.array(
+    [
+        [10.0, 20.0, 30.0, 40.0],
+        [5.0, 10.0, 60.0, 20.0],  # 95 in all, one prompt twice as slow
+        [9.0, 18.0, 27.0, 37.0],  # 91 in all
+        [20.0, 20.0, 20.0, 20.0],  # 80 in all, one prompt twice as slow
+    ]
+)
+
+
+def unseen(done: int, total: int, words: str) -> None:
+    """No progress bar."""
+
+
+def test_speed_is_the_ratio_of_total_seconds() -> None:
+    assert score(SECONDS, PLAIN, "speed") == pytest.approx([1.0, 100 / 95, 100 / 91, 100 / 80])
+
+
+def test_latency_is_the_fifth_percentile_of_the_prompts() -> None:
+    # of four prompts it lies 15 % of the way from the worst to the second worst
+    found = score(SECONDS, PLAIN, "latency")
+    assert found[1] == pytest.approx(0.5 + 0.15 * (2.0 - 0.5))
+    assert found[2] == pytest.approx(40 / 37 + 0.15 * (10 / 9 - 40 / 37))
+    assert found.argmax() == 2  # speed would take the last
+
+
+def test_each_part_is_judged_by_what_suits_the_others() -> None:
+    parts = np.array([0, 0, 1, 1])
+    # best on the last two is row 3: 40 seconds; best on the first two is row 1: 15
+    held_out = cross_validated(SECONDS, PLAIN, parts, "speed")
+    assert held_out.tolist() == [20.0, 20.0, 60.0, 20.0]
+
+
+def ids(record: Record, *names: str) -> Record:
+    """The record with other names of its prompts."""
+    prompts = tuple(replace(p, id=name) for p, name in zip(record.prompts, names, strict=True))
+    return Record(**{**vars(record), "prompts": prompts})
+
+
+def test_turns_of_a_question_are_held_out_together() -> None:
+    record = recorded("translator").record
+    assert folds(ids(record, "a", "b", "b", "c"), 2).tolist() == [0, 1, 1, 0]
+    assert folds(ids(record, "a", "b", "c", "d"), 4).tolist() == [0, 1, 2, 3]
+    assert folds(ids(record, "a", "a", "b", "b"), 4).tolist() == [0, 0, 1, 1]
+    with pytest.raises(InvalidOption, match="one question cannot be held out"):
+        folds(ids(record, "a", "a", "a", "a"), 4)
+
+
+def test_thresholds_are_quantiles_of_what_was_recorded_and_never_below_the_floor() -> None:
+    record = recorded("translator").record
+    found = thresholds(record, 5, 0)
+    assert found == sorted({round(tau, 3) for tau in found})  # as people would write them
+    assert found[0] == FLOOR
+    sure = record.confidence[record.roots[record.roots != NONE], 2, 0]
+    exits = [(sure >= tau).mean() for tau in found]
+    assert exits[0] == (sure >= FLOOR).mean()
+    assert 0.0 < exits[-1] < 0.2
+
+
+def test_every_candidate_can_be_replayed_and_widths_are_neighbours() -> None:
+    record = recorded("translator").record
+    found = candidates(record, 2)
+    assert len(found) == len(set(found)) > 1000
+    assert {len(setting.exit_layers or ()) for setting in found} == {1, 2}
+    assert [setting.max_draft_tokens for setting in found[:8]] == [1, 2, 3, 4, 1, 2, 3, 4]
+    for setting in found[:: len(found) // 50]:
+        replay.Setting.of(record, setting)
+    assert len(candidates(record, 1)) < len(found) < len(candidates(record, 3))
+
+
+def test_predicted_seconds_add_up_the_parts_of_all_rounds() -> None:
+    record = recorded("deep-fused").record
+    setting = SpeculationOptions(
+        exit_layers=(0, 5), exit_threshold=0.3, anneal_strength=0.5, max_draft_tokens=3
+    )
+    found = predicted_seconds(totals(record, [setting]), COSTS)
+    for prompt in range(len(record.prompts)):
+        expected = 0.0
+        for entry in replay.rounds(record, prompt, setting)[1:]:
+            expected += COSTS.round + COSTS.logits[len(entry.draft_tokens)]
+            expected += sum(COSTS.run(last - first, rows) for rows, first, last in entry.passes)
+            asked = sum((0, 5).index(layer) + 1 for layer in entry.exit_layers)
+            expected += COSTS.head * (asked + 2 * (entry.ended == "depth"))
+        assert found[0, prompt] == pytest.approx(expected)
+
+
+def test_plain_decoding_takes_a_step_for_every_token_but_the_first() -> None:
+    record = recorded("translator").record
+    steps = [prompt.new_tokens - 1 for prompt in record.prompts]
+    assert plain_seconds(record, COSTS) == pytest.approx([n * COSTS.plain_step() for n in steps])
+
+
+def test_no_setting_is_faster_on_the_prompts_it_was_chosen_on() -> None:
+    record = recorded("translator").record
+    found = tune(record, COSTS, TuneOptions(), unseen)
+    assert found.speculates
+    settings = candidates(record, 2)
+    seconds = predicted_seconds(totals(record, settings), COSTS).sum(-1)
+    best = plain_seconds(record, COSTS).sum() / seconds.min()
+    assert found.speed_up_in_sample == pytest.approx(best)
+    assert found.speed_up <= found.speed_up_in_sample
+    assert found.worst <= found.percentile_5
+    assert (found.settings, found.prompts) == (len(settings), 4)
+    chosen = SpeculationOptions().updated(found.options)
+    assert chosen in settings
+    counts = totals(record, [chosen])
+    rate = counts.tokens.sum() / counts.rounds.sum()
+    assert found.compression_rate == pytest.approx(rate)
+    assert f"expect {found.speed_up:.2f} x plain decoding" in found.sentence()
+
+
+def test_dear_heads_switch_drafting_off() -> None:
+    record = recorded("translator").record
+    found = tune(record, replace(COSTS, head=5.0), TuneOptions(), unseen)
+    assert found.options == {"speculate": False}
+    assert found.sentence().startswith("plain decoding is faster here")
+
+
+def test_latency_chooses_another_setting_than_speed() -> None:
+    record = recorded("translator").record
+    speed = tune(record, COSTS, TuneOptions(), unseen)
+    latency = tune(record, COSTS, TuneOptions(objective="latency"), unseen)
+    assert latency.objective == "latency"
+    assert latency.options != speed.options
+
+
+def test_progress_reaches_the_end() -> None:
+    record = recorded("deep-fused-0").record
+    seen: list[tuple[int, int]] = []
+    found = tune(record, COSTS, TuneOptions(), lambda done, total, _: seen.append((done, total)))
+    assert seen[0] == (0, found.settings)
+    assert seen[-1] == (found.settings, found.settings)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"objective": "fast"}, "objective is 'fast', expected one of speed, latency"),
+        ({"max_exit_layers": 0}, "max_exit_layers is 0"),
+        ({"folds": 1}, "folds is 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(values: dict[str, object], reason: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        TuneOptions(**values)  # type: ignore[arg-type]  # wrong on purpose
+    assert reason in str(caught.value)

@@ -1,0 +1,158 @@
+"""Settings kept for this machine: who they hold for, what wins over them, what is ignored."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from selfspec import tuned
+from selfspec.backbone import Backbone
+from selfspec.generate import Speculator, wrap
+from selfspec.heads import ExitHeads
+from tests.heads.kinds import make_heads, train
+from tests.models import make_model
+
+OPTIONS: dict[str, Any] = {
+    "speculate": True,
+    "exit_layers": [4],
+    "exit_threshold": [0.25],
+    "anneal_strength": 0.5,
+    "max_draft_tokens": 3,
+}
+DEFAULTS: dict[str, Any] = {"exit_layers": [2], "exit_threshold": [0.8], "lenience": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "selfspec" / "tuned"
+
+
+@pytest.fixture
+def heads(backbone: Backbone) -> ExitHeads:
+    return make_heads("translator", backbone.unembedding, defaults=DEFAULTS)
+
+
+@pytest.fixture
+def kept(backbone: Backbone, heads: ExitHeads) -> Path:
+    return tuned.write(backbone, heads, OPTIONS, {"speed_up": 1.2})
+
+
+def wrapped(model: PreTrainedModel, heads: ExitHeads, **options: Any) -> Speculator:
+    return wrap(model, heads=heads, **options)
+
+
+def test_without_a_file_the_heads_defaults_hold(model: PreTrainedModel, heads: ExitHeads) -> None:
+    assert wrapped(model, heads).options.exit_layers == (2,)
+
+
+def test_what_was_tuned_wins_over_the_heads_and_what_is_asked_for_wins_over_both(
+    model: PreTrainedModel, heads: ExitHeads, kept: Path
+) -> None:
+    options = wrapped(model, heads).options
+    assert (options.exit_layers, options.thresholds) == ((4,), (0.25,))
+    assert (options.anneal_strength, options.max_draft_tokens) == (0.5, 3)
+    asked = wrapped(model, heads, max_draft_tokens=5).options
+    assert (asked.exit_layers, asked.max_draft_tokens) == ((4,), 5)
+
+
+def test_where_drafting_does_not_pay_it_is_off_until_asked_for(
+    model: PreTrainedModel, backbone: Backbone, heads: ExitHeads
+) -> None:
+    tuned.write(backbone, heads, {"speculate": False}, {})
+    assert not wrapped(model, heads).options.speculate
+    assert wrapped(model, heads, speculate=True).options.exit_layers == (2,)
+
+
+def test_the_log_says_which_file_is_used(
+    model: PreTrainedModel, heads: ExitHeads, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "selfspec.tuned"):
+        wrapped(model, heads)
+    assert caplog.messages == [f"settings tuned for this machine, from {kept}"]
+
+
+def test_a_file_says_what_it_holds_for(backbone: Backbone, heads: ExitHeads, kept: Path) -> None:
+    values = json.loads(kept.read_text())
+    assert values["conditions"] == tuned.conditions(backbone, heads)
+    assert values["found"] == {"speed_up": 1.2}
+    assert values["conditions"]["dtype"] == "float32"
+    assert values["conditions"]["threads"] == torch.get_num_threads()
+    assert tuned.files() == [kept]
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]  # nothing half-written
+
+
+def test_another_model_dtype_number_of_threads_or_head_has_another_file(
+    backbone: Backbone, heads: ExitHeads, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [
+        (backbone, train(make_heads("translator", backbone.unembedding))),
+        (backbone, make_heads("translator", backbone.unembedding, temperatures={"2": 1.5})),
+        (backbone, make_heads("translator", backbone.unembedding, exit_layers=(2, 5))),
+        (backbone, make_heads("linear", backbone.unembedding)),
+        (Backbone(make_model("llama", torch.bfloat16)), heads),
+        (Backbone(make_model("llama"), executor="generic"), heads),
+        (backbone, make_heads("translator", backbone.unembedding, base_fingerprint="other")),
+    ]
+    files = {tuned.path(*other) for other in others}
+    monkeypatch.setattr(tuned, "processor", lambda device: "another one")
+    files.add(tuned.path(backbone, heads))
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept.parents[2]))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    files.add(tuned.path(backbone, heads))
+    assert len(files) == len(others) + 2
+    assert kept not in files
+
+
+def test_defaults_of_the_heads_do_not_change_the_file(backbone: Backbone, kept: Path) -> None:
+    other = make_heads("translator", backbone.unembedding, defaults={"max_draft_tokens": 2})
+    assert tuned.path(backbone, other) == kept
+
+
+def test_a_processor_has_a_name() -> None:
+    assert tuned.processor(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "list indices"),
+        ("{}", "format_version"),
+        ('{"format_version": 2}', "format version 2, not 1"),
+        ('{"format_version": 1}', "options"),
+        ({"lenience": 0.5}, "unknown option 'lenience'"),  # would change the output
+        ({"pinned": True}, "unknown option 'pinned'"),
+        ({"exit_layers": [3]}, "exit layer 3 is not among [2, 4]"),
+        ({"exit_layers": [2], "exit_threshold": [0.5, 0.6]}, "2 thresholds for 1 exit layers"),
+        ({"max_draft_tokens": 0}, "max_draft_tokens is 0"),
+        ({"max_draft_tokens": "x"}, "not supported between"),
+    ],
+    ids=str,
+)
+def test_a_broken_file_is_named_in_one_line_and_ignored(
+    content: str | dict[str, Any],
+    reason: str,
+    model: PreTrainedModel,
+    heads: ExitHeads,
+    kept: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if isinstance(content, dict):
+        content = json.dumps({"format_version": 1, "options": content})
+    kept.write_text(content)
+    options = wrapped(model, heads).options
+    assert (options.exit_layers, options.lenience, options.pinned) == ((2,), 1.0, False)
+    (line,) = caplog.messages
+    assert line.startswith(f"ignored {kept}: ")
+    assert reason in line
+    assert "\n" not in line
+    assert line.endswith("Run selfspec tune again, or with --forget")
