@@ -94,10 +94,15 @@ def test_the_model_is_as_before_after_an_error_within_an_early_exit(
 ) -> None:
     model: Any = speculator.model
     config = model.generation_config
-    with pytest.raises(ZeroDivisionError), endless(speculator):
-        model.config.num_hidden_layers = 1
-        model.generation_config.num_assistant_tokens = 99
-        1 / 0  # noqa: B018  # the error is the point
+
+    def break_off() -> None:
+        with endless(speculator):
+            model.config.num_hidden_layers = 1
+            model.generation_config.num_assistant_tokens = 99
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_off()
     assert model.generation_config is config
     assert config.num_assistant_tokens != 99
     assert speculator.backbone.num_layers == 6

@@ -53,12 +53,19 @@ def load_suite(
     over the suite, so that all its groups stay represented. Raises InvalidOption for an unknown
     suite, InvalidData for a file that cannot be used.
     """
-    if limit is not None and limit < 1:
-        raise InvalidOption(f"limit is {limit}, expected at least 1")
-    found = list(_questions(_file(name, questions)))
-    if limit is None or limit >= len(found):
-        return found
-    return [found[index * len(found) // limit] for index in range(limit)]
+    return spread(list(_questions(_file(name, questions))), limit)
+
+
+def spread(questions: Sequence[Question], count: int | None) -> list[Question]:
+    """So many of the questions, as far apart as they go; all without a count.
+
+    Raises InvalidOption for a count below 1.
+    """
+    if count is not None and count < 1:
+        raise InvalidOption(f"limit is {count}, expected at least 1")
+    if count is None or count >= len(questions):
+        return list(questions)
+    return [questions[index * len(questions) // count] for index in range(count)]
 
 
 def groups(questions: Sequence[Question]) -> list[str]:
