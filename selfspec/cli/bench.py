@@ -133,7 +133,8 @@ def record(
         "device": str(backbone.device),
         "executor": asked.get("executor", "auto"),
         "rows_per_pass_at_least": backbone.min_rows,
-        "heads": None if heads is None else heads.config.head_type,
+        "heads": Path(asked["heads"]).name if "heads" in asked else "default",
+        "head_type": None if heads is None else heads.config.head_type,
         "exit_layers": None if heads is None else heads.config.exit_layers,
     }
     ids = {

@@ -13,7 +13,19 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli import bench, cache, calibrate, chat, common, data, env, fit, generate, heads
+from selfspec.cli import (
+    bench,
+    cache,
+    calibrate,
+    chat,
+    common,
+    data,
+    env,
+    fit,
+    generate,
+    heads,
+    report,
+)
 from selfspec.errors import SelfspecError
 
 app = typer.Typer(
@@ -30,6 +42,7 @@ app.command()(cache.cache)
 app.command()(fit.fit)
 app.command()(calibrate.calibrate)
 app.command()(bench.bench)
+app.command()(report.report)
 app.add_typer(heads.app, name="heads")
 
 

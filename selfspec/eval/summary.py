@@ -29,6 +29,7 @@ def summarise(answers: Sequence[Answer], labels: Sequence[str], seed: int = 0) -
     return {
         "questions": len({answer.id for answer in measured}),
         "answers": len(measured),
+        "answers_without_loops": len(straight),
         "new_tokens": sum(answer.new_tokens for answer in measured),
         "loop_share": {
             task: share([answer.repeated > metrics.LOOPING for answer in group])
