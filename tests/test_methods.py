@@ -116,9 +116,11 @@ def test_an_unknown_method_is_answered_with_the_nearest(speculator: Speculator) 
 def test_methods_with_drafts_need_heads() -> None:
     bare = wrap(make_model("llama"))
     assert candidates(bare, ["plain", "hugging-face", "prompt-lookup"])
-    for name in ("speculation", "fixed-exit", "no-depth-bound"):
+    for name in ("speculation", "fixed-exit", "no-depth-bound", "no-width-bound"):
         with pytest.raises(HeadsNotFound):
             candidates(bare, [name])
+    with pytest.raises(HeadsNotFound):
+        swept(bare, [{"exit_threshold": 0.5}])
 
 
 # --- ablations

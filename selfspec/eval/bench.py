@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.errors import InvalidOption, SelfspecError
-from selfspec.eval import answers
-from selfspec.eval.answers import Answer, Run
+from selfspec.eval.answers import Answer, Run, append, drop_unfinished, read
 from selfspec.eval.methods import Contender, Written, endless
 from selfspec.eval.metrics import repeated_share
 from selfspec.eval.options import BenchOptions
@@ -57,15 +56,15 @@ class Bench:
 
         What the file holds already is not measured again.
         """
-        answers.drop_unfinished(path)
-        found = {answer.key: answer for answer in answers.read(path)}
+        drop_unfinished(path)
+        found = {answer.key: answer for answer in read(path)}
         if any(not self._finished(question, found) for question in questions):
             self._warm_up(contenders)
         for number, question in enumerate(questions):
             advance(number, len(questions), question.id)
             if not self._finished(question, found):
                 for answer in self.answers(question, contenders, found):
-                    answers.append(path, answer)
+                    append(path, answer)
                     found[answer.key] = answer
         advance(len(questions), len(questions), "")
         return list(found.values())

@@ -96,8 +96,10 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
 def swept(speculator: Speculator, settings: Sequence[Setting]) -> list[Contender]:
     """Speculation with some options moved, all others at their values.
 
-    Raises InvalidOption for a value that the heads do not allow.
+    Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any.
     """
+    if settings:
+        _fitted(speculator)
     return [_contender(speculator, "speculation", setting) for setting in settings]
 
 
@@ -136,8 +138,8 @@ def endless(speculator: Speculator) -> Iterator[None]:
 
 
 def _contender(speculator: Speculator, name: str, setting: Setting) -> Contender:
-    if METHODS[name].decode is _own and setting.get("speculate", True):
-        _in_use(speculator, setting)
+    if METHODS[name].decode is _own:  # what would fail on every prompt is raised here
+        speculator.stream([0], max_new_tokens=1, do_sample=False, **setting).close()
     words = ", ".join(f"{key}={_word(value)}" for key, value in setting.items())
     return Contender(label=f"{name}({words})", method=name, setting=setting)
 
@@ -197,8 +199,15 @@ def _fitted(speculator: Speculator) -> tuple[int, ...]:
     return _in_use(speculator, everything)
 
 
+def _speculation(speculator: Speculator) -> list[Setting]:
+    """SpecBound as the heads' own defaults, or the options given, have it."""
+    _fitted(speculator)
+    return [{}]
+
+
 def _no_annealing(speculator: Speculator) -> list[Setting]:
     """SpecBound without ACT's temperatures: alpha = 0; the thresholds stay."""
+    _fitted(speculator)
     return [{"anneal_strength": 0.0}] if speculator.options.anneal_strength else []
 
 
@@ -219,8 +228,9 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
     return [{"max_draft_depth": None, "exit_layers": fitted, "exit_threshold": thresholds}]
 
 
-def _no_width_bound(speculator: Speculator) -> list[Setting]:  # noqa: ARG001  # a grid's signature
+def _no_width_bound(speculator: Speculator) -> list[Setting]:
     """SpecBound without W_max: a round drafts until a token is difficult."""
+    _fitted(speculator)
     return [{"max_draft_tokens": NO_BOUND}]
 
 
@@ -284,7 +294,7 @@ METHODS = {
     "speculation": Method(
         source="SpecBound on our runtime, with the settings of the heads",
         decode=_own,
-        settings=lambda _: [{}],
+        settings=_speculation,
     ),
     "no-annealing": Method(
         source="speculation without annealing: alpha = 0 (Figure 4 of SpecBound)",

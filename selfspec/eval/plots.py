@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from selfspec.eval.summary import ALL, BASES, OVERALL
+from selfspec.eval.suites import OVERALL
+from selfspec.eval.summary import ALL, BASES
 
 Summary = Mapping[str, Any]
 

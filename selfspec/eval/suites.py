@@ -21,6 +21,9 @@ SUITES = (SIX_TASKS, SPEC_BENCH)
 TASKS = ("math", "chat", "QA", "RAG", "summary", "translation")
 """The six groups of Spec-Bench, in the order of our tables."""
 
+OVERALL = "overall"
+"""What tables call all groups together."""
+
 _CATEGORIES = {
     "math_reasoning": "math",
     "qa": "QA",
@@ -139,7 +142,10 @@ def _task(record: dict[str, Any]) -> str:
     """The group: the file's own word, or that of a Spec-Bench category."""
     if category := _word(record, "category"):
         return _CATEGORIES.get(category, "chat")
-    return _word(record, "task") or "prompts"
+    task = _word(record, "task") or "prompts"
+    if task == OVERALL:
+        raise InvalidData(f"has the task {OVERALL}, which stands for all of them")
+    return task
 
 
 def _word(record: dict[str, Any], *names: str) -> str | None:

@@ -13,9 +13,8 @@ from typing import Any
 
 from selfspec.eval import metrics
 from selfspec.eval.answers import Answer, Run, failures
-from selfspec.eval.suites import TASKS
+from selfspec.eval.suites import OVERALL, TASKS
 
-OVERALL = "overall"
 BASES = ("plain", "hugging-face")
 """What speed-ups are over, where they were measured."""
 

@@ -10,7 +10,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from selfspec.eval.summary import ALL, BASES, OVERALL, WITHOUT_LOOPS
+from selfspec.eval.suites import OVERALL
+from selfspec.eval.summary import ALL, BASES, WITHOUT_LOOPS
 
 Summary = Mapping[str, Any]
 
