@@ -138,3 +138,11 @@ def test_a_sweep_is_read_as_settings() -> None:
 def test_a_broken_sweep_says_what_is_expected(text: str) -> None:
     with pytest.raises(InvalidOption, match="expected"):
         swept_values(text)
+
+
+def test_help_says_how_a_list_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--methods TEXT[,TEXT..] Some of hugging-face, plain, speculation" in words
+    assert "--exit-threshold X[,X..]" in words
+    assert "--exit-layers N[,N..]" in words

@@ -12,7 +12,7 @@ import pytest
 
 from selfspec.cli.main import main
 from selfspec.errors import InvalidData
-from selfspec.eval import plots, report, results
+from selfspec.eval import plots, report, results, tables
 from selfspec.eval.answers import Answer, Run
 from selfspec.eval.results import Results
 from selfspec.eval.summary import summarise
@@ -55,7 +55,7 @@ def summary() -> dict[str, Any]:
     answers = [
         Answer(id=name, task="math", turn=1, repeat=1, new_tokens=4, runs=runs) for name in "ab"
     ]
-    return {"methods": {label: described(label) for label in LABELS}, **summarise(answers, LABELS)}
+    return summarise(answers, {label: described(label) for label in LABELS})
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_the_report_holds_every_table_and_picture(run: Results, tmp_path: Path) 
     assert re.findall(r"^## (.*)", markdown, re.MULTILINE) == ["first", "second"]
     assert re.findall(r"\]\((.*?)\)", markdown) == pictures
     assert "chosen on 1 questions that are not among those reported: x." in markdown
-    for table in report.every_table(run):
+    for table in tables.tables(run.summary):
         assert f"### {table.title}" in markdown or not table.rows
 
 

@@ -15,7 +15,15 @@ from selfspec.eval import answers, tables
 from selfspec.eval.answers import Answer, Run
 from selfspec.eval.summary import by_task, seconds_by_prompt, summarise
 
-LABELS = ["plain", "fast"]
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {"method": "plain", "source": "by hand", "setting": {}, "chosen_from": []},
+    "fast": {
+        "method": "fast",
+        "source": "by hand",
+        "setting": {"speed": 2, "exit_layers": [4, 20]},
+        "chosen_from": ["fast(speed=1)", "fast(speed=2)"],
+    },
+}
 
 
 def run(seconds: float, *arrivals: tuple[int, float], **values: Any) -> Run:
@@ -52,7 +60,7 @@ ANSWERS = [
 
 @pytest.fixture
 def summary() -> dict[str, Any]:
-    return summarise(ANSWERS, LABELS)
+    return summarise(ANSWERS, METHODS)
 
 
 def test_a_speed_up_sums_the_turns_of_a_question(summary: dict[str, Any]) -> None:
@@ -103,7 +111,7 @@ def test_latency(summary: dict[str, Any]) -> None:
 def test_a_failed_run_is_left_out_for_both_and_reported() -> None:
     broken = answer("q4", runs={"plain": PLAIN, "fast": Run(error="ValueError: no")})
     unmeasured = Answer(id="q5", task="QA", turn=1, repeat=1, error="too long")
-    found = summarise([*ANSWERS, broken, unmeasured], LABELS)
+    found = summarise([*ANSWERS, broken, unmeasured], METHODS)
     assert found["all"]["overall"]["fast"]["over_plain"]["prompts"] == 3
     assert found["all"]["overall"]["plain"]["over_plain"]["prompts"] == 4
     assert found["failures"] == ["q4, turn 1, fast: ValueError: no", "q5, turn 1: too long"]
@@ -113,7 +121,7 @@ def test_a_failed_run_is_left_out_for_both_and_reported() -> None:
 
 def test_outputs_that_differ_from_plain_decoding_are_counted() -> None:
     odd = answer("q4", runs={"plain": PLAIN, "fast": Run(seconds=1.0, arrivals=[(4, 1.0)])})
-    assert summarise([*ANSWERS, odd], LABELS)["unequal"] == {"plain": 0, "fast": 1}
+    assert summarise([*ANSWERS, odd], METHODS)["unequal"] == {"plain": 0, "fast": 1}
 
 
 def test_groups_keep_spec_benchs_order_and_end_with_all() -> None:
@@ -123,9 +131,11 @@ def test_groups_keep_spec_benchs_order_and_end_with_all() -> None:
 
 
 def test_nothing_measured_gives_empty_tables() -> None:
-    summary = summarise([Answer(id="q", task="QA", turn=1, repeat=1, error="too long")], LABELS)
+    summary = summarise([Answer(id="q", task="QA", turn=1, repeat=1, error="too long")], METHODS)
     assert summary["all"] == {}
-    assert all(not table.rows or table.rows == [[]] for table in tables.tables(summary))
+    rows = {table.title: table.rows for table in tables.tables(summary)}
+    assert len(rows.pop("Methods")) == 2
+    assert not any(cell for lines in rows.values() for line in lines for cell in line)
 
 
 # --- tables
@@ -140,6 +150,14 @@ def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> N
     text = tables.markdown(table).splitlines()
     assert text[0].startswith("## Tokens per verification (CR) and speed-up (SD) over plain")
     assert text[2].count("|") == text[3].count("|") == text[4].count("|") == 9
+
+
+def test_settings_and_what_they_were_chosen_from_are_in_the_last_table(
+    summary: dict[str, Any],
+) -> None:
+    plain, fast = tables.tables(summary)[-1].rows
+    assert plain == ["plain", "by hand", "", ""]
+    assert fast[2:] == ["speed=2, exit_layers=[4, 20]", "fast(speed=1), fast(speed=2)"]
 
 
 def test_a_bar_in_a_name_does_not_end_a_cell() -> None:

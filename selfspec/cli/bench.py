@@ -108,8 +108,7 @@ def measured(
     methods = [*chosen(grid, tuning).values(), *moved]
     with training.progress_bar("bench", "questions") as show:
         answers = runner.measure(reported, methods, folder / ANSWERS, show)
-    figures = summarise(answers, [entry.label for entry in methods], runner.options.seed)
-    return {"methods": described(methods, grid), **figures}
+    return summarise(answers, described(methods, grid), runner.options.seed)
 
 
 def record(

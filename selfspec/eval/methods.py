@@ -128,18 +128,20 @@ def endless(speculator: Speculator) -> Iterator[None]:
     the number of layers, which an error would leave behind.
     """
     model: Any = speculator.model
-    config, layers = model.generation_config, model.config.num_hidden_layers
-    model.generation_config = copy.deepcopy(config)
+    config: Any = speculator.backbone.config
+    before, layers = model.generation_config, config.num_hidden_layers
+    model.generation_config = copy.deepcopy(before)
     model.generation_config.eos_token_id = None
     try:
         yield
     finally:
-        model.generation_config, model.config.num_hidden_layers = config, layers
+        model.generation_config, config.num_hidden_layers = before, layers
 
 
 def _contender(speculator: Speculator, name: str, setting: Setting) -> Contender:
     if METHODS[name].decode is _own:  # what would fail on every prompt is raised here
-        speculator.stream([0], max_new_tokens=1, do_sample=False, **setting).close()
+        options = {"speculate": True, **setting}
+        speculator.stream([0], max_new_tokens=1, do_sample=False, **options).close()
     words = ", ".join(f"{key}={_word(value)}" for key, value in setting.items())
     return Contender(label=f"{name}({words})", method=name, setting=setting)
 

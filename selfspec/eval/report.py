@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,31 +59,13 @@ def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
     """Write pictures, `report.md` and `report.html` to `folder`; returns the last two."""
     folder.mkdir(parents=True, exist_ok=True)
     sections = [
-        Section(run.name, described(run), every_table(run), pictures(run, folder, number))
+        Section(run.name, described(run), tables.tables(run.summary), pictures(run, folder, number))
         for number, run in enumerate(runs, start=1)
     ]
     pages = folder / "report.md", folder / "report.html"
     replace(pages[0], as_markdown(sections))
     replace(pages[1], as_html(sections))
     return pages
-
-
-def every_table(run: Results) -> list[Table]:
-    """What was compared, then all figures."""
-    methods = Table(
-        "Methods",
-        ["method", "what it is", "setting", "chosen from"],
-        [
-            [
-                label,
-                entry["source"],
-                json.dumps(entry["setting"]) if entry["setting"] else "",
-                ", ".join(entry["chosen_from"]),
-            ]
-            for label, entry in run.summary["methods"].items()
-        ],
-    )
-    return [methods, *tables.tables(run.summary)]
 
 
 def described(run: Results) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from selfspec.eval import metrics
@@ -21,11 +21,15 @@ BASES = ("plain", "hugging-face")
 ALL, WITHOUT_LOOPS = "all", "without_loops"
 
 
-def summarise(answers: Sequence[Answer], labels: Sequence[str], seed: int = 0) -> dict[str, Any]:
-    """All figures of the methods `labels`; `seed` is the bootstrap's."""
+def summarise(
+    answers: Sequence[Answer], methods: Mapping[str, Mapping[str, Any]], seed: int = 0
+) -> dict[str, Any]:
+    """All figures of `methods`, which are described by label; `seed` is the bootstrap's."""
+    labels = list(methods)
     measured = [answer for answer in answers if answer.error is None]
     straight = [answer for answer in measured if answer.repeated <= metrics.LOOPING]
     return {
+        "methods": methods,
         "questions": len({answer.id for answer in measured}),
         "answers": len(measured),
         "answers_without_loops": len(straight),

@@ -38,6 +38,7 @@ def tables(summary: Summary) -> list[Table]:
         latency_table(summary),
         parts_table(summary),
         loop_table(summary),
+        methods_table(summary),
     ]
 
 
@@ -138,6 +139,18 @@ def loop_table(summary: Summary) -> Table:
     )
 
 
+def methods_table(summary: Summary) -> Table:
+    """What was compared, with which settings."""
+    return Table(
+        "Methods",
+        ["method", "what it is", "setting", "the fastest of"],
+        [
+            [label, entry["source"], _setting(entry["setting"]), ", ".join(entry["chosen_from"])]
+            for label, entry in summary["methods"].items()
+        ],
+    )
+
+
 def markdown(table: Table) -> str:
     """With its title as a heading."""
     lines = [table.header, ["---"] * len(table.header), *table.rows]
@@ -160,6 +173,10 @@ def as_csv(summary: Summary) -> str:
                 cells = [(found[base] or {}).get(name) for base in over for name in gains]
                 writer.writerow([group, task, label, *(found[name] for name in names), *cells])
     return text.getvalue()
+
+
+def _setting(setting: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in setting.items())
 
 
 def _has(summary: Summary, base: str) -> bool:
