@@ -135,6 +135,21 @@ def test_an_answer_is_as_long_as_plain_decodings_with_its_end_token(
         assert run.equal
 
 
+def test_an_end_token_within_an_answer_does_not_shorten_it(
+    bench: Bench, contenders: list[Contender]
+) -> None:
+    """A method whose text parts from plain decoding's may meet one earlier."""
+    model: Any = bench.speculator.model
+    ids = encode(bench.speculator.tokenizer, "a b c")
+    expected = bench.speculator.generate(ids, max_new_tokens=COUNT, speculate=False).token_ids
+    model.generation_config.eos_token_id = expected[2]
+    try:
+        runs = [bench.run(contender, ids, expected) for contender in contenders]
+    finally:
+        model.generation_config.eos_token_id = None
+    assert [run.error for run in runs] == [None] * len(NAMES)
+
+
 def test_the_second_turn_follows_plain_decodings_answer(
     bench: Bench,
     contenders: list[Contender],
@@ -210,7 +225,9 @@ def test_a_prompt_that_cannot_be_run_is_recorded_once_and_others_go_on(
     assert [answer.key for answer in found] == [("long", 1, 1), ("one", 1, 1)]
     assert found[0].error
     assert found[0].runs == {}
+    before = path.read_text()
     assert bench.measure([endless, QUESTIONS[0]], contenders, path, quiet) == found
+    assert path.read_text() == before
 
 
 def test_an_interrupted_run_goes_on_with_what_is_missing(

@@ -55,7 +55,7 @@ class Method:
     decode: Decode
     settings: Callable[[Speculator], Sequence[Setting]]
     """The grid from which the fastest is chosen, on other prompts than those reported. One entry:
-    nothing to choose. None: here the method would be `speculation` itself."""
+    nothing to choose. Empty: here the method would be `speculation` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
