@@ -40,6 +40,8 @@ class Stream:
         streamer: BaseStreamer | None = None,
     ) -> None:
         """`entries` from `decode.rounds`, timed by `watch`; `streamer` hears of each token."""
+        self.rounds: list[Round] = []
+        """So far, the prompt's pass first."""
         self._entries = entries
         self._stats = stats
         self._watch = watch
@@ -81,6 +83,7 @@ class Stream:
         text = TextDecoder(self._tokenizer)
         try:
             for entry in self._entries:
+                self.rounds.append(entry)
                 self._stats.add(entry)
                 for token in entry.tokens:
                     self._tokens.append(token)

@@ -217,6 +217,13 @@ def test_a_streamer_hears_the_end_after_an_error_too(speculator: Speculator) -> 
     assert listener.ended == 1
 
 
+def test_a_stream_keeps_its_rounds_the_prompts_first(speculator: Speculator) -> None:
+    stream = speculator.stream(random_ids(13), max_new_tokens=9)
+    answer = stream.drain()
+    assert [entry.prefill for entry in stream.rounds] == [True] + [False] * answer.stats.rounds
+    assert [t for entry in stream.rounds for t in entry.tokens] == answer.token_ids
+
+
 def test_plain_decoding_is_the_same_text_without_drafts(speculator: Speculator) -> None:
     ids = random_ids(13)
     expected = speculator.generate(ids, max_new_tokens=9)

@@ -39,6 +39,8 @@ GUIDE_COMMANDS = [
     if "selfspec " in line
 ]
 
+BENCH_COMMANDS = [line for line in README.splitlines() if line.startswith("selfspec bench")]
+
 
 def run(command: list[str]) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -75,8 +77,12 @@ def test_the_training_guide_shows_commands() -> None:
     assert len(GUIDE_COMMANDS) >= 6
 
 
-@pytest.mark.parametrize("command", GUIDE_COMMANDS)
-def test_commands_of_the_training_guide_are_understood(
+def test_readme_shows_how_to_measure() -> None:
+    assert len(BENCH_COMMANDS) >= 4
+
+
+@pytest.mark.parametrize("command", GUIDE_COMMANDS + BENCH_COMMANDS)
+def test_commands_that_take_long_are_understood(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They would run for hours: this stops behind the flags, at the first thing that is missing."""

@@ -79,6 +79,7 @@ def test_groups_come_in_the_order_of_the_tables() -> None:
         ('{"prompt": 3}', "has a turn that is no text"),
         ('{"prompt": "b", "id": "1"}', "has the id 1 of an earlier line"),
         ('{"prompt": "b", "id": [1]}', "has id [1], expected text or a whole number"),
+        ('{"prompt": "b", "task": "overall"}', "has the task overall, which stands for all"),
         ('{"prompt": "b", "reference": 3}', "has a reference that is no text"),
     ],
 )

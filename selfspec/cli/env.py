@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from importlib import metadata
 from typing import Any
@@ -26,9 +27,20 @@ def env(*, as_json: common.AsJson = False) -> None:
 
 def environment() -> dict[str, Any]:
     """Facts by name, ready for JSON."""
-    import torch
-
     from selfspec import tuned
+
+    return {
+        **machine(),
+        "default_model": _default_model(),
+        "default_heads": hub.DEFAULT_HEADS,
+        "cache_folder": str(hub.cache_folder()),
+        "tuned": [str(file) for file in tuned.files()],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What a measured figure depends on."""
+    import torch
 
     cuda = torch.cuda.is_available()
     return {
@@ -36,13 +48,10 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "cuda": torch.version.cuda if cuda else None,
-        "default_model": _default_model(),
-        "default_heads": hub.DEFAULT_HEADS,
-        "cache_folder": str(hub.cache_folder()),
-        "tuned": [str(file) for file in tuned.files()],
     }
 
 

@@ -48,9 +48,10 @@ class Flag:
         names = [self.long_name, *self.aliases]
         if self.hint is bool:
             names[0] += f"/--no-{names[0][2:]}"
-        many = any(get_origin(member) is tuple for member in members(self.hint))
+        many = [member for member in members(self.hint) if get_origin(member) is tuple]
         annotation = str if many else members(self.hint)[0]
-        metavar = "N[,N..]" if many else _METAVARS.get(annotation)
+        metavar = _METAVARS.get(get_args(many[0])[0] if many else annotation)
+        metavar = f"{metavar}[,{metavar}..]" if many else metavar
         option = typer.Option(*names, help=self.help, metavar=metavar)
         return inspect.Parameter(
             self.name,

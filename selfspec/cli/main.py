@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli import (
+    bench,
     cache,
     calibrate,
     chat,
@@ -23,6 +24,7 @@ from selfspec.cli import (
     fit,
     generate,
     heads,
+    report,
     trace,
     tune,
 )
@@ -43,6 +45,8 @@ app.command()(fit.fit)
 app.command()(calibrate.calibrate)
 app.command()(trace.trace)
 app.command()(tune.tune)
+app.command()(bench.bench)
+app.command()(report.report)
 app.add_typer(heads.app, name="heads")
 
 

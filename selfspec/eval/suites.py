@@ -21,6 +21,9 @@ SUITES = (SIX_TASKS, SPEC_BENCH)
 TASKS = ("math", "chat", "QA", "RAG", "summary", "translation")
 """The six groups of Spec-Bench, in the order of our tables."""
 
+OVERALL = "overall"
+"""What tables call all groups together."""
+
 _CATEGORIES = {
     "math_reasoning": "math",
     "qa": "QA",
@@ -53,12 +56,19 @@ def load_suite(
     over the suite, so that all its groups stay represented. Raises InvalidOption for an unknown
     suite, InvalidData for a file that cannot be used.
     """
-    if limit is not None and limit < 1:
-        raise InvalidOption(f"limit is {limit}, expected at least 1")
-    found = list(_questions(_file(name, questions)))
-    if limit is None or limit >= len(found):
-        return found
-    return [found[index * len(found) // limit] for index in range(limit)]
+    return spread(list(_questions(_file(name, questions))), limit)
+
+
+def spread(questions: Sequence[Question], count: int | None) -> list[Question]:
+    """So many of the questions, as far apart as they go; all without a count.
+
+    Raises InvalidOption for a count below 1.
+    """
+    if count is not None and count < 1:
+        raise InvalidOption(f"limit is {count}, expected at least 1")
+    if count is None or count >= len(questions):
+        return list(questions)
+    return [questions[index * len(questions) // count] for index in range(count)]
 
 
 def groups(questions: Sequence[Question]) -> list[str]:
@@ -132,7 +142,10 @@ def _task(record: dict[str, Any]) -> str:
     """The group: the file's own word, or that of a Spec-Bench category."""
     if category := _word(record, "category"):
         return _CATEGORIES.get(category, "chat")
-    return _word(record, "task") or "prompts"
+    task = _word(record, "task") or "prompts"
+    if task == OVERALL:
+        raise InvalidData(f"has the task {OVERALL}, which stands for all of them")
+    return task
 
 
 def _word(record: dict[str, Any], *names: str) -> str | None:

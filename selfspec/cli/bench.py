@@ -1,0 +1,151 @@
+"""`selfspec bench`: methods and prompts in, a folder of measured results out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from selfspec.cli import common, env, training
+from selfspec.cli.flags import Flag, merged, option_flags, typed, with_flags
+from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
+from selfspec.config import check_keys
+from selfspec.errors import InvalidOption
+from selfspec.eval.methods import METHODS
+from selfspec.eval.options import BenchOptions
+
+if TYPE_CHECKING:
+    from selfspec.eval.bench import Bench
+    from selfspec.eval.methods import Contender
+    from selfspec.eval.suites import Question
+    from selfspec.generate import Speculator
+
+DEFAULT_METHODS = ("hugging-face", "plain", "speculation")
+
+FLAGS = (
+    Flag("output", str, "Folder to write the results to. Required."),
+    Flag("methods", tuple[str, ...], f"Some of {', '.join(METHODS)}. Built in: the first three."),
+    Flag("sweep", list[str], "Also speculation with OPTION=VALUE,VALUE,..; repeatable."),
+    Flag("overwrite", bool, "Start over where the output holds results."),
+    Flag("resume", bool, "Go on where an interrupted run of the same options stopped."),
+    *option_flags(BenchOptions),
+    *LOADING,
+    *SPECULATION,
+)
+
+
+@with_flags(*FLAGS)
+def bench(
+    *, config: common.ConfigFile = None, as_json: common.AsJson = False, flags: dict[str, Any]
+) -> None:
+    """Measure methods side by side: the same prompts, the same tokens, in random order.
+
+    Nothing else should run on the machine meanwhile. Exit code 1 where a method failed.
+    """
+    asked = merged(config, flags, FLAGS)
+    training.require(asked, "output")
+    options = training.options_of(BenchOptions, asked)
+    names = asked.get("methods", DEFAULT_METHODS)
+    check_keys(names, METHODS, "method")
+    sweep = [values for text in asked.get("sweep", []) for values in swept_values(text)]
+    from selfspec.eval import results
+    from selfspec.eval.suites import load_suite
+
+    folder, resume = Path(asked["output"]), asked.get("resume", False)
+    results.check_free(folder, overwrite=asked.get("overwrite", False), resume=resume)
+    suite = load_suite(options.suite, Path(options.questions) if options.questions else None)
+    speculator = common.load(Settings(picked(asked, LOADING), picked(asked, SPECULATION)))
+    from selfspec.eval import bench as measuring
+    from selfspec.eval.methods import candidates, swept
+
+    grid, moved = candidates(speculator, names), swept(speculator, sweep)
+    tuning = any(len(entries) > 1 for entries in grid.values())
+    questions = measuring.parted(suite, options, tuning=tuning)
+    results.begin(folder, record(asked, options, speculator, questions), resume=resume)
+    runner = measuring.Bench(speculator=speculator, options=options)
+    summary = measured(runner, grid, moved, questions, folder)
+    text = results.write(folder, summary)
+    common.emit(json.dumps(summary) + "\n" if as_json else text)
+    for line in summary["failures"]:
+        common.note(f"failed: {line}")
+    if summary["failures"]:
+        raise typer.Exit(1)
+
+
+def swept_values(text: str) -> list[dict[str, Any]]:
+    """`exit_threshold=0.1,0.3` as one setting per value, typed. Raises InvalidOption."""
+    name, equals, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    hints = {flag.name: flag.hint for flag in SPECULATION}
+    if not equals:
+        raise InvalidOption(f"sweep is {text!r}, expected OPTION=VALUE,VALUE,..")
+    check_keys([name], hints, "option to sweep")
+    return [{name: typed(name, value.strip(), hints[name])} for value in values.split(",")]
+
+
+def measured(
+    runner: Bench,
+    grid: dict[str, list[Contender]],
+    moved: list[Contender],
+    questions: tuple[list[Question], list[Question]],
+    folder: Path,
+) -> dict[str, Any]:
+    """Choose settings, measure, sum up."""
+    from selfspec.eval.answers import ANSWERS, TUNING
+    from selfspec.eval.bench import chosen
+    from selfspec.eval.methods import described
+    from selfspec.eval.summary import summarise
+
+    reported, others = questions
+    tuning = []
+    if others:
+        tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
+        with training.progress_bar("settings", "questions") as show:
+            tuning = runner.measure(others, tried, folder / TUNING, show)
+    methods = [*chosen(grid, tuning).values(), *moved]
+    with training.progress_bar("bench", "questions") as show:
+        answers = runner.measure(reported, methods, folder / ANSWERS, show)
+    return summarise(answers, described(methods, grid), runner.options.seed)
+
+
+def record(
+    asked: dict[str, Any],
+    options: BenchOptions,
+    speculator: Speculator,
+    questions: tuple[list[Question], list[Question]],
+) -> dict[str, dict[str, Any]]:
+    """All that the figures depend on, ready for YAML. Files are named without their folder."""
+    files = ("suite", "questions", "tune_on")
+    run = {
+        "methods": asked.get("methods", DEFAULT_METHODS),
+        "sweep": asked.get("sweep", []),
+        **asdict(options),
+        **{name: Path(path).name for name in files if (path := getattr(options, name))},
+    }
+    backbone, heads = speculator.backbone, speculator.heads
+    model = {
+        "name": speculator.label,
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "device": str(backbone.device),
+        "executor": asked.get("executor", "auto"),
+        "rows_per_pass_at_least": backbone.min_rows,
+        "heads": Path(asked["heads"]).name if "heads" in asked else "default",
+        "head_type": None if heads is None else heads.config.head_type,
+        "exit_layers": None if heads is None else heads.config.exit_layers,
+    }
+    ids = {
+        "reported": len(questions[0]),
+        "settings_chosen_on": [entry.id for entry in questions[1]],
+    }
+    facts = {
+        "run": run,
+        "questions": ids,
+        "model": model,
+        "speculation": asdict(speculator.options),
+        "machine": env.machine(),
+    }
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(facts))  # lists, as YAML gives back
+    return plain

@@ -1,0 +1,191 @@
+"""Figures of a bench: its summary comes in, PNG files go out. Called by `report`.
+
+For each figure three functions: `.._data` picks what was measured, `.._statistic` computes what is
+shown, with its unit and the number of prompts behind it, `save_..` draws and does no arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from selfspec.eval.suites import OVERALL
+from selfspec.eval.summary import ALL, BASES
+
+Summary = Mapping[str, Any]
+
+ABLATION = ("speculation", "no-annealing", "no-depth-bound", "no-width-bound")
+SYMBOLS = {
+    "exit_threshold": "exit threshold (tau)",
+    "anneal_strength": "anneal strength (alpha)",
+    "max_draft_depth": "deepest exit layer (D_max)",
+    "max_draft_tokens": "most drafts per round (W_max)",
+}
+BLUE, ORANGE = "tab:blue", "tab:orange"
+
+
+class Gains(NamedTuple):
+    """Speed-up and compression of several settings or methods."""
+
+    name: str
+    """What is varied."""
+    unit: str
+    """Of the speed-up."""
+    prompts: int
+    at: list[Any]
+    """The values, or the names of methods."""
+    speed_up: list[float]
+    low: list[float]
+    """Ends of the 95 % intervals of the speed-up."""
+    high: list[float]
+    compression: list[float]
+    """Tokens per verification."""
+
+
+class Shares(NamedTuple):
+    """Acceptance of one method by exit layer or draft index."""
+
+    name: str
+    drafted: int
+    """Drafts behind it."""
+    at: list[int]
+    percent: list[float]
+
+
+def base_of(summary: Summary) -> str | None:
+    """What speed-ups are shown over: plain decoding on our runtime, where it was measured."""
+    overall = summary[ALL].get(OVERALL, {})
+    return next((b for b in BASES if any(f[f"over_{b}"] for f in overall.values())), None)
+
+
+# --- speed-up and compression against one option: SpecBound's Figure 3 ---------------------------
+
+
+def sweep_data(summary: Summary) -> dict[str, list[tuple[Any, Mapping[str, Any]]]]:
+    """By option the values that were tried, each with its overall figures."""
+    found: dict[str, list[tuple[Any, Mapping[str, Any]]]] = {}
+    overall = summary[ALL].get(OVERALL, {})
+    for label, described in summary["methods"].items():
+        if label in overall and label != described["method"]:
+            for option, value in described["setting"].items():
+                found.setdefault(option, []).append((value, overall[label]))
+    return found
+
+
+def sweep_statistic(
+    option: str, points: Sequence[tuple[Any, Mapping[str, Any]]], base: str
+) -> Gains:
+    """Points in rising order of the value; those without a speed-up are left out."""
+    measured = [(value, found) for value, found in points if found[f"over_{base}"]]
+    return _gains(SYMBOLS.get(option, option), sorted(measured, key=lambda p: p[0]), base)
+
+
+def save_sweeps(sweeps: Sequence[Gains], path: Path) -> None:
+    """One panel per option: speed-up with its interval in blue, compression in orange."""
+    figure = Figure(figsize=(4.6 * len(sweeps), 3.2), layout="constrained")
+    for axes, sweep in zip(figure.subplots(1, len(sweeps), squeeze=False)[0], sweeps, strict=True):
+        axes.plot(sweep.at, sweep.speed_up, marker="o", color=BLUE)
+        axes.vlines(sweep.at, sweep.low, sweep.high, color=BLUE, alpha=0.4)
+        axes.set_xticks(sweep.at)
+        axes.set_xlabel(f"{sweep.name}; n = {sweep.prompts} prompts")
+        axes.set_ylabel(f"speed-up [{sweep.unit}]", color=BLUE)
+        other = axes.twinx()
+        other.plot(sweep.at, sweep.compression, marker="s", color=ORANGE)
+        other.set_ylabel("tokens per verification", color=ORANGE)
+    _save(figure, path)
+
+
+# --- methods side by side, and what the components give: SpecBound's Figure 4 --------------------
+
+
+def methods_data(summary: Summary, names: Sequence[str]) -> list[tuple[Any, Mapping[str, Any]]]:
+    """The overall figures of those of the methods `names` that were measured."""
+    overall = summary[ALL].get(OVERALL, {})
+    return [(name, overall[name]) for name in names if name in overall]
+
+
+def methods_statistic(
+    name: str, points: Sequence[tuple[Any, Mapping[str, Any]]], base: str
+) -> Gains:
+    """In the given order; those without a speed-up are left out."""
+    return _gains(name, [(label, found) for label, found in points if found[f"over_{base}"]], base)
+
+
+def save_methods(gains: Gains, path: Path) -> None:
+    """One bar per method, with its interval."""
+    figure = Figure(figsize=(7.0, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.bar(gains.at, gains.speed_up, color=BLUE, alpha=0.7)
+    axes.vlines(gains.at, gains.low, gains.high, color="black")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_ylabel(f"speed-up [{gains.unit}]")
+    axes.set_xlabel(f"{gains.name}; n = {gains.prompts} prompts")
+    axes.tick_params(axis="x", labelrotation=20)
+    _save(figure, path)
+
+
+# --- acceptance ----------------------------------------------------------------------------------
+
+
+def acceptance_data(summary: Summary, kind: str) -> dict[str, dict[str, Sequence[int]]]:
+    """Drafted and accepted of each method that drafted, without sweeps; `kind` layer or index."""
+    return {
+        label: summary["acceptance"][label][f"by_{kind}"]
+        for label, described in summary["methods"].items()
+        if label == described["method"] and summary["acceptance"][label][f"by_{kind}"]
+    }
+
+
+def acceptance_statistic(counts: Mapping[str, Mapping[str, Sequence[int]]]) -> list[Shares]:
+    """Percent of the drafts of each method that stay."""
+    return [
+        Shares(
+            label,
+            sum(drafted for drafted, _ in pairs.values()),
+            [int(key) for key in pairs],
+            [100 * accepted / drafted for drafted, accepted in pairs.values()],
+        )
+        for label, pairs in counts.items()
+    ]
+
+
+def save_acceptance(by_layer: Sequence[Shares], by_index: Sequence[Shares], path: Path) -> None:
+    """Two panels, one line per method."""
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, shares, name in ((left, by_layer, "exit layer"), (right, by_index, "draft index")):
+        for line in shares:
+            axes.plot(line.at, line.percent, marker="o", label=f"{line.name}, n = {line.drafted}")
+        axes.set_xlabel(name)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    left.set_ylabel("accepted drafts [%]")
+    _legend(left)
+    _save(figure, path)
+
+
+def _gains(name: str, points: Sequence[tuple[Any, Mapping[str, Any]]], base: str) -> Gains:
+    speed_ups = [found[f"over_{base}"] for _, found in points]
+    return Gains(
+        name,
+        f"× {base}",
+        max((gain["prompts"] for gain in speed_ups), default=0),
+        ["/".join(map(str, v)) if isinstance(v, list) else v for v, _ in points],
+        [gain["ratio"] for gain in speed_ups],
+        [gain["low"] for gain in speed_ups],
+        [gain["high"] for gain in speed_ups],
+        [found["compression_rate"] for _, found in points],
+    )
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    new = path.with_name("new-" + path.name)
+    figure.savefig(new, dpi=120)
+    new.replace(path)

@@ -1,0 +1,163 @@
+"""Measured runs as one page: folders of `bench` come in, Markdown and HTML go out.
+
+The HTML file stands alone: its pictures are inside. Called by `selfspec report`.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from selfspec.eval import tables
+from selfspec.eval.answers import replace
+from selfspec.eval.results import Results
+from selfspec.eval.tables import Table
+
+logger = logging.getLogger(__name__)
+
+TITLE = "selfspec: measured"
+
+DEFINITIONS = (
+    "CR is tokens committed per verification; the prompt's own pass is not one. SD, the speed-up, "
+    "is the ratio of total wall times over the same prompts and the same tokens, prompt pass "
+    "included. Its 95 % interval is a paired bootstrap over prompts. Per prompt all methods ran in "
+    "random order and wrote the tokens of plain decoding's answer, no more and no fewer; a second "
+    "turn's prompt holds plain decoding's first answer for all. Tokens of a round arrive together: "
+    "the time per token is an equal share of the round's. An answer loops when more than 30 % of "
+    "its 8-grams are repeats; loops flatter every drafter. Peak memory is not reported: one "
+    "process holds all methods, and both copies of the weights where they were packed."
+)
+
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:75em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse;font-size:13px}td,th{border:1px solid #ccc;padding:.2em .5em}"
+    "th{background:#f3f3f3}img{max-width:100%}"
+)
+
+
+class Picture(NamedTuple):
+    """A figure that lies beside the report."""
+
+    title: str
+    path: Path
+
+
+class Section(NamedTuple):
+    """One run."""
+
+    title: str
+    paragraphs: Sequence[str]
+    tables: Sequence[Table]
+    pictures: Sequence[Picture]
+
+
+def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
+    """Write pictures, `report.md` and `report.html` to `folder`; returns the last two."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sections = [
+        Section(run.name, described(run), tables.tables(run.summary), pictures(run, folder, number))
+        for number, run in enumerate(runs, start=1)
+    ]
+    pages = folder / "report.md", folder / "report.html"
+    replace(pages[0], as_markdown(sections))
+    replace(pages[1], as_html(sections))
+    return pages
+
+
+def described(run: Results) -> list[str]:
+    """What was measured, where, on what, and what went wrong, in words."""
+    asked, model, machine = (run.run[part] for part in ("run", "model", "machine"))
+    summary = run.summary
+    others = run.run["questions"]["settings_chosen_on"]
+    words = [
+        f"{model['name']}, {model['dtype']}, on {model['device']}; heads: {model['heads']}. Suite "
+        f"{asked['suite']}: {summary['questions']} questions, {summary['answers']} answers, "
+        f"{summary['new_tokens']:,} new tokens, at most {asked['max_new_tokens']} each, greedy. "
+        f"{asked['repeats']} time(s), seed {asked['seed']}.",
+        "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
+        "Speculation: "
+        + ", ".join(f"{name} {value}" for name, value in run.run["speculation"].items())
+        + ".",
+    ]
+    if others:
+        words.append(
+            f"Settings of methods with a grid were chosen on {len(others)} questions that are not "
+            f"among those reported: {', '.join(others)}."
+        )
+    return words + [f"Failed: {line}" for line in summary["failures"]]
+
+
+def pictures(run: Results, folder: Path, number: int) -> list[Picture]:
+    """Those that the run has figures for; without matplotlib a notice takes their place."""
+    try:
+        from selfspec.eval import plots
+    except ImportError:
+        logger.info("no pictures: they need matplotlib (pip install 'selfspec[eval]')")
+        return []
+    summary, base = run.summary, plots.base_of(run.summary)
+    made: list[Picture] = []
+
+    def path(title: str, name: str) -> Path:
+        made.append(Picture(title, folder / f"{number}-{name}.png"))
+        return made[-1].path
+
+    if base is not None:
+        whole = [name for name, entry in summary["methods"].items() if name == entry["method"]]
+        for title, names in (("Methods", whole), ("Ablation", plots.ABLATION)):
+            points = plots.methods_data(summary, names)
+            if len(points) > 1:
+                gains = plots.methods_statistic(title.lower(), points, base)
+                plots.save_methods(gains, path(title, title.lower()))
+        if sweeps := plots.sweep_data(summary):
+            curves = [plots.sweep_statistic(name, sweeps[name], base) for name in sweeps]
+            plots.save_sweeps(curves, path("One option moved at a time", "sweeps"))
+    layer, index = (plots.acceptance_data(summary, kind) for kind in ("layer", "index"))
+    if layer:
+        shares = plots.acceptance_statistic(layer), plots.acceptance_statistic(index)
+        plots.save_acceptance(*shares, path("Accepted drafts", "acceptance"))
+    return made
+
+
+def as_markdown(sections: Sequence[Section]) -> str:
+    """Pictures are named, not included."""
+    parts = [f"# {TITLE}", DEFINITIONS]
+    for section in sections:
+        parts += [f"## {section.title}", *section.paragraphs]
+        parts += [f"#{tables.markdown(table)}".rstrip() for table in section.tables if table.rows]
+        for picture in section.pictures:
+            parts += [f"### {picture.title}", f"![{picture.title}]({picture.path.name})"]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_html(sections: Sequence[Section]) -> str:
+    """One file with everything in it; all words are escaped."""
+    parts = [_tag("h1", TITLE), _tag("p", DEFINITIONS)]
+    for section in sections:
+        parts.append(_tag("h2", section.title))
+        parts += [_tag("p", words) for words in section.paragraphs]
+        for table in section.tables:
+            if table.rows:
+                parts += [_tag("h3", table.title), _html_table(table)]
+        for picture in section.pictures:
+            data = base64.b64encode(picture.path.read_bytes()).decode()
+            alt = html.escape(picture.title)
+            parts += [_tag("h3", picture.title)]
+            parts += [f'<p><img alt="{alt}" src="data:image/png;base64,{data}"></p>']
+    head = f'<meta charset="utf-8">{_tag("title", TITLE)}<style>{_STYLE}</style>'
+    body = "\n".join(parts)
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+def _html_table(table: Table) -> str:
+    lines = ["".join(_tag("th", cell) for cell in table.header)]
+    lines += ["".join(_tag("td", cell) for cell in row) for row in table.rows]
+    rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table>\n{rows}\n</table>"
+
+
+def _tag(name: str, words: Any) -> str:
+    return f"<{name}>{html.escape(str(words))}</{name}>"

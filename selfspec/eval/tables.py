@@ -1,0 +1,200 @@
+"""The figures of a bench as tables: a summary comes in, Markdown and CSV go out. No arithmetic.
+
+Laid out as SpecBound's Tables 1 (CR and SD by task), 3 (latency) and 5 (by prompt).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from selfspec.eval.suites import OVERALL
+from selfspec.eval.summary import ALL, BASES, WITHOUT_LOOPS
+
+Summary = Mapping[str, Any]
+
+NAMES = {"plain": "plain decoding on our runtime", "hugging-face": "Hugging Face's generate"}
+
+
+class Table(NamedTuple):
+    """Words in cells."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def tables(summary: Summary) -> list[Table]:
+    """All tables of one bench."""
+    measured = [base for base in BASES if _has(summary, base)]
+    by_task = [
+        speed_table(summary, base, group) for group in (ALL, WITHOUT_LOOPS) for base in measured
+    ]
+    return [
+        *by_task,
+        *(prompt_table(summary, base) for base in measured),
+        latency_table(summary),
+        parts_table(summary),
+        loop_table(summary),
+        methods_table(summary),
+    ]
+
+
+def speed_table(summary: Summary, base: str, group: str) -> Table:
+    """CR and SD by method and task, the interval overall: the paper's Table 1."""
+    figures = summary[group]
+    straight = f", without looping answers ({summary['answers_without_loops']} are left)"
+    return Table(
+        f"Tokens per verification (CR) and speed-up (SD) over {NAMES[base]}"
+        + (straight if group == WITHOUT_LOOPS else ""),
+        ["method", *(f"{task} {kind}" for task in figures for kind in ("CR", "SD")), "95 %"],
+        [
+            [
+                label,
+                *(cell for task in figures for cell in _pair(figures[task][label], base)),
+                _interval(figures[OVERALL][label][f"over_{base}"]),
+            ]
+            for label in _labels(figures)
+        ],
+    )
+
+
+def prompt_table(summary: Summary, base: str) -> Table:
+    """How the speed-up differs between prompts: the paper's Table 5."""
+    figures = summary[ALL].get(OVERALL, {})
+    gains = {label: entry[f"over_{base}"] for label, entry in figures.items()}
+    return Table(
+        f"Speed-up over {NAMES[base]}, by prompt",
+        [
+            "method",
+            "prompts",
+            "total",
+            "mean",
+            "5th percentile",
+            "worst",
+            "answers unlike plain decoding's",
+        ],
+        [
+            [
+                label,
+                str(gain["prompts"]),
+                *(f"{gain[name]:.2f}" for name in ("ratio", "mean", "p5", "worst")),
+                f"{summary['unequal'][label]} of {summary['answers']}",
+            ]
+            for label, gain in gains.items()
+            if gain
+        ],
+    )
+
+
+def latency_table(summary: Summary) -> Table:
+    """What a user waits for: the paper's Table 3."""
+    milliseconds = ("first_token_s", "token_mean_s", "token_p50_s", "token_p95_s")
+    return Table(
+        "Latency",
+        [
+            "method",
+            "first token (ms)",
+            "per token, mean (ms)",
+            "median",
+            "95th percentile",
+            "tokens/s",
+            "answer (s)",
+        ],
+        [
+            [
+                label,
+                *(f"{1e3 * found[name]:.1f}" for name in milliseconds),
+                f"{found['tokens_per_s']:.1f}",
+                f"{found['answer_s']:.2f}",
+            ]
+            for label, found in summary["latency"].items()
+            if found
+        ],
+    )
+
+
+def parts_table(summary: Summary) -> Table:
+    """Where the time of our runtime goes."""
+    names = list(dict.fromkeys(part for found in summary["parts_s"].values() for part in found))
+    return Table(
+        "Seconds by part of a round",
+        ["method", *names],
+        [
+            [label, *(f"{found.get(name, 0.0):.2f}" for name in names)]
+            for label, found in summary["parts_s"].items()
+            if found
+        ],
+    )
+
+
+def loop_table(summary: Summary) -> Table:
+    """Answers in which more than 30 % of the 8-grams are repeats."""
+    return Table(
+        "Looping answers",
+        list(summary["loop_share"]),
+        [[f"{share:.0%}" for share in summary["loop_share"].values()]],
+    )
+
+
+def methods_table(summary: Summary) -> Table:
+    """What was compared, with which settings."""
+    return Table(
+        "Methods",
+        ["method", "what it is", "setting", "the fastest of"],
+        [
+            [label, entry["source"], _setting(entry["setting"]), ", ".join(entry["chosen_from"])]
+            for label, entry in summary["methods"].items()
+        ],
+    )
+
+
+def markdown(table: Table) -> str:
+    """With its title as a heading."""
+    lines = [table.header, ["---"] * len(table.header), *table.rows]
+    cells = ("| " + " | ".join(_escaped(cell) for cell in line) + " |\n" for line in lines)
+    return f"## {table.title}\n\n{''.join(cells)}"
+
+
+def as_csv(summary: Summary) -> str:
+    """One line per task and method, with and without looping answers."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    gains = ("ratio", "low", "high", "mean", "p5", "worst", "prompts")
+    names = ("answers", "compression_rate", "acceptance_rate")
+    over = [f"over_{base}" for base in BASES]
+    columns = [f"{base}_{name}" for base in over for name in gains]
+    writer.writerow(["answers_in", "task", "method", *names, *columns])
+    for group in (ALL, WITHOUT_LOOPS):
+        for task, methods in summary[group].items():
+            for label, found in methods.items():
+                cells = [(found[base] or {}).get(name) for base in over for name in gains]
+                writer.writerow([group, task, label, *(found[name] for name in names), *cells])
+    return text.getvalue()
+
+
+def _setting(setting: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in setting.items())
+
+
+def _has(summary: Summary, base: str) -> bool:
+    return any(found[f"over_{base}"] for found in summary[ALL].get(OVERALL, {}).values())
+
+
+def _labels(figures: Mapping[str, Any]) -> list[str]:
+    return list(figures.get(OVERALL, {}))
+
+
+def _pair(found: Mapping[str, Any], base: str) -> tuple[str, str]:
+    gain = found[f"over_{base}"]
+    return f"{found['compression_rate']:.2f}", "-" if gain is None else f"{gain['ratio']:.2f}"
+
+
+def _interval(gain: Mapping[str, float] | None) -> str:
+    return "-" if gain is None else f"{gain['low']:.2f} to {gain['high']:.2f}"
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")

@@ -1,0 +1,314 @@
+"""The runner: the same tokens for all, random order, failures recorded, interruptions survived."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec.errors import InvalidOption
+from selfspec.eval import bench as runner
+from selfspec.eval.answers import Answer, Run
+from selfspec.eval.bench import Bench, arrivals, chosen, parted
+from selfspec.eval.methods import METHODS, Contender, Method, Setting, Written, candidates
+from selfspec.eval.options import BenchOptions
+from selfspec.eval.suites import Question
+from selfspec.generate import Speculator, wrap
+from selfspec.stats import Round
+from selfspec.text import encode
+from tests.models import make_model
+from tests.talks import make_tokenizer
+
+COUNT = 12
+NAMES = ("hugging-face", "plain", "speculation")
+QUESTIONS = [
+    Question(id="one", task="math", turns=("a b c",)),
+    Question(id="two", task="chat", turns=("c b", "a a")),
+    Question(id="three", task="QA", turns=("b",)),
+]
+
+
+@pytest.fixture(scope="module")
+def speculator() -> Speculator:
+    """Float64, so that all methods write equal tokens."""
+    return wrap(
+        make_model("llama", torch.float64),
+        make_tokenizer(),
+        heads="logit-lens",
+        exit_layers=(2, 4),
+        exit_threshold=0.05,
+    )
+
+
+@pytest.fixture
+def contenders(speculator: Speculator) -> list[Contender]:
+    grid = candidates(speculator, NAMES)
+    return [replace(entries[0], label=name) for name, entries in grid.items()]
+
+
+@pytest.fixture
+def bench(speculator: Speculator) -> Bench:
+    """A clock that ticks once a look."""
+    options = BenchOptions(max_new_tokens=COUNT)
+    return Bench(speculator=speculator, options=options, now=itertools.count(0.0, 1.0).__next__)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Contender]:
+    """Makes a contender out of a function that does not do its work."""
+
+    def make(decode: Callable[..., Any]) -> Contender:
+        method = Method(source="broken", decode=decode, settings=lambda _: [{}])
+        monkeypatch.setitem(METHODS, "broken", method)
+        return Contender(label="broken", method="broken", setting={})
+
+    return make
+
+
+def quiet(done: int, total: int, words: str) -> None:
+    """Progress that nobody watches."""
+
+
+def measure(bench: Bench, contenders: list[Contender], path: Path) -> list[Answer]:
+    return bench.measure(QUESTIONS, contenders, path / "answers.jsonl", quiet)
+
+
+def test_all_methods_write_the_same_tokens_for_every_turn(
+    bench: Bench, contenders: list[Contender], tmp_path: Path
+) -> None:
+    answers = measure(bench, contenders, tmp_path)
+    keys = [("one", 1, 1), ("two", 1, 1), ("two", 2, 1), ("three", 1, 1)]
+    assert [answer.key for answer in answers] == keys
+    for answer in answers:
+        assert answer.new_tokens == COUNT
+        assert answer.runs.keys() == set(NAMES)
+        for run in answer.runs.values():
+            assert run.equal
+            assert run.error is None
+            assert sum(count for count, _ in run.arrivals) == COUNT
+
+
+def test_seconds_are_those_of_the_clock(
+    bench: Bench, contenders: list[Contender], tmp_path: Path
+) -> None:
+    for answer in measure(bench, contenders, tmp_path):
+        for label in ("hugging-face", "plain"):
+            run = answer.runs[label]
+            assert run.arrivals == [(1, 1.0)] * COUNT  # a look at each token
+            assert run.seconds == COUNT + 1.0  # and one at the end
+        drafted = answer.runs["speculation"]
+        assert len(drafted.arrivals) <= COUNT
+        assert all(count == seconds for count, seconds in drafted.arrivals)
+
+
+def test_only_our_runtime_counts_drafts(
+    bench: Bench, contenders: list[Contender], tmp_path: Path
+) -> None:
+    answers = measure(bench, contenders, tmp_path)
+    assert all(answer.runs["hugging-face"].counts == {} for answer in answers)
+    assert all(answer.runs["plain"].counts["drafted_by_layer"] == {} for answer in answers)
+    assert any(answer.runs["speculation"].counts["drafted_by_layer"] for answer in answers)
+
+
+def test_an_answer_is_as_long_as_plain_decodings_with_its_end_token(
+    bench: Bench, contenders: list[Contender], tmp_path: Path
+) -> None:
+    model: Any = bench.speculator.model
+    ids = encode(bench.speculator.tokenizer, "a b c")
+    model.generation_config.eos_token_id = bench.speculator.generate(
+        ids, max_new_tokens=COUNT
+    ).token_ids[4]
+    try:
+        answer, *_ = measure(bench, contenders, tmp_path)
+    finally:
+        model.generation_config.eos_token_id = None
+    assert answer.new_tokens <= 5
+    for run in answer.runs.values():
+        assert sum(count for count, _ in run.arrivals) == answer.new_tokens
+        assert run.equal
+
+
+def test_an_end_token_within_an_answer_does_not_shorten_it(
+    bench: Bench, contenders: list[Contender]
+) -> None:
+    """A method whose text parts from plain decoding's may meet one earlier."""
+    model: Any = bench.speculator.model
+    ids = encode(bench.speculator.tokenizer, "a b c")
+    expected = bench.speculator.generate(ids, max_new_tokens=COUNT, speculate=False).token_ids
+    model.generation_config.eos_token_id = expected[2]
+    try:
+        runs = [bench.run(contender, ids, expected) for contender in contenders]
+    finally:
+        model.generation_config.eos_token_id = None
+    assert [run.error for run in runs] == [None] * len(NAMES)
+
+
+def test_the_second_turn_follows_plain_decodings_answer(
+    bench: Bench,
+    contenders: list[Contender],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def spy(tokenizer: Any, prompt: Any) -> Tensor:
+        asked.append(prompt if isinstance(prompt, str) else [dict(entry) for entry in prompt])
+        return encode(tokenizer, prompt)
+
+    monkeypatch.setattr(runner, "encode", spy)
+    answers = measure(bench, contenders, tmp_path)
+    first = next(answer for answer in answers if answer.key == ("two", 1, 1))
+    assert asked[-2] == [
+        {"role": "user", "content": "c b"},
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "a a"},
+    ]
+
+
+def test_the_order_is_random_and_depends_on_the_seed_alone(
+    bench: Bench, contenders: list[Contender], tmp_path: Path
+) -> None:
+    def orders(seed: int, repeats: int, folder: str) -> list[list[str]]:
+        (tmp_path / folder).mkdir()
+        options = replace(bench.options, seed=seed, repeats=repeats, max_new_tokens=2)
+        answers = measure(replace(bench, options=options), contenders, tmp_path / folder)
+        return [list(answer.runs) for answer in answers]
+
+    first = orders(0, 3, "a")
+    assert len(first) == 12
+    assert len({tuple(order) for order in first}) > 2
+    assert orders(0, 3, "b") == first
+    assert orders(1, 3, "c") != first
+
+
+# --- what goes wrong
+
+
+def test_a_method_that_fails_is_recorded_and_the_others_go_on(
+    bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
+) -> None:
+    def decode(*_: Any) -> Written:
+        raise RuntimeError("out of luck\nand more")
+
+    answers = measure(bench, [*contenders, broken(decode)], tmp_path)
+    assert len(answers) == 4
+    for answer in answers:
+        assert answer.runs["broken"] == Run(error="RuntimeError: out of luck")
+        assert all(answer.runs[name].error is None for name in NAMES)
+
+
+def test_a_method_that_stops_early_has_failed(
+    bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
+) -> None:
+    def decode(
+        speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: BaseStreamer
+    ) -> Written:
+        return Written(token_ids=[1] * (count - 1))
+
+    answer, *_ = measure(bench, [broken(decode)], tmp_path)
+    assert answer.runs["broken"].error == f"wrote {COUNT - 1} of {COUNT} tokens"
+
+
+def test_a_prompt_that_cannot_be_run_is_recorded_once_and_others_go_on(
+    bench: Bench, contenders: list[Contender], tmp_path: Path
+) -> None:
+    endless = Question(id="long", task="QA", turns=("a " * 400, "b"))
+    path = tmp_path / "answers.jsonl"
+    found = bench.measure([endless, QUESTIONS[0]], contenders, path, quiet)
+    assert [answer.key for answer in found] == [("long", 1, 1), ("one", 1, 1)]
+    assert found[0].error
+    assert found[0].runs == {}
+    before = path.read_text()
+    assert bench.measure([endless, QUESTIONS[0]], contenders, path, quiet) == found
+    assert path.read_text() == before
+
+
+def test_an_interrupted_run_goes_on_with_what_is_missing(
+    bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
+) -> None:
+    path = tmp_path / "answers.jsonl"
+    whole = measure(bench, contenders, tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]) + lines[2][:40])  # killed in the second turn of the second
+    again = measure(bench, contenders, tmp_path)
+    assert [answer.key for answer in again] == [answer.key for answer in whole]
+    assert again[:2] == whole[:2]
+    assert path.read_text().startswith("".join(lines[:2]))
+
+    def never(*_: Any) -> Written:
+        raise AssertionError
+
+    assert measure(bench, [broken(never)], tmp_path) == again  # nothing is left to measure
+
+
+# --- pieces
+
+
+def test_arrivals_of_our_runtime_are_put_together_by_round() -> None:
+    def entry(count: int, *, prefill: bool = False) -> Round:
+        tokens = [0] * count
+        return Round(
+            tokens=tokens,
+            draft_tokens=[],
+            exit_layers=[],
+            accepted=0,
+            ended="off",
+            prefill=prefill,
+        )
+
+    heard = [(1, 2.0), (1, 3.0), (1, 3.25), (1, 5.0)]
+    written = Written(token_ids=[0] * 4, rounds=[entry(1, prefill=True), entry(2), entry(1)])
+    assert arrivals(heard, 1.5, written) == [(1, 0.5), (2, 1.25), (1, 1.75)]
+    alone = Written(token_ids=[0] * 4)
+    assert arrivals([(3, 2.0), (1, 3.0)], 1.5, alone) == [(3, 0.5), (1, 1.0)]
+
+
+def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
+    def contender(label: str) -> Contender:
+        return Contender(label=label, method="m", setting={"of": label})
+
+    grid = {"m": [contender("a"), contender("b"), contender("c")], "plain": [contender("p")]}
+    runs = [
+        {"a": Run(seconds=5.0), "b": Run(seconds=2.0), "c": Run(seconds=1.0)},
+        {"a": Run(seconds=5.0), "b": Run(seconds=3.0), "c": Run(error="no")},
+    ]
+    tuning = [Answer(id="q", task="t", turn=1, repeat=1, runs=entry) for entry in runs]
+    found = chosen(grid, [*tuning, Answer(id="x", task="t", turn=1, repeat=1, error="too long")])
+    assert (found["m"].label, found["m"].setting) == ("m", {"of": "b"})
+    assert found["plain"].label == "plain"
+    assert chosen(grid, [])["m"].setting == {"of": "a"}
+
+
+def test_settings_are_chosen_on_questions_that_are_not_reported(tmp_path: Path) -> None:
+    suite = [Question(id=str(number), task="t", turns=(str(number),)) for number in range(8)]
+    options = BenchOptions(tune_questions=2, limit=3)
+    assert parted(suite, options, tuning=False) == ([suite[0], suite[2], suite[5]], [])
+    reported, others = parted(suite, options, tuning=True)
+    assert [question.id for question in others] == ["0", "4"]
+    assert [question.id for question in reported] == ["1", "3", "6"]
+    file = tmp_path / "others.jsonl"
+    file.write_text('{"prompt": "2"}\n{"prompt": "x"}\n')
+    options = BenchOptions(tune_on=str(file))
+    reported, others = parted(suite, options, tuning=True)
+    assert [question.turns for question in others] == [("2",), ("x",)]
+    assert [question.id for question in reported] == ["0", "1", "3", "4", "5", "6", "7"]
+
+
+def test_no_question_left_to_report_is_an_error() -> None:
+    suite = [Question(id="a", task="t", turns=("a",))]
+    with pytest.raises(InvalidOption, match="Give --tune-on"):
+        parted(suite, BenchOptions(), tuning=True)
+
+
+@pytest.mark.parametrize("name", ["tune_questions", "max_new_tokens", "repeats"])
+def test_counts_are_at_least_one(name: str) -> None:
+    values: dict[str, Any] = {name: 0}
+    with pytest.raises(InvalidOption, match=f"{name} is 0, expected at least 1"):
+        BenchOptions(**values)

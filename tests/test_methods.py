@@ -1,0 +1,220 @@
+"""Methods of a bench: all write plain decoding's tokens, each in its own way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.eval.methods import (
+    METHODS,
+    NO_BOUND,
+    Written,
+    candidates,
+    described,
+    endless,
+    swept,
+)
+from selfspec.generate import Speculator, wrap
+from tests.models import make_model, random_ids
+
+COUNT = 20
+
+
+class Silent(BaseStreamer):
+    """Listens to nothing."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def speculator() -> Speculator:
+    """Heads on layers 1 to 5, of which 2 and 4 are in use; float64, so tokens must be equal."""
+    return wrap(
+        make_model("llama", torch.float64),
+        heads="logit-lens",
+        exit_layers=(2, 4),
+        exit_threshold=(0.04, 0.06),
+        max_draft_tokens=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(speculator: Speculator) -> list[int]:
+    answer = speculator.generate(random_ids(9), max_new_tokens=COUNT, speculate=False)
+    return answer.token_ids
+
+
+def moved(speculator: Speculator, **values: Any) -> Speculator:
+    """The same speculator with other options."""
+    return Speculator(
+        speculator.backbone,
+        speculator.tokenizer,
+        speculator.heads,
+        speculator.label,
+        replace(speculator.options, **values),
+    )
+
+
+def written(speculator: Speculator, name: str, number: int = 0) -> Written:
+    """What a method writes with one of its settings."""
+    contender = candidates(speculator, [name])[name][number]
+    with endless(speculator):
+        return contender.decode(speculator, random_ids(9), COUNT, Silent())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_setting_of_every_method_writes_the_tokens_of_plain_decoding(
+    speculator: Speculator, plain: list[int], name: str
+) -> None:
+    for number in range(len(candidates(speculator, [name])[name])):
+        assert written(speculator, name, number).token_ids == plain
+
+
+def test_an_end_token_does_not_end_an_answer(speculator: Speculator, plain: list[int]) -> None:
+    model: Any = speculator.model
+    model.generation_config.eos_token_id = plain[3]
+    try:
+        for name in ("hugging-face", "plain", "speculation", "prompt-lookup"):
+            assert written(speculator, name).token_ids == plain
+        assert model.generation_config.eos_token_id == plain[3]
+    finally:
+        model.generation_config.eos_token_id = None
+
+
+def test_the_model_is_as_before_after_an_error_within_an_early_exit(
+    speculator: Speculator,
+) -> None:
+    model: Any = speculator.model
+    config = model.generation_config
+
+    def break_off() -> None:
+        with endless(speculator):
+            model.config.num_hidden_layers = 1
+            model.generation_config.num_assistant_tokens = 99
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_off()
+    assert model.generation_config is config
+    assert config.num_assistant_tokens != 99
+    assert speculator.backbone.num_layers == 6
+
+
+def test_an_unknown_method_is_answered_with_the_nearest(speculator: Speculator) -> None:
+    with pytest.raises(InvalidOption, match="Did you mean prompt-lookup"):
+        candidates(speculator, ["plain", "prompt-look-up"])
+
+
+def test_methods_with_drafts_need_heads() -> None:
+    bare = wrap(make_model("llama"))
+    assert candidates(bare, ["plain", "hugging-face", "prompt-lookup"])
+    for name in ("speculation", "fixed-exit", "no-depth-bound", "no-width-bound"):
+        with pytest.raises(HeadsNotFound):
+            candidates(bare, [name])
+    with pytest.raises(HeadsNotFound):
+        swept(bare, [{"exit_threshold": 0.5}])
+
+
+# --- ablations
+
+
+def test_without_annealing_only_alpha_changes(speculator: Speculator) -> None:
+    (entry,) = candidates(speculator, ["no-annealing"])["no-annealing"]
+    assert entry.setting == {"anneal_strength": 0.0}
+
+
+def test_without_a_depth_bound_all_layers_are_in_use_with_the_nearest_threshold(
+    speculator: Speculator,
+) -> None:
+    bounded = moved(speculator, max_draft_depth=2)
+    (entry,) = candidates(bounded, ["no-depth-bound"])["no-depth-bound"]
+    assert entry.setting == {
+        "max_draft_depth": None,
+        "exit_layers": (1, 2, 3, 4, 5),
+        "exit_threshold": (0.04, 0.04, 0.04, 0.06, 0.06),
+    }
+
+
+def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Speculator) -> None:
+    bold = moved(speculator, exit_threshold=1e-6)
+    ends = {entry.ended for entry in written(bold, "speculation").rounds if not entry.prefill}
+    assert "width" in ends
+    ends = {entry.ended for entry in written(bold, "no-width-bound").rounds if not entry.prefill}
+    assert ends == {"budget"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("no-annealing", {"anneal_strength": 0.0}),
+        ("no-depth-bound", {"exit_layers": None, "exit_threshold": 0.1}),
+    ],
+)
+def test_an_ablation_that_removes_nothing_is_refused(
+    speculator: Speculator, name: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidOption, match=f"{name} is the same as speculation"):
+        candidates(moved(speculator, **options), [name])
+
+
+# --- peers
+
+
+def test_a_fixed_exit_drafts_as_many_tokens_as_it_should_at_its_layer(
+    speculator: Speculator,
+) -> None:
+    grid = candidates(speculator, ["fixed-exit"])["fixed-exit"]
+    assert [entry.setting["exit_layers"] for entry in grid[::3]] == [(1,), (3,), (5,)]
+    for number, entry in enumerate(grid):
+        width = entry.setting["max_draft_tokens"]
+        for one in written(speculator, "fixed-exit", number).rounds[1:]:
+            assert set(one.exit_layers) <= set(entry.setting["exit_layers"])
+            assert len(one.draft_tokens) == width or one.ended == "budget"
+
+
+def test_threshold_exits_have_no_bound(speculator: Speculator) -> None:
+    for entry in candidates(speculator, ["threshold-exit"])["threshold-exit"]:
+        assert entry.setting["exit_layers"] == (1, 2, 3, 4, 5)
+        assert entry.setting["max_draft_tokens"] == NO_BOUND
+        assert entry.setting["anneal_strength"] == 0.0
+
+
+def test_one_exit_stops_at_an_unsure_token(speculator: Speculator) -> None:
+    rounds = written(speculator, "one-exit", 2).rounds[1:]
+    assert "depth" in {entry.ended for entry in rounds}
+
+
+# --- sweeps and labels
+
+
+def test_a_sweep_moves_one_option_at_a_time(speculator: Speculator) -> None:
+    settings: list[dict[str, Any]] = [{"exit_threshold": 0.3}, {"exit_layers": (4, 5)}]
+    entries = swept(moved(speculator, exit_threshold=0.1), settings)
+    labels = ["speculation(exit_threshold=0.3)", "speculation(exit_layers=4/5)"]
+    assert [entry.label for entry in entries] == labels
+
+
+def test_a_sweep_to_a_depth_that_is_no_exit_layer_is_refused(speculator: Speculator) -> None:
+    with pytest.raises(InvalidOption, match="max_draft_depth 3 is not among"):
+        swept(speculator, [{"max_draft_depth": 3}])
+
+
+def test_the_record_says_what_a_method_is_and_what_it_was_chosen_from(
+    speculator: Speculator,
+) -> None:
+    grid = candidates(speculator, ["plain", "prompt-lookup"])
+    best = replace(grid["prompt-lookup"][1], label="prompt-lookup")
+    found = described([grid["plain"][0], best], grid)
+    assert found["prompt-lookup"]["setting"] == {"prompt_lookup_num_tokens": 4}
+    assert len(found["prompt-lookup"]["chosen_from"]) == 3
+    (label,) = set(found) - {"prompt-lookup"}
+    assert label == "plain(speculate=False)"
+    assert found[label]["chosen_from"] == []
