@@ -1,11 +1,34 @@
-"""Prompts to measure on: a file comes in, questions by task group go out.
+"""Prompts to measure on: a suite's name or a file comes in, questions by task group go out.
 
 Called by every command of evaluation.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfspec.config import check_keys
+from selfspec.errors import InvalidData, InvalidOption
+
+SIX_TASKS = "six-tasks"
+SPEC_BENCH = "spec-bench"
+SUITES = (SIX_TASKS, SPEC_BENCH)
+
+TASKS = ("math", "chat", "QA", "RAG", "summary", "translation")
+"""The six groups of Spec-Bench, in the order of our tables."""
+
+_CATEGORIES = {
+    "math_reasoning": "math",
+    "qa": "QA",
+    "rag": "RAG",
+    "summarization": "summary",
+    "translation": "translation",
+}
+"""Spec-Bench's categories; all others are its multi-turn chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,3 +42,116 @@ class Question:
     """What the user says, at least one turn."""
     reference: str | None = None
     """A good answer to the last turn, where the file has one."""
+
+
+def load_suite(
+    name: str = SIX_TASKS, questions: Path | None = None, limit: int | None = None
+) -> list[Question]:
+    """The questions of a suite, or of a JSONL file in place of its `name`.
+
+    `questions` is the file of a suite that is not built in. `limit` takes that many, spread evenly
+    over the suite, so that all its groups stay represented. Raises InvalidOption for an unknown
+    suite, InvalidData for a file that cannot be used.
+    """
+    if limit is not None and limit < 1:
+        raise InvalidOption(f"limit is {limit}, expected at least 1")
+    found = list(_questions(_file(name, questions)))
+    if limit is None or limit >= len(found):
+        return found
+    return [found[index * len(found) // limit] for index in range(limit)]
+
+
+def groups(questions: Sequence[Question]) -> list[str]:
+    """Task groups present: Spec-Bench's six in their order, then the files' own words."""
+    present = list(dict.fromkeys(question.task for question in questions))
+    return sorted(present, key=lambda task: TASKS.index(task) if task in TASKS else len(TASKS))
+
+
+def _file(name: str, questions: Path | None) -> Path:
+    """Where a suite's lines are."""
+    if name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file()):
+        if questions is not None:
+            raise InvalidOption(f"{name} and {questions} at once. Leave out --questions")
+        return Path(name)
+    check_keys([name], SUITES, "suite")
+    if name == SPEC_BENCH:
+        if questions is None:
+            raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
+        return questions
+    if questions is not None:
+        raise InvalidOption(f"the suite {name} is built in. Leave out --questions")
+    return Path(__file__).with_name("six-tasks.jsonl")
+
+
+def _questions(file: Path) -> Iterator[Question]:
+    """One per line. Raises InvalidData: file, line, reason."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise InvalidData(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidData(f"{file} is not UTF-8: byte {error.start} is wrong") from error
+    seen: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            question = _parsed(line, str(number))
+            if question.id in seen:
+                raise InvalidData(f"has the id {question.id} of an earlier line")
+        except InvalidData as error:
+            raise InvalidData(f"{file}, line {number} {error}") from error
+        seen.add(question.id)
+        yield question
+    if not seen:
+        raise InvalidData(f"{file} holds no questions")
+
+
+def _parsed(line: str, number: str) -> Question:
+    """A line of any of the formats. Raises InvalidData with the reason alone."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidData(f"is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise InvalidData(f"holds a {type(record).__name__}, expected an object")
+    turns = [record["prompt"]] if "prompt" in record else record.get("turns")
+    if not isinstance(turns, list) or not turns:
+        raise InvalidData("has neither a prompt nor a list of turns")
+    if not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise InvalidData("has a turn that is no text")
+    return Question(
+        id=_word(record, "id", "question_id") or number,
+        task=_task(record),
+        turns=tuple(turns),
+        reference=_reference(record.get("reference")),
+    )
+
+
+def _task(record: dict[str, Any]) -> str:
+    """The group: the file's own word, or that of a Spec-Bench category."""
+    if category := _word(record, "category"):
+        return _CATEGORIES.get(category, "chat")
+    return _word(record, "task") or "prompts"
+
+
+def _word(record: dict[str, Any], *names: str) -> str | None:
+    """The first of `names` that there is, as text. Raises InvalidData for anything longer."""
+    for name in names:
+        value = record.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise InvalidData(f"has {name} {value}, expected text or a whole number")
+        return str(value)
+    return None
+
+
+def _reference(value: Any) -> str | None:
+    """Text, or of a list that of the last turn; of several good answers the first."""
+    if isinstance(value, list):
+        last = value[-1] if value else None
+        value = last[0] if isinstance(last, list) and last else last
+    if value is not None and not isinstance(value, str):
+        raise InvalidData("has a reference that is no text")
+    return value or None
