@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli import cache, calibrate, chat, common, data, env, fit, generate, heads
+from selfspec.cli import cache, calibrate, chat, common, data, env, fit, generate, heads, verify
 from selfspec.errors import SelfspecError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command()(data.data)
 app.command()(cache.cache)
 app.command()(fit.fit)
 app.command()(calibrate.calibrate)
+app.command()(verify.verify)
 app.add_typer(heads.app, name="heads")
 
 

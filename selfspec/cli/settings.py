@@ -52,14 +52,15 @@ class Settings:
 def settings(file: Path | None, flags: dict[str, Any]) -> Settings:
     """Flags over the keys of a YAML file. Raises InvalidOption for unknown keys, wrong types."""
     values = merged(file, flags, SHARED)
-    generation = _picked(values, GENERATION)
+    generation = picked(values, GENERATION)
     if generation.get("max_new_tokens", 1) < 1:
         found = generation["max_new_tokens"]
         raise InvalidOption(f"max_new_tokens is {found}, expected at least 1. Ask for more tokens")
     if SAMPLING & generation.keys():
         generation.setdefault("do_sample", True)
-    return Settings(_picked(values, LOADING), _picked(values, SPECULATION), generation)
+    return Settings(picked(values, LOADING), picked(values, SPECULATION), generation)
 
 
-def _picked(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
+def picked(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
+    """Those of `values` that `flags` name."""
     return {flag.name: values[flag.name] for flag in flags if flag.name in values}
