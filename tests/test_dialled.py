@@ -14,6 +14,7 @@ from selfspec.backbone import Backbone
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.eval.dialled import (
     Dial,
+    Point,
     Run,
     Sweep,
     count_runs,
@@ -265,6 +266,25 @@ def test_the_dial_sets_the_acceptance(runs: list[Run]) -> None:
         assert (point.acceptance == 1.0) == (dial.wrong_share == 0.0)
         # 12 tokens behind the first, in rounds of up to four
         assert point.compression_rate <= dial.max_draft_tokens + 1
+
+
+def test_a_row_sets_what_was_measured_beside_the_formula() -> None:
+    point = Point(
+        dial=Dial(depth_ratio=0.25, max_draft_tokens=4, wrong_share=0.1),
+        prompts=6,
+        equal_texts=5,
+        acceptance=0.9,
+        compression_rate=4.1,
+        head_cost=0.01,
+        speed_up=1.8,
+        speed_up_without_heads=2.0,
+        formula=2.5,
+        complete_formula=2.0,
+    )
+    row = markdown([point]).splitlines()[-1]
+    assert row == (
+        "| 0.25 | 4 | 90.0% | 4.10 | 1.80× | 2.50× | 72% | 2.00× | 80% | 2.00× | 90% | 5 of 6 |"
+    )
 
 
 def test_table_and_figure_show_every_point(runs: list[Run], tmp_path: Path) -> None:

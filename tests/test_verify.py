@@ -103,6 +103,16 @@ def test_a_planted_bug_fails_a_rung(mutant: Mutant, monkeypatch: pytest.MonkeyPa
     assert "failed" in outcomes(subject)
 
 
+def test_tokens_that_are_not_the_logits_choice_fail_the_second_rung(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subject = subject_of(speculator_of(make_model("llama")), 6)
+    every_draft_stays(monkeypatch)  # the row that judges a wrong draft is right, bit for bit
+    rung = list(RUNGS.values())[1](subject)
+    assert rung.outcome == "failed"
+    assert "though its logits are equal" in rung.found
+
+
 def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise PinnedUnavailable("3 of 8 positions changed bits")

@@ -29,6 +29,7 @@ _COLUMNS = (
     "that / formula",
     "complete formula",
     "measured / complete",
+    "texts of plain decoding",
 )
 
 
@@ -94,4 +95,5 @@ def _cells(point: Point) -> list[str]:
         f"{point.speed_up_without_heads / point.formula:.0%}",
         f"{point.complete_formula:.2f}×",
         f"{point.speed_up / point.complete_formula:.0%}",
+        f"{point.equal_texts} of {point.prompts}",
     ]
