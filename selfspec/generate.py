@@ -178,7 +178,7 @@ class Speculator:
             lossless=rule.lossless or not options.speculate,
         )
         watch = Stopwatch()
-        drafter = self._drafter(sampler, request.stop.end_tokens, options)
+        drafter = self.drafter(sampler, request.stop.end_tokens, options)
         entries = rounds(state, drafter, rule, request.stop, watch)
         if streamer is not None:
             streamer.put(request.input_ids[row : row + 1].cpu())
@@ -206,9 +206,10 @@ class Speculator:
             pinned_rows=shape.rows,
         )
 
-    def _drafter(
+    def drafter(
         self, sampler: Sampler, end_tokens: Collection[int], options: SpeculationOptions
     ) -> Drafter:
+        """What proposes tokens under `options`; nothing behind one of `end_tokens`."""
         if self.heads is None or not options.speculate:
             return NoDrafter()
         layers = (

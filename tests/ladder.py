@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from selfspec.acceptance import AcceptanceRule, GreedyMatch
+from selfspec.acceptance import GreedyMatch
 from selfspec.backbone import Backbone
 from selfspec.decode import StopRule, rounds
-from selfspec.drafters import Draft, Drafter, ExitDrafter, NoDrafter
+from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
+from selfspec.eval.decoding import Recorder
+from selfspec.eval.reference import block_logits, hugging_face
+from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 from selfspec.generate import wrap
 from selfspec.heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.judge import ExitJudge
@@ -28,13 +29,14 @@ from selfspec.probe import PassShape
 from selfspec.scores import Sampler
 from selfspec.state import DecodeState
 from selfspec.stats import Round, Stopwatch
-from tests.drafters import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 
 FIXED = PassShape(rows=6, slots=64)
 """Passes of one shape: the drafts below are at most 5 wide, the texts at most 58 long."""
 
 FREE = PassShape()
 """Passes as they come, where kernels do not care; everywhere else nothing is pinned."""
+
+NEW_TOKENS = 30
 
 EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
@@ -52,31 +54,12 @@ class Decoded:
     entries: list[Round]
 
 
-class Recorder:
-    """An acceptance rule that keeps the target logits of every committed token."""
-
-    lossless = True
-
-    def __init__(self, rule: AcceptanceRule) -> None:
-        self.rule = rule
-        self.rows: list[Tensor] = []
-
-    def verdicts(
-        self, state: DecodeState, target_logits: Tensor, draft: Draft
-    ) -> Iterator[tuple[int, bool]]:
-        for row, verdict in zip(
-            target_logits, self.rule.verdicts(state, target_logits, draft), strict=False
-        ):
-            self.rows.append(row.clone())
-            yield verdict
-
-
 def decode(
     backbone: Backbone,
     ids: Tensor,
     drafter: Drafter,
     *,
-    new_tokens: int = 30,
+    new_tokens: int = NEW_TOKENS,
     shape: PassShape = FREE,
     exit_layers: tuple[int, ...] = (),
 ) -> Decoded:
@@ -91,7 +74,7 @@ def decode(
         held = {kv.length(layer) for layer in range(backbone.num_layers)}
         assert held == {state.length - 1}
         assert state.hidden.pushed == 0
-    return Decoded(state.ids[0, ids.shape[1] :].tolist(), torch.stack(rule.rows), entries)
+    return Decoded(state.ids[0, ids.shape[1] :].tolist(), rule.logits, entries)
 
 
 def greedy() -> Sampler:
@@ -155,7 +138,7 @@ def check_draft_invariance(backbone: Backbone, ids: Tensor, shape: PassShape = F
 def check_equal_to_hugging_face(model: PreTrainedModel, ids: Tensor) -> None:
     """Rung 3, for float64: tokens equal to `model.generate`'s, with every drafter."""
     backbone = Backbone(model)
-    expected = hugging_face(model, ids)
+    expected, _ = hugging_face(model, ids, NEW_TOKENS)
     for name, (drafter, exits) in drafters(backbone, ids[0].tolist() + expected).items():
         found = decode(backbone, ids, drafter, exit_layers=exits)
         assert found.tokens == expected, name
@@ -169,7 +152,7 @@ def count_ties(model: PreTrainedModel, ids: Tensor, executor: str) -> int:
     very text, between logits of our passes and of one block.
     """
     backbone = Backbone(model, executor=executor)
-    expected = hugging_face(model, ids)
+    expected, _ = hugging_face(model, ids, NEW_TOKENS)
     ties = 0
     for name, (drafter, exits) in drafters(backbone, ids[0].tolist() + expected).items():
         found = decode(backbone, ids, drafter, exit_layers=exits)
@@ -254,19 +237,6 @@ def chi_square_p(
         cells += 1
     half = torch.tensor([(cells - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def hugging_face(model: Any, ids: Tensor, new_tokens: int = 30) -> list[int]:
-    """Hugging Face's own greedy tokens."""
-    output = model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
-    return output[0, ids.shape[1] :].tolist()
-
-
-def block_logits(model: PreTrainedModel, ids: Tensor, tokens: list[int]) -> Tensor:
-    """Logits that `model` gives to each of `tokens` behind `ids`, in one block: [n, V], float32."""
-    with torch.no_grad():
-        whole = torch.cat([ids, torch.tensor([tokens])], dim=1)
-        return model(whole).logits[0, ids.shape[1] - 1 : -1].float()
 
 
 def measured_noise(model: PreTrainedModel, ids: Tensor, found: Decoded) -> float:

@@ -24,13 +24,13 @@ from selfspec.acceptance import GreedyMatch
 from selfspec.backbone import Backbone
 from selfspec.decode import StopRule, rounds
 from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
+from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 from selfspec.heads import logit_lens
 from selfspec.judge import ExitJudge
 from selfspec.scores import Sampler, is_stateless, stateful
 from selfspec.state import DecodeState
 from selfspec.stats import Round, Stopwatch
-from tests.drafters import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
-from tests.models import random_ids
+from tests.models import VOCAB_SIZE, random_ids
 
 PROMPT, LENGTH = 6, 26
 
@@ -201,9 +201,9 @@ def truth(backbone: Backbone) -> list[int]:
 SCRIPTS: dict[str, Callable[[list[int]], Drafter]] = {
     "none": lambda truth: NoDrafter(),
     "oracle": OracleDrafter,
-    "wrong": WrongDrafter,
-    "random": lambda truth: RandomDrafter(0),
-    "mixed": lambda truth: MixedDrafter(truth, 0),
+    "wrong": lambda truth: WrongDrafter(truth, VOCAB_SIZE),
+    "random": lambda truth: RandomDrafter(0, VOCAB_SIZE),
+    "mixed": lambda truth: MixedDrafter(truth, 0, VOCAB_SIZE),
 }
 
 

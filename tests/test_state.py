@@ -8,11 +8,11 @@ from torch import Tensor
 
 from selfspec.backbone import Backbone
 from selfspec.drafters import Draft, NoDrafter
+from selfspec.eval.scripted import MixedDrafter
 from selfspec.kv_cache import KVCache
 from selfspec.state import DecodeState
 from selfspec.stats import Stopwatch
 from tests import ladder
-from tests.drafters import MixedDrafter
 from tests.models import make_model, random_ids
 
 

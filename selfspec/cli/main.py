@@ -27,6 +27,7 @@ from selfspec.cli import (
     report,
     trace,
     tune,
+    verify,
 )
 from selfspec.errors import SelfspecError
 
@@ -47,6 +48,7 @@ app.command()(trace.trace)
 app.command()(tune.tune)
 app.command()(bench.bench)
 app.command()(report.report)
+app.command()(verify.verify)
 app.add_typer(heads.app, name="heads")
 
 

@@ -1,4 +1,7 @@
-"""Scripted drafters: they run no layers and propose tokens only, so any draft can be planted."""
+"""Scripted drafters: they run no layers and propose tokens only, so any draft can be planted.
+
+Called by `lossless`, and by the tests of the decoding loop.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class ScriptedDrafter:
     def __init__(self, width: int = 4) -> None:
         self.width = width
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
         """At most min(limit, width) tokens, none of which ran through a layer."""
         room = max(min(limit, self.width), 0)
         tokens = self.tokens(state.length - state.pad, room)[:room]
@@ -43,17 +46,19 @@ class OracleDrafter(ScriptedDrafter):
         self.sequence = list(sequence)
 
     def tokens(self, position: int, count: int) -> list[int]:
+        """What the continuation holds there, fewer at its end."""
         return self.sequence[position : position + count]
 
 
 class WrongDrafter(OracleDrafter):
     """Drafts what the known continuation does not hold there, and junk behind its end."""
 
-    def __init__(self, sequence: Sequence[int], vocab_size: int = 96, width: int = 4) -> None:
+    def __init__(self, sequence: Sequence[int], vocab_size: int, width: int = 4) -> None:
         super().__init__(sequence, width)
         self.vocab_size = vocab_size
 
     def tokens(self, position: int, count: int) -> list[int]:
+        """`count` tokens, each next to the true one."""
         truth = super().tokens(position, count)
         padded = truth + [0] * (count - len(truth))
         return [(token + 1) % self.vocab_size for token in padded]
@@ -62,12 +67,13 @@ class WrongDrafter(OracleDrafter):
 class RandomDrafter(ScriptedDrafter):
     """Drafts 0..width random tokens."""
 
-    def __init__(self, seed: int, vocab_size: int = 96, width: int = 4) -> None:
+    def __init__(self, seed: int, vocab_size: int, width: int = 4) -> None:
         super().__init__(width)
         self.vocab_size = vocab_size
         self.generator = torch.Generator().manual_seed(seed)
 
-    def tokens(self, position: int, count: int) -> list[int]:
+    def tokens(self, position: int, count: int) -> list[int]:  # noqa: ARG002  # the base's
+        """Random tokens, a random number of them."""
         return self.junk(self.number(count + 1))
 
     def number(self, end: int) -> int:
@@ -83,12 +89,11 @@ class RandomDrafter(ScriptedDrafter):
 class MixedDrafter(RandomDrafter):
     """Drafts a true prefix of random length, then random tokens up to the full width."""
 
-    def __init__(
-        self, sequence: Sequence[int], seed: int, vocab_size: int = 96, width: int = 4
-    ) -> None:
+    def __init__(self, sequence: Sequence[int], seed: int, vocab_size: int, width: int = 4) -> None:
         super().__init__(seed, vocab_size, width)
         self.sequence = list(sequence)
 
     def tokens(self, position: int, count: int) -> list[int]:
+        """`count` tokens, the first few of them right."""
         truth = self.sequence[position : position + self.number(count + 1)]
         return truth + self.junk(count - len(truth))

@@ -1,0 +1,129 @@
+"""One greedy decoding with any drafter, on a Speculator's own runtime, and what it left.
+
+Called by `lossless`, which plants drafts, and by `dialled`, which times rounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from selfspec.acceptance import AcceptanceRule
+from selfspec.config import SpeculationOptions
+from selfspec.decode import rounds
+from selfspec.drafters import Draft, Drafter
+from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
+from selfspec.generate import Speculator, acceptance_rule
+from selfspec.request import Request
+from selfspec.state import DecodeState
+from selfspec.stats import Round, Stopwatch
+from selfspec.text import Prompt
+
+_EAGER = 1e-6
+"""A threshold that every token reaches: all exits are taken, also the wrong ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """One decoding."""
+
+    tokens: list[int]
+    entries: list[Round]
+    """The prompt's pass first."""
+    seconds: Counter[str]
+    """By part, as `stats.PARTS` names them."""
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds after the prompt's pass."""
+        return float(sum(self.seconds.values()) - self.seconds["prefill"])
+
+
+class Recorder:
+    """An acceptance rule that keeps the target logits of every committed token."""
+
+    lossless = True
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        """`rule` decides."""
+        self._rule = rule
+        self._rows: list[Tensor] = []
+
+    @property
+    def logits(self) -> Tensor:
+        """Of all tokens so far, [n, V]."""
+        return torch.stack(self._rows)
+
+    def verdicts(
+        self, state: DecodeState, target_logits: Tensor, draft: Draft
+    ) -> Iterator[tuple[int, bool]]:
+        """What the rule says."""
+        verdicts = self._rule.verdicts(state, target_logits, draft)
+        for row, verdict in zip(target_logits, verdicts, strict=False):
+            self._rows.append(row.clone())
+            yield verdict
+
+
+def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
+    """At most `new_tokens` of the most likely tokens, by the model's own generation settings."""
+    request, _, _ = speculator.request(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
+    request.require_one()
+    return request
+
+
+def decode(
+    speculator: Speculator,
+    request: Request,
+    options: SpeculationOptions,
+    drafter: Drafter | None = None,
+    rule: AcceptanceRule | None = None,
+) -> Decoded:
+    """Decode `request`; drafter and rule are those that `options` ask for unless given."""
+    watch = Stopwatch()
+    entries = list(
+        rounds(
+            speculator.state(request, options, 0),
+            drafter or speculator.drafter(request.sampler, request.stop.end_tokens, options),
+            rule or acceptance_rule(request.sampler, options),
+            request.stop,
+            watch,
+        )
+    )
+    tokens = [token for entry in entries for token in entry.tokens]
+    return Decoded(tokens=tokens, entries=entries, seconds=watch.seconds)
+
+
+def decode_recorded(
+    speculator: Speculator,
+    request: Request,
+    options: SpeculationOptions,
+    drafter: Drafter | None = None,
+) -> tuple[list[int], Tensor]:
+    """Tokens, and the target logits that each was committed by, [n, V]."""
+    rule = Recorder(acceptance_rule(request.sampler, options))
+    return decode(speculator, request, options, drafter, rule).tokens, rule.logits
+
+
+def planted(
+    speculator: Speculator, options: SpeculationOptions, text: Sequence[int]
+) -> dict[str, tuple[Drafter | None, SpeculationOptions]]:
+    """Good, bad and random drafts for a prompt whose known continuation ends `text`; real exits.
+
+    By name; a drafter of None is the heads'. Scripted ones fill a pinned pass.
+    """
+    size, width = speculator.backbone.vocab_size, options.pinned_rows - 1
+    alone = replace(options, speculate=False)
+    found: dict[str, tuple[Drafter | None, SpeculationOptions]] = {
+        "oracle": (OracleDrafter(text, width), alone),
+        "wrong": (WrongDrafter(text, size, width), alone),
+        "random": (RandomDrafter(0, size, width), alone),
+        "mixed": (MixedDrafter(text, 1, size, width), options),
+    }
+    if speculator.heads is not None and options.speculate:
+        eager = replace(options, exit_threshold=_EAGER, max_draft_tokens=width)
+        found |= {"heads": (None, options), "eager heads": (None, eager)}
+    return found

@@ -1,0 +1,297 @@
+"""The dialled-in regime: early models, heads that are wrong on demand, and the formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from selfspec.backbone import Backbone
+from selfspec.errors import InvalidOption, UnsupportedModel
+from selfspec.eval.dialled import (
+    Dial,
+    Point,
+    Run,
+    Sweep,
+    count_runs,
+    expected_tokens,
+    measure,
+    points,
+    round_cost,
+)
+from selfspec.eval.dialled_report import markdown, save_figure
+from selfspec.eval.early import DialledHead, dialled_heads, early_model, vocabulary
+from selfspec.eval.suites import Question
+from selfspec.generate import wrap
+from selfspec.head_types import LogitLensHead
+from tests.models import make_model, random_ids
+from tests.talks import make_tokenizer
+
+IDS = random_ids(11)
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits
+    return found
+
+
+@pytest.fixture(scope="module")
+def lens() -> LogitLensHead:
+    return LogitLensHead(Backbone(make_model("llama"), executor="generic").unembedding)
+
+
+@pytest.fixture
+def head() -> DialledHead:
+    return DialledHead(Backbone(make_model("llama"), executor="generic").unembedding)
+
+
+@pytest.fixture(scope="module")
+def states() -> torch.Tensor:
+    """Of 4,000 positions, [4000, d]."""
+    return torch.randn(4000, 32, generator=torch.Generator().manual_seed(4))
+
+
+# --- early models
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite"])
+def test_layers_that_add_nothing_change_no_bit(family: str, dtype: torch.dtype) -> None:
+    base = make_model(family, dtype)
+    deep = early_model(base, 6, 3)
+    assert len(deep.get_decoder().layers) == deep.config.num_hidden_layers == 9
+    assert torch.equal(logits(deep), logits(base))
+    assert Backbone(deep).num_layers == 9  # conformance, and agreement of the packed weights
+
+
+def test_a_shorter_model_answers_what_the_lens_reads_there() -> None:
+    base = make_model("llama")
+    with torch.no_grad():
+        hidden = base(IDS, output_hidden_states=True).hidden_states[4]
+        expected = base.get_output_embeddings()(base.get_decoder().norm(hidden))
+    assert torch.equal(logits(early_model(base, 4, 2)), expected)
+
+
+def test_silent_layers_have_weights_of_their_own_and_the_base_keeps_its() -> None:
+    base = make_model("llama")
+    before = logits(base)
+    layers = early_model(base, 6, 3).get_decoder().layers
+    pointers = {layer.mlp.gate_proj.weight.data_ptr() for layer in [*base.model.layers, *layers]}
+    assert len(pointers) == 6 + 9
+    assert not layers[8].mlp.down_proj.weight.any()
+    assert layers[8].mlp.gate_proj.weight.any()
+    assert torch.equal(logits(base), before)
+
+
+def test_a_model_that_cannot_be_made_early_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="7 layers asked for, the model has 6"):
+        early_model(make_model("llama"), 7, 1)
+    odd = make_model("llama")
+    for layer in odd.model.layers:
+        layer.mlp = torch.nn.Identity()
+    with pytest.raises(UnsupportedModel, match="down_proj"):
+        early_model(odd, 6, 1)
+
+
+# --- the head
+
+
+def test_an_undialled_head_is_the_logit_lens(
+    head: DialledHead, lens: LogitLensHead, states: torch.Tensor
+) -> None:
+    assert torch.equal(head(states[:50]), lens(states[:50]))
+
+
+def test_wrong_places_grow_with_the_dial_and_come_again(
+    head: DialledHead, lens: LogitLensHead, states: torch.Tensor
+) -> None:
+    right = lens(states).argmax(-1)
+    wrong = {}
+    for share in (0.0, 0.1, 0.3, 1.0):
+        head.wrong_share = share
+        wrong[share] = head(states).argmax(-1) != right
+        assert torch.equal(head(states).argmax(-1) != right, wrong[share])
+    # of 4,000 places; four standard deviations are 0.02 and 0.03. A spike hits the best token
+    # itself at one place in 96
+    assert wrong[0.1].double().mean() == pytest.approx(0.1 * 95 / 96, abs=0.02)
+    assert wrong[0.3].double().mean() == pytest.approx(0.3 * 95 / 96, abs=0.03)
+    assert wrong[1.0].double().mean() == pytest.approx(95 / 96, abs=0.01)
+    assert not wrong[0.0].any()
+    assert not (wrong[0.1] & ~wrong[0.3]).any()
+
+
+def test_a_row_is_wrong_alike_alone_and_among_others(
+    head: DialledHead, states: torch.Tensor
+) -> None:
+    head.wrong_share = 0.5
+    together = head(states[:64]).argmax(-1)
+    alone = torch.cat([head(row).argmax(-1) for row in states[:64].split(1)])
+    assert torch.equal(alone, together)
+
+
+def test_another_seed_is_wrong_elsewhere(head: DialledHead, states: torch.Tensor) -> None:
+    unembedding = Backbone(make_model("llama"), executor="generic").unembedding
+    other = DialledHead(unembedding, seed=1)
+    head.wrong_share = other.wrong_share = 0.5
+    assert not torch.equal(head(states).argmax(-1), other(states).argmax(-1))
+
+
+def test_vocabulary_holds_what_is_needed_then_the_lowest() -> None:
+    assert vocabulary([9, 4, 9], 5, 10).tolist() == [0, 1, 2, 4, 9]
+    assert vocabulary([0, 1], 2, 10).tolist() == [0, 1]
+    with pytest.raises(InvalidOption, match="vocabulary of 2 for 3 different tokens of 10"):
+        vocabulary([1, 2, 3], 2, 10)
+    with pytest.raises(InvalidOption, match="vocabulary of 11"):
+        vocabulary([1], 11, 10)
+
+
+def test_a_right_head_keeps_every_draft() -> None:
+    backbone = Backbone(early_model(make_model("llama", torch.float64), 3, 5))
+    heads, head = dialled_heads(backbone, 3)
+    options: dict[str, Any] = {"exit_threshold": 1e-6, "max_draft_tokens": 4}
+    speculator = wrap(backbone.model, heads=heads, **options)
+    stats = speculator.generate(IDS, max_new_tokens=21).stats
+    assert (stats.accepted, stats.drafted, stats.rounds) == (16, 16, 4)
+    head.wrong_share = 0.4
+    assert speculator.generate(IDS, max_new_tokens=21).stats.accepted < 16
+
+
+# --- the formula
+
+
+def test_expected_tokens_add_up_the_chances_that_drafts_stay() -> None:
+    assert expected_tokens(0.5, 2) == 1 + 0.5 + 0.25
+    assert expected_tokens(0.8, 6) == pytest.approx((1 - 0.8**7) / (1 - 0.8))
+    assert expected_tokens(1.0, 3) == 4
+    assert expected_tokens(0.0, 3) == 1
+
+
+def test_round_cost_counts_plain_steps() -> None:
+    assert round_cost(4, 0.25, rows=4) == 4 * 0.25 + 0.75
+    assert round_cost(4, 0.25, rows=5, head=0.01) == pytest.approx(5 * 0.25 + 0.75 + 0.04)
+
+
+def run(dial: Dial | None, prompt: str, seconds: float, **values: Any) -> Run:
+    whole = Run(
+        prompt=prompt,
+        depth_ratio=0.25,
+        dial=dial,
+        new_tokens=11,
+        equal=True,
+        decode_s=seconds,
+        heads_s=0.0,
+        drafts=(0,) * 10,
+        accepted=0,
+        tried=0,
+    )
+    return replace(whole, **values)
+
+
+def test_points_are_ratios_of_totals_of_medians() -> None:
+    dial = Dial(depth_ratio=0.25, max_draft_tokens=2, wrong_share=0.1)
+    drafts = {"drafts": (2, 2, 2, 2, 1), "accepted": 6, "tried": 8, "heads_s": 0.18}
+    runs = [
+        *(run(None, "a", seconds) for seconds in (2.0, 2.0, 9.0)),
+        *(run(None, "b", seconds) for seconds in (6.0, 6.0, 6.0)),
+        *(run(dial, "a", seconds, **drafts) for seconds in (1.0, 1.0, 7.0)),
+        *(run(dial, "b", seconds, **drafts) for seconds in (3.0, 4.0, 3.0)),
+        run(dial, "b", 3.0, **drafts | {"equal": False}),
+    ]
+    (point,) = points(runs)
+    assert (point.prompts, point.equal_texts) == (2, 1)
+    assert point.speed_up == (2 + 6) / (1 + 3)
+    assert point.speed_up_without_heads == pytest.approx(8 / (4 - 0.36))
+    assert point.acceptance == 6 / 8
+    assert point.compression_rate == 10 / 5
+    # 18 drafts took 0.36 s; 20 plain steps took 8 s
+    assert point.head_cost == pytest.approx(0.02 / 0.4)
+    # four rounds of two drafts, one of one
+    tokens = 4 * (1 + 0.75 + 0.75**2) + (1 + 0.75)
+    cost = 4 * (2 * 0.25 + 0.75) + (1 * 0.25 + 0.75)
+    complete = 4 * (3 * 0.25 + 0.75 + 2 * 0.05) + (2 * 0.25 + 0.75 + 0.05)
+    assert point.formula == pytest.approx(tokens / cost)
+    assert point.complete_formula == pytest.approx(tokens / complete)
+
+
+def test_a_round_without_room_for_drafts_is_a_plain_step() -> None:
+    dial = Dial(depth_ratio=0.25, max_draft_tokens=1, wrong_share=0.0)
+    drafts = {"drafts": (1, 0), "accepted": 1, "tried": 1, "new_tokens": 4}
+    (point,) = points([run(None, "a", 3.0, new_tokens=4), run(dial, "a", 2.0, **drafts)])
+    assert point.formula == pytest.approx((2 + 1) / (1.0 + 1.0))
+    assert point.complete_formula == pytest.approx((2 + 1) / (1.25 + 1.0))
+
+
+# --- all of it
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    base = wrap(make_model("llama"), make_tokenizer(), executor="generic")
+    questions = [Question(id=words, task="x", turns=(words,)) for words in ("a b", "c")]
+    sweep = Sweep(
+        layers=3,
+        extra_layers=(9, 3),
+        max_draft_tokens=(1, 3),
+        wrong_shares=(0.0, 0.4),
+        draft_vocab_size=90,
+        max_new_tokens=13,
+        repeats=2,
+    )
+    found = list(measure(base, questions, sweep))
+    assert len(found) == count_runs(sweep, 2) == 2 * 5 * 2 * 2
+    return found
+
+
+def test_every_setting_is_timed_in_turn_with_plain_decoding(runs: list[Run]) -> None:
+    turns = [runs[start : start + 5] for start in range(0, len(runs), 5)]
+    for turn in turns:
+        assert len({entry.prompt for entry in turn}) == 1
+        assert len({entry.dial for entry in turn}) == 5
+        assert sum(entry.dial is None for entry in turn) == 1
+    assert len({tuple(entry.dial for entry in turn) for turn in turns[:4]}) > 1  # shuffled
+    assert all(entry.equal and entry.new_tokens == 13 for entry in runs)
+    assert all((sum(entry.drafts) == 0) == (entry.dial is None) for entry in runs)
+
+
+def test_the_dial_sets_the_acceptance(runs: list[Run]) -> None:
+    found = {point.dial: point for point in points(runs)}
+    assert len(found) == 8
+    for dial, point in found.items():
+        assert dial.depth_ratio in (0.25, 0.5)
+        assert (point.acceptance == 1.0) == (dial.wrong_share == 0.0)
+        # 12 tokens behind the first, in rounds of up to four
+        assert point.compression_rate <= dial.max_draft_tokens + 1
+
+
+def test_a_row_sets_what_was_measured_beside_the_formula() -> None:
+    point = Point(
+        dial=Dial(depth_ratio=0.25, max_draft_tokens=4, wrong_share=0.1),
+        prompts=6,
+        equal_texts=5,
+        acceptance=0.9,
+        compression_rate=4.1,
+        head_cost=0.01,
+        speed_up=1.8,
+        speed_up_without_heads=2.0,
+        formula=2.5,
+        complete_formula=2.0,
+    )
+    row = markdown([point]).splitlines()[-1]
+    assert row == (
+        "| 0.25 | 4 | 90.0% | 4.10 | 1.80× | 2.50× | 72% | 2.00× | 80% | 2.00× | 90% | 5 of 6 |"
+    )
+
+
+def test_table_and_figure_show_every_point(runs: list[Run], tmp_path: Path) -> None:
+    found = points(runs)
+    text = markdown(found)
+    assert text.startswith("Synthetic: ")
+    assert len([line for line in text.splitlines() if line.startswith("| 0.")]) == 8
+    save_figure(found, tmp_path / "dialled.png")
+    assert (tmp_path / "dialled.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["dialled.png"]
