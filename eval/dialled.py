@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 import selfspec
-from selfspec.cli.env import environment
+from selfspec.cli.env import machine
 from selfspec.eval import dialled
 from selfspec.eval.dialled_report import markdown, save_figure
 from selfspec.eval.suites import SIX_TASKS, load_suite
@@ -69,9 +69,8 @@ def main(
     questions = load_suite(suite, limit=limit)
     base = selfspec.load(model, dtype=dtype, executor="generic")
     output.mkdir(parents=True, exist_ok=True)
-    machine = {k: v for k, v in environment().items() if k not in ("default_model", "cache_folder")}
     options = {"model": base.label, "dtype": dtype, "suite": suite, "limit": limit, **asdict(sweep)}
-    described = json.loads(json.dumps({"options": options, "machine": machine}))
+    described = json.loads(json.dumps({"options": options, "machine": machine()}))
     (output / "run.yaml").write_text(yaml.safe_dump(described, sort_keys=False))
     runs = list(
         track(

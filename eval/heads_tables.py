@@ -31,7 +31,7 @@ def main(
     held_out: Annotated[Path, typer.Option(help="Feature cache to measure on.")],
     output: Annotated[Path, typer.Option(help="Results folder.")],
     work: Annotated[Path, typer.Option(help="Where the fitted heads go.")],
-    part: Annotated[int, typer.Option(help="Answer tokens of a fit, but for the curve.")] = 100_000,
+    part: Annotated[int, typer.Option(help="Answer tokens of a fit, but for the curve.")] = 60_000,
     epochs: int = 2,
 ) -> None:
     """Fit, measure, write."""
@@ -59,7 +59,7 @@ def main(
     for width in WIDTHS:
         flags = ["--max-tokens", str(part), "--draft-vocab-size", str(width)]
         add("draft vocabulary", f"{width:,}", *deep, *flags)
-    for halvings in (3, 2, 1, 0):
+    for halvings in (4, 3, 2, 1):
         tokens = total >> halvings
         add("answer tokens", f"{tokens:,}", *deep, "--max-tokens", str(tokens))
 

@@ -39,23 +39,23 @@ class KVCache:
         return self._lengths[layer]
 
     def update(
-        self, keys: Tensor, values: Tensor, layer: int, *_: object, step: int = 1, **__: object
+        self, keys: Tensor, values: Tensor, layer: int, *_: object, seen: int = 0, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Append [B, heads, T, head_dim] to `layer`; return all it holds, [B, heads, length, ..].
 
-        With fixed slots the whole buffers come back, else the length rounded up to a multiple of
-        `step`; the mask hides what is not filled.
+        With fixed slots the whole buffers come back, else at least `seen` slots; the mask hides
+        what is not filled.
         """
         start = self._lengths[layer]
         end = start + keys.shape[-2]
         if self.slots is not None and end > self.slots:
             raise IndexError(f"{end} positions do not fit {self.slots} fixed slots")
-        all_keys = self._keys[layer] = self._room(self._keys[layer], keys, start, end)
-        all_values = self._values[layer] = self._room(self._values[layer], values, start, end)
+        seen = self.slots or max(seen, end)
+        all_keys = self._keys[layer] = self._room(self._keys[layer], keys, start, seen)
+        all_values = self._values[layer] = self._room(self._values[layer], values, start, seen)
         all_keys[..., start:end, :] = keys
         all_values[..., start:end, :] = values
         self._lengths[layer] = end
-        seen = self.slots or -(-end // step) * step
         return all_keys[..., :seen, :], all_values[..., :seen, :]
 
     def truncate(self, length: int, first: int = 0, last: int | None = None) -> None:
@@ -77,12 +77,11 @@ class KVCache:
 
     def _room(self, buffer: Tensor | None, like: Tensor, used: int, needed: int) -> Tensor:
         """`buffer`, or a larger copy of its first `used` slots if it has fewer than needed."""
-        wanted = max(needed, self.slots or 0)
-        if buffer is not None and buffer.shape[-2] >= wanted:
+        if buffer is not None and buffer.shape[-2] >= needed:
             return buffer
-        slots = self.slots or max(_FIRST_SLOTS, 1 << (wanted - 1).bit_length())
+        slots = self.slots or max(_FIRST_SLOTS, 1 << (needed - 1).bit_length())
         # zeros, not empty: masked slots weigh nothing, but nothing times NaN is NaN
-        grown = like.new_zeros(*like.shape[:-2], max(slots, wanted), like.shape[-1])
+        grown = like.new_zeros(*like.shape[:-2], slots, like.shape[-1])
         if buffer is not None:
             grown[..., :used, :] = buffer[..., :used, :]
         return grown

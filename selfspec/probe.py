@@ -17,8 +17,9 @@ from selfspec.errors import PinnedUnavailable
 from selfspec.hidden_cache import HiddenCache
 from selfspec.kv_cache import KVCache
 
-_PREFIX = 16
-"""Tokens of context in front of the probed ones."""
+_CONTEXTS = (16, 180)
+"""Tokens in front of the probed ones: kernels may cut longer sums otherwise than short ones (MKL
+with AVX512 does between 192 and 384)."""
 
 
 class PassShape(NamedTuple):
@@ -36,11 +37,18 @@ def check_pinned(backbone: Backbone, shape: PassShape, widest: int) -> None:
 
     The same random tokens run one at a time, in blocks of `widest` rows (which `shape` must have
     room for), and in uneven blocks; every second block has wrong tokens behind it, as rejected
-    drafts would be. Costs about 3 * `widest` passes.
+    drafts would be. Costs about 3 * `widest` passes at each of two contexts.
     """
+    for context in _CONTEXTS:
+        room = (shape.slots or backbone.max_positions) - widest - context
+        if room > 0:
+            _check_at(backbone, shape, widest, context, min(2 * widest, room))
+
+
+def _check_at(backbone: Backbone, shape: PassShape, widest: int, context: int, count: int) -> None:
+    """`count` tokens behind `context` others."""
     generator = torch.Generator().manual_seed(0)
-    count = min(2 * widest, (shape.slots or backbone.max_positions) - widest - _PREFIX)
-    ids = torch.randint(backbone.vocab_size, (1, _PREFIX + count), generator=generator)
+    ids = torch.randint(backbone.vocab_size, (1, context + count), generator=generator)
     ids = ids.to(backbone.device)
     alone = _logits(backbone, ids, [1] * count, shape, widest)
     uneven = [1 + step % (widest - 1) for step in range(count)]
@@ -49,21 +57,22 @@ def check_pinned(backbone: Backbone, shape: PassShape, widest: int) -> None:
         differing = int((alone != together).any(-1).sum())
         if differing:
             raise PinnedUnavailable(
-                f"{differing} of {count} positions changed bits between single rows and {name} "
-                f"blocks of up to {widest} rows: these kernels do not treat all rows alike"
+                f"{differing} of {count} positions behind {context} others changed bits between "
+                f"single rows and {name} blocks of up to {widest} rows: these kernels do not treat "
+                "all rows alike"
             )
 
 
 def _logits(
     backbone: Backbone, ids: Tensor, widths: list[int], shape: PassShape, widest: int
 ) -> Tensor:
-    """Logits [count, V] of `ids` behind the prefix, run in blocks of `widths`."""
+    """Logits [count, V] of the last tokens of `ids`, run in blocks of `widths`."""
     kv = KVCache(backbone.num_layers, shape.slots)
     hidden = HiddenCache(backbone, kv, pinned_rows=shape.rows)
-    hidden.push(backbone.embed(ids[:, :_PREFIX]))
+    start = ids.shape[1] - len(widths)
+    hidden.push(backbone.embed(ids[:, :start]))
     hidden.advance_all()
     found: list[Tensor] = []
-    start = _PREFIX
     while start < ids.shape[1]:
         block = ids[:, start : start + widths[len(found)]]
         wrong = (block[:, -1:] + 1) % backbone.vocab_size

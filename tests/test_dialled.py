@@ -27,7 +27,7 @@ from selfspec.eval.dialled_report import markdown, save_figure
 from selfspec.eval.early import DialledHead, dialled_heads, early_model, vocabulary
 from selfspec.eval.suites import Question
 from selfspec.generate import wrap
-from selfspec.head_types import LogitLensHead
+from selfspec.head_types import DraftVocabulary, LogitLensHead
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 
@@ -42,12 +42,14 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def lens() -> LogitLensHead:
-    return LogitLensHead(Backbone(make_model("llama"), executor="generic").unembedding)
+    unembedding = Backbone(make_model("llama"), executor="generic").unembedding
+    return LogitLensHead(unembedding, DraftVocabulary.of(unembedding, None))
 
 
 @pytest.fixture
 def head() -> DialledHead:
-    return DialledHead(Backbone(make_model("llama"), executor="generic").unembedding)
+    unembedding = Backbone(make_model("llama"), executor="generic").unembedding
+    return DialledHead(unembedding, DraftVocabulary.of(unembedding, None))
 
 
 @pytest.fixture(scope="module")

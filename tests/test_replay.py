@@ -48,7 +48,7 @@ def real_rounds(
     """What the runtime does."""
     request, _, _ = speculator.request(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
     state = speculator.state(request, options, 0)
-    drafter = speculator._drafter(request.sampler, request.stop.end_tokens, options)
+    drafter = speculator.drafter(request.sampler, request.stop.end_tokens, options)
     rule = acceptance_rule(request.sampler, options)
     return list(decode_rounds(state, drafter, rule, request.stop, Stopwatch()))
 

@@ -103,7 +103,12 @@ def test_the_last_batch_is_small_where_few_tokens_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     author, sizes = make_author(tokens=3000, batch_size=32), list[int]()
-    monkeypatch.setattr(author, "ask", lambda headers, _: sizes.append(len(headers)) or [])
+
+    def ask(headers: list[list[int]], temperature: float) -> list[str | None]:
+        sizes.append(len(headers))
+        return []
+
+    monkeypatch.setattr(author, "ask", ask)
     for written in (0, 1500, 2900):
         with suppress(ValueError):  # no question for these openings
             Invented(author, OPENINGS, []).batch(0, Counts(answer_tokens=written))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from selfspec.backbone import Backbone, text_config
 from selfspec.errors import InvalidOption, UnsupportedModel
-from selfspec.head_types import LogitLensHead, Unembedding
+from selfspec.head_types import DraftVocabulary, LogitLensHead, Unembedding
 from selfspec.heads import ExitHeads, HeadsConfig
 
 _PLACES = 1 << 16
@@ -60,10 +60,10 @@ class DialledHead(LogitLensHead):
     """
 
     def __init__(
-        self, unembedding: Unembedding, draft_ids: Tensor | None = None, seed: int = 0
+        self, unembedding: Unembedding, vocabulary: DraftVocabulary, seed: int = 0
     ) -> None:
         """Right everywhere at first."""
-        super().__init__(unembedding, draft_ids)
+        super().__init__(unembedding, vocabulary)
         self.wrong_share = 0.0
         device, size = unembedding.weight.device, unembedding.weight.shape[1]
         generator = torch.Generator().manual_seed(seed)

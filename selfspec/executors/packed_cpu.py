@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.executors.generic import FULL, attention_types
+from selfspec.executors.slots import SteadySlots
 from selfspec.kv_cache import KVCache
 
 _PACK_ROWS = 8
@@ -25,9 +26,8 @@ _ATTENTION_ROWS = {16: 12, 0: 25}
 """Query rows of one product at least, by head size from: below them float32 `bmm` rounds a row
 otherwise than above (MKL, 1 and 2 threads, head sizes 8 to 128)."""
 
-_SLOT_STEP = 16
-"""Attention looks at key slots in such steps, the unfilled ones masked: the softmax of torch adds
-up in vectors of 16, and a shorter row in another order."""
+_PROBED_ROWS = (1, 4, 8)
+"""Rows of a pass for which slot counts are measured."""
 
 _QUERY_ROWS = 128
 """Rows whose attention scores exist at a time: long prompts need memory in proportion to length."""
@@ -95,6 +95,9 @@ class PackedExecutor:
         self._heads = attention.q_proj.out_features // self._size
         self._scaling = float(attention.scaling)
         self._attention_rows = _ATTENTION_ROWS[16 if self._size >= 16 else 0]
+        group = self._heads // self._kv_heads
+        query_rows = sorted({max(self._attention_rows, group * rows) for rows in _PROBED_ROWS})
+        self._slots = SteadySlots(self._kv_heads, self._size, query_rows)
         self._window = int(getattr(decoder.config, "sliding_window", None) or 0)
         # rotary pairs (j, j + size / 2) become neighbours: a rotation is then one complex product
         self._pairs = torch.arange(self._size).view(2, -1).T.flatten()
@@ -122,7 +125,7 @@ class PackedExecutor:
         rows = hidden[0]
         held = kv.get_mask_sizes(len(rows), first)[0]
         rotation = self._rotation(hidden, positions, held)
-        end = -(-held // _SLOT_STEP) * _SLOT_STEP
+        end = kv.slots or self._slots.at_least(held)
         kinds = {layer.kind for layer in self._layers[first:last]}
         masks = {kind: self._mask(kind, positions[0], end) for kind in kinds}
         for index in range(first, last):
@@ -155,7 +158,7 @@ class PackedExecutor:
             turned[:, self._heads :].transpose(0, 1)[None],
             projected[:, rotated:].float().transpose(0, 1)[None],
             index,
-            step=_SLOT_STEP,
+            seen=mask.shape[1],
         )
         queries = turned[:, : self._heads].view(count, self._kv_heads, -1, self._size)
         chunks = [
