@@ -24,7 +24,7 @@ from selfspec.eval.dialled import (
     round_cost,
 )
 from selfspec.eval.dialled_report import markdown, save_figure
-from selfspec.eval.early import DialledHead, dialled_heads, early_model, vocabulary
+from selfspec.eval.early import DialledHead, dialled_heads, early_model, small_vocabulary
 from selfspec.eval.suites import Question
 from selfspec.generate import wrap
 from selfspec.head_types import DraftVocabulary, LogitLensHead
@@ -138,18 +138,18 @@ def test_a_row_is_wrong_alike_alone_and_among_others(
 
 def test_another_seed_is_wrong_elsewhere(head: DialledHead, states: torch.Tensor) -> None:
     unembedding = Backbone(make_model("llama"), executor="generic").unembedding
-    other = DialledHead(unembedding, seed=1)
+    other = DialledHead(unembedding, DraftVocabulary.of(unembedding, None), seed=1)
     head.wrong_share = other.wrong_share = 0.5
     assert not torch.equal(head(states).argmax(-1), other(states).argmax(-1))
 
 
 def test_vocabulary_holds_what_is_needed_then_the_lowest() -> None:
-    assert vocabulary([9, 4, 9], 5, 10).tolist() == [0, 1, 2, 4, 9]
-    assert vocabulary([0, 1], 2, 10).tolist() == [0, 1]
+    assert small_vocabulary([9, 4, 9], 5, 10).tolist() == [0, 1, 2, 4, 9]
+    assert small_vocabulary([0, 1], 2, 10).tolist() == [0, 1]
     with pytest.raises(InvalidOption, match="vocabulary of 2 for 3 different tokens of 10"):
-        vocabulary([1, 2, 3], 2, 10)
+        small_vocabulary([1, 2, 3], 2, 10)
     with pytest.raises(InvalidOption, match="vocabulary of 11"):
-        vocabulary([1], 11, 10)
+        small_vocabulary([1], 11, 10)
 
 
 def test_a_right_head_keeps_every_draft() -> None:

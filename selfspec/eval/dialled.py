@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions
 from selfspec.eval.decoding import decode, greedy_request
-from selfspec.eval.early import DialledHead, dialled_heads, early_model, vocabulary
+from selfspec.eval.early import DialledHead, dialled_heads, early_model, small_vocabulary
 from selfspec.eval.suites import Question
 from selfspec.generate import Speculator
 from selfspec.request import Request
@@ -193,7 +193,7 @@ def _rig(base: Speculator, questions: Sequence[Question], sweep: Sweep, extra: i
     requests = {q.id: greedy_request(plain, q.turns[0], sweep.max_new_tokens) for q in questions}
     texts = {name: decode(plain, request, options).tokens for name, request in requests.items()}
     used = itertools.chain.from_iterable(texts.values())
-    draft_ids = vocabulary(used, sweep.draft_vocab_size, backbone.vocab_size)
+    draft_ids = small_vocabulary(used, sweep.draft_vocab_size, backbone.vocab_size)
     heads, head = dialled_heads(backbone, sweep.layers, draft_ids, sweep.seed)
     return _Rig(
         speculator=Speculator(backbone, base.tokenizer, heads, base.label, options),

@@ -103,12 +103,13 @@ def dialled_heads(
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
     )
     heads = ExitHeads(config, backbone.unembedding, draft_ids)
-    head = DialledHead(backbone.unembedding, draft_ids, seed)
+    vocabulary = DraftVocabulary.of(backbone.unembedding, draft_ids)
+    head = DialledHead(backbone.unembedding, vocabulary, seed)
     heads.by_layer[str(layer)] = head
     return heads.eval(), head
 
 
-def vocabulary(tokens: Iterable[int], size: int, vocab_size: int) -> Tensor:
+def small_vocabulary(tokens: Iterable[int], size: int, vocab_size: int) -> Tensor:
     """`size` ids, rising: all of `tokens`, then the lowest others. Raises InvalidOption.
 
     A head over these alone costs little beside a layer, as a full one does in a large model.
