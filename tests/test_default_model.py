@@ -58,7 +58,7 @@ def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
     plain = speculator.generate(PROMPTS[0], max_new_tokens=40, speculate=False)
     assert answer.token_ids == plain.token_ids
     assert answer.stats.accepted > 0
-    assert set(answer.stats.drafted_by_layer) <= {4, 20}
+    assert set(answer.stats.drafted_by_layer) == {0}
 
 
 def test_float32_tokens_equal_hugging_face_or_part_at_a_tie() -> None:

@@ -149,7 +149,7 @@ def test_what_was_not_recorded_is_refused(changes: dict[str, object], reason: st
     "heads",
     [
         pytest.param(name, marks=default_model)
-        for name in ("smollm2-135m-instruct", "smollm2-135m-instruct-deep")
+        for name in ("smollm2-135m-instruct", "smollm2-135m-instruct-translator")
     ],
 )
 def test_the_default_model_replays_as_it_runs(heads: str) -> None:
