@@ -1,54 +1,19 @@
-"""What proposes tokens, by running rows through the hidden cache or from elsewhere.
-
-Comes in: the state of a sequence. Goes out: a Draft; rows that were run for it wait in the hidden
-cache, where verification takes them on. Called by `decode`.
-"""
+"""Drafts from exit heads: rows run through the hidden cache and wait where they left."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from selfspec.drafters.base import Draft
 from selfspec.heads import ExitHeads
 from selfspec.judge import ExitJudge, read_together
 from selfspec.scores import Sampler
 from selfspec.state import DecodeState
-from selfspec.stats import Ended, Stopwatch
-
-
-@dataclass(kw_only=True)
-class Draft:
-    """k proposed tokens."""
-
-    tokens: list[int] = field(default_factory=list)
-    probs: list[Tensor] | None = None
-    """The law each token was drawn from, [V] each, after the processors; None: they are certain."""
-    exit_layers: list[int] = field(default_factory=list)
-    """Where each left; 0 for tokens that ran through no layer."""
-    ended: Ended = "off"
-
-
-class Drafter(Protocol):
-    """Proposes at most `limit` tokens to follow the committed ones."""
-
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
-        """A draft of 0..limit tokens.
-
-        Rows may be left waiting in `state.hidden`: first that of the newest committed token, then
-        those of the drafts, in order, none twice.
-        """
-
-
-class NoDrafter:
-    """Proposes nothing: plain decoding."""
-
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
-        """An empty draft."""
-        return Draft()
+from selfspec.stats import Stopwatch
 
 
 class _Exit(NamedTuple):
