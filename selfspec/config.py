@@ -41,7 +41,41 @@ class SpeculationOptions:
     """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
 
     max_draft_tokens: int = 6
-    """W_max, at least 1: drafts per round."""
+    """W_max, at least 1: drafts per round, or where a controller starts."""
+
+    controller: str = "fixed"
+    """What sets W_max of the next round: fixed, heuristic (two more after a round that was kept,
+    else one less), threshold (stop behind an unsure draft), gammatune, gammatune-plus, cm-asd."""
+
+    shortest_draft: int = 1
+    """gamma_min, k_min: shortest W_max that a controller may choose, at least 1."""
+
+    longest_draft: int = 10
+    """gamma_max, k_max: longest W_max that a controller may choose; in pinned mode never more than
+    `pinned_rows - 1`. Printed nowhere: where verification starts to cost on a CPU."""
+
+    controller_threshold: float = 0.4
+    """Top probability, in [0, 1], from which threshold and gammatune-plus draft on. As in Hugging
+    Face's `assistant_confidence_threshold`; GammaTune prints none."""
+
+    gammatune_rate: float = 0.3
+    """eta, in (0, 1]: weight of the newest round in the mean. Printed nowhere."""
+
+    gammatune_step: float = 2.0
+    """delta, at least 0: what a wholly accepted round counts more. Printed nowhere; the heuristic's
+    own step."""
+
+    confidence_weights: tuple[float, ...] = (0.4, 0.3, 0.3)
+    """CM-ASD's lambdas: weights of entropy, logit margin and softmax margin, which sum to 1.
+    Printed nowhere: the two margins say much the same."""
+
+    margin_scale: float = 1.0
+    """CM-ASD's beta, above 0: sharpness of the logit margin. Printed nowhere: 1 gives a sigmoid of
+    the margin as it is, in nats."""
+
+    length_scale: float = 1.0
+    """CM-ASD's alpha, in (0, 1]: share of `longest_draft` that full confidence drafts. The
+    document's "full confidence"."""
 
     lenience: float = 1.0
     """In (0, 1]: a sampled draft stays when u < p / (q * lenience). Below 1 is lossy."""
@@ -57,16 +91,30 @@ class SpeculationOptions:
         _require(bool(self.thresholds), "exit_threshold", self.exit_threshold, "or one per layer")
         for tau in self.thresholds:
             _require(0.0 < tau <= 1.0, "exit_threshold", tau, "in (0, 1]")
-        _require(self.anneal_strength >= 0.0, "anneal_strength", self.anneal_strength, "at least 0")
-        _require(
-            self.max_draft_tokens >= 1, "max_draft_tokens", self.max_draft_tokens, "at least 1"
-        )
-        _require(0.0 < self.lenience <= 1.0, "lenience", self.lenience, "in (0, 1]")
+        for name, (holds, expected) in _RANGES.items():
+            value = getattr(self, name)
+            _require(holds(value), name, value, expected)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Raise InvalidOption for bounds that leave no draft length."""
+        if self.shortest_draft > self.longest_possible_draft:
+            rows = f" and pinned_rows {self.pinned_rows}" if self.pinned else ""
+            raise InvalidOption(
+                f"shortest_draft {self.shortest_draft} exceeds longest_draft {self.longest_draft}"
+                f"{rows}. Lower the one or raise the other"
+            )
         if self.pinned and self.pinned_rows <= self.max_draft_tokens:
             raise InvalidOption(
                 f"pinned_rows is {self.pinned_rows}, but max_draft_tokens {self.max_draft_tokens} "
                 f"needs at least {self.max_draft_tokens + 1} rows. Raise the one or lower the other"
             )
+
+    @property
+    def longest_possible_draft(self) -> int:
+        """`longest_draft`, or what a pinned pass has room for beside the newest token."""
+        room = self.pinned_rows - 1
+        return min(self.longest_draft, room) if self.pinned else self.longest_draft
 
     @property
     def thresholds(self) -> tuple[float, ...]:
@@ -80,6 +128,28 @@ class SpeculationOptions:
         lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
         return replace(self, **{**values, **lists})
 
+
+_AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
+_AT_LEAST_0 = (lambda value: value >= 0.0, "at least 0")
+_SHARE = (lambda value: 0.0 < value <= 1.0, "in (0, 1]")
+_PROBABILITY = (lambda value: 0.0 <= value <= 1.0, "in [0, 1]")
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "anneal_strength": _AT_LEAST_0,
+    "max_draft_tokens": _AT_LEAST_1,
+    "shortest_draft": _AT_LEAST_1,
+    "controller_threshold": _PROBABILITY,
+    "gammatune_rate": _SHARE,
+    "gammatune_step": _AT_LEAST_0,
+    "confidence_weights": (
+        lambda weights: len(weights) == 3 and min(weights) >= 0.0 and abs(sum(weights) - 1) < 1e-6,
+        "of three weights, at least 0, that sum to 1",
+    ),
+    "margin_scale": (lambda value: value > 0.0, "above 0"),
+    "length_scale": _SHARE,
+    "lenience": _SHARE,
+}
+"""What a value must hold, and how an error says so."""
 
 OPTION_NAMES = frozenset(entry.name for entry in fields(SpeculationOptions))
 """Every SpeculationOptions field."""
@@ -141,6 +211,15 @@ class GenerateOptions(TypedDict, total=False):
     anneal_strength: float
     max_draft_depth: int | None
     max_draft_tokens: int
+    controller: str
+    shortest_draft: int
+    longest_draft: int
+    controller_threshold: float
+    gammatune_rate: float
+    gammatune_step: float
+    confidence_weights: tuple[float, ...]
+    margin_scale: float
+    length_scale: float
     lenience: float
     pinned: bool
     pinned_rows: int

@@ -64,6 +64,7 @@ def rounds(
             target_logits = verify(state, draft)
             watch.lap("prefill" if prefill else "verify")
             entry = commit(state, draft, target_logits, rule, stop, prefill=prefill)
+            drafter.learn(len(draft.tokens), entry.accepted)
         watch.lap("bookkeeping")
         yield entry
 

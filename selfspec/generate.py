@@ -24,6 +24,7 @@ from selfspec import hub
 from selfspec.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
 from selfspec.backbone import Backbone, fingerprint
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check_keys
+from selfspec.controllers import make_controller
 from selfspec.decode import rounds
 from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
 from selfspec.errors import HeadsNotFound, InvalidOption, PinnedUnavailable
@@ -178,7 +179,7 @@ class Speculator:
             lossless=rule.lossless or not options.speculate,
         )
         watch = Stopwatch()
-        drafter = self._drafter(sampler, request.stop.end_tokens, options)
+        drafter = self.drafter(sampler, request.stop.end_tokens, options)
         entries = rounds(state, drafter, rule, request.stop, watch)
         if streamer is not None:
             streamer.put(request.input_ids[row : row + 1].cpu())
@@ -206,9 +207,10 @@ class Speculator:
             pinned_rows=shape.rows,
         )
 
-    def _drafter(
+    def drafter(
         self, sampler: Sampler, end_tokens: Collection[int], options: SpeculationOptions
     ) -> Drafter:
+        """What proposes tokens under `options`; nothing behind one of `end_tokens`."""
         if self.heads is None or not options.speculate:
             return NoDrafter()
         layers = (
@@ -220,7 +222,8 @@ class Speculator:
             options.anneal_strength,
             {int(layer): value for layer, value in self.heads.config.temperatures.items()},
         )
-        return ExitDrafter(self.heads, judge, sampler, options.max_draft_tokens, end_tokens)
+        controller = make_controller(options, options.max_draft_tokens)
+        return ExitDrafter(self.heads, judge, sampler, controller, end_tokens)
 
     def _pinned_shape(self, fixed: PassShape, widest: int) -> PassShape:
         """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.

@@ -18,6 +18,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from selfspec.acceptance import AcceptanceRule, GreedyMatch
 from selfspec.backbone import Backbone
+from selfspec.controllers import Fixed
 from selfspec.decode import StopRule, rounds
 from selfspec.drafters import Draft, Drafter, ExitDrafter, NoDrafter
 from selfspec.generate import wrap
@@ -102,7 +103,7 @@ def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     """Untrained heads at EXITS; a low tau drafts often and wrongly, which is what tests want."""
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(EXITS, tau), anneal_strength=0.3)
-    return ExitDrafter(heads, judge, greedy(), width)
+    return ExitDrafter(heads, judge, greedy(), Fixed(width))
 
 
 def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
@@ -122,7 +123,7 @@ def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     for parameter in heads.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(DEEP_EXITS, tau))
-    return ExitDrafter(heads, judge, greedy(), width)
+    return ExitDrafter(heads, judge, greedy(), Fixed(width))
 
 
 def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter, tuple[int, ...]]]:

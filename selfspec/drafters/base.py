@@ -6,11 +6,13 @@ Rows that were run for it wait in the hidden cache, where verification takes the
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
+from selfspec.controllers import DraftController
 from selfspec.state import DecodeState
 from selfspec.stats import Ended, Stopwatch
 
@@ -37,6 +39,9 @@ class Drafter(Protocol):
         those of the drafts, in order, none twice.
         """
 
+    def learn(self, drafted: int, accepted: int) -> None:
+        """What became of the draft that was asked for last."""
+
 
 class NoDrafter:
     """Proposes nothing: plain decoding."""
@@ -44,3 +49,53 @@ class NoDrafter:
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
         """An empty draft."""
         return Draft()
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """There is nothing to learn."""
+
+
+class PacedDrafter:
+    """Base of drafters whose controller sets how many tokens a round drafts."""
+
+    def __init__(self, controller: DraftController, end_tokens: Collection[int] = ()) -> None:
+        """`end_tokens` close a sequence: nothing is drafted behind one."""
+        self.controller = controller
+        self.end_tokens = frozenset(end_tokens)
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Tell the controller; rounds without drafts say nothing about draft lengths."""
+        if drafted:
+            self.controller.end(drafted, accepted)
+
+
+class DraftWriter:
+    """Writes one Draft, until W_max, `limit`, the controller or an end token completes it."""
+
+    def __init__(self, drafter: PacedDrafter, limit: int, *, sampled: bool = False) -> None:
+        """`sampled`: each token is drawn from a law, which acceptance will want."""
+        width = drafter.controller.begin()
+        self.room = max(min(width, limit), 0)
+        """Tokens that still fit; 0 when the draft is complete."""
+        self.draft = Draft(
+            probs=[] if sampled else None, ended="width" if width <= limit else "budget"
+        )
+        self._drafter = drafter
+
+    def add(
+        self, token: int, confidence: float, *, layer: int = 0, law: Tensor | None = None
+    ) -> None:
+        """Propose `token`, which left at `layer` and was drawn from `law` [V]."""
+        self.draft.tokens.append(token)
+        self.draft.exit_layers.append(layer)
+        if self.draft.probs is not None and law is not None:
+            self.draft.probs.append(law)
+        self.room -= 1
+        if token in self._drafter.end_tokens:
+            self.stop("eos")
+        elif self.room and not self._drafter.controller.go_on(confidence):
+            self.stop("unsure")
+
+    def stop(self, reason: Ended) -> None:
+        """The draft is complete."""
+        self.draft.ended = reason
+        self.room = 0

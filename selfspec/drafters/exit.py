@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.drafters.base import Draft
+from selfspec.confidence import top_probability
+from selfspec.controllers import DraftController
+from selfspec.drafters.base import Draft, DraftWriter, PacedDrafter
 from selfspec.heads import ExitHeads
 from selfspec.judge import ExitJudge, read_together
 from selfspec.scores import Sampler
@@ -23,11 +25,13 @@ class _Exit(NamedTuple):
     token: int
     probs: Tensor | None
     """The law it was drawn from, [V]; None: it is certain."""
+    confidence: float
+    """What the controller wants to know; the judge's own where it wants nothing."""
     features: Tensor
     """The head's, [1, d]: what it believes layer L would give here."""
 
 
-class ExitDrafter:
+class ExitDrafter(PacedDrafter):
     """Drafts from exit heads on intermediate layers: SpecBound's BSCS, section 2.3.
 
     Each token runs segment by segment until the judge is sure; a token that is still unsure at the
@@ -39,46 +43,30 @@ class ExitDrafter:
         heads: ExitHeads,
         judge: ExitJudge,
         sampler: Sampler,
-        max_draft_tokens: int,
+        controller: DraftController,
         end_tokens: Collection[int] = (),
     ) -> None:
         """`end_tokens` close a sequence: nothing is drafted behind one."""
+        super().__init__(controller, end_tokens)
         self._heads = heads
         self._judge = judge
         self._sampler = sampler.for_drafts()
-        self._max_draft_tokens = max_draft_tokens
-        self._end_tokens = frozenset(end_tokens)
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
         """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
-        draft = Draft(probs=[] if self._sampler.do_sample else None, ended="budget")
-        if self._max_draft_tokens <= limit:
-            limit, draft.ended = self._max_draft_tokens, "width"
+        writer = DraftWriter(self, limit, sampled=self._sampler.do_sample)
         ids = state.ids
-        deep = self._known_deep(state)
-        while len(draft.tokens) < limit:
+        deep = known_deep(self._heads, state)
+        while writer.room:
             state.hidden.push(state.backbone.embed(ids[:, -1:]))
             found = self._first_exit(state, ids, deep, watch)
             if found is None:
-                draft.ended = "depth"
+                writer.stop("depth")
                 break
-            draft.tokens.append(found.token)
-            draft.exit_layers.append(found.layer)
-            if draft.probs is not None and found.probs is not None:
-                draft.probs.append(found.probs)
-            if found.token in self._end_tokens:
-                draft.ended = "eos"
-                break
+            writer.add(found.token, found.confidence, layer=found.layer, law=found.probs)
             deep = found.features
             ids = torch.cat([ids, ids.new_tensor([[found.token]])], dim=1)
-        return draft
-
-    def _known_deep(self, state: DecodeState) -> Tensor | None:
-        """What heads read beside the hidden state of the newest token, [1, d]; None if nothing."""
-        if state.deep is None or not self._heads.reads_deep:
-            return None
-        normed: Tensor = state.backbone.unembedding.norm(state.deep)
-        return normed
+        return writer.draft
 
     def _first_exit(
         self, state: DecodeState, ids: Tensor, deep: Tensor | None, watch: Stopwatch
@@ -90,9 +78,11 @@ class ExitDrafter:
             head = self._heads[layer]
             features = head.features(hidden, deep)
             logits = head.unembed(features)
-            confidence = self._judge.confidence(logits, layer)
-            top, exits = self._read(head.to_target_ids(logits.argmax(-1)), confidence, layer)
-            if not exits:
+            # the one device read per judged layer
+            top, (sure, confidence) = read_together(
+                head.to_target_ids(logits.argmax(-1)), *self._confidences(logits, layer)
+            )
+            if not self._judge.exits(sure, layer):
                 watch.lap("heads")
                 continue
             if self._sampler.is_plain_greedy:
@@ -100,13 +90,19 @@ class ExitDrafter:
             else:
                 choice = self._choose(ids, head.to_target_logits(logits))
             watch.lap("heads")
-            return _Exit(layer, *choice, features)
+            return _Exit(layer, *choice, confidence, features)
         return None
 
-    def _read(self, top: Tensor, confidence: Tensor, layer: int) -> tuple[int, bool]:
-        """The one device read per judged layer: top-1 token, and whether it leaves."""
-        sure, token = read_together(confidence, top)
-        return token, self._judge.exits(sure, layer)
+    def _confidences(self, logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """The judge's and the controller's, [1] each, from draft logits [1, V_draft].
+
+        Both look at the same annealed and calibrated law.
+        """
+        sure = self._judge.confidence(logits, layer)
+        signal = self.controller.signal
+        if signal is None or signal is top_probability:  # which is what the judge computes
+            return sure, sure
+        return sure, signal(logits / self._judge.temperature(layer))
 
     def _choose(self, ids: Tensor, logits: Tensor) -> tuple[int, Tensor | None]:
         """A token from processed draft logits [1, V], and the law it was drawn from.
@@ -118,3 +114,11 @@ class ExitDrafter:
             return int(self._sampler.scores(ids, logits).argmax(-1)), None
         probs = self._sampler.probs(ids, logits)
         return self._sampler.draw(probs), probs
+
+
+def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
+    """What heads read beside the hidden state of the newest token, [1, d]; None if nothing."""
+    if state.deep is None or not heads.reads_deep:
+        return None
+    normed: Tensor = state.backbone.unembedding.norm(state.deep)
+    return normed
