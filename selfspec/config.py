@@ -19,12 +19,19 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
+DRAFTERS = ("exit", "ngram", "ngram+exit", "none")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
     """How tokens are drafted and checked. All are safe: none but `lenience` changes the output."""
 
     speculate: bool = True
     """Draft at all. False is plain decoding on the same runtime, the honest baseline."""
+
+    drafter: str = "exit"
+    """What proposes tokens: exit (heads on shallow layers), ngram (text already seen), ngram+exit
+    (the one that promises more), or none."""
 
     exit_layers: tuple[int, ...] | None = None
     """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
@@ -77,6 +84,18 @@ class SpeculationOptions:
     """CM-ASD's alpha, in (0, 1]: share of `longest_draft` that full confidence drafts. The
     document's "full confidence"."""
 
+    ngram_size: int = 3
+    """Longest n-gram that is looked up, at least 1; the longest that is found decides."""
+
+    ngram_draft_tokens: int = 7
+    """W_max of drafts from text already seen, at least 1. Larger than that of exit heads, because
+    they cost no time to make; with the newest token they fill a pinned pass."""
+
+    row_cost: float = 0.15
+    """What one more row adds to a verification, as a share of a step, in [0, 1]: drafts from text
+    already seen are proposed while their chance exceeds it. Packed weights on a CPU measure 0.12
+    for the second row and 0.05 for later ones, plain ones 0.7."""
+
     lenience: float = 1.0
     """In (0, 1]: a sampled draft stays when u < p / (q * lenience). Below 1 is lossy."""
 
@@ -94,6 +113,7 @@ class SpeculationOptions:
         for name, (holds, expected) in _RANGES.items():
             value = getattr(self, name)
             _require(holds(value), name, value, expected)
+        check_keys([self.drafter], DRAFTERS, "drafter")
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -104,11 +124,17 @@ class SpeculationOptions:
                 f"shortest_draft {self.shortest_draft} exceeds longest_draft {self.longest_draft}"
                 f"{rows}. Lower the one or raise the other"
             )
-        if self.pinned and self.pinned_rows <= self.max_draft_tokens:
-            raise InvalidOption(
-                f"pinned_rows is {self.pinned_rows}, but max_draft_tokens {self.max_draft_tokens} "
-                f"needs at least {self.max_draft_tokens + 1} rows. Raise the one or lower the other"
-            )
+        for name in ("max_draft_tokens", "ngram_draft_tokens"):
+            used = name != "ngram_draft_tokens" or self.uses("ngram")
+            if used and self.pinned and self.pinned_rows <= getattr(self, name):
+                raise InvalidOption(
+                    f"pinned_rows is {self.pinned_rows}, but {name} {getattr(self, name)} needs at "
+                    f"least {getattr(self, name) + 1} rows. Raise the one or lower the other"
+                )
+
+    def uses(self, source: str) -> bool:
+        """Whether `source` (exit, ngram, ..) is part of the drafter."""
+        return source in self.drafter.split("+")
 
     @property
     def longest_possible_draft(self) -> int:
@@ -138,6 +164,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "anneal_strength": _AT_LEAST_0,
     "max_draft_tokens": _AT_LEAST_1,
     "shortest_draft": _AT_LEAST_1,
+    "ngram_size": _AT_LEAST_1,
+    "ngram_draft_tokens": _AT_LEAST_1,
+    "row_cost": _PROBABILITY,
     "controller_threshold": _PROBABILITY,
     "gammatune_rate": _SHARE,
     "gammatune_step": _AT_LEAST_0,
@@ -206,6 +235,7 @@ class GenerateOptions(TypedDict, total=False):
     raw: bool
     """A prompt in words is tokenised as it is, without the chat template."""
     speculate: bool
+    drafter: str
     exit_layers: tuple[int, ...] | None
     exit_threshold: float | tuple[float, ...]
     anneal_strength: float
@@ -220,6 +250,9 @@ class GenerateOptions(TypedDict, total=False):
     confidence_weights: tuple[float, ...]
     margin_scale: float
     length_scale: float
+    ngram_size: int
+    ngram_draft_tokens: int
+    row_cost: float
     lenience: float
     pinned: bool
     pinned_rows: int

@@ -24,12 +24,10 @@ from selfspec import hub
 from selfspec.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
 from selfspec.backbone import Backbone, fingerprint
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check_keys
-from selfspec.controllers import make_controller
 from selfspec.decode import rounds
-from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
+from selfspec.drafters import Drafter, Sources, make_drafter
 from selfspec.errors import HeadsNotFound, InvalidOption, PinnedUnavailable
 from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
-from selfspec.judge import ExitJudge, spread
 from selfspec.kv_cache import KVCache, fixed_slots
 from selfspec.probe import PassShape, check_pinned
 from selfspec.request import Request, from_prepared, prepare, stop_strings
@@ -167,7 +165,8 @@ class Speculator:
         state: DecodeState | None = None,
     ) -> Stream:
         """A stream that decodes one row of `request`, in `state` if one is given."""
-        options = replace(options, speculate=options.speculate and not self._disabled)
+        drafting = options.speculate and options.drafter != "none" and not self._disabled
+        options = replace(options, speculate=drafting)
         sampler = request.sampler.for_row(row)
         rule = acceptance_rule(sampler, options)
         if state is None:
@@ -197,12 +196,12 @@ class Speculator:
             shape = self._pinned_shape(fixed, options.pinned_rows)
             kv = kv or KVCache(self.backbone.num_layers)
             kv.slots = shape.slots
-        layers = active_layers(self.heads, options) if self.heads and options.speculate else ()
+        exits = self.heads is not None and options.speculate and options.uses("exit")
         return DecodeState(
             self.backbone,
             request.input_ids[row : row + 1],
             pad=pad,
-            exit_layers=layers,
+            exit_layers=active_layers(self.heads, options) if exits else (),
             kv=kv,
             pinned_rows=shape.rows,
         )
@@ -211,19 +210,7 @@ class Speculator:
         self, sampler: Sampler, end_tokens: Collection[int], options: SpeculationOptions
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind one of `end_tokens`."""
-        if self.heads is None or not options.speculate:
-            return NoDrafter()
-        layers = (
-            self.heads.config.exit_layers if options.exit_layers is None else options.exit_layers
-        )
-        judge = ExitJudge(
-            self.backbone.num_layers,
-            spread(options.thresholds, layers),
-            options.anneal_strength,
-            {int(layer): value for layer, value in self.heads.config.temperatures.items()},
-        )
-        controller = make_controller(options, options.max_draft_tokens)
-        return ExitDrafter(self.heads, judge, sampler, controller, end_tokens)
+        return make_drafter(options, Sources(heads=self.heads), sampler, end_tokens)
 
     def _pinned_shape(self, fixed: PassShape, widest: int) -> PassShape:
         """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
@@ -291,9 +278,9 @@ def wrap(
     label = label or model.config.name_or_path or type(model).__name__
     fitted = _find_heads(backbone, heads, label)
     base = SpeculationOptions()
-    if fitted is None:
+    if fitted is None and options.get("drafter", "exit") == "exit":
         logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
-    else:
+    elif fitted is not None:
         base = base.updated(fitted.config.defaults)
     return Speculator(backbone, tokenizer, fitted, label, base.updated(options))
 

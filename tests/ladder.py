@@ -20,7 +20,14 @@ from selfspec.acceptance import AcceptanceRule, GreedyMatch
 from selfspec.backbone import Backbone
 from selfspec.controllers import Fixed
 from selfspec.decode import StopRule, rounds
-from selfspec.drafters import Draft, Drafter, ExitDrafter, NoDrafter
+from selfspec.drafters import (
+    Draft,
+    Drafter,
+    ExitDrafter,
+    NgramDrafter,
+    NoDrafter,
+    SeenTextFirst,
+)
 from selfspec.generate import wrap
 from selfspec.heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.judge import ExitJudge
@@ -139,6 +146,11 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
         "eager deep": (deep_drafter(backbone, 0.02), DEEP_EXITS),
         "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
+        "seen text": (NgramDrafter(Fixed(5), size=2, row_cost=0.0), ()),
+        "seen text, else exits": (
+            SeenTextFirst(NgramDrafter(Fixed(5)), exit_drafter(backbone, 0.05)),
+            EXITS,
+        ),
     }
 
 

@@ -27,6 +27,8 @@ class Draft:
     exit_layers: list[int] = field(default_factory=list)
     """Where each left; 0 for tokens that ran through no layer."""
     ended: Ended = "off"
+    source: str = "exit"
+    """Who proposed them: exit, ngram or draft-model."""
 
 
 class Drafter(Protocol):
@@ -71,13 +73,17 @@ class PacedDrafter:
 class DraftWriter:
     """Writes one Draft, until W_max, `limit`, the controller or an end token completes it."""
 
-    def __init__(self, drafter: PacedDrafter, limit: int, *, sampled: bool = False) -> None:
+    def __init__(
+        self, drafter: PacedDrafter, limit: int, *, source: str, sampled: bool = False
+    ) -> None:
         """`sampled`: each token is drawn from a law, which acceptance will want."""
         width = drafter.controller.begin()
         self.room = max(min(width, limit), 0)
         """Tokens that still fit; 0 when the draft is complete."""
         self.draft = Draft(
-            probs=[] if sampled else None, ended="width" if width <= limit else "budget"
+            probs=[] if sampled else None,
+            ended="width" if width <= limit else "budget",
+            source=source,
         )
         self._drafter = drafter
 

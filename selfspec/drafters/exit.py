@@ -54,7 +54,7 @@ class ExitDrafter(PacedDrafter):
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
         """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
-        writer = DraftWriter(self, limit, sampled=self._sampler.do_sample)
+        writer = DraftWriter(self, limit, source="exit", sampled=self._sampler.do_sample)
         ids = state.ids
         deep = known_deep(self._heads, state)
         while writer.room:

@@ -1,0 +1,73 @@
+"""From options to the drafter of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from selfspec.config import SpeculationOptions
+from selfspec.controllers import make_controller
+from selfspec.drafters.base import Drafter, NoDrafter
+from selfspec.drafters.exit import ExitDrafter
+from selfspec.drafters.ngram import NgramDrafter, SeenTextFirst
+from selfspec.errors import HeadsNotFound
+from selfspec.heads import ExitHeads
+from selfspec.judge import ExitJudge, spread
+from selfspec.scores import Sampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What drafts of one model can come from."""
+
+    heads: ExitHeads | None
+
+
+def make_drafter(
+    options: SpeculationOptions,
+    sources: Sources,
+    sampler: Sampler,
+    end_tokens: Collection[int] = (),
+) -> Drafter:
+    """What proposes tokens under `options`; nothing behind one of `end_tokens`.
+
+    The default, exit, drafts nothing where there are no heads. Raises HeadsNotFound where heads
+    were asked for by another name.
+    """
+    if not options.speculate or options.drafter == "none":
+        return NoDrafter()
+    if options.drafter == "exit" and sources.heads is None:
+        return NoDrafter()
+    if options.drafter == "ngram":
+        return _ngram(options, end_tokens)
+    other = _exit(options, sources.heads, sampler, end_tokens)
+    return SeenTextFirst(_ngram(options, end_tokens), other) if options.uses("ngram") else other
+
+
+def _ngram(options: SpeculationOptions, end_tokens: Collection[int]) -> NgramDrafter:
+    return NgramDrafter(
+        make_controller(options, options.ngram_draft_tokens),
+        end_tokens,
+        size=options.ngram_size,
+        row_cost=options.row_cost,
+    )
+
+
+def _exit(
+    options: SpeculationOptions,
+    heads: ExitHeads | None,
+    sampler: Sampler,
+    end_tokens: Collection[int],
+) -> ExitDrafter:
+    if heads is None:
+        raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
+    config = heads.config
+    layers = config.exit_layers if options.exit_layers is None else options.exit_layers
+    judge = ExitJudge(
+        config.num_layers,
+        spread(options.thresholds, layers),
+        options.anneal_strength,
+        {int(layer): value for layer, value in config.temperatures.items()},
+    )
+    controller = make_controller(options, options.max_draft_tokens)
+    return ExitDrafter(heads, judge, sampler, controller, end_tokens)
