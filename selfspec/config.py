@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-DRAFTERS = ("exit", "ngram", "ngram+exit", "none")
+DRAFTERS = ("exit", "ngram", "ngram+exit", "draft-model", "ngram+draft-model", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class SpeculationOptions:
     """Draft at all. False is plain decoding on the same runtime, the honest baseline."""
 
     drafter: str = "exit"
-    """What proposes tokens: exit (heads on shallow layers), ngram (text already seen), ngram+exit
-    (the one that promises more), or none."""
+    """What proposes tokens: exit (heads on shallow layers), ngram (text already seen), draft-model
+    (a second, smaller model), ngram+exit or ngram+draft-model (whichever promises more), none."""
 
     exit_layers: tuple[int, ...] | None = None
     """Exit layers in use, counted from 1. None: all that the heads were fitted for."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from selfspec.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
 from selfspec.backbone import Backbone, fingerprint
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check_keys
 from selfspec.decode import rounds
-from selfspec.drafters import Drafter, Sources, make_drafter
+from selfspec.drafters import (
+    Drafter,
+    Sources,
+    check_same_size,
+    check_same_tokens,
+    make_drafter,
+)
 from selfspec.errors import HeadsNotFound, InvalidOption, PinnedUnavailable
 from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
 from selfspec.kv_cache import KVCache, fixed_slots
@@ -54,6 +61,7 @@ class Speculator:
         heads: ExitHeads | None,
         label: str,
         options: SpeculationOptions,
+        draft_model: Backbone | None = None,
     ) -> None:
         """`heads` None is plain decoding only. Raises InvalidOption for layers without heads."""
         self.backbone = backbone
@@ -61,6 +69,7 @@ class Speculator:
         self.heads = heads
         self.label = label
         self.options = options
+        self.draft_model = draft_model
         self._disabled = False
         self._probed: dict[tuple[PassShape, int], PinnedUnavailable | None] = {}
         if heads is not None:
@@ -210,7 +219,8 @@ class Speculator:
         self, sampler: Sampler, end_tokens: Collection[int], options: SpeculationOptions
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind one of `end_tokens`."""
-        return make_drafter(options, Sources(heads=self.heads), sampler, end_tokens)
+        sources = Sources(heads=self.heads, draft_model=self.draft_model)
+        return make_drafter(options, sources, sampler, end_tokens)
 
     def _pinned_shape(self, fixed: PassShape, widest: int) -> PassShape:
         """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
@@ -243,6 +253,7 @@ def load(
     device: str | None = None,
     attn_implementation: str = "sdpa",
     executor: str = "auto",
+    draft_model: str | Path | None = None,
     **options: Any,
 ) -> Speculator:
     """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
@@ -250,15 +261,29 @@ def load(
     `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
     default model, and plain decoding for any other. `executor`: generic runs the model's own
     layers, packed a faster copy of the weights on a CPU, auto the packed one where it can.
-    `options` are SpeculationOptions. Raises
-    ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, InvalidOption.
+    `draft_model`: a smaller one with the same tokens, which drafts. `options` are
+    SpeculationOptions. Raises ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads,
+    HeadsMismatch, DraftModelMismatch, InvalidOption.
     """
-    loaded, tokenizer, files = hub.load_model(
-        model, dtype=dtype, device=device, attn_implementation=attn_implementation
+    read = partial(
+        hub.load_model, dtype=dtype, device=device, attn_implementation=attn_implementation
     )
+    loaded, tokenizer, files = read(model)
+    second = None
+    if draft_model is not None:
+        second, other, draft_files = read(draft_model)
+        check_same_tokens(tokenizer, other, draft_files.label)
     if heads is None and files.is_default:
         heads = hub.DEFAULT_HEADS
-    return wrap(loaded, tokenizer, heads=heads, label=files.label, executor=executor, **options)
+    return wrap(
+        loaded,
+        tokenizer,
+        heads=heads,
+        label=files.label,
+        executor=executor,
+        draft_model=second,
+        **options,
+    )
 
 
 def wrap(
@@ -268,21 +293,29 @@ def wrap(
     heads: str | Path | ExitHeads | None = None,
     label: str | None = None,
     executor: str = "auto",
+    draft_model: PreTrainedModel | None = None,
     **options: Any,
 ) -> Speculator:
     """A Speculator around a model that is already loaded; the model itself stays as it is.
 
-    Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, InvalidOption.
+    A `draft_model` drafts unless `options` say otherwise; that both mean the same by a token id is
+    up to the caller. Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
+    DraftModelMismatch, InvalidOption.
     """
     backbone = Backbone(model, executor=executor)
     label = label or model.config.name_or_path or type(model).__name__
     fitted = _find_heads(backbone, heads, label)
     base = SpeculationOptions()
-    if fitted is None and options.get("drafter", "exit") == "exit":
+    if fitted is None and draft_model is None and options.get("drafter", "exit") == "exit":
         logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
     elif fitted is not None:
         base = base.updated(fitted.config.defaults)
-    return Speculator(backbone, tokenizer, fitted, label, base.updated(options))
+    second = None
+    if draft_model is not None:
+        second = Backbone(draft_model, executor=executor)
+        check_same_size(backbone, second)
+        base = base.updated({"drafter": "draft-model"})
+    return Speculator(backbone, tokenizer, fitted, label, base.updated(options), second)
 
 
 def active_layers(heads: ExitHeads | None, options: SpeculationOptions) -> tuple[int, ...]:

@@ -48,6 +48,13 @@ class Sampler:
         """Distribution of the token after `ids` [1, n]; [1, V] -> [V], float32."""
         return self.scores(ids, logits)[0].softmax(-1)
 
+    def choose(self, ids: Tensor, logits: Tensor) -> tuple[int, Tensor | None]:
+        """A token after `ids` [1, n] from [1, V], and the law [V] it was drawn from, if it was."""
+        if not self.do_sample:
+            return int(self.scores(ids, logits).argmax(-1)), None
+        probs = self.probs(ids, logits)
+        return self.draw(probs), probs
+
     def draw(self, probs: Tensor) -> int:
         """One token from [V]."""
         return int(torch.multinomial(probs, 1, generator=self.generator))

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from selfspec.config import GenerateOptions
 from selfspec.kv_cache import KVCache
 from selfspec.request import Request
-from selfspec.state import DecodeState
+from selfspec.state import DecodeState, shared_prefix
 from selfspec.stream import Generation, Stream
 from selfspec.text import Prompt
 
@@ -52,8 +52,5 @@ class Session:
         """The caches, cut back to what they share with the new prompt; at least one id is left."""
         if self._state is None or self._state.pad or request.pads[0]:
             return None
-        old, new = self._state.ids[0], request.input_ids[0]
-        count = min(len(old), len(new) - 1)
-        differing = (old[:count] != new[:count]).nonzero()
-        self._state.kv.truncate(int(differing[0]) if len(differing) else count)
+        self._state.kv.truncate(shared_prefix(self._state.ids[0], request.input_ids[0, :-1]))
         return self._state.kv

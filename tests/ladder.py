@@ -23,6 +23,7 @@ from selfspec.decode import StopRule, rounds
 from selfspec.drafters import (
     Draft,
     Drafter,
+    DraftModelDrafter,
     ExitDrafter,
     NgramDrafter,
     NoDrafter,
@@ -37,6 +38,7 @@ from selfspec.scores import Sampler
 from selfspec.state import DecodeState
 from selfspec.stats import Round, Stopwatch
 from tests.drafters import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
+from tests.models import make_model
 
 FIXED = PassShape(rows=6, slots=64)
 """Passes of one shape: the drafts below are at most 5 wide, the texts at most 58 long."""
@@ -133,6 +135,12 @@ def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     return ExitDrafter(heads, judge, greedy(), Fixed(width))
 
 
+def second_model() -> DraftModelDrafter:
+    """A model of half the layers, which has nothing to do with the one that verifies."""
+    other = Backbone(make_model("llama", num_hidden_layers=3), executor="generic")
+    return DraftModelDrafter(other, greedy(), Fixed(4))
+
+
 def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter, tuple[int, ...]]]:
     """Good, bad and random drafts, and real exits; with the exit layers each needs."""
     size = backbone.vocab_size
@@ -146,6 +154,7 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
         "eager deep": (deep_drafter(backbone, 0.02), DEEP_EXITS),
         "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
+        "another model": (second_model(), ()),
         "seen text": (NgramDrafter(Fixed(5), size=2, row_cost=0.0), ()),
         "seen text, else exits": (
             SeenTextFirst(NgramDrafter(Fixed(5)), exit_drafter(backbone, 0.05)),

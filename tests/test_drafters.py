@@ -26,7 +26,15 @@ def exact() -> Any:
 
 @pytest.fixture(scope="module")
 def speculator(exact: Any) -> Speculator:
-    return wrap(exact, heads="logit-lens", max_draft_tokens=3, **EAGER)
+    second = make_model("llama", torch.float64, num_hidden_layers=2)
+    return wrap(
+        exact,
+        heads="logit-lens",
+        draft_model=second,
+        drafter="exit",
+        max_draft_tokens=3,
+        **EAGER,
+    )
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
@@ -75,6 +83,11 @@ def test_seen_text_needs_no_heads_and_no_warning(
 def test_heads_that_were_asked_for_must_be_there(exact: Any) -> None:
     with pytest.raises(HeadsNotFound, match=r"drafter ngram\+exit needs exit heads"):
         wrap(exact, drafter="ngram+exit").generate(random_ids(5), max_new_tokens=2)
+
+
+def test_a_draft_model_that_was_asked_for_must_be_there(exact: Any) -> None:
+    with pytest.raises(InvalidOption, match="drafter draft-model needs a second model"):
+        wrap(exact, drafter="draft-model").generate(random_ids(5), max_new_tokens=2)
 
 
 def test_an_unknown_drafter_names_the_nearest(exact: Any) -> None:

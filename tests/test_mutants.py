@@ -19,6 +19,7 @@ from selfspec.errors import SelfspecError
 from selfspec.executors.generic import GenericExecutor
 from selfspec.hidden_cache import HiddenCache
 from selfspec.kv_cache import KVCache
+from selfspec.scores import Sampler
 from selfspec.state import DecodeState
 from tests import ladder
 from tests.models import make_model, random_ids
@@ -155,13 +156,13 @@ def exit_looks_at_the_drawn_token(patch: pytest.MonkeyPatch) -> None:
 
 def law_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
     """The law that acceptance divides by is not the one the draft was drawn from."""
-    right = ExitDrafter._choose
+    right = Sampler.choose
 
-    def wrong(self: ExitDrafter, ids: Tensor, logits: Tensor) -> tuple[int, Tensor | None]:
+    def wrong(self: Sampler, ids: Tensor, logits: Tensor) -> tuple[int, Tensor | None]:
         token, _ = right(self, ids, logits)
         return token, (logits[0] / 2).softmax(-1)
 
-    patch.setattr(ExitDrafter, "_choose", wrong)
+    patch.setattr(Sampler, "choose", wrong)
 
 
 SAMPLING_MUTANTS = [

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions
 from selfspec.controllers import make_controller
 from selfspec.drafters.base import Drafter, NoDrafter
+from selfspec.drafters.draft_model import DraftModelDrafter
 from selfspec.drafters.exit import ExitDrafter
 from selfspec.drafters.ngram import NgramDrafter, SeenTextFirst
-from selfspec.errors import HeadsNotFound
+from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads import ExitHeads
 from selfspec.judge import ExitJudge, spread
 from selfspec.scores import Sampler
@@ -21,6 +23,7 @@ class Sources:
     """What drafts of one model can come from."""
 
     heads: ExitHeads | None
+    draft_model: Backbone | None = None
 
 
 def make_drafter(
@@ -32,7 +35,7 @@ def make_drafter(
     """What proposes tokens under `options`; nothing behind one of `end_tokens`.
 
     The default, exit, drafts nothing where there are no heads. Raises HeadsNotFound where heads
-    were asked for by another name.
+    were asked for by another name, InvalidOption where there is no draft model.
     """
     if not options.speculate or options.drafter == "none":
         return NoDrafter()
@@ -40,7 +43,11 @@ def make_drafter(
         return NoDrafter()
     if options.drafter == "ngram":
         return _ngram(options, end_tokens)
-    other = _exit(options, sources.heads, sampler, end_tokens)
+    other: Drafter
+    if options.uses("draft-model"):
+        other = _draft_model(options, sources.draft_model, sampler, end_tokens)
+    else:
+        other = _exit(options, sources.heads, sampler, end_tokens)
     return SeenTextFirst(_ngram(options, end_tokens), other) if options.uses("ngram") else other
 
 
@@ -71,3 +78,15 @@ def _exit(
     )
     controller = make_controller(options, options.max_draft_tokens)
     return ExitDrafter(heads, judge, sampler, controller, end_tokens)
+
+
+def _draft_model(
+    options: SpeculationOptions,
+    backbone: Backbone | None,
+    sampler: Sampler,
+    end_tokens: Collection[int],
+) -> DraftModelDrafter:
+    if backbone is None:
+        raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
+    controller = make_controller(options, options.max_draft_tokens)
+    return DraftModelDrafter(backbone, sampler, controller, end_tokens)

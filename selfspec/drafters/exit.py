@@ -71,7 +71,11 @@ class ExitDrafter(PacedDrafter):
     def _first_exit(
         self, state: DecodeState, ids: Tensor, deep: Tensor | None, watch: Stopwatch
     ) -> _Exit | None:
-        """The first confident layer and what it drafts; None: difficult token."""
+        """The first confident layer and what it drafts; None: difficult token.
+
+        Whether to exit is decided from the context alone, before a token is drawn: a decision that
+        saw the drawn token would bias the output.
+        """
         for boundary, layer in enumerate(state.hidden.depths[1:-1]):
             hidden = state.hidden.advance(boundary)[:, -1]  # [1, d]: the row being drafted
             watch.lap("draft")
@@ -88,7 +92,7 @@ class ExitDrafter(PacedDrafter):
             if self._sampler.is_plain_greedy:
                 choice: tuple[int, Tensor | None] = top, None
             else:
-                choice = self._choose(ids, head.to_target_logits(logits))
+                choice = self._sampler.choose(ids, head.to_target_logits(logits))
             watch.lap("heads")
             return _Exit(layer, *choice, confidence, features)
         return None
@@ -103,17 +107,6 @@ class ExitDrafter(PacedDrafter):
         if signal is None or signal is top_probability:  # which is what the judge computes
             return sure, sure
         return sure, signal(logits / self._judge.temperature(layer))
-
-    def _choose(self, ids: Tensor, logits: Tensor) -> tuple[int, Tensor | None]:
-        """A token from processed draft logits [1, V], and the law it was drawn from.
-
-        Whether to exit was decided before, from the context alone: a decision that saw the drawn
-        token would bias the output.
-        """
-        if not self._sampler.do_sample:
-            return int(self._sampler.scores(ids, logits).argmax(-1)), None
-        probs = self._sampler.probs(ids, logits)
-        return self._sampler.draw(probs), probs
 
 
 def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
