@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 DRAFTERS = ("exit", "ngram", "ngram+exit", "draft-model", "ngram+draft-model", "none")
 
+ACCEPTANCE = ("lossless", "cm-asd", "easd")
+READINGS = ("intent", "paper")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """How tokens are drafted and checked. All are safe: none but `lenience` changes the output."""
+    """How tokens are drafted and checked. Only `acceptance` and `lenience` change the output."""
 
     speculate: bool = True
     """Draft at all. False is plain decoding on the same runtime, the honest baseline."""
@@ -96,8 +99,38 @@ class SpeculationOptions:
     already seen are proposed while their chance exceeds it. Packed weights on a CPU measure 0.12
     for the second row and 0.05 for later ones, plain ones 0.7."""
 
+    acceptance: str = "lossless"
+    """What decides which drafts stay: lossless (greedy match, speculative sampling), or one of the
+    lossy rules cm-asd (close to the target's best) and easd (none where both models waver)."""
+
+    require_lossless: bool = False
+    """Refuse lossy settings."""
+
     lenience: float = 1.0
     """In (0, 1]: a sampled draft stays when u < p / (q * lenience). Below 1 is lossy."""
+
+    cm_asd_reading: str = "intent"
+    """intent: cm-asd is stricter where the drafter is unsure, as its text says; paper: looser, as
+    its formula does."""
+
+    top_beta: int = 3
+    """CM-ASD's beta, at least 1: a draft must be among so many best tokens. Printed nowhere."""
+
+    tolerance: float = 0.1
+    """CM-ASD's tau_base, at least 0, in nats below the best token. The document's example."""
+
+    tolerance_gain: float = 0.9
+    """CM-ASD's gamma, at least 0, in nats: what confidence (intent) or its lack (paper) adds.
+    Printed nowhere: with tolerance 0.1 a token may be e times less likely than the best."""
+
+    entropy_threshold: float | None = None
+    """EASD's tau_H, at least 0, in nats. None: calibrate it with selfspec calibrate --entropy."""
+
+    overlap_threshold: float = 0.8
+    """EASD's tau_O, in [0, 1]: more than this share of the best tokens is the same in both."""
+
+    overlap_tokens: int = 5
+    """EASD's N, at least 1: how many best tokens are compared."""
 
     pinned: bool = False
     """Bitwise draft invariance: every pass has the same shape, whatever was drafted."""
@@ -114,6 +147,9 @@ class SpeculationOptions:
             value = getattr(self, name)
             _require(holds(value), name, value, expected)
         check_keys([self.drafter], DRAFTERS, "drafter")
+        check_keys([self.acceptance], ACCEPTANCE, "acceptance")
+        check_keys([self.cm_asd_reading], READINGS, "cm_asd_reading")
+        self._check_losses()
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -141,6 +177,21 @@ class SpeculationOptions:
         """`longest_draft`, or what a pinned pass has room for beside the newest token."""
         room = self.pinned_rows - 1
         return min(self.longest_draft, room) if self.pinned else self.longest_draft
+
+    def _check_losses(self) -> None:
+        """Raise InvalidOption for lossy settings that exclude each other, or were excluded."""
+        if self.acceptance != "lossless" and self.lenience < 1.0:
+            raise InvalidOption(
+                f"lenience {self.lenience} and acceptance {self.acceptance}: each is a rule of its "
+                "own. Leave one out"
+            )
+        if self.require_lossless and (self.acceptance != "lossless" or self.lenience < 1.0):
+            lossy = (
+                f"lenience {self.lenience}"
+                if self.acceptance == "lossless"
+                else f"acceptance {self.acceptance}"
+            )
+            raise InvalidOption(f"{lossy} is lossy, but require_lossless is set. Leave one out")
 
     @property
     def thresholds(self) -> tuple[float, ...]:
@@ -177,6 +228,12 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "margin_scale": (lambda value: value > 0.0, "above 0"),
     "length_scale": _SHARE,
     "lenience": _SHARE,
+    "top_beta": _AT_LEAST_1,
+    "tolerance": _AT_LEAST_0,
+    "tolerance_gain": _AT_LEAST_0,
+    "entropy_threshold": (lambda value: value is None or value >= 0.0, "at least 0"),
+    "overlap_threshold": _PROBABILITY,
+    "overlap_tokens": _AT_LEAST_1,
 }
 """What a value must hold, and how an error says so."""
 
@@ -253,7 +310,16 @@ class GenerateOptions(TypedDict, total=False):
     ngram_size: int
     ngram_draft_tokens: int
     row_cost: float
+    acceptance: str
+    require_lossless: bool
     lenience: float
+    cm_asd_reading: str
+    top_beta: int
+    tolerance: float
+    tolerance_gain: float
+    entropy_threshold: float | None
+    overlap_threshold: float
+    overlap_tokens: int
     pinned: bool
     pinned_rows: int
 

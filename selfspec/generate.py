@@ -36,6 +36,7 @@ from selfspec.drafters import (
 from selfspec.errors import HeadsNotFound, InvalidOption, PinnedUnavailable
 from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
 from selfspec.kv_cache import KVCache, fixed_slots
+from selfspec.lossy import LOSSY
 from selfspec.probe import PassShape, check_pinned
 from selfspec.request import Request, from_prepared, prepare, stop_strings
 from selfspec.scores import Sampler
@@ -71,6 +72,7 @@ class Speculator:
         self.options = options
         self.draft_model = draft_model
         self._disabled = False
+        self._told_of_loss = False
         self._probed: dict[tuple[PassShape, int], PinnedUnavailable | None] = {}
         if heads is not None:
             active_layers(heads, options)
@@ -180,11 +182,15 @@ class Speculator:
         rule = acceptance_rule(sampler, options)
         if state is None:
             state = self.state(request, options, row)
+        lossless = rule.lossless or not options.speculate
+        if not lossless and not self._told_of_loss:
+            self._told_of_loss = True
+            logger.warning("lossy acceptance: the output differs from the model's own")
         stats = GenerationStats(
             num_layers=self.backbone.num_layers,
             prompt_tokens=state.length - state.pad,
             reused_tokens=state.kv.length(0),
-            lossless=rule.lossless or not options.speculate,
+            lossless=lossless,
         )
         watch = Stopwatch()
         drafter = self.drafter(sampler, request.stop.end_tokens, options)
@@ -341,7 +347,12 @@ def active_layers(heads: ExitHeads | None, options: SpeculationOptions) -> tuple
 
 
 def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-    """The rule for this choice. Raises InvalidOption for lenience without sampling."""
+    """The rule for this choice; plain decoding is lossless whatever was asked for.
+
+    Raises InvalidOption for lenience without sampling, and for EASD without a threshold.
+    """
+    if options.speculate and options.acceptance != "lossless":
+        return LOSSY[options.acceptance](sampler, options)
     if sampler.do_sample:
         return SpeculativeSampling(sampler, options.lenience)
     if options.lenience < 1.0:

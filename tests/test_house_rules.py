@@ -22,7 +22,7 @@ FLOORS = (
     ("backbone", "hooks"),
     ("hidden_cache",),
     ("state", "probe"),
-    ("drafters", "controllers", "acceptance"),
+    ("drafters", "controllers", "acceptance", "lossy"),
     ("decode",),
     ("request", "stream"),
     ("session", "generate"),

@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from selfspec.controllers import DraftController
+from selfspec.scores import Choice
 from selfspec.state import DecodeState
 from selfspec.stats import Ended, Stopwatch
 
@@ -24,6 +25,9 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] | None = None
     """The law each token was drawn from, [V] each, after the processors; None: they are certain."""
+    beliefs: list[Tensor] | None = None
+    """What the drafter thought of each place, [V], after the processors: where the acceptance rule
+    reads it, also for tokens that were not drawn. None: not kept, or there is none."""
     exit_layers: list[int] = field(default_factory=list)
     """Where each left; 0 for tokens that ran through no layer."""
     ended: Ended = "off"
@@ -59,9 +63,16 @@ class NoDrafter:
 class PacedDrafter:
     """Base of drafters whose controller sets how many tokens a round drafts."""
 
-    def __init__(self, controller: DraftController, end_tokens: Collection[int] = ()) -> None:
-        """`end_tokens` close a sequence: nothing is drafted behind one."""
+    def __init__(
+        self,
+        controller: DraftController,
+        end_tokens: Collection[int] = (),
+        *,
+        beliefs: bool = False,
+    ) -> None:
+        """`end_tokens` close a sequence: nothing is drafted behind one. `beliefs` are kept."""
         self.controller = controller
+        self.beliefs = beliefs
         self.end_tokens = frozenset(end_tokens)
 
     def learn(self, drafted: int, accepted: int) -> None:
@@ -76,27 +87,28 @@ class DraftWriter:
     def __init__(
         self, drafter: PacedDrafter, limit: int, *, source: str, sampled: bool = False
     ) -> None:
-        """`sampled`: each token is drawn from a law, which acceptance will want."""
+        """`sampled`: tokens are drawn from laws, which acceptance will want."""
         width = drafter.controller.begin()
         self.room = max(min(width, limit), 0)
         """Tokens that still fit; 0 when the draft is complete."""
         self.draft = Draft(
             probs=[] if sampled else None,
+            beliefs=[] if drafter.beliefs else None,
             ended="width" if width <= limit else "budget",
             source=source,
         )
         self._drafter = drafter
 
-    def add(
-        self, token: int, confidence: float, *, layer: int = 0, law: Tensor | None = None
-    ) -> None:
-        """Propose `token`, which left at `layer` and was drawn from `law` [V]."""
-        self.draft.tokens.append(token)
+    def add(self, choice: Choice, confidence: float, *, layer: int = 0) -> None:
+        """Propose a token that left at `layer`."""
+        self.draft.tokens.append(choice.token)
         self.draft.exit_layers.append(layer)
-        if self.draft.probs is not None and law is not None:
-            self.draft.probs.append(law)
+        if self.draft.probs is not None and choice.law is not None:
+            self.draft.probs.append(choice.law)
+        if self.draft.beliefs is not None and choice.belief is not None:
+            self.draft.beliefs.append(choice.belief)
         self.room -= 1
-        if token in self._drafter.end_tokens:
+        if choice.token in self._drafter.end_tokens:
             self.stop("eos")
         elif self.room and not self._drafter.controller.go_on(confidence):
             self.stop("unsure")

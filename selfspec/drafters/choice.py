@@ -77,7 +77,8 @@ def _exit(
         {int(layer): value for layer, value in config.temperatures.items()},
     )
     controller = make_controller(options, options.max_draft_tokens)
-    return ExitDrafter(heads, judge, sampler, controller, end_tokens)
+    beliefs = options.acceptance != "lossless"
+    return ExitDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
 
 
 def _draft_model(
@@ -89,4 +90,5 @@ def _draft_model(
     if backbone is None:
         raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
     controller = make_controller(options, options.max_draft_tokens)
-    return DraftModelDrafter(backbone, sampler, controller, end_tokens)
+    beliefs = options.acceptance != "lossless"
+    return DraftModelDrafter(backbone, sampler, controller, end_tokens, beliefs=beliefs)

@@ -35,9 +35,11 @@ class DraftModelDrafter(PacedDrafter):
         sampler: Sampler,
         controller: DraftController,
         end_tokens: Collection[int] = (),
+        *,
+        beliefs: bool = False,
     ) -> None:
         """`sampler` is the target's: its processors also shape the laws of the drafts."""
-        super().__init__(controller, end_tokens)
+        super().__init__(controller, end_tokens, beliefs=beliefs)
         self._backbone = backbone
         self._sampler = sampler.for_drafts()
         self._kv = KVCache(backbone.num_layers)
@@ -56,9 +58,9 @@ class DraftModelDrafter(PacedDrafter):
         rows = self._rewound(ids[:, state.pad :])
         while writer.room:
             logits = self._next_logits(rows).to(ids.device)
-            token, law = self._sampler.choose(ids, logits)
-            writer.add(token, self._confidence(logits), law=law)
-            rows = ids.new_tensor([[token]])
+            choice = self._sampler.choose(ids, logits, believe=self.beliefs)
+            writer.add(choice, self._confidence(logits))
+            rows = ids.new_tensor([[choice.token]])
             ids = torch.cat([ids, rows], dim=1)
         self._ran = ids[0, state.pad : state.pad + self._kv.length(0)]
         return writer.draft

@@ -13,7 +13,7 @@ from selfspec.controllers import DraftController
 from selfspec.drafters.base import Draft, DraftWriter, PacedDrafter
 from selfspec.heads import ExitHeads
 from selfspec.judge import ExitJudge, read_together
-from selfspec.scores import Sampler
+from selfspec.scores import Choice, Sampler
 from selfspec.state import DecodeState
 from selfspec.stats import Stopwatch
 
@@ -22,9 +22,7 @@ class _Exit(NamedTuple):
     """One draft token and where it left."""
 
     layer: int
-    token: int
-    probs: Tensor | None
-    """The law it was drawn from, [V]; None: it is certain."""
+    choice: Choice
     confidence: float
     """What the controller wants to know; the judge's own where it wants nothing."""
     features: Tensor
@@ -45,9 +43,11 @@ class ExitDrafter(PacedDrafter):
         sampler: Sampler,
         controller: DraftController,
         end_tokens: Collection[int] = (),
+        *,
+        beliefs: bool = False,
     ) -> None:
-        """`end_tokens` close a sequence: nothing is drafted behind one."""
-        super().__init__(controller, end_tokens)
+        """`end_tokens` close a sequence: nothing is drafted behind one. `beliefs` are kept."""
+        super().__init__(controller, end_tokens, beliefs=beliefs)
         self._heads = heads
         self._judge = judge
         self._sampler = sampler.for_drafts()
@@ -63,9 +63,9 @@ class ExitDrafter(PacedDrafter):
             if found is None:
                 writer.stop("depth")
                 break
-            writer.add(found.token, found.confidence, layer=found.layer, law=found.probs)
+            writer.add(found.choice, found.confidence, layer=found.layer)
             deep = found.features
-            ids = torch.cat([ids, ids.new_tensor([[found.token]])], dim=1)
+            ids = torch.cat([ids, ids.new_tensor([[found.choice.token]])], dim=1)
         return writer.draft
 
     def _first_exit(
@@ -89,12 +89,13 @@ class ExitDrafter(PacedDrafter):
             if not self._judge.exits(sure, layer):
                 watch.lap("heads")
                 continue
-            if self._sampler.is_plain_greedy:
-                choice: tuple[int, Tensor | None] = top, None
+            if self._sampler.is_plain_greedy and not self.beliefs:
+                choice = Choice(top)
             else:
-                choice = self._sampler.choose(ids, head.to_target_logits(logits))
+                wide = head.to_target_logits(logits)
+                choice = self._sampler.choose(ids, wide, believe=self.beliefs)
             watch.lap("heads")
-            return _Exit(layer, *choice, confidence, features)
+            return _Exit(layer, choice, confidence, features)
         return None
 
     def _confidences(self, logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from operator import mul
 
 from selfspec.controllers import DraftController
 from selfspec.drafters.base import Draft, Drafter, DraftWriter, PacedDrafter
+from selfspec.scores import Choice
 from selfspec.state import DecodeState
 from selfspec.stats import Stopwatch
 
@@ -99,7 +100,7 @@ class NgramDrafter(PacedDrafter):
         chances = list(takewhile(lambda chance: chance >= self._row_cost, accumulate(rates, mul)))
         if sum(chances) > rival:
             for token, rate, _ in zip(self._guess, rates, chances, strict=False):
-                writer.add(token, rate)
+                writer.add(Choice(token), rate)
                 if not writer.room:
                     break
         if writer.room:
