@@ -87,17 +87,22 @@ class SpeculationOptions:
     """CM-ASD's alpha, in (0, 1]: share of `longest_draft` that full confidence drafts. The
     document's "full confidence"."""
 
-    ngram_size: int = 3
+    ngram_size: int = 4
     """Longest n-gram that is looked up, at least 1; the longest that is found decides."""
 
     ngram_draft_tokens: int = 7
     """W_max of drafts from text already seen, at least 1. Larger than that of exit heads, because
     they cost no time to make; with the newest token they fill a pinned pass."""
 
-    row_cost: float = 0.15
+    row_cost: float = 0.08
     """What one more row adds to a verification, as a share of a step, in [0, 1]: drafts from text
-    already seen are proposed while their chance exceeds it. Packed weights on a CPU measure 0.12
-    for the second row and 0.05 for later ones, plain ones 0.7."""
+    already seen are proposed while their chance exceeds it. Packed weights on a CPU measure 0.05;
+    a little more is safer where guesses get worse."""
+
+    block_cost: float | None = None
+    """What a verification of two rows costs more than one of one, as a share of a step, at least 0:
+    text already seen must promise more tokens. None: 0.7 where a CPU runs one row by kernels of its
+    own, else 0."""
 
     acceptance: str = "lossless"
     """What decides which drafts stay: lossless (greedy match, speculative sampling), or one of the
@@ -218,6 +223,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ngram_size": _AT_LEAST_1,
     "ngram_draft_tokens": _AT_LEAST_1,
     "row_cost": _PROBABILITY,
+    "block_cost": (lambda value: value is None or value >= 0.0, "at least 0"),
     "controller_threshold": _PROBABILITY,
     "gammatune_rate": _SHARE,
     "gammatune_step": _AT_LEAST_0,
@@ -310,6 +316,7 @@ class GenerateOptions(TypedDict, total=False):
     ngram_size: int
     ngram_draft_tokens: int
     row_cost: float
+    block_cost: float | None
     acceptance: str
     require_lossless: bool
     lenience: float

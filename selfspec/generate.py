@@ -225,7 +225,7 @@ class Speculator:
         self, sampler: Sampler, end_tokens: Collection[int], options: SpeculationOptions
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind one of `end_tokens`."""
-        sources = Sources(heads=self.heads, draft_model=self.draft_model)
+        sources = Sources(self.backbone, self.heads, self.draft_model)
         return make_drafter(options, sources, sampler, end_tokens)
 
     def _pinned_shape(self, fixed: PassShape, widest: int) -> PassShape:

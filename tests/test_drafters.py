@@ -14,7 +14,12 @@ from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.generate import Speculator, wrap
 from tests.models import make_model, random_ids
 
-EAGER: dict[str, Any] = {"exit_layers": (2, 5), "exit_threshold": 0.05, "row_cost": 0.0}
+EAGER: dict[str, Any] = {
+    "exit_layers": (2, 5),
+    "exit_threshold": 0.05,
+    "row_cost": 0.0,
+    "block_cost": 0.0,
+}
 """Drafts all the time, mostly wrongly."""
 
 
@@ -73,7 +78,7 @@ def test_seen_text_needs_no_heads_and_no_warning(
     exact: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "selfspec"):
-        alone = wrap(exact, drafter="ngram", row_cost=0.0)
+        alone = wrap(exact, drafter="ngram", row_cost=0.0, block_cost=0.0)
         assert not caplog.messages
         wrap(exact)
         assert "plain decoding" in caplog.text

@@ -305,6 +305,7 @@ def speculator() -> Speculator:
         exit_threshold=0.05,
         max_draft_tokens=3,
         row_cost=0.0,
+        block_cost=0.0,
         entropy_threshold=0.1,
     )
 

@@ -34,7 +34,7 @@ def ask(drafter: Drafter, text: Text, limit: int = 99) -> Draft:
 
 
 def make_drafter(width: int = 4, **options: Any) -> NgramDrafter:
-    return NgramDrafter(Fixed(width), **options)
+    return NgramDrafter(Fixed(width), **{"size": 3, "row_cost": 0.15} | options)
 
 
 def naive(text: list[int], size: int) -> tuple[int, int]:
@@ -118,6 +118,22 @@ def test_drafting_stops_where_the_chance_falls_below_the_price_of_a_row() -> Non
         assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected, cost
 
 
+def test_a_draft_must_promise_what_a_block_of_rows_costs() -> None:
+    # chances 1/4, 1/8, 3/32, 0.07: 0.54 tokens in all
+    for cost, expected in ((0.5, 4), (0.6, 0)):
+        drafter = make_drafter(row_cost=0.0, block_cost=cost)
+        assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected
+
+
+def test_a_block_costs_more_where_one_row_has_kernels_of_its_own() -> None:
+    ids = torch.arange(96)[None]  # whatever comes was there before: a chance of 1/2
+    options: dict[str, Any] = {"drafter": "ngram", "ngram_size": 1, "ngram_draft_tokens": 1}
+    for executor, expected in (("generic", False), ("packed", True)):
+        speculator = wrap(make_model("llama"), executor=executor, **options)
+        stats = speculator.generate(ids, max_new_tokens=6).stats
+        assert (stats.drafted > 0) is expected
+
+
 def test_nothing_to_draft_and_nothing_worth_it_are_told_apart() -> None:
     assert ask(make_drafter(), Text([1, 2, 3])).ended == "off"
     assert ask(make_drafter(row_cost=0.3), Text([1, 2, 1])).ended == "unsure"
@@ -172,7 +188,7 @@ class Listening(Fixed):
 
 def test_the_controller_hears_the_rate_of_each_match_and_ends_the_draft() -> None:
     controller = Listening(6)
-    drafter = NgramDrafter(controller, row_cost=0.0)
+    drafter = NgramDrafter(controller, size=3)
     draft = ask(drafter, Text([1, 2, 3, 4, 5, 6, 1]))
     assert controller.asked == [0.25, 0.5, 0.75]
     assert (draft.tokens, draft.ended) == ([2, 3, 4], "unsure")
@@ -202,7 +218,7 @@ class Other:
 def test_the_other_drafts_where_no_text_matches_and_hears_only_of_its_own() -> None:
     controller = Listening(1)
     other = Other()
-    both = SeenTextFirst(NgramDrafter(cast(DraftController, controller)), other)
+    both = SeenTextFirst(NgramDrafter(cast(DraftController, controller), size=3), other)
     text = Text([1, 2, 3])
     assert ask(both, text).tokens == [90, 91]
     both.learn(2, 1)
@@ -231,7 +247,7 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving() -> None:
 
 def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it() -> None:
     model = make_model("llama", torch.float64)
-    speculator = wrap(model, drafter="ngram", row_cost=0.0, ngram_size=2)
+    speculator = wrap(model, drafter="ngram", row_cost=0.0, block_cost=0.0, ngram_size=2)
     session = speculator.session()
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)

@@ -73,10 +73,11 @@ class NgramDrafter(PacedDrafter):
         controller: DraftController,
         end_tokens: Collection[int] = (),
         *,
-        size: int = 3,
-        row_cost: float = 0.15,
+        size: int = 4,
+        row_cost: float = 0.0,
+        block_cost: float = 0.0,
     ) -> None:
-        """`size`: longest n-gram. `row_cost`: of one more row, as a share of a one-row step.
+        """`size`: longest n-gram. Costs are shares of a one-row step, as in SpeculationOptions.
 
         One drafter serves one sequence.
         """
@@ -84,6 +85,7 @@ class NgramDrafter(PacedDrafter):
         self._index = NgramIndex(size)
         self._size = size
         self._row_cost = row_cost
+        self._block_cost = block_cost
         # the longer a match, the more it is trusted at first
         self._rates = [count / (size + 1) for count in range(size + 1)]
         self._guess: list[int] = []
@@ -98,7 +100,7 @@ class NgramDrafter(PacedDrafter):
         self._matched = [min(count + step, self._size) for step in range(len(self._guess))]
         rates = [self._rates[matched] for matched in self._matched]
         chances = list(takewhile(lambda chance: chance >= self._row_cost, accumulate(rates, mul)))
-        if sum(chances) > rival:
+        if sum(chances) > max(rival, self._block_cost):
             for token, rate, _ in zip(self._guess, rates, chances, strict=False):
                 writer.add(Choice(token), rate)
                 if not writer.room:
