@@ -141,7 +141,7 @@ class SpeculationOptions:
     """Bitwise draft invariance: every pass has the same shape, whatever was drafted."""
 
     pinned_rows: int = 8
-    """Rows of every pass in pinned mode, at least `max_draft_tokens + 1`."""
+    """Rows of every pass in pinned mode: one for the newest token, one for each draft token."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no model could make sense of."""
@@ -165,13 +165,28 @@ class SpeculationOptions:
                 f"shortest_draft {self.shortest_draft} exceeds longest_draft {self.longest_draft}"
                 f"{rows}. Lower the one or raise the other"
             )
-        for name in ("max_draft_tokens", "ngram_draft_tokens"):
-            used = name != "ngram_draft_tokens" or self.uses("ngram")
-            if used and self.pinned and self.pinned_rows <= getattr(self, name):
+        widths = {"max_draft_tokens": self.max_draft_tokens}
+        if self.uses("ngram"):
+            widths["ngram_draft_tokens"] = self.ngram_draft_tokens
+        for name, width in widths.items():
+            if self.pinned and self.pinned_rows <= width:
                 raise InvalidOption(
-                    f"pinned_rows is {self.pinned_rows}, but {name} {getattr(self, name)} needs at "
-                    f"least {getattr(self, name) + 1} rows. Raise the one or lower the other"
+                    f"pinned_rows is {self.pinned_rows}, but {name} {width} needs at least "
+                    f"{width + 1} rows. Raise the one or lower the other"
                 )
+
+    def _check_losses(self) -> None:
+        """Raise InvalidOption for lossy settings that exclude each other, or were excluded."""
+        if self.acceptance != "lossless" and self.lenience < 1.0:
+            raise InvalidOption(
+                f"lenience {self.lenience} and acceptance {self.acceptance}: each is a rule of its "
+                "own. Leave one out"
+            )
+        lossy = f"lenience {self.lenience}" if self.lenience < 1.0 else None
+        if self.acceptance != "lossless":
+            lossy = f"acceptance {self.acceptance}"
+        if self.require_lossless and lossy is not None:
+            raise InvalidOption(f"{lossy} is lossy, but require_lossless is set. Leave one out")
 
     def uses(self, source: str) -> bool:
         """Whether `source` (exit, ngram, ..) is part of the drafter."""
@@ -182,21 +197,6 @@ class SpeculationOptions:
         """`longest_draft`, or what a pinned pass has room for beside the newest token."""
         room = self.pinned_rows - 1
         return min(self.longest_draft, room) if self.pinned else self.longest_draft
-
-    def _check_losses(self) -> None:
-        """Raise InvalidOption for lossy settings that exclude each other, or were excluded."""
-        if self.acceptance != "lossless" and self.lenience < 1.0:
-            raise InvalidOption(
-                f"lenience {self.lenience} and acceptance {self.acceptance}: each is a rule of its "
-                "own. Leave one out"
-            )
-        if self.require_lossless and (self.acceptance != "lossless" or self.lenience < 1.0):
-            lossy = (
-                f"lenience {self.lenience}"
-                if self.acceptance == "lossless"
-                else f"acceptance {self.acceptance}"
-            )
-            raise InvalidOption(f"{lossy} is lossy, but require_lossless is set. Leave one out")
 
     @property
     def thresholds(self) -> tuple[float, ...]:

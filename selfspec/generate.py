@@ -27,6 +27,7 @@ from selfspec.backbone import Backbone, fingerprint
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check_keys
 from selfspec.decode import rounds
 from selfspec.drafters import (
+    DraftCache,
     Drafter,
     Sources,
     check_same_size,
@@ -64,7 +65,7 @@ class Speculator:
         options: SpeculationOptions,
         draft_model: Backbone | None = None,
     ) -> None:
-        """`heads` None is plain decoding only. Raises InvalidOption for layers without heads."""
+        """What is None cannot draft. Raises InvalidOption for layers without heads."""
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.heads = heads
@@ -174,8 +175,9 @@ class Speculator:
         row: int,
         streamer: BaseStreamer | None = None,
         state: DecodeState | None = None,
+        draft_cache: DraftCache | None = None,
     ) -> Stream:
-        """A stream that decodes one row of `request`, in `state` if one is given."""
+        """A stream that decodes one row of `request`, in `state` and `draft_cache` if given."""
         drafting = options.speculate and options.drafter != "none" and not self._disabled
         options = replace(options, speculate=drafting)
         sampler = request.sampler.for_row(row)
@@ -193,7 +195,7 @@ class Speculator:
             lossless=lossless,
         )
         watch = Stopwatch()
-        drafter = self.drafter(sampler, request.stop.end_tokens, options)
+        drafter = self.drafter(sampler, request.stop.end_tokens, options, draft_cache)
         entries = rounds(state, drafter, rule, request.stop, watch)
         if streamer is not None:
             streamer.put(request.input_ids[row : row + 1].cpu())
@@ -222,10 +224,16 @@ class Speculator:
         )
 
     def drafter(
-        self, sampler: Sampler, end_tokens: Collection[int], options: SpeculationOptions
+        self,
+        sampler: Sampler,
+        end_tokens: Collection[int],
+        options: SpeculationOptions,
+        draft_cache: DraftCache | None = None,
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind one of `end_tokens`."""
-        sources = Sources(self.backbone, self.heads, self.draft_model)
+        if draft_cache is None and self.draft_model is not None:
+            draft_cache = DraftCache(self.draft_model)
+        sources = Sources(self.backbone, self.heads, draft_cache)
         return make_drafter(options, sources, sampler, end_tokens)
 
     def _pinned_shape(self, fixed: PassShape, widest: int) -> PassShape:
@@ -265,11 +273,11 @@ def load(
     """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
 
     `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
-    default model, and plain decoding for any other. `executor`: generic runs the model's own
-    layers, packed a faster copy of the weights on a CPU, auto the packed one where it can.
-    `draft_model`: a smaller one with the same tokens, which drafts. `options` are
-    SpeculationOptions. Raises ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads,
-    HeadsMismatch, DraftModelMismatch, InvalidOption.
+    default model unless a draft model takes their place, and plain decoding for any other.
+    `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
+    auto the packed one where it can. `draft_model`: a smaller one with the same tokens, which
+    drafts. `options` are SpeculationOptions. Raises ModelNotFound, UnsupportedModel,
+    HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
     """
     read = partial(
         hub.load_model, dtype=dtype, device=device, attn_implementation=attn_implementation
@@ -279,7 +287,7 @@ def load(
     if draft_model is not None:
         second, other, draft_files = read(draft_model)
         check_same_tokens(tokenizer, other, draft_files.label)
-    if heads is None and files.is_default:
+    if heads is None and files.is_default and second is None:
         heads = hub.DEFAULT_HEADS
     return wrap(
         loaded,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Unpack
 
 from selfspec.config import GenerateOptions
+from selfspec.drafters import DraftCache
 from selfspec.kv_cache import KVCache
 from selfspec.request import Request
 from selfspec.state import DecodeState, shared_prefix
@@ -29,6 +30,8 @@ class Session:
         self._state: DecodeState | None = None
         self._pinned: tuple[bool, int] | None = None
         self._stream: Stream | None = None
+        second = speculator.draft_model
+        self._draft_cache = None if second is None else DraftCache(second)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """The answer to `prompt`: the whole conversation so far and the new turn."""
@@ -45,7 +48,9 @@ class Session:
         kv = self._prefix(request) if shapes == self._pinned else None
         self._pinned = shapes
         self._state = engine.state(request, speculation, 0, kv)
-        self._stream = engine.start(request, speculation, 0, streamer, self._state)
+        self._stream = engine.start(
+            request, speculation, 0, streamer, self._state, self._draft_cache
+        )
         return self._stream
 
     def _prefix(self, request: Request) -> KVCache | None:

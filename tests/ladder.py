@@ -22,6 +22,7 @@ from selfspec.controllers import Fixed
 from selfspec.decode import StopRule, rounds
 from selfspec.drafters import (
     Draft,
+    DraftCache,
     Drafter,
     DraftModelDrafter,
     ExitDrafter,
@@ -138,7 +139,7 @@ def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
 def second_model() -> DraftModelDrafter:
     """A model of half the layers, which has nothing to do with the one that verifies."""
     other = Backbone(make_model("llama", num_hidden_layers=3), executor="generic")
-    return DraftModelDrafter(other, greedy(), Fixed(4))
+    return DraftModelDrafter(DraftCache(other), greedy(), Fixed(4))
 
 
 def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter, tuple[int, ...]]]:
@@ -157,7 +158,7 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "another model": (second_model(), ()),
         "seen text": (NgramDrafter(Fixed(5), size=2, row_cost=0.0), ()),
         "seen text, else exits": (
-            SeenTextFirst(NgramDrafter(Fixed(5)), exit_drafter(backbone, 0.05)),
+            SeenTextFirst(NgramDrafter(Fixed(5), size=3), exit_drafter(backbone, 0.05)),
             EXITS,
         ),
     }
@@ -224,7 +225,7 @@ def check_near_top(
         assert short <= 2 * noise, f"{name}: {short} below the top, noise {noise}"
 
 
-def check_sampling(model: PreTrainedModel, ids: Tensor, draws: int = 1500) -> None:
+def check_sampling(model: PreTrainedModel, ids: Tensor, draws: int = 1500, **options: Any) -> None:
     """Rung 6: sampled sequences have exactly the model's distribution, by chi-square.
 
     Exits are taken at low confidence and the distributions are flattened, so that rejections and
@@ -232,7 +233,12 @@ def check_sampling(model: PreTrainedModel, ids: Tensor, draws: int = 1500) -> No
     """
     size = model.config.vocab_size
     speculator = wrap(
-        model, heads="logit-lens", exit_layers=(1,), exit_threshold=0.01, max_draft_tokens=2
+        model,
+        heads="logit-lens",
+        exit_layers=(1,),
+        exit_threshold=0.01,
+        max_draft_tokens=2,
+        **options,
     )
     torch.manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()

@@ -12,13 +12,16 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
+from selfspec import generate as facade
+from selfspec import hub
 from selfspec.backbone import Backbone
 from selfspec.cli.main import main
 from selfspec.confidence import top_probability
 from selfspec.controllers import Fixed, Threshold
-from selfspec.drafters import DraftModelDrafter, check_same_tokens
+from selfspec.drafters import DraftCache, DraftModelDrafter, check_same_tokens
 from selfspec.errors import DraftModelMismatch
 from selfspec.generate import wrap
+from selfspec.hub import ModelFiles
 from selfspec.kv_cache import KVCache
 from selfspec.scores import Sampler
 from selfspec.state import DecodeState, shared_prefix
@@ -68,7 +71,7 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
     second: CountingBackbone, target: Backbone
 ) -> None:
     state = DecodeState(target, random_ids(7))
-    drafter = DraftModelDrafter(second, make_sampler(), Fixed(4))
+    drafter = DraftModelDrafter(DraftCache(second), make_sampler(), Fixed(4))
     second.passes.clear()
     for kept in (2, 4, 0):
         draft = drafter.draft(state, 20, Stopwatch())
@@ -99,7 +102,7 @@ def test_sampled_drafts_come_with_the_law_they_were_drawn_from(
 ) -> None:
     state = DecodeState(target, random_ids(7))
     sampler = make_sampler(TemperatureLogitsWarper(3.0), do_sample=True)
-    draft = DraftModelDrafter(second, sampler, Fixed(5)).draft(state, 20, Stopwatch())
+    draft = DraftModelDrafter(DraftCache(second), sampler, Fixed(5)).draft(state, 20, Stopwatch())
     assert draft.probs is not None
     whole = torch.cat([state.ids, torch.tensor([draft.tokens])], dim=1)
     logits = second.model(whole).logits[0, 6:-1].float()
@@ -113,23 +116,41 @@ def test_the_controller_sees_the_other_models_top_probability(
     second: CountingBackbone, target: Backbone
 ) -> None:
     state = DecodeState(target, random_ids(7))
-    tokens = DraftModelDrafter(second, make_sampler(), Fixed(9)).draft(state, 9, Stopwatch()).tokens
+    tokens = (
+        DraftModelDrafter(DraftCache(second), make_sampler(), Fixed(9))
+        .draft(state, 9, Stopwatch())
+        .tokens
+    )
     whole = torch.cat([state.ids, torch.tensor([tokens])], dim=1)
     sure = top_probability(second.model(whole).logits[0, 6:-1].float()).tolist()
     unsure = next(place for place, value in enumerate(sure) if value < 0.5)
-    draft = DraftModelDrafter(second, make_sampler(), Threshold(9, 0.5)).draft(
-        state, 20, Stopwatch()
-    )
+    cut_short = DraftModelDrafter(DraftCache(second), make_sampler(), Threshold(9, 0.5))
+    draft = cut_short.draft(state, 20, Stopwatch())
     assert draft.tokens == tokens[: unsure + 1]
 
 
 @torch.inference_mode()
 def test_nothing_is_drafted_beyond_the_other_models_last_position(target: Backbone) -> None:
     short = Backbone(make_model("llama", num_hidden_layers=1, max_position_embeddings=16))
-    drafter = DraftModelDrafter(short, make_sampler(), Fixed(4))
+    drafter = DraftModelDrafter(DraftCache(short), make_sampler(), Fixed(4))
     for length, room in ((10, 4), (14, 3), (16, 1), (17, 0), (30, 0)):
         state = DecodeState(target, random_ids(length))
         assert len(drafter.draft(state, 20, Stopwatch()).tokens) == room
+
+
+def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
+    second: CountingBackbone,
+) -> None:
+    speculator = wrap(make_model("llama", torch.float64), drafter="draft-model")
+    speculator.draft_model = second
+    session = speculator.session()
+    first = random_ids(9)
+    answer = session.generate(first, max_new_tokens=8)
+    turn = torch.cat([first, torch.tensor([[*answer.token_ids, 5, 6]])], dim=1)
+    second.passes.clear()
+    again = session.generate(turn, max_new_tokens=8)
+    assert second.passes[0][0] >= 9
+    assert again.token_ids == speculator.generate(turn, max_new_tokens=8).token_ids
 
 
 def test_a_model_that_drafts_for_itself_is_always_right() -> None:
@@ -146,6 +167,19 @@ def test_a_draft_model_drafts_unless_options_say_otherwise() -> None:
     model = make_model("llama", torch.float64)
     assert wrap(model, draft_model=model).options.drafter == "draft-model"
     assert wrap(model, draft_model=model, drafter="ngram").options.drafter == "ngram"
+
+
+def test_a_draft_model_takes_the_place_of_the_default_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny = make_model("llama"), make_tokenizer(), ModelFiles("tiny", "tiny", is_default=True)
+    monkeypatch.setattr(hub, "load_model", lambda *_, **__: tiny)
+    asked: list[Any] = []
+    monkeypatch.setattr(facade, "wrap", lambda *_, heads, **__: asked.append(heads))
+    facade.load()
+    facade.load(draft_model="small")
+    facade.load(draft_model="small", heads="own")
+    assert asked == [hub.DEFAULT_HEADS, None, "own"]
 
 
 def test_another_vocabulary_is_refused_with_sizes_and_the_first_difference() -> None:

@@ -12,6 +12,7 @@ from selfspec.config import DRAFTERS
 from selfspec.controllers import CONTROLLERS
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.generate import Speculator, wrap
+from tests import ladder
 from tests.models import make_model, random_ids
 
 EAGER: dict[str, Any] = {
@@ -67,6 +68,16 @@ def test_no_drafter_changes_what_a_penalty_or_a_limit_does(
             given: dict[str, Any] = {"max_new_tokens": count, **options}
             plain = speculator.generate(ids, drafter="none", **given)
             assert speculator.generate(ids, drafter=drafter, **given).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "ngram+exit", "draft-model"])
+def test_no_drafter_changes_the_distribution_of_samples(drafter: str) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 4, "num_hidden_layers": 2}
+    model, ids = make_model("llama", **sizes), random_ids(6, vocab_size=4)
+    options: dict[str, Any] = {"drafter": drafter, "row_cost": 0.0, "block_cost": 0.0}
+    if drafter == "draft-model":
+        options["draft_model"] = make_model("llama", **sizes | {"num_hidden_layers": 1})
+    ladder.check_sampling(model, ids, draws=600, **options)
 
 
 def test_drafting_nothing_is_plain_decoding(speculator: Speculator) -> None:

@@ -3,6 +3,7 @@
 from selfspec.drafters.base import Draft, Drafter, NoDrafter
 from selfspec.drafters.choice import Sources, make_drafter
 from selfspec.drafters.draft_model import (
+    DraftCache,
     DraftModelDrafter,
     check_same_size,
     check_same_tokens,
@@ -12,6 +13,7 @@ from selfspec.drafters.ngram import NgramDrafter, SeenTextFirst
 
 __all__ = [
     "Draft",
+    "DraftCache",
     "DraftModelDrafter",
     "Drafter",
     "ExitDrafter",

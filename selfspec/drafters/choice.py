@@ -9,7 +9,7 @@ from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions
 from selfspec.controllers import make_controller
 from selfspec.drafters.base import Drafter, NoDrafter
-from selfspec.drafters.draft_model import DraftModelDrafter
+from selfspec.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.drafters.exit import ExitDrafter
 from selfspec.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.errors import HeadsNotFound, InvalidOption
@@ -27,7 +27,7 @@ class Sources:
 
     backbone: Backbone
     heads: ExitHeads | None = None
-    draft_model: Backbone | None = None
+    draft_model: DraftCache | None = None
 
     @property
     def block_cost(self) -> float:
@@ -98,12 +98,12 @@ def _exit(
 
 def _draft_model(
     options: SpeculationOptions,
-    backbone: Backbone | None,
+    cache: DraftCache | None,
     sampler: Sampler,
     end_tokens: Collection[int],
 ) -> DraftModelDrafter:
-    if backbone is None:
+    if cache is None:
         raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
     controller = make_controller(options, options.max_draft_tokens)
     beliefs = options.acceptance != "lossless"
-    return DraftModelDrafter(backbone, sampler, controller, end_tokens, beliefs=beliefs)
+    return DraftModelDrafter(cache, sampler, controller, end_tokens, beliefs=beliefs)

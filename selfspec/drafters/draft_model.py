@@ -23,15 +23,42 @@ from selfspec.state import DecodeState, shared_prefix
 from selfspec.stats import Stopwatch
 
 
+class DraftCache:
+    """A draft model with the keys and values of one sequence; a session keeps it between turns."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        """Empty at first."""
+        self.backbone = backbone
+        self._kv = KVCache(backbone.num_layers)
+        self._hidden = HiddenCache(backbone, self._kv)
+        self._ran = torch.zeros(0, dtype=torch.int64, device=backbone.device)
+
+    def rewind(self, ids: Tensor) -> Tensor:
+        """Keep what is shared with `ids` [1, n]; the ids that have to run, [1, m], at least one."""
+        shared = shared_prefix(self._ran, ids[0, :-1].to(self._ran.device))
+        self._kv.truncate(shared)
+        self._ran = self._ran[:shared]
+        return ids[:, shared:]
+
+    def run(self, ids: Tensor) -> Tensor:
+        """Append `ids` [1, m]; logits [1, V] of the token behind them."""
+        rows = ids.to(self._ran.device)
+        self._hidden.clear()
+        self._hidden.push(self.backbone.embed(rows))
+        last = self._hidden.advance_all()[:, -1:]
+        self._ran = torch.cat([self._ran, rows[0]])
+        return self.backbone.logits(self._hidden.padded(last))[0, :1].to(ids.device)
+
+
 class DraftModelDrafter(PacedDrafter):
-    """Drafts by decoding with another model; rejected tokens are cut from its cache next time.
+    """Drafts by decoding with another model; refused tokens are cut from its cache next time.
 
     A round's last draft token never ran there: it runs next time, with the target's own token.
     """
 
     def __init__(
         self,
-        backbone: Backbone,
+        cache: DraftCache,
         sampler: Sampler,
         controller: DraftController,
         end_tokens: Collection[int] = (),
@@ -40,43 +67,24 @@ class DraftModelDrafter(PacedDrafter):
     ) -> None:
         """`sampler` is the target's: its processors also shape the laws of the drafts."""
         super().__init__(controller, end_tokens, beliefs=beliefs)
-        self._backbone = backbone
+        self._cache = cache
         self._sampler = sampler.for_drafts()
-        self._kv = KVCache(backbone.num_layers)
-        self._hidden = HiddenCache(backbone, self._kv)
-        self._ran: Tensor | None = None  # [n], the ids behind the keys and values
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens, and none beyond the positions the model was made for."""
         ids = state.ids
-        room = self._backbone.max_positions - (state.length - state.pad) + 1
+        room = self._cache.backbone.max_positions - (state.length - state.pad) + 1
         writer = DraftWriter(
             self, min(limit, room), source="draft-model", sampled=self._sampler.do_sample
         )
-        if not writer.room:
-            return writer.draft
-        rows = self._rewound(ids[:, state.pad :])
+        rows = self._cache.rewind(ids[:, state.pad :])
         while writer.room:
-            logits = self._next_logits(rows).to(ids.device)
+            logits = self._cache.run(rows)
             choice = self._sampler.choose(ids, logits, believe=self.beliefs)
             writer.add(choice, self._confidence(logits))
             rows = ids.new_tensor([[choice.token]])
             ids = torch.cat([ids, rows], dim=1)
-        self._ran = ids[0, state.pad : state.pad + self._kv.length(0)]
         return writer.draft
-
-    def _rewound(self, ids: Tensor) -> Tensor:
-        """Cut the cache back to what it shares with `ids` [1, n]; the ids to run, at least one."""
-        shared = 0 if self._ran is None else shared_prefix(self._ran, ids[0, :-1])
-        self._kv.truncate(shared)
-        return ids[:, shared:]
-
-    def _next_logits(self, ids: Tensor) -> Tensor:
-        """Run `ids` [1, n]; logits [1, V] of the token behind them."""
-        self._hidden.clear()
-        self._hidden.push(self._backbone.embed(ids.to(self._backbone.device)))
-        last = self._hidden.advance_all()[:, -1:]
-        return self._backbone.logits(self._hidden.padded(last))[0, :1]
 
     def _confidence(self, logits: Tensor) -> float:
         """What the controller wants to know; 1 where it wants nothing."""

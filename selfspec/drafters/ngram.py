@@ -73,13 +73,13 @@ class NgramDrafter(PacedDrafter):
         controller: DraftController,
         end_tokens: Collection[int] = (),
         *,
-        size: int = 4,
+        size: int,
         row_cost: float = 0.0,
         block_cost: float = 0.0,
     ) -> None:
         """`size`: longest n-gram. Costs are shares of a one-row step, as in SpeculationOptions.
 
-        One drafter serves one sequence.
+        One drafter serves one sequence, its prompt included; a session's next turn takes a new one.
         """
         super().__init__(controller, end_tokens)
         self._index = NgramIndex(size)
