@@ -159,9 +159,9 @@ def test_wrong_guesses_end_the_proposals_and_right_ones_bring_them_back_unpropos
 def test_a_guess_is_scored_up_to_its_first_wrong_token() -> None:
     drafter, text = make_drafter(row_cost=0.0), Text([1, 2, 3, 4, 5, 6, 1])
     assert ask(drafter, text).tokens == [2, 3, 4, 5]
-    text.tokens += [2, 3, 9]
+    text.tokens += [2, 3, 9, 5]  # more than the guess was right for: another drafter's tokens
     ask(drafter, text)
-    # two right, behind matches of one and two; the third wrong; the fourth unknown
+    # two right, behind matches of one and two; the third wrong; the fourth no longer a guess
     assert drafter._rates == [0.0, 0.25 + 0.75 / 8, 0.5 + 0.5 / 8, 0.75 - 0.75 / 8]
 
 
