@@ -64,6 +64,8 @@ def rounds(
             target_logits = verify(state, draft)
             watch.lap("prefill" if prefill else "verify")
             entry = commit(state, draft, target_logits, rule, stop, prefill=prefill)
+            if not prefill:
+                drafter.learn(len(draft.tokens), entry.accepted)
         watch.lap("bookkeeping")
         yield entry
 
@@ -119,6 +121,7 @@ def commit(
         tokens=tokens,
         draft_tokens=draft.tokens,
         exit_layers=draft.exit_layers,
+        source=draft.source,
         accepted=accepted,
         ended=draft.ended,
         prefill=prefill,

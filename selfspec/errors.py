@@ -31,6 +31,10 @@ class HeadsMismatch(SelfspecError):
     """The exit heads were fitted to another model."""
 
 
+class DraftModelMismatch(SelfspecError):
+    """The draft model has another vocabulary than the model."""
+
+
 class InvalidOption(SelfspecError):
     """An option is unknown, out of range, or contradicts another one."""
 

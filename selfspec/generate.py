@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,18 @@ from selfspec.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
 from selfspec.backbone import Backbone, fingerprint
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check_keys
 from selfspec.decode import rounds
-from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
+from selfspec.drafters import (
+    DraftCache,
+    Drafter,
+    Sources,
+    check_same_size,
+    check_same_tokens,
+    make_drafter,
+)
 from selfspec.errors import HeadsNotFound, InvalidOption, PinnedUnavailable
 from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
-from selfspec.judge import ExitJudge, spread
 from selfspec.kv_cache import KVCache, fixed_slots
+from selfspec.lossy import LOSSY
 from selfspec.probe import PassShape, check_pinned
 from selfspec.request import Request, from_prepared, prepare, stop_strings
 from selfspec.scores import Sampler
@@ -55,14 +63,17 @@ class Speculator:
         heads: ExitHeads | None,
         label: str,
         options: SpeculationOptions,
+        draft_model: Backbone | None = None,
     ) -> None:
-        """`heads` None is plain decoding only. Raises InvalidOption for layers without heads."""
+        """What is None cannot draft. Raises InvalidOption for layers without heads."""
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.heads = heads
         self.label = label
         self.options = options
+        self.draft_model = draft_model
         self._disabled = False
+        self._told_of_loss = False
         self._probed: dict[tuple[PassShape, int], PinnedUnavailable | None] = {}
         if heads is not None:
             active_layers(heads, options)
@@ -164,21 +175,27 @@ class Speculator:
         row: int,
         streamer: BaseStreamer | None = None,
         state: DecodeState | None = None,
+        draft_cache: DraftCache | None = None,
     ) -> Stream:
-        """A stream that decodes one row of `request`, in `state` if one is given."""
-        options = replace(options, speculate=options.speculate and not self._disabled)
+        """A stream that decodes one row of `request`, in `state` and `draft_cache` if given."""
+        drafting = options.speculate and options.drafter != "none" and not self._disabled
+        options = replace(options, speculate=drafting)
         sampler = request.sampler.for_row(row)
         rule = acceptance_rule(sampler, options)
         if state is None:
             state = self.state(request, options, row)
+        lossless = rule.lossless or not options.speculate
+        if not lossless and not self._told_of_loss:
+            self._told_of_loss = True
+            logger.warning("lossy acceptance: the output differs from the model's own")
         stats = GenerationStats(
             num_layers=self.backbone.num_layers,
             prompt_tokens=state.length - state.pad,
             reused_tokens=state.kv.length(0),
-            lossless=rule.lossless or not options.speculate,
+            lossless=lossless,
         )
         watch = Stopwatch()
-        drafter = self.drafter(sampler, request.stop.end_tokens, options)
+        drafter = self.drafter(sampler, request.stop.end_tokens, options, draft_cache)
         entries = rounds(state, drafter, rule, request.stop, watch)
         if streamer is not None:
             streamer.put(request.input_ids[row : row + 1].cpu())
@@ -196,32 +213,28 @@ class Speculator:
             shape = self._pinned_shape(fixed, options.pinned_rows)
             kv = kv or KVCache(self.backbone.num_layers)
             kv.slots = shape.slots
-        layers = active_layers(self.heads, options) if self.heads and options.speculate else ()
+        exits = self.heads is not None and options.speculate and options.uses("exit")
         return DecodeState(
             self.backbone,
             request.input_ids[row : row + 1],
             pad=pad,
-            exit_layers=layers,
+            exit_layers=active_layers(self.heads, options) if exits else (),
             kv=kv,
             pinned_rows=shape.rows,
         )
 
     def drafter(
-        self, sampler: Sampler, end_tokens: Collection[int], options: SpeculationOptions
+        self,
+        sampler: Sampler,
+        end_tokens: Collection[int],
+        options: SpeculationOptions,
+        draft_cache: DraftCache | None = None,
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind one of `end_tokens`."""
-        if self.heads is None or not options.speculate:
-            return NoDrafter()
-        layers = (
-            self.heads.config.exit_layers if options.exit_layers is None else options.exit_layers
-        )
-        judge = ExitJudge(
-            self.backbone.num_layers,
-            spread(options.thresholds, layers),
-            options.anneal_strength,
-            {int(layer): value for layer, value in self.heads.config.temperatures.items()},
-        )
-        return ExitDrafter(self.heads, judge, sampler, options.max_draft_tokens, end_tokens)
+        if draft_cache is None and self.draft_model is not None:
+            draft_cache = DraftCache(self.draft_model)
+        sources = Sources(self.backbone, self.heads, draft_cache)
+        return make_drafter(options, sources, sampler, end_tokens)
 
     def _pinned_shape(self, fixed: PassShape, widest: int) -> PassShape:
         """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
@@ -254,22 +267,37 @@ def load(
     device: str | None = None,
     attn_implementation: str = "sdpa",
     executor: str = "auto",
+    draft_model: str | Path | None = None,
     **options: Any,
 ) -> Speculator:
     """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
 
     `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
-    default model, and plain decoding for any other. `executor`: generic runs the model's own
-    layers, packed a faster copy of the weights on a CPU, auto the packed one where it can.
-    `options` are SpeculationOptions. Raises
-    ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, InvalidOption.
+    default model unless a draft model takes their place, and plain decoding for any other.
+    `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
+    auto the packed one where it can. `draft_model`: a smaller one with the same tokens, which
+    drafts. `options` are SpeculationOptions. Raises ModelNotFound, UnsupportedModel,
+    HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
     """
-    loaded, tokenizer, files = hub.load_model(
-        model, dtype=dtype, device=device, attn_implementation=attn_implementation
+    read = partial(
+        hub.load_model, dtype=dtype, device=device, attn_implementation=attn_implementation
     )
-    if heads is None and files.is_default:
+    loaded, tokenizer, files = read(model)
+    second = None
+    if draft_model is not None:
+        second, other, draft_files = read(draft_model)
+        check_same_tokens(tokenizer, other, draft_files.label)
+    if heads is None and files.is_default and second is None:
         heads = hub.DEFAULT_HEADS
-    return wrap(loaded, tokenizer, heads=heads, label=files.label, executor=executor, **options)
+    return wrap(
+        loaded,
+        tokenizer,
+        heads=heads,
+        label=files.label,
+        executor=executor,
+        draft_model=second,
+        **options,
+    )
 
 
 def wrap(
@@ -279,21 +307,29 @@ def wrap(
     heads: str | Path | ExitHeads | None = None,
     label: str | None = None,
     executor: str = "auto",
+    draft_model: PreTrainedModel | None = None,
     **options: Any,
 ) -> Speculator:
     """A Speculator around a model that is already loaded; the model itself stays as it is.
 
-    Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, InvalidOption.
+    A `draft_model` drafts unless `options` say otherwise; that both mean the same by a token id is
+    up to the caller. Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
+    DraftModelMismatch, InvalidOption.
     """
     backbone = Backbone(model, executor=executor)
     label = label or model.config.name_or_path or type(model).__name__
     fitted = _find_heads(backbone, heads, label)
     base = SpeculationOptions()
-    if fitted is None:
+    if fitted is None and draft_model is None and options.get("drafter", "exit") == "exit":
         logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
-    else:
+    elif fitted is not None:
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
-    return Speculator(backbone, tokenizer, fitted, label, base.updated(options))
+    second = None
+    if draft_model is not None:
+        second = Backbone(draft_model, executor=executor)
+        check_same_size(backbone, second)
+        base = base.updated({"drafter": "draft-model"})
+    return Speculator(backbone, tokenizer, fitted, label, base.updated(options), second)
 
 
 def active_layers(heads: ExitHeads | None, options: SpeculationOptions) -> tuple[int, ...]:
@@ -319,7 +355,12 @@ def active_layers(heads: ExitHeads | None, options: SpeculationOptions) -> tuple
 
 
 def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-    """The rule for this choice. Raises InvalidOption for lenience without sampling."""
+    """The rule for this choice; plain decoding is lossless whatever was asked for.
+
+    Raises InvalidOption for lenience without sampling, and for EASD without a threshold.
+    """
+    if options.speculate and options.acceptance != "lossless":
+        return LOSSY[options.acceptance](sampler, options)
     if sampler.do_sample:
         return SpeculativeSampling(sampler, options.lenience)
     if options.lenience < 1.0:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from selfspec.confidence import top_probability
+
 
 class ExitJudge:
     """Annealed confidence threshold, ACT (SpecBound section 2.2).
@@ -36,9 +38,7 @@ class ExitJudge:
 
     def confidence(self, logits: Tensor, layer: int) -> Tensor:
         """Draft logits [B, V_draft] of `layer` -> top-1 probability after annealing, [B]."""
-        # max softmax(z / T) = 1 / sum exp((z - max z) / T): no normalised vector is needed
-        scaled = (logits - logits.amax(-1, keepdim=True)) / self._temperatures[layer]
-        return scaled.exp_().sum(-1).reciprocal_()
+        return top_probability(logits, self._temperatures[layer])
 
     def exits(self, confidence: float, layer: int) -> bool:
         """Whether this confidence is enough at `layer`."""
@@ -52,7 +52,7 @@ def spread(values: Sequence[float], layers: Sequence[int]) -> dict[int, float]:
     return dict(zip(layers, values, strict=True))
 
 
-def read_together(confidence: Tensor, token: Tensor) -> tuple[float, int]:
-    """One device read for both, [1] and [1]. float32 is exact up to 2^24 token ids."""
-    pair = torch.stack([confidence.float(), token.float()], dim=-1)[0].tolist()
-    return pair[0], int(pair[1])
+def read_together(token: Tensor, *values: Tensor) -> tuple[int, list[float]]:
+    """One device read for a token and numbers, [1] each. float32 is exact up to 2^24 token ids."""
+    first, *rest = torch.stack([token.float(), *(v.float() for v in values)])[:, 0].tolist()
+    return int(first), rest

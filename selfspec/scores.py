@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,16 @@ _STATEFUL = (
 
 _CALLS_THE_USER = ("PrefixConstrainedLogitsProcessor",)
 """Hand each prefix to a function of the user's own, which may keep state."""
+
+
+class Choice(NamedTuple):
+    """One token and where it came from."""
+
+    token: int
+    law: Tensor | None = None
+    """The law it was drawn from, [V]; None: it is certain."""
+    belief: Tensor | None = None
+    """The law at its place, [V], drawn from or not; None: not kept."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,14 @@ class Sampler:
     def probs(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Distribution of the token after `ids` [1, n]; [1, V] -> [V], float32."""
         return self.scores(ids, logits)[0].softmax(-1)
+
+    def choose(self, ids: Tensor, logits: Tensor, *, believe: bool = False) -> Choice:
+        """A token to follow `ids` [1, n], from [1, V]; with its belief if asked to `believe`."""
+        scores = self.scores(ids, logits)
+        probs = scores[0].softmax(-1) if self.do_sample or believe else None
+        if self.do_sample and probs is not None:
+            return Choice(self.draw(probs), probs, probs)
+        return Choice(int(scores.argmax(-1)), None, probs)
 
     def draw(self, probs: Tensor) -> int:
         """One token from [V]."""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from typing_extensions import Unpack
 
 from selfspec.config import GenerateOptions
+from selfspec.drafters import DraftCache
 from selfspec.kv_cache import KVCache
 from selfspec.request import Request
-from selfspec.state import DecodeState
+from selfspec.state import DecodeState, shared_prefix
 from selfspec.stream import Generation, Stream
 from selfspec.text import Prompt
 
@@ -29,6 +30,8 @@ class Session:
         self._state: DecodeState | None = None
         self._pinned: tuple[bool, int] | None = None
         self._stream: Stream | None = None
+        second = speculator.draft_model
+        self._draft_cache = None if second is None else DraftCache(second)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """The answer to `prompt`: the whole conversation so far and the new turn."""
@@ -45,15 +48,14 @@ class Session:
         kv = self._prefix(request) if shapes == self._pinned else None
         self._pinned = shapes
         self._state = engine.state(request, speculation, 0, kv)
-        self._stream = engine.start(request, speculation, 0, streamer, self._state)
+        self._stream = engine.start(
+            request, speculation, 0, streamer, self._state, self._draft_cache
+        )
         return self._stream
 
     def _prefix(self, request: Request) -> KVCache | None:
         """The caches, cut back to what they share with the new prompt; at least one id is left."""
         if self._state is None or self._state.pad or request.pads[0]:
             return None
-        old, new = self._state.ids[0], request.input_ids[0]
-        count = min(len(old), len(new) - 1)
-        differing = (old[:count] != new[:count]).nonzero()
-        self._state.kv.truncate(int(differing[0]) if len(differing) else count)
+        self._state.kv.truncate(shared_prefix(self._state.ids[0], request.input_ids[0, :-1]))
         return self._state.kv

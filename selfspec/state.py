@@ -13,6 +13,13 @@ from selfspec.hidden_cache import HiddenCache
 from selfspec.kv_cache import KVCache
 
 
+def shared_prefix(old: Tensor, new: Tensor) -> int:
+    """Ids that [n] and [m] have in common from the start."""
+    count = min(len(old), len(new))
+    differing = (old[:count] != new[:count]).nonzero()
+    return int(differing[0]) if len(differing) else count
+
+
 class DecodeState:
     """Committed ids and the caches that belong to them.
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-Ended = Literal["depth", "width", "budget", "eos", "off"]
+Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]
 """Why drafting stopped: nothing confident by D_max; W_max drafts; no room for more tokens; the
-draft closed the sequence; nothing was to be drafted."""
+draft closed the sequence; more would not pay; nothing was to be drafted."""
 
 StopReason = Literal["eos", "length", "stop"]
 """What ended a generation: an end token; the token limit; another stopping criterion."""
@@ -53,6 +53,8 @@ class Round:
     accepted: int
     """Drafts among `tokens`."""
     ended: Ended
+    source: str = "exit"
+    """Who drafted: exit, ngram or draft-model."""
     prefill: bool = False
     """The prompt's own pass, which is no verification."""
     passes: Sequence[tuple[int, int, int]] = ()
@@ -77,8 +79,12 @@ class GenerationStats:
     accepted: int = 0
     bonus: int = 0
     """Tokens that verification itself gave: after a rejection or behind the last draft."""
+    drafted_by_source: Counter[str] = field(default_factory=Counter)
+    accepted_by_source: Counter[str] = field(default_factory=Counter)
+    """Keys: exit, ngram, draft-model."""
     drafted_by_layer: Counter[int] = field(default_factory=Counter)
     accepted_by_layer: Counter[int] = field(default_factory=Counter)
+    """Drafts of exit heads only."""
     drafted_by_index: Counter[int] = field(default_factory=Counter)
     """Keys count from 1: the first, second, .. draft of a round."""
     accepted_by_index: Counter[int] = field(default_factory=Counter)
@@ -105,8 +111,12 @@ class GenerationStats:
         self.bonus += len(entry.tokens) - entry.accepted
         self.ended[entry.ended] += 1
         self.accepted_lengths[entry.accepted] += 1
-        self.drafted_by_layer.update(entry.exit_layers)
-        self.accepted_by_layer.update(entry.exit_layers[: entry.accepted])
+        if entry.draft_tokens:
+            self.drafted_by_source[entry.source] += len(entry.draft_tokens)
+            self.accepted_by_source[entry.source] += entry.accepted
+        if entry.source == "exit":
+            self.drafted_by_layer.update(entry.exit_layers)
+            self.accepted_by_layer.update(entry.exit_layers[: entry.accepted])
         self.drafted_by_index.update(range(1, len(entry.draft_tokens) + 1))
         self.accepted_by_index.update(range(1, entry.accepted + 1))
 
@@ -152,14 +162,18 @@ class GenerationStats:
 
     def line(self) -> str:
         """One line for people."""
-        exits = ", ".join(
+        parts = [
             f"{self.accepted_by_layer[layer]}/{count} at {layer}"
             for layer, count in sorted(self.drafted_by_layer.items())
-        )
+        ] + [
+            f"{self.accepted_by_source[source]}/{count} by {source}"
+            for source, count in sorted(self.drafted_by_source.items())
+            if source != "exit"
+        ]
         return (
             f"{self.new_tokens} tokens, {self.decode_tokens_per_s:.1f} tok/s, "
             f"first after {self.ttft_s * 1e3:.0f} ms | {self.rounds} rounds, "
             f"CR {self.compression_rate:.2f}, {self.accepted}/{self.drafted} drafts accepted"
-            + (f" ({exits})" if exits else "")
+            + (f" ({', '.join(parts)})" if parts else "")
             + ("" if self.lossless else " | lossy")
         )

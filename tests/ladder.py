@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,17 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from selfspec.acceptance import GreedyMatch
 from selfspec.backbone import Backbone
+from selfspec.controllers import Fixed
 from selfspec.decode import StopRule, rounds
-from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
+from selfspec.drafters import (
+    DraftCache,
+    Drafter,
+    DraftModelDrafter,
+    ExitDrafter,
+    NgramDrafter,
+    NoDrafter,
+    SeenTextFirst,
+)
 from selfspec.eval.decoding import Recorder
 from selfspec.eval.reference import block_logits, hugging_face
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
@@ -29,6 +39,7 @@ from selfspec.probe import PassShape
 from selfspec.scores import Sampler
 from selfspec.state import DecodeState
 from selfspec.stats import Round, Stopwatch
+from tests.models import make_model
 
 FIXED = PassShape(rows=6, slots=64)
 """Passes of one shape: the drafts below are at most 5 wide, the texts at most 58 long."""
@@ -85,7 +96,7 @@ def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     """Untrained heads at EXITS; a low tau drafts often and wrongly, which is what tests want."""
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(EXITS, tau), anneal_strength=0.3)
-    return ExitDrafter(heads, judge, greedy(), width)
+    return ExitDrafter(heads, judge, greedy(), Fixed(width))
 
 
 def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
@@ -105,7 +116,13 @@ def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     for parameter in heads.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(DEEP_EXITS, tau))
-    return ExitDrafter(heads, judge, greedy(), width)
+    return ExitDrafter(heads, judge, greedy(), Fixed(width))
+
+
+def second_model() -> DraftModelDrafter:
+    """A model of half the layers, which has nothing to do with the one that verifies."""
+    other = Backbone(make_model("llama", num_hidden_layers=3), executor="generic")
+    return DraftModelDrafter(DraftCache(other), greedy(), Fixed(4))
 
 
 def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter, tuple[int, ...]]]:
@@ -121,6 +138,12 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
         "eager deep": (deep_drafter(backbone, 0.02), DEEP_EXITS),
         "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
+        "another model": (second_model(), ()),
+        "seen text": (NgramDrafter(Fixed(5), size=2, row_cost=0.0), ()),
+        "seen text, else exits": (
+            SeenTextFirst(NgramDrafter(Fixed(5), size=3), exit_drafter(backbone, 0.05)),
+            EXITS,
+        ),
     }
 
 
@@ -185,7 +208,7 @@ def check_near_top(
         assert short <= 2 * noise, f"{name}: {short} below the top, noise {noise}"
 
 
-def check_sampling(model: PreTrainedModel, ids: Tensor, draws: int = 1500) -> None:
+def check_sampling(model: PreTrainedModel, ids: Tensor, draws: int = 1500, **options: Any) -> None:
     """Rung 6: sampled sequences have exactly the model's distribution, by chi-square.
 
     Exits are taken at low confidence and the distributions are flattened, so that rejections and
@@ -193,7 +216,12 @@ def check_sampling(model: PreTrainedModel, ids: Tensor, draws: int = 1500) -> No
     """
     size = model.config.vocab_size
     speculator = wrap(
-        model, heads="logit-lens", exit_layers=(1,), exit_threshold=0.01, max_draft_tokens=2
+        model,
+        heads="logit-lens",
+        exit_layers=(1,),
+        exit_threshold=0.01,
+        max_draft_tokens=2,
+        **options,
     )
     torch.manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()

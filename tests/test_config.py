@@ -28,6 +28,55 @@ def test_the_defaults_are_valid_and_lossless() -> None:
         ({"anneal_strength": -0.01}, "anneal_strength is -0.01, expected a value at least 0"),
         ({"anneal_strength": math.nan}, "anneal_strength is nan, expected a value at least 0"),
         ({"max_draft_tokens": 0}, "max_draft_tokens is 0, expected a value at least 1"),
+        (
+            {"controller_threshold": -0.1},
+            "controller_threshold is -0.1, expected a value in [0, 1]",
+        ),
+        ({"top_beta": 0}, "top_beta is 0, expected a value at least 1"),
+        ({"tolerance": -0.1}, "tolerance is -0.1, expected a value at least 0"),
+        ({"tolerance_gain": -1}, "tolerance_gain is -1, expected a value at least 0"),
+        ({"entropy_threshold": -1.0}, "entropy_threshold is -1.0, expected a value at least 0"),
+        ({"overlap_threshold": 1.1}, "overlap_threshold is 1.1, expected a value in [0, 1]"),
+        ({"overlap_tokens": 0}, "overlap_tokens is 0, expected a value at least 1"),
+        ({"acceptance": "loss"}, "unknown acceptance 'loss'. Did you mean lossless?"),
+        (
+            {"cm_asd_reading": "text"},
+            "unknown cm_asd_reading 'text'. Did you mean intent?",
+        ),
+        (
+            {"acceptance": "easd", "require_lossless": True},
+            "acceptance easd is lossy, but require_lossless is set. Leave one out",
+        ),
+        (
+            {"lenience": 0.5, "require_lossless": True},
+            "lenience 0.5 is lossy, but require_lossless is set. Leave one out",
+        ),
+        (
+            {"lenience": 0.5, "acceptance": "easd"},
+            "lenience 0.5 and acceptance easd: each is a rule of its own. Leave one out",
+        ),
+        ({"ngram_size": 0}, "ngram_size is 0, expected a value at least 1"),
+        ({"ngram_draft_tokens": 0}, "ngram_draft_tokens is 0, expected a value at least 1"),
+        ({"row_cost": -0.1}, "row_cost is -0.1, expected a value in [0, 1]"),
+        ({"block_cost": -0.1}, "block_cost is -0.1, expected a value at least 0"),
+        ({"gammatune_rate": 0.0}, "gammatune_rate is 0.0, expected a value in (0, 1]"),
+        ({"gammatune_step": -1.0}, "gammatune_step is -1.0, expected a value at least 0"),
+        ({"length_scale": 1.5}, "length_scale is 1.5, expected a value in (0, 1]"),
+        ({"margin_scale": 0.0}, "margin_scale is 0.0, expected a value above 0"),
+        (
+            {"confidence_weights": (0.5, 0.25, 0.2)},
+            "confidence_weights is (0.5, 0.25, 0.2), "
+            "expected a value of three weights, at least 0, that sum to 1",
+        ),
+        (
+            {"shortest_draft": 11},
+            "shortest_draft 11 exceeds longest_draft 10. Lower the one or raise the other",
+        ),
+        (
+            {"shortest_draft": 8, "pinned": True},
+            "shortest_draft 8 exceeds longest_draft 10 and pinned_rows 8. "
+            "Lower the one or raise the other",
+        ),
         ({"lenience": 0.0}, "lenience is 0.0, expected a value in (0, 1]"),
         ({"lenience": 1.5}, "lenience is 1.5, expected a value in (0, 1]"),
     ],

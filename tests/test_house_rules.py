@@ -17,12 +17,12 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 FLOORS = (
     ("errors", "config"),
-    ("kv_cache", "head_types", "heads", "judge", "stats", "hub", "scores", "text"),
+    ("confidence", "kv_cache", "head_types", "heads", "judge", "stats", "hub", "scores", "text"),
     ("executors",),
     ("backbone", "hooks"),
     ("hidden_cache",),
     ("state", "probe"),
-    ("drafters", "controllers", "acceptance"),
+    ("drafters", "controllers", "acceptance", "lossy"),
     ("decode",),
     ("request", "stream", "costs", "tuned"),
     ("session", "generate"),

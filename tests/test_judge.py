@@ -110,4 +110,4 @@ def test_spread_gives_one_value_to_all_layers_or_one_to_each() -> None:
 @pytest.mark.parametrize("token", [0, 7, 151_935, 2**24])
 def test_reading_both_together_is_exact(token: int) -> None:
     confidence = torch.tensor([0.1])
-    assert read_together(confidence, torch.tensor([token])) == (confidence.item(), token)
+    assert read_together(torch.tensor([token]), confidence) == (token, [confidence.item()])

@@ -19,6 +19,7 @@ from selfspec.errors import SelfspecError
 from selfspec.executors.generic import GenericExecutor
 from selfspec.hidden_cache import HiddenCache
 from selfspec.kv_cache import KVCache
+from selfspec.scores import Choice, Sampler
 from selfspec.state import DecodeState
 from tests import ladder
 from tests.models import make_model, random_ids
@@ -142,26 +143,22 @@ def exit_looks_at_the_drawn_token(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: ExitDrafter, *args: Any) -> Any:
         found = right(self, *args)
-        if (
-            found is not None
-            and found[2] is not None
-            and found[2][found[1]] > found[2].max() - 1e-6
-        ):
-            return found
-        return None
+        if found is None or (law := found.choice.law) is None:
+            return None
+        return found if law[found.choice.token] > law.max() - 1e-6 else None
 
     patch.setattr(ExitDrafter, "_first_exit", wrong)
 
 
 def law_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
     """The law that acceptance divides by is not the one the draft was drawn from."""
-    right = ExitDrafter._choose
+    right = Sampler.choose
 
-    def wrong(self: ExitDrafter, ids: Tensor, logits: Tensor) -> tuple[int, Tensor | None]:
-        token, _ = right(self, ids, logits)
-        return token, (logits[0] / 2).softmax(-1)
+    def wrong(self: Sampler, ids: Tensor, logits: Tensor, **options: Any) -> Choice:
+        choice = right(self, ids, logits, **options)
+        return choice._replace(law=(logits[0] / 2).softmax(-1))
 
-    patch.setattr(ExitDrafter, "_choose", wrong)
+    patch.setattr(Sampler, "choose", wrong)
 
 
 SAMPLING_MUTANTS = [

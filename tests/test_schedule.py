@@ -11,6 +11,7 @@ from torch import Tensor
 
 from selfspec.acceptance import GreedyMatch
 from selfspec.backbone import Backbone
+from selfspec.controllers import Fixed
 from selfspec.decode import StopRule, propose, rounds, verify
 from selfspec.drafters import ExitDrafter
 from selfspec.heads import ExitHeads
@@ -64,7 +65,7 @@ def make_state(backbone: Backbone, prompt: int = 5, **options: Any) -> DecodeSta
 
 def make_drafter(heads: ScriptedHeads, width: int = 4) -> ExitDrafter:
     judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
-    return ExitDrafter(cast(ExitHeads, heads), judge, greedy(), width)
+    return ExitDrafter(cast(ExitHeads, heads), judge, greedy(), Fixed(width))
 
 
 def greedy() -> Sampler:
@@ -271,3 +272,27 @@ def test_an_error_in_the_prompts_pass_leaves_empty_caches(
     for _ in decode(state, scripted([None] * 8), max_length=20):
         pass
     assert state.ids[0].tolist() == truth[:20]
+
+
+def test_a_controller_ends_a_draft_and_hears_what_was_kept(
+    watched: WatchedBackbone, truth: list[int]
+) -> None:
+    state = make_state(watched)
+    heads = ScriptedHeads(state, lambda step, _: truth[state.length + step] + (step == 2))
+    heard: list[tuple[int, int]] = []
+
+    class ThreeThenUnsure(Fixed):
+        def go_on(self, confidence: float) -> bool:
+            assert confidence == 1.0  # scripted heads are sure
+            return len(heads.seen) % 3 != 0
+
+        def end(self, drafted: int, accepted: int) -> None:
+            heard.append((drafted, accepted))
+
+    judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
+    drafter = ExitDrafter(cast(ExitHeads, heads), judge, greedy(), ThreeThenUnsure(5))
+    loop = rounds(state, drafter, GreedyMatch(greedy()), StopRule(max_length=64), Stopwatch())
+    entries = [next(loop) for _ in range(3)]
+    assert [entry.ended for entry in entries] == ["off", "unsure", "unsure"]
+    assert heard == [(3, 2), (3, 2)]
+    assert state.ids[0].tolist() == truth[: state.length]

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
 
 from selfspec.acceptance import GreedyMatch
 from selfspec.backbone import Backbone
+from selfspec.controllers import Fixed
 from selfspec.decode import StopRule, rounds
 from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
@@ -247,7 +248,7 @@ def seen_by_all(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def exit_drafter(backbone: Backbone, sampler: Sampler) -> ExitDrafter:
     """Drafts 3 tokens a round at layer 4, however unsure."""
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
-    return ExitDrafter(heads, ExitJudge(backbone.num_layers, {4: 1e-9}), sampler, 3)
+    return ExitDrafter(heads, ExitJudge(backbone.num_layers, {4: 1e-9}), sampler, Fixed(3))
 
 
 def test_the_exit_drafter_shows_its_drafts_to_stateless_processors_only(

@@ -28,6 +28,9 @@ class DeepKeeper:
         self.deep[state.length - 2] = state.deep
         return self.drafter.draft(state, limit, watch)
 
+    def learn(self, drafted: int, accepted: int) -> None:
+        self.drafter.learn(drafted, accepted)
+
 
 @pytest.fixture(scope="module")
 def exact() -> Backbone:

@@ -171,6 +171,19 @@ def test_the_line_for_people(stats: GenerationStats) -> None:
     )
 
 
+def test_drafts_that_ran_through_no_layer_are_counted_by_who_made_them() -> None:
+    stats = GenerationStats(num_layers=8)
+    stats.add(ALL_ACCEPTED)
+    seen = entry(
+        tokens=[5, 6], draft_tokens=[5, 7, 7], exit_layers=[0] * 3, accepted=1, source="ngram"
+    )
+    stats.add(seen)
+    assert stats.drafted_by_source == {"exit": 3, "ngram": 3}
+    assert stats.accepted_by_source == {"exit": 3, "ngram": 1}
+    assert stats.drafted_by_layer == {2: 2, 4: 1}
+    assert "4/6 drafts accepted (2/2 at 2, 1/1 at 4, 1/3 by ngram)" in stats.line()
+
+
 def test_a_lossy_rule_is_named_in_the_line() -> None:
     assert GenerationStats(num_layers=8, lossless=False).line().endswith(" | lossy")
     assert "lossy" not in GenerationStats(num_layers=8).line()
@@ -189,6 +202,8 @@ def test_the_dict_survives_json(stats: GenerationStats) -> None:
         "drafted": 7,
         "accepted": 6,
         "bonus": 2,
+        "drafted_by_source": {"exit": 7},
+        "accepted_by_source": {"exit": 6},
         "drafted_by_layer": {"2": 3, "4": 4},
         "accepted_by_layer": {"2": 2, "4": 4},
         "drafted_by_index": {"1": 3, "2": 3, "3": 1},

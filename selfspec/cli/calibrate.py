@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec import hub
 from selfspec.cli import common, training
+from selfspec.cli.entropy import calibrate_entropy
 from selfspec.cli.flags import Flag, merged, with_flags
 from selfspec.errors import InvalidOption
 
@@ -22,6 +23,7 @@ FLAGS = (
     Flag("max_tokens", int, "Answer tokens to use; all without it."),
     Flag("precision", float, "Exit where this share of drafts is right, in (0, 1]; else fastest."),
     Flag("max_exit_layers", int, "Exit layers used together at most. Built in: 2."),
+    Flag("entropy", bool, "Only the entropy threshold that --acceptance easd needs, from --data."),
     Flag("dry_run", bool, "Report only."),
     *training.MODEL,
     training.SKIP_BAD_ROWS,
@@ -37,6 +39,9 @@ def calibrate(
     Costs of layers and heads are measured on this machine; nothing else should run meanwhile.
     """
     asked = merged(config, flags, FLAGS)
+    if asked.get("entropy"):
+        calibrate_entropy(asked, as_json=as_json)
+        return
     training.require(asked, "heads", "cache" if "cache" in asked else "data")
     if not 0.0 < asked.get("precision", 1.0) <= 1.0:
         raise InvalidOption(f"precision is {asked['precision']}, expected in (0, 1]")

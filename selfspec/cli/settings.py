@@ -18,6 +18,7 @@ LOADING = (
     Flag("dtype", str, "float32, bfloat16 (the default), float16 or float64."),
     Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
     Flag("attn_implementation", str, "sdpa (the default) or eager."),
+    Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
     Flag("executor", str, "auto (the default), generic, or packed: a faster copy for the CPU."),
 )
 

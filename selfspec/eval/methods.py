@@ -298,6 +298,16 @@ METHODS = {
         decode=_own,
         settings=_speculation,
     ),
+    "ngram": Method(
+        source="text already seen (prompt lookup) on our runtime",
+        decode=_own,
+        settings=lambda _: [{"drafter": "ngram"}],
+    ),
+    "ngram+exit": Method(
+        source="text already seen, else speculation",
+        decode=_own,
+        settings=lambda _: [{"drafter": "ngram+exit"}],
+    ),
     "no-annealing": Method(
         source="speculation without annealing: alpha = 0 (Figure 4 of SpecBound)",
         decode=_own,

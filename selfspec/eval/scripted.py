@@ -30,6 +30,9 @@ class ScriptedDrafter:
             ended="width" if len(tokens) == self.width else "budget",
         )
 
+    def learn(self, drafted: int, accepted: int) -> None:
+        """The script stays as it is."""
+
     def tokens(self, position: int, count: int) -> list[int]:
         """Tokens for `position` and behind it, up to `count`."""
         raise NotImplementedError

@@ -120,7 +120,7 @@ def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any
     heads.config = replace(
         heads.config,
         temperatures={str(k): entry.temperature for k, entry in found.reliabilities.items()},
-        defaults=found.defaults(),
+        defaults=heads.config.defaults | found.defaults(),
     )
     new = folder / f"{RECORD}.new"
     new.write_text(json.dumps({"run": run, **found.record()}, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,53 @@
+"""`selfspec calibrate --entropy`: held-out text in, EASD's entropy threshold out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec import hub
+from selfspec.cli import common, training
+from selfspec.training.options import CacheOptions
+
+
+def calibrate_entropy(asked: dict[str, Any], *, as_json: bool) -> None:
+    """Measure tau_H; with --heads it becomes one of their defaults, else it is only printed."""
+    training.require(asked, "data")
+    folder = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
+    base = training.load_base(asked)
+    from selfspec.training import entropy
+
+    batch_tokens = CacheOptions().batch_tokens
+    texts = training.read(asked["data"], base, asked, batch_tokens, asked.get("max_tokens"))
+    with training.progress_bar("entropies", "batches") as show:
+        found = entropy.calibrated(
+            base.backbone, texts, batch_tokens, lambda done, total: show(done, total, "")
+        )
+    stored = folder is not None and not asked.get("dry_run", False)
+    if folder is not None and stored:
+        _store(folder, base, found.entropy_threshold)
+    if as_json:
+        common.emit(json.dumps(asdict(found)) + "\n")
+        return
+    where = f"written to {folder}" if stored else "not stored: give it as --entropy-threshold"
+    common.emit(
+        f"entropy threshold {found.entropy_threshold} nats, the mean of the highest "
+        f"{entropy.SHARE:.0%} at {found.positions:,} answer positions (mean of all "
+        f"{found.mean_entropy}); {where}\n"
+    )
+
+
+def _store(folder: Path, base: training.Base, value: float) -> None:
+    """Add it to the defaults of the heads. Raises HeadsMismatch for those of another model."""
+    from selfspec.backbone import fingerprint
+    from selfspec.heads import ExitHeads
+
+    unembedding = base.backbone.unembedding
+    heads = ExitHeads.from_pretrained(
+        folder, unembedding, fingerprint(unembedding.weight), base.name
+    )
+    defaults = heads.config.defaults | {"entropy_threshold": value}
+    heads.config = replace(heads.config, defaults=defaults)
+    heads.save(folder)

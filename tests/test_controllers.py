@@ -1,0 +1,206 @@
+"""Draft controllers, against runs worked by hand from their documents' formulas."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from selfspec.config import SpeculationOptions
+from selfspec.controllers import (
+    CONTROLLERS,
+    Bounds,
+    CmAsdLength,
+    DraftController,
+    Fixed,
+    GammaTune,
+    GammaTunePlus,
+    Heuristic,
+    Threshold,
+    make_controller,
+)
+from selfspec.errors import InvalidOption
+
+BOUNDS = Bounds(1, 10)
+
+
+def lengths(controller: DraftController, kept: list[int | tuple[int, int]]) -> list[int]:
+    """W_max of each round, the last one behind the list; kept: accepted, or (drafted, accepted)."""
+    found = [controller.begin()]
+    for entry in kept:
+        drafted, accepted = entry if isinstance(entry, tuple) else (found[-1], entry)
+        controller.end(drafted, accepted)
+        found.append(controller.begin())
+    return found
+
+
+def confident(controller: DraftController, confidences: list[float]) -> int:
+    """Tokens drafted in a round whose tokens have these confidences."""
+    room = controller.begin()
+    for count, confidence in enumerate(confidences, start=1):
+        if count == room or not controller.go_on(confidence):
+            return count
+    raise AssertionError("the round went on")
+
+
+def test_a_fixed_length_stays() -> None:
+    assert lengths(Fixed(4), [4, 0, 2]) == [4, 4, 4, 4]
+    assert confident(Fixed(3), [0.0, 0.0, 0.0]) == 3
+
+
+def test_the_heuristic_takes_two_more_after_success_and_one_less_after_failure() -> None:
+    assert lengths(Heuristic(5, BOUNDS), [5, 7, 3, 0, 7]) == [5, 7, 9, 8, 7, 9]
+
+
+def test_the_heuristic_stays_within_its_bounds() -> None:
+    assert lengths(Heuristic(9, BOUNDS), [9, 10]) == [9, 10, 10]
+    assert lengths(Heuristic(2, BOUNDS), [0, 0]) == [2, 1, 1]
+
+
+def test_a_draft_that_ended_early_and_was_kept_counts_as_success() -> None:
+    assert lengths(Heuristic(5, BOUNDS), [(2, 2)]) == [5, 7]
+    # (1 - 0.5) 6 + 0.5 (2 + 2) = 5
+    assert lengths(GammaTune(6, BOUNDS, 0.5, 2.0), [(2, 2)]) == [6, 5]
+
+
+def test_a_threshold_stops_behind_the_first_unsure_token() -> None:
+    assert confident(Threshold(5, 0.4), [0.9, 0.4, 0.39, 0.9]) == 3
+    assert confident(Threshold(2, 0.4), [0.9, 0.9]) == 2
+    assert lengths(Threshold(5, 0.4), [5, 0]) == [5, 5, 5]
+
+
+def test_gammatune_by_hand() -> None:
+    controller = GammaTune(4, BOUNDS, 0.5, 2.0)
+    # all 4 kept: a = 6, mean 5;  2 of 5: mean 3.5, up to 4;  0 of 4: mean 1.75, up to 2;
+    # all 2 kept: a = 4, mean 2.875, up to 3
+    assert lengths(controller, [4, 2, 0, 2]) == [4, 5, 4, 2, 3]
+
+
+def test_gammatune_remembers_the_mean_not_the_length_it_rounded_up_to() -> None:
+    # means 3.5, 2.45, 1.715; from the rounded lengths the last would be 0.7 * 3 = 2.1, up to 3
+    assert lengths(GammaTune(5, BOUNDS, 0.3, 2.0), [0, 0, 0]) == [5, 4, 3, 2]
+
+
+def test_gammatune_stays_within_its_bounds_and_comes_back_from_them_at_once() -> None:
+    assert lengths(GammaTune(10, BOUNDS, 1.0, 2.0), [10, 0, 1]) == [10, 10, 1, 3]
+    assert lengths(GammaTune(24, BOUNDS, 0.3, 2.0), []) == [10]
+    assert lengths(GammaTune(1, Bounds(3, 10), 0.3, 2.0), [0]) == [3, 3]
+
+
+def test_gammatune_plus_also_stops_where_the_draft_is_unsure() -> None:
+    controller = GammaTunePlus(4, BOUNDS, 0.5, 2.0, 0.4)
+    assert confident(controller, [0.9, 0.3, 0.9, 0.9]) == 2
+    assert lengths(controller, [4, 2, 0, 2]) == [4, 5, 4, 2, 3]
+    assert confident(GammaTune(4, BOUNDS, 0.5, 2.0), [0.9, 0.3, 0.9, 0.9]) == 4
+
+
+def mean_confidence(law: torch.Tensor) -> torch.Tensor:
+    return law
+
+
+@pytest.mark.parametrize(
+    ("confidences", "expected"),
+    [
+        ([1.0] * 10, 10),
+        # k after each: floor(0.5 * 10) = 5 all along
+        ([0.5] * 10, 5),
+        # k: 9, floor(10 * 0.55) = 5, floor(10 * 0.4333) = 4, floor(10 * 0.35) = 3 < 4 drafted
+        ([0.9, 0.2, 0.2, 0.1, 0.9], 4),
+        ([0.05], 2),
+    ],
+)
+def test_cm_asd_drafts_while_the_running_mean_leaves_room(
+    confidences: list[float], expected: int
+) -> None:
+    controller = CmAsdLength(Bounds(2, 10), 1.0, mean_confidence)
+    confidences = confidences + [0.0] * 10
+    assert confident(controller, confidences) == expected
+
+
+def test_cm_asd_scales_and_forgets_between_rounds() -> None:
+    controller = CmAsdLength(BOUNDS, 0.5, mean_confidence)
+    assert confident(controller, [1.0] * 10) == 5
+    assert confident(controller, [0.2] * 10) == 1
+    assert confident(controller, [1.0] * 10) == 5
+    assert lengths(controller, [3, 0]) == [10, 10, 10]
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_no_controller_leaves_its_bounds(name: str) -> None:
+    options = SpeculationOptions(
+        controller=name,
+        max_draft_tokens=4,
+        shortest_draft=2,
+        longest_draft=6,
+        pinned=True,
+        pinned_rows=6,
+    )
+    controller = make_controller(options, options.max_draft_tokens)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        length = controller.begin()
+        assert 2 <= length <= 5  # a pinned pass has 6 rows, one of them the newest token's
+        drafted = next(
+            count
+            for count in itertools.count(1)
+            if count == length or not controller.go_on(float(torch.rand((), generator=generator)))
+        )
+        controller.end(drafted, int(torch.randint(drafted + 1, (), generator=generator)))
+
+
+@pytest.mark.parametrize("name", ["heuristic", "gammatune", "gammatune-plus"])
+@pytest.mark.parametrize("first", [1, 3, 10])
+def test_learners_grow_on_success_and_shrink_on_failure(name: str, first: int) -> None:
+    controller = make_controller(SpeculationOptions(controller=name), first)
+    for _ in range(30):
+        controller.end(controller.begin(), controller.begin())
+    assert controller.begin() == 10
+    for _ in range(30):
+        controller.end(controller.begin(), 0)
+    assert controller.begin() == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "name"),
+    [
+        ("controller_threshold", 0.8, "threshold"),
+        ("controller_threshold", 0.8, "gammatune-plus"),
+        ("gammatune_rate", 0.9, "gammatune"),
+        ("gammatune_step", 5.0, "gammatune"),
+        ("shortest_draft", 6, "heuristic"),
+        ("longest_draft", 4, "cm-asd"),
+        ("length_scale", 0.5, "cm-asd"),
+    ],
+)
+def test_every_option_changes_its_controller(option: str, value: float, name: str) -> None:
+    def played(options: SpeculationOptions) -> list[int]:
+        controller = make_controller(options, 4)
+        found = []
+        for kept in (True, True, False, False, False, False):
+            room = controller.begin()
+            drafted = next(n for n in range(1, 99) if n == room or not controller.go_on(0.7))
+            controller.end(drafted, drafted if kept else 0)
+            found.append(drafted)
+        return found
+
+    options = SpeculationOptions(controller=name)
+    assert played(options) != played(options.updated({option: value}))
+
+
+def test_options_of_the_ensemble_reach_the_signal() -> None:
+    law = torch.tensor([[2.0, 1.0, 0.0]])
+
+    def confidence(**values: object) -> float:
+        options = SpeculationOptions(controller="cm-asd").updated(values)
+        signal = make_controller(options, 4).signal
+        assert signal is not None
+        return signal(law).item()
+
+    assert len({confidence(), confidence(margin_scale=3.0)}) == 2
+    assert confidence() != confidence(confidence_weights=(1.0, 0.0, 0.0))
+
+
+def test_an_unknown_controller_names_the_nearest() -> None:
+    with pytest.raises(InvalidOption, match="Did you mean gammatune"):
+        make_controller(SpeculationOptions(controller="gamatune"), 4)

@@ -1,0 +1,262 @@
+"""Drafts from text already seen: what is found, what is proposed, and what is learnt from it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfspec.controllers import DraftController, Fixed
+from selfspec.drafters import Draft, Drafter, NgramDrafter, SeenTextFirst
+from selfspec.drafters.ngram import NgramIndex
+from selfspec.generate import wrap
+from selfspec.state import DecodeState
+from selfspec.stats import Stopwatch
+from tests.models import make_model, random_ids
+
+
+class Text:
+    """Stands in for DecodeState: committed ids, behind padding."""
+
+    def __init__(self, tokens: list[int], pad: int = 0) -> None:
+        self.tokens = [0] * pad + tokens
+        self.pad = pad
+
+    @property
+    def ids(self) -> Tensor:
+        return torch.tensor([self.tokens])
+
+
+def ask(drafter: Drafter, text: Text, limit: int = 99) -> Draft:
+    return drafter.draft(cast(DecodeState, text), limit, Stopwatch())
+
+
+def make_drafter(width: int = 4, **options: Any) -> NgramDrafter:
+    return NgramDrafter(Fixed(width), **{"size": 3, "row_cost": 0.15} | options)
+
+
+def naive(text: list[int], size: int) -> tuple[int, int]:
+    """The definition: the longest n-gram at the end that was continued, its newest continuation."""
+    for count in range(min(size, len(text)), 0, -1):
+        for place in range(len(text) - 1, count - 1, -1):
+            if text[place - count : place] == text[-count:]:
+                return count, place
+    return 0, len(text)
+
+
+# The index
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_growing_index_finds_what_a_search_of_the_whole_text_finds(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    text = torch.randint(4, (150,), generator=generator).tolist()
+    index = NgramIndex(size)
+    matches = set()
+    for start in range(0, 150, 3):  # a round commits several tokens
+        index.extend(text[start : start + 3])
+        assert index.find() == naive(text[: start + 3], size)
+        matches.add(index.find()[0])
+    assert matches >= set(range(1, min(size, 4)))
+    assert index.text == text
+
+
+def test_nothing_is_found_in_an_empty_text_or_for_a_new_word() -> None:
+    index = NgramIndex(3)
+    assert index.find() == (0, 0)
+    index.extend([1, 2, 3])
+    assert index.find() == (0, 3)
+
+
+def test_the_most_recent_of_equal_matches_is_taken() -> None:
+    index = NgramIndex(2)
+    index.extend([1, 2, 7, 1, 2, 8, 1, 2])
+    assert index.find() == (2, 5)
+    assert index.copied(5, 2) == [8, 1]
+
+
+def test_a_copy_that_reaches_the_end_goes_on_in_itself() -> None:
+    index = NgramIndex(3)
+    index.extend([9, 1, 2, 1, 2])
+    assert index.find() == (2, 3)
+    assert index.copied(3, 7) == [1, 2, 1, 2, 1, 2, 1]
+    index.extend([5, 5])
+    assert index.copied(6, 3) == [5, 5, 5]
+
+
+# The drafter
+
+
+def test_the_continuation_of_the_longest_match_is_drafted() -> None:
+    text = Text([1, 2, 3, 4, 5, 9, 3, 8, 1, 2, 3])
+    draft = ask(make_drafter(), text)
+    assert (draft.tokens, draft.exit_layers) == ([4, 5, 9, 3], [0] * 4)
+    assert (draft.probs, draft.source, draft.ended) == (None, "ngram", "width")
+
+
+def test_padding_is_no_text() -> None:
+    assert ask(make_drafter(), Text([1, 2, 3], pad=3)).tokens == []
+    assert ask(make_drafter(), Text([1, 2, 1], pad=2)).tokens == [2]
+
+
+def test_the_limit_and_an_end_token_close_a_draft() -> None:
+    text = [1, 2, 3, 4, 5, 9, 1, 2, 3]
+    assert (ask(make_drafter(), Text(text), limit=2).ended) == "budget"
+    drafter = make_drafter(end_tokens=[5])
+    draft = ask(drafter, Text(text))
+    assert (draft.tokens, draft.ended) == ([4, 5], "eos")
+    assert ask(make_drafter(), Text(text), limit=0).tokens == []
+
+
+def test_drafting_stops_where_the_chance_falls_below_the_price_of_a_row() -> None:
+    # a match of one token starts at 1/4, of two at 1/2, of three at 3/4
+    chances = {0.26: 0, 0.24: 1, 0.12: 2, 0.09: 3, 0.0: 6}
+    for cost, expected in chances.items():
+        drafter = make_drafter(width=6, row_cost=cost)
+        assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected, cost
+
+
+def test_a_draft_must_promise_what_a_block_of_rows_costs() -> None:
+    # chances 1/4, 1/8, 3/32, 0.07: 0.54 tokens in all
+    for cost, expected in ((0.5, 4), (0.6, 0)):
+        drafter = make_drafter(row_cost=0.0, block_cost=cost)
+        assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected
+
+
+def test_a_block_costs_more_where_one_row_has_kernels_of_its_own() -> None:
+    ids = torch.arange(96)[None]  # whatever comes was there before: a chance of 1/2
+    options: dict[str, Any] = {"drafter": "ngram", "ngram_size": 1, "ngram_draft_tokens": 1}
+    for executor, expected in (("generic", False), ("packed", True)):
+        speculator = wrap(make_model("llama"), executor=executor, **options)
+        stats = speculator.generate(ids, max_new_tokens=6).stats
+        assert (stats.drafted > 0) is expected
+
+
+def test_nothing_to_draft_and_nothing_worth_it_are_told_apart() -> None:
+    assert ask(make_drafter(), Text([1, 2, 3])).ended == "off"
+    assert ask(make_drafter(row_cost=0.3), Text([1, 2, 1])).ended == "unsure"
+
+
+def test_wrong_guesses_end_the_proposals_and_right_ones_bring_them_back_unproposed() -> None:
+    # 1 is followed by anything but what followed it before
+    drafter, text = make_drafter(), Text([1, 2, 1])
+    proposed = []
+    for token in range(3, 23):
+        proposed.append(bool(ask(drafter, text).tokens))
+        text.tokens += [token, 1]
+    # 0.25 * (7/8)^3 = 0.167, then 0.147: four wrong guesses are the price of learning
+    assert proposed == [True] * 4 + [False] * 16
+    proposed = []
+    for count in range(4):  # now it is always 50, which the drafter guesses without proposing
+        text.tokens += [50, 60 + count, 1]
+        proposed.append(bool(ask(drafter, text).tokens))
+    # wrong once more, then right: 0.014, 0.137, 0.245, 0.339
+    assert proposed == [False, False, True, True]
+
+
+def test_a_guess_is_scored_up_to_its_first_wrong_token() -> None:
+    drafter, text = make_drafter(row_cost=0.0), Text([1, 2, 3, 4, 5, 6, 1])
+    assert ask(drafter, text).tokens == [2, 3, 4, 5]
+    text.tokens += [2, 3, 9, 5]  # more than the guess was right for: another drafter's tokens
+    ask(drafter, text)
+    # two right, behind matches of one and two; the third wrong; the fourth no longer a guess
+    assert drafter._rates == [0.0, 0.25 + 0.75 / 8, 0.5 + 0.5 / 8, 0.75 - 0.75 / 8]
+
+
+def test_a_processors_token_is_read_like_any_other() -> None:
+    drafter, text = make_drafter(row_cost=0.0), Text([1, 2, 3, 1, 2])
+    assert ask(drafter, text).tokens[0] == 3
+    text.tokens += [7, 1, 2]  # 7 was forced upon the model
+    assert ask(drafter, text).tokens == [7, 1, 2, 7]
+
+
+class Listening(Fixed):
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.asked: list[float] = []
+        self.heard: list[tuple[int, int]] = []
+
+    def go_on(self, confidence: float) -> bool:
+        self.asked.append(confidence)
+        return confidence < 0.7
+
+    def end(self, drafted: int, accepted: int) -> None:
+        self.heard.append((drafted, accepted))
+
+
+def test_the_controller_hears_the_rate_of_each_match_and_ends_the_draft() -> None:
+    controller = Listening(6)
+    drafter = NgramDrafter(controller, size=3)
+    draft = ask(drafter, Text([1, 2, 3, 4, 5, 6, 1]))
+    assert controller.asked == [0.25, 0.5, 0.75]
+    assert (draft.tokens, draft.ended) == ([2, 3, 4], "unsure")
+    drafter.learn(3, 2)
+    drafter.learn(0, 0)
+    assert controller.heard == [(3, 2)]
+
+
+# Together with another drafter
+
+
+class Other:
+    """Drafts 90, 91, ..; notes what it is asked and told."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.heard: list[tuple[int, int]] = []
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+        self.asked += 1
+        return Draft(tokens=[90, 91][:limit], exit_layers=[4, 4][:limit])
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        self.heard.append((drafted, accepted))
+
+
+def test_the_other_drafts_where_no_text_matches_and_hears_only_of_its_own() -> None:
+    controller = Listening(1)
+    other = Other()
+    both = SeenTextFirst(NgramDrafter(cast(DraftController, controller), size=3), other)
+    text = Text([1, 2, 3])
+    assert ask(both, text).tokens == [90, 91]
+    both.learn(2, 1)
+    text.tokens += [1]
+    assert ask(both, text).tokens == [2]
+    both.learn(1, 1)
+    assert (other.asked, other.heard, controller.heard) == (1, [(2, 1)], [(1, 1)])
+
+
+def test_seen_text_has_to_promise_more_than_the_other_has_been_giving() -> None:
+    both = SeenTextFirst(make_drafter(width=1), Other())
+    text = Text([1, 2, 3, 4, 5])
+    for _ in range(2):  # 1/8 after the first, 0.234 after the second: below 1/4
+        ask(both, text)
+        both.learn(2, 1)
+    assert ask(both, Text([*text.tokens, 1])).source == "ngram"
+    both = SeenTextFirst(make_drafter(width=1), Other())
+    for _ in range(3):  # 0.33 after the third
+        ask(both, text)
+        both.learn(2, 1)
+    assert ask(both, Text([*text.tokens, 1])).tokens == [90, 91]
+
+
+# Through the facade
+
+
+def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it() -> None:
+    model = make_model("llama", torch.float64)
+    speculator = wrap(model, drafter="ngram", row_cost=0.0, block_cost=0.0, ngram_size=2)
+    session = speculator.session()
+    first = random_ids(9)
+    answer = session.generate(first, max_new_tokens=8)
+    turn = torch.tensor([[*first[0].tolist(), *answer.token_ids[:5], 3, *first[0, :4].tolist()]])
+    with speculator.disabled():
+        plain = speculator.generate(turn, max_new_tokens=20)
+    again = session.generate(turn, max_new_tokens=20)
+    assert again.stats.reused_tokens >= 14
+    assert again.token_ids == plain.token_ids
+    assert again.stats.drafted_by_source["ngram"] > 0
+    alone = speculator.generate(turn, max_new_tokens=20)
+    assert alone.stats.drafted == again.stats.drafted
