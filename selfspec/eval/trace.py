@@ -117,6 +117,9 @@ class Explorer:
             if token == right:
                 self._nodes.children[node][column] = root
 
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Nothing was proposed."""
+
     def _look(
         self, state: DecodeState, token: int, deep: Tensor | None, room: int, right: int | None
     ) -> int:
