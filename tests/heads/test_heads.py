@@ -181,7 +181,11 @@ def test_a_linear_head_has_a_matrix_of_its_own(unembedding: Unembedding, hidden:
             "deep-fused",
             {
                 "norm.weight",
-                *(f"{p}.{q}" for p in ("direct", "inner", "outer") for q in ("weight", "bias")),
+                *(
+                    f"change.{part}.{name}"
+                    for part in ("direct", "inner", "outer")
+                    for name in ("weight", "bias")
+                ),
             },
         ),
     ],
