@@ -68,15 +68,12 @@ def measured(folder: Path, held_out: Path) -> dict[str, Any]:
     """Agreement by layer on held-out text, coverage and size."""
     command = ["calibrate", "--heads", str(folder), "--cache", str(held_out), "--dry-run", "--json"]
     found = json.loads(selfspec(*command))
-    metrics = json.loads((folder / "metrics.json").read_text())
     return {
         "agreement": {k: entry["agreement"] for k, entry in found["layers"].items()},
         "second": next(iter(found["layers"].values()))["agreement_second"],
         "coverage": found["coverage"],
         "positions": found["positions"],
-        "head_ms": 1e3 * found["costs"]["head"],
         "megabytes": (folder / "model.safetensors").stat().st_size / 1e6,
-        "seconds": sum(metrics["seconds"].values()),
     }
 
 
@@ -95,7 +92,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     """All tables; no arithmetic here."""
     layers = sorted({int(layer) for row in rows for layer in row["agreement"]})
     columns = [f"layer {layer}" for layer in layers]
-    columns += ["second draft", "coverage", "head [ms]", "MB"]
+    columns += ["second draft", "coverage", "MB"]
     text = ""
     for table in dict.fromkeys(row["table"] for row in rows):
         text += (
@@ -104,7 +101,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         for row in (row for row in rows if row["table"] == table):
             cells = [percent(row["agreement"].get(str(layer))) for layer in layers]
             cells += [percent(row["second"]), percent(row["coverage"])]
-            cells += [f"{row['head_ms']:.2f}", f"{row['megabytes']:.1f}"]
+            cells += [f"{row['megabytes']:.1f}"]
             text += f"| {row['name']} | " + " | ".join(cells) + " |\n"
     return text.lstrip()
 
