@@ -17,6 +17,10 @@ from torch import Tensor
 _STEP = 16
 """Slot counts are multiples of it: the softmax of torch adds up in vectors of 16."""
 
+_LONG, _AHEAD = 512, 256
+"""From so many positions on it is measured so many slots ahead, below that as many as are held: the
+time grows with the square of the slots, and blocks are shorter than this."""
+
 
 class SteadySlots:
     """Slot counts between which a weighted sum of values has the same bits."""
@@ -32,11 +36,11 @@ class SteadySlots:
     def at_least(self, held: int) -> int:
         """The least of the counts with room for `held` positions.
 
-        Where none is found below twice as many, blocks never agree on this machine; then it is
-        the next multiple of 16, and the probe of pinned mode will say so.
+        Where none is found, blocks never agree on this machine; then it is the next multiple of
+        16, and the probe of pinned mode will say so.
         """
         if held > self._counts[-1]:
-            self._measure(2 * held)
+            self._measure(held + (_AHEAD if held > _LONG else held))
         place = bisect.bisect_left(self._counts, held)
         return self._counts[place] if place < len(self._counts) else -(-held // _STEP) * _STEP
 
