@@ -44,6 +44,24 @@ def test_logits_are_as_exact_as_the_models_own(family: str) -> None:
         assert error < 2 * usual
 
 
+def test_the_rows_of_a_prompt_are_not_multiplied_with_all_that_comes_behind_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    whole = PackedExecutor._weigh
+
+    def weigh(self: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        seen.append(keys.shape[1])
+        return whole(self, queries, keys, values, mask)
+
+    backbone = Backbone(make_model("llama"), executor="packed")
+    monkeypatch.setattr(PackedExecutor, "_weigh", weigh)
+    logits(backbone, random_ids(404))
+    first_layer = seen[:4]  # 400 rows, 128 at a time
+    assert first_layer == sorted(first_layer)
+    assert first_layer[0] < 400 <= first_layer[-1]
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi3", "granite", "cohere"])
 def test_other_families_keep_their_own_layers(family: str) -> None:
     model = make_model(family)

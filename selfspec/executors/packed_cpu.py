@@ -9,6 +9,7 @@ generic executor runs the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +128,7 @@ class PackedExecutor:
         rotation = self._rotation(hidden, positions, held)
         end = kv.slots or self._slots.at_least(held)
         kinds = {layer.kind for layer in self._layers[first:last]}
-        masks = {kind: self._mask(kind, positions[0], end) for kind in kinds}
+        masks = {kind: self._masks(kind, positions[0], held, end) for kind in kinds}
         for index in range(first, last):
             layer = self._layers[index]
             attended = self._attend(layer, index, rows, rotation, masks[layer.kind], kv)
@@ -142,10 +143,13 @@ class PackedExecutor:
         index: int,
         rows: Tensor,
         rotation: Tensor,
-        mask: Tensor,
+        masks: Sequence[Tensor],
         kv: KVCache,
     ) -> Tensor:
-        """Attention of layer `index`, before its output product: [T, d] -> [T, heads * size]."""
+        """Attention of layer `index`, before its output product: [T, d] -> [T, heads * size].
+
+        `masks`: one for each _QUERY_ROWS rows, as wide as what they look at.
+        """
         count, rotated = len(rows), self._heads + self._kv_heads
         projected = layer.projections(layer.input_norm(rows)).view(count, -1, self._size)
         turned = projected[:, :rotated].float()
@@ -158,12 +162,12 @@ class PackedExecutor:
             turned[:, self._heads :].transpose(0, 1)[None],
             projected[:, rotated:].float().transpose(0, 1)[None],
             index,
-            seen=mask.shape[1],
+            seen=masks[-1].shape[1],
         )
         queries = turned[:, : self._heads].view(count, self._kv_heads, -1, self._size)
         chunks = [
-            self._weigh(part, keys[0], values[0], seen)
-            for part, seen in zip(queries.split(_QUERY_ROWS), mask.split(_QUERY_ROWS), strict=True)
+            self._weigh(part, keys[0, :, : mask.shape[1]], values[0, :, : mask.shape[1]], mask)
+            for part, mask in zip(queries.split(_QUERY_ROWS), masks, strict=True)
         ]
         return torch.cat(chunks).to(rows.dtype) if len(chunks) > 1 else chunks[0].to(rows.dtype)
 
@@ -190,6 +194,15 @@ class PackedExecutor:
             half = self._size // 2
             self._rotations = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
         return self._rotations[positions[0], None]
+
+    def _masks(self, kind: str, positions: Tensor, held: int, end: int) -> list[Tensor]:
+        """One for each _QUERY_ROWS rows; all but the last leave out what comes behind them."""
+        masks, ahead = [], len(positions)
+        for part in positions.split(_QUERY_ROWS):
+            ahead -= len(part)
+            seen = self._slots.at_least(held - ahead) if ahead else end
+            masks.append(self._mask(kind, part, seen))
+        return masks
 
     def _mask(self, kind: str, positions: Tensor, end: int) -> Tensor:
         """[T, S]: 0 where a row may look, -inf where not."""
