@@ -120,6 +120,9 @@ def pictures(run: Results, folder: Path, number: int) -> list[Picture]:
         if sweeps := plots.sweep_data(summary):
             curves = [plots.sweep_statistic(name, sweeps[name], base) for name in sweeps]
             plots.save_sweeps(curves, path("One option moved at a time", "sweeps"))
+        trade = plots.trade_statistic(plots.trade_data(summary), base, summary["answers"])
+        if trade.names:
+            plots.save_trade(trade, path("Tokens saved against cost", "trade"))
     layer, index = (plots.acceptance_data(summary, kind) for kind in ("layer", "index"))
     if layer:
         shares = plots.acceptance_statistic(layer), plots.acceptance_statistic(index)
