@@ -183,11 +183,15 @@ class SpeculationOptions:
                 f"lenience {self.lenience} and acceptance {self.acceptance}: each is a rule of its "
                 "own. Leave one out"
             )
-        lossy = f"lenience {self.lenience}" if self.lenience < 1.0 else None
+        if self.require_lossless and self.loss is not None:
+            raise InvalidOption(f"{self.loss} is lossy, but require_lossless is set. Leave one out")
+
+    @property
+    def loss(self) -> str | None:
+        """Which option changes the output where drafts are made; None: none does."""
         if self.acceptance != "lossless":
-            lossy = f"acceptance {self.acceptance}"
-        if self.require_lossless and lossy is not None:
-            raise InvalidOption(f"{lossy} is lossy, but require_lossless is set. Leave one out")
+            return f"acceptance {self.acceptance}"
+        return f"lenience {self.lenience}" if self.lenience < 1.0 else None
 
     def uses(self, source: str) -> bool:
         """Whether `source` (exit, ngram, ..) is part of the drafter."""

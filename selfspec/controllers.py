@@ -22,6 +22,10 @@ class DraftController(Protocol):
     def signal(self) -> Signal | None:
         """What `go_on` wants to know of each draft token's law; None: nothing."""
 
+    @property
+    def longest(self) -> int:
+        """What `begin` never exceeds."""
+
     def begin(self) -> int:
         """W_max of the round that begins, at least 1."""
 
@@ -51,6 +55,11 @@ class Fixed:
     def __init__(self, length: int) -> None:
         self._length = length
 
+    @property
+    def longest(self) -> int:
+        """The length."""
+        return self._length
+
     def begin(self) -> int:
         """The length."""
         return self._length
@@ -63,16 +72,25 @@ class Fixed:
         """Nothing is learnt."""
 
 
-class Heuristic(Fixed):
+class Bounded(Fixed):
+    """A length that moves between bounds."""
+
+    def __init__(self, length: int, bounds: Bounds) -> None:
+        super().__init__(int(bounds.clip(length)))
+        self._bounds = bounds
+
+    @property
+    def longest(self) -> int:
+        """The upper bound."""
+        return self._bounds.high
+
+
+class Heuristic(Bounded):
     """Two more when all drafts were accepted, else one less.
 
     Hugging Face's schedule "heuristic" (GammaTune's baseline HFHeuristic), with bounds. A drafter
     may stop before the length is reached: what counts is that all it drafted was kept.
     """
-
-    def __init__(self, length: int, bounds: Bounds) -> None:
-        super().__init__(int(bounds.clip(length)))
-        self._bounds = bounds
 
     def end(self, drafted: int, accepted: int) -> None:
         """+2 or -1."""
@@ -98,7 +116,7 @@ class Threshold(Fixed):
         return confidence >= self._threshold
 
 
-class GammaTune(Fixed):
+class GammaTune(Bounded):
     """An exponential mean of accepted lengths, GammaTune section 4.1.
 
     | document | here |
@@ -113,8 +131,7 @@ class GammaTune(Fixed):
     """
 
     def __init__(self, length: int, bounds: Bounds, rate: float, step: float) -> None:
-        super().__init__(int(bounds.clip(length)))
-        self._bounds = bounds
+        super().__init__(length, bounds)
         self._rate = rate
         self._step = step
         self._mean = float(self._length)
@@ -156,6 +173,11 @@ class CmAsdLength:
         self._scale = scale
         self._drafted = 0
         self._total = 0.0
+
+    @property
+    def longest(self) -> int:
+        """k_max."""
+        return self._bounds.high
 
     def begin(self) -> int:
         """k_max."""

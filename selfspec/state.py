@@ -58,6 +58,11 @@ class DecodeState:
         """Committed ids, padding included."""
         return self._length
 
+    def committed(self, start: int) -> list[int]:
+        """Committed ids from the `start`-th on, without padding."""
+        found: list[int] = self.ids[0, self.pad + start :].tolist()
+        return found
+
     @property
     def waiting_ids(self) -> Tensor:
         """Committed ids that are not through all layers: a prompt, later the newest one, [1, w]."""

@@ -15,11 +15,16 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec.errors import InvalidOption
 from selfspec.eval import bench as runner
-from selfspec.eval.answers import Answer, Run
-from selfspec.eval.bench import Bench, arrivals, chosen, parted
-from selfspec.eval.methods import METHODS, Contender, Method, Setting, Written, candidates
+from selfspec.eval.answers import Answer, Run, read
+from selfspec.eval.arrivals import arrivals
+from selfspec.eval.bench import Bench, chosen, parted
+from selfspec.eval.contenders import Contender, candidates
+from selfspec.eval.methods import METHODS, Method, Setting, Written
 from selfspec.eval.options import BenchOptions
+from selfspec.eval.quality import first_divergence
+from selfspec.eval.reference import log_likelihood
 from selfspec.eval.suites import Question
+from selfspec.eval.texts import Texts
 from selfspec.generate import Speculator, wrap
 from selfspec.stats import Round
 from selfspec.text import encode
@@ -186,6 +191,94 @@ def test_the_order_is_random_and_depends_on_the_seed_alone(
     assert len({tuple(order) for order in first}) > 2
     assert orders(0, 3, "b") == first
     assert orders(1, 3, "c") != first
+
+
+# --- texts, memory, the harness itself
+
+
+def contender(speculator: Speculator, name: str) -> Contender:
+    return replace(candidates(speculator, [name])[name][0], label=name)
+
+
+def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a rule that keeps every draft; the reference belongs to a question's last turn."""
+    speculator = bench.speculator
+    loose: dict[str, Any] = {"top_beta": 100, "tolerance": 100.0, "exit_threshold": 1e-6}
+    monkeypatch.setattr(speculator, "options", replace(speculator.options, **loose))
+    model: Any = speculator.model
+    entries = [contender(speculator, name) for name in ("plain", "cm-asd")]
+    path = tmp_path / "answers.jsonl"
+    question = replace(QUESTIONS[1], reference="a b")
+    ids = encode(speculator.tokenizer, question.turns[0])
+    own = speculator.generate(ids, max_new_tokens=COUNT, acceptance="cm-asd").token_ids
+    plain = speculator.generate(ids, max_new_tokens=COUNT, speculate=False).token_ids
+    end = next(token for token in own[2:] if token not in plain)
+    model.generation_config.eos_token_id = end
+    try:
+        first, second = bench.measure([question], entries, path, quiet)
+    finally:
+        model.generation_config.eos_token_id = None
+    assert first.runs["plain"].quality is None
+    found, later = first.runs["cm-asd"].quality, second.runs["cm-asd"].quality
+    assert found is not None
+    assert later is not None
+    assert found.tokens == own.index(end) + 1 < found.plain_tokens == COUNT
+    assert found.first_divergence == first_divergence(own[: found.tokens], plain)
+    assert found.log_likelihood == log_likelihood(model, ids, own[: found.tokens])
+    assert found.plain_log_likelihood == log_likelihood(model, ids, plain)
+    assert (found.reference, later.reference) == (None, "a b")
+    assert sum(count for count, _ in first.runs["cm-asd"].arrivals) == COUNT  # the timed one
+    assert read(path) == [first, second]
+
+
+def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
+    bench: Bench, contenders: list[Contender], tmp_path: Path
+) -> None:
+    options = replace(bench.options, quality=True, repeats=2)
+    answers = measure(replace(bench, options=options), contenders, tmp_path)
+    for answer in answers:
+        for run in answer.runs.values():
+            assert (run.quality is not None) == (answer.repeat == 1)
+            assert run.quality is None or run.quality.first_divergence is None
+
+
+def test_a_method_whose_text_cannot_be_judged_has_failed(
+    bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(Texts, "quality_of", no)
+    lossy = replace(contenders[-1], lossy=True)
+    answer, *_ = measure(bench, [*contenders[:-1], lossy], tmp_path)
+    assert answer.runs["speculation"].error == "RuntimeError: no"
+    assert answer.runs["plain"].error is None
+
+
+def test_what_passes_outside_of_the_methods_calls_is_recorded(
+    bench: Bench, contenders: list[Contender], tmp_path: Path
+) -> None:
+    for answer in measure(bench, contenders, tmp_path):
+        # the clock ticks before and after all runs, and once between two of them
+        assert answer.outside_s == len(contenders) + 1
+
+
+def test_memory_is_measured_on_the_longest_first_prompt_where_it_can_be(
+    bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
+) -> None:
+    def decode(*_: Any) -> Written:
+        raise RuntimeError
+
+    answers = measure(bench, contenders, tmp_path)
+    found = bench.memory(QUESTIONS, answers, [*contenders, broken(decode)])
+    assert bench.memory(QUESTIONS, [], contenders) is None
+    if found is not None:  # Linux
+        assert found["prompt_tokens"] == max(a.prompt_tokens for a in answers if a.turn == 1)
+        assert found["new_tokens"] == COUNT
+        assert list(found["growth_bytes"]) == list(NAMES)
+        assert found["before_bytes"] > 2**20
 
 
 # --- what goes wrong

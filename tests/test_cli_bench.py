@@ -70,6 +70,32 @@ def test_settings_of_a_peer_are_chosen_on_other_prompts(
     assert [json.loads(line)["id"] for line in lines] == ["1", "5"]
 
 
+def test_a_lossy_method_is_marked_and_its_texts_are_judged(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*COMMAND, *PROMPTS, "--limit", "2", "--methods", "plain,cm-asd"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "| cm-asd (lossy) | overall | 2 |" in printed
+    assert "| cm-asd |" not in printed
+    summary = json.loads((workplace / "out" / "summary.json").read_text())
+    assert list(summary["quality"]) == ["cm-asd"]
+    assert main([*command, "--overwrite", "--quality"]) == 0
+    summary = json.loads((workplace / "out" / "summary.json").read_text())
+    assert list(summary["quality"]) == ["plain", "cm-asd"]
+    assert summary["quality"]["plain"]["overall"]["exact_share"] == 1.0
+    assert summary["harness"]["methods_s"] > 0.0
+
+
+def test_a_missing_package_for_texts_is_told_before_any_work(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.eval.quality.find_spec", lambda name: None)
+    assert main([*COMMAND, *PROMPTS, "--sweep", "acceptance=cm-asd"]) == 2
+    assert "needs sacrebleu: pip install 'selfspec[eval]'" in capsys.readouterr().err
+    assert not (workplace / "out").exists()
+
+
 def test_results_are_neither_overwritten_nor_continued_unasked(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

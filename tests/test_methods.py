@@ -11,15 +11,8 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.eval.methods import (
-    METHODS,
-    NO_BOUND,
-    Written,
-    candidates,
-    described,
-    endless,
-    swept,
-)
+from selfspec.eval.contenders import Contender, candidates, described, swept
+from selfspec.eval.methods import METHODS, NO_BOUND, Written, endless, unchanged
 from selfspec.generate import Speculator, wrap
 from tests.models import make_model, random_ids
 
@@ -65,17 +58,96 @@ def moved(speculator: Speculator, **values: Any) -> Speculator:
 
 def written(speculator: Speculator, name: str, number: int = 0) -> Written:
     """What a method writes with one of its settings."""
-    contender = candidates(speculator, [name])[name][number]
+    contender = grid(speculator, name)[number]
     with endless(speculator):
         return contender.decode(speculator, random_ids(9), COUNT, Silent())
 
 
-@pytest.mark.parametrize("name", METHODS)
+def grid(speculator: Speculator, name: str) -> list[Contender]:
+    return candidates(speculator, [name])[name]
+
+
+LOSSY = ("cm-asd", "easd", "lenience")
+DRAWN = ("sampling", "sampled-speculation", "lenience")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in (*LOSSY, *DRAWN)])
 def test_every_setting_of_every_method_writes_the_tokens_of_plain_decoding(
     speculator: Speculator, plain: list[int], name: str
 ) -> None:
-    for number in range(len(candidates(speculator, [name])[name])):
+    for number, entry in enumerate(grid(speculator, name)):
         assert written(speculator, name, number).token_ids == plain
+        assert not entry.own_text
+
+
+# --- methods with a text of their own
+
+
+@pytest.mark.parametrize("name", dict.fromkeys((*LOSSY, *DRAWN)))
+def test_a_method_with_a_text_of_its_own_says_so_and_has_nothing_to_choose(
+    speculator: Speculator, plain: list[int], name: str
+) -> None:
+    wavering = moved(
+        speculator,
+        exit_threshold=1e-6,
+        top_beta=100,
+        tolerance=100.0,
+        entropy_threshold=0.0,
+        overlap_threshold=0.0,
+    )
+    (entry,) = grid(wavering, name)
+    assert entry.own_text
+    assert entry.lossy == (name in LOSSY)
+    assert described([entry], {})[entry.label]["lossy"] == entry.lossy
+    found = written(wavering, name)
+    assert len(found.token_ids) == COUNT
+    assert found.token_ids != plain
+    assert found.stats is not None
+    assert found.stats.lossless == (name not in LOSSY)
+    assert written(wavering, name).token_ids == found.token_ids  # drawn ones too: they are seeded
+
+
+def test_options_and_sweeps_that_are_lossy_are_marked_but_plain_decoding_is_not(
+    speculator: Speculator,
+) -> None:
+    loose = moved(speculator, acceptance="cm-asd")
+    names = ["plain", "hugging-face", "speculation", "ngram"]
+    assert {name: grid(loose, name)[0].lossy for name in names} == {
+        "plain": False,
+        "hugging-face": False,
+        "speculation": True,
+        "ngram": True,
+    }
+    entries = swept(speculator, [{"acceptance": "lossless"}, {"acceptance": "cm-asd"}])
+    assert [entry.lossy for entry in entries] == [False, True]
+
+
+def test_an_entropy_threshold_must_be_known_before_easd_is_measured(
+    speculator: Speculator,
+) -> None:
+    with pytest.raises(InvalidOption, match="calibrate --entropy"):
+        candidates(speculator, ["easd"])
+
+
+def test_a_method_ends_at_an_end_token_where_answers_are_not_endless(
+    speculator: Speculator, plain: list[int]
+) -> None:
+    model: Any = speculator.model
+    model.generation_config.eos_token_id = plain[3]
+    config = model.generation_config
+    end = plain.index(plain[3]) + 1
+    try:
+        for name in ("hugging-face", "speculation", "prompt-lookup"):
+            (entry, *_) = grid(speculator, name)
+            with unchanged(speculator):
+                found = entry.decode(speculator, random_ids(9), COUNT, Silent())
+            assert found.token_ids == plain[:end]
+            assert model.generation_config is config
+    finally:
+        model.generation_config.eos_token_id = None
+
+
+# --- the model stays as it was
 
 
 def test_an_end_token_does_not_end_an_answer(speculator: Speculator, plain: list[int]) -> None:

@@ -6,31 +6,27 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
 
 from selfspec.controllers import DraftController, Fixed
-from selfspec.drafters import Draft, Drafter, NgramDrafter, SeenTextFirst
+from selfspec.drafters import Draft, DraftsFrom, NgramDrafter, SeenTextFirst
 from selfspec.drafters.ngram import NgramIndex
 from selfspec.generate import wrap
-from selfspec.state import DecodeState
 from selfspec.stats import Stopwatch
 from tests.models import make_model, random_ids
 
 
 class Text:
-    """Stands in for DecodeState: committed ids, behind padding."""
+    """Stands in for DecodeState."""
 
-    def __init__(self, tokens: list[int], pad: int = 0) -> None:
-        self.tokens = [0] * pad + tokens
-        self.pad = pad
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
 
-    @property
-    def ids(self) -> Tensor:
-        return torch.tensor([self.tokens])
+    def committed(self, start: int) -> list[int]:
+        return self.tokens[start:]
 
 
-def ask(drafter: Drafter, text: Text, limit: int = 99) -> Draft:
-    return drafter.draft(cast(DecodeState, text), limit, Stopwatch())
+def ask(drafter: DraftsFrom[Text], text: Text, limit: int = 99) -> Draft:
+    return drafter.draft(text, limit, Stopwatch())
 
 
 def make_drafter(width: int = 4, **options: Any) -> NgramDrafter:
@@ -94,11 +90,6 @@ def test_the_continuation_of_the_longest_match_is_drafted() -> None:
     draft = ask(make_drafter(), text)
     assert (draft.tokens, draft.exit_layers) == ([4, 5, 9, 3], [0] * 4)
     assert (draft.probs, draft.source, draft.ended) == (None, "ngram", "width")
-
-
-def test_padding_is_no_text() -> None:
-    assert ask(make_drafter(), Text([1, 2, 3], pad=3)).tokens == []
-    assert ask(make_drafter(), Text([1, 2, 1], pad=2)).tokens == [2]
 
 
 def test_the_limit_and_an_end_token_close_a_draft() -> None:
@@ -207,7 +198,7 @@ class Other:
         self.asked = 0
         self.heard: list[tuple[int, int]] = []
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+    def draft(self, state: Text, limit: int, watch: Stopwatch) -> Draft:
         self.asked += 1
         return Draft(tokens=[90, 91][:limit], exit_layers=[4, 4][:limit])
 

@@ -13,32 +13,23 @@ from transformers import PreTrainedModel
 from selfspec.errors import InvalidOption
 from selfspec.eval.quality import (
     Quality,
+    Text,
     bleu,
+    check_packages,
     edit_distance,
     first_divergence,
-    log_likelihood,
     quality,
     rouge_l,
     summary,
 )
-from selfspec.eval.suites import Question
-from selfspec.stats import GenerationStats
-from selfspec.stream import Generation
+from selfspec.eval.reference import log_likelihood
 from tests.models import random_ids
 
 WORDS = "the cat sat on the mat"
 
 
-def answer(*tokens: int, text: str = "") -> Generation:
-    stats = GenerationStats(num_layers=1)
-    return Generation(text=text, token_ids=list(tokens), stats=stats, stop_reason="length")
-
-
 def entry(**values: Any) -> Quality:
     whole = {
-        "id": "1",
-        "task": "QA",
-        "method": "m",
         "text": WORDS,
         "plain_text": WORDS,
         "reference": None,
@@ -122,19 +113,14 @@ def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedMode
 
 
 def test_a_record_holds_both_answers_to_one_question() -> None:
-    question = Question(id="q", task="math", turns=("2 + 2?",), reference="4")
     nats = {(4, 9): -3.0, (4, 2, 2): -1.5}
     found = quality(
-        question,
-        "lenience=0.5",
-        answer(4, 9, text="four!"),
-        answer(4, 2, 2, text="four."),
+        Text([4, 9], "four!"),
+        Text([4, 2, 2], "four."),
+        "4",
         lambda tokens: nats[tuple(tokens)],
     )
     assert found == Quality(
-        id="q",
-        task="math",
-        method="lenience=0.5",
         text="four!",
         plain_text="four.",
         reference="4",
@@ -193,3 +179,10 @@ def test_a_missing_package_is_named(measure: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(InvalidOption, match=r"pip install 'selfspec\[eval\]'"):
         measure([WORDS], [WORDS])
+
+
+def test_a_missing_package_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_packages()
+    monkeypatch.setattr("selfspec.eval.quality.find_spec", lambda name: None)
+    with pytest.raises(InvalidOption, match=r"needs sacrebleu: pip install 'selfspec\[eval\]'"):
+        check_packages()

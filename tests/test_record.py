@@ -23,7 +23,7 @@ from tests.models import make_model, random_ids
 from tests.records import OPTIONS, PROMPTS, recorded
 from tests.talks import make_tokenizer
 
-ARRAYS = ("answers", "roots", "tokens", "confidence", "children")
+ARRAYS = ("contexts", "answers", "roots", "tokens", "confidence", "children")
 
 
 @pytest.fixture
@@ -73,9 +73,10 @@ def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
         (lambda folder: (folder / ARRAYS_FILE).unlink(), "No such file"),
         (lambda folder: (folder / INFO_FILE).write_text("{"), "record.json is no record"),
         (lambda folder: (folder / ARRAYS_FILE).write_bytes(b"x" * 9), "record.safetensors is no"),
-        (edited(format_version=9), "format version 9, this reads 1"),
+        (edited(format_version=9), "format version 9, this reads 2"),
         (edited(colour="red"), "unknown key 'colour'"),
         (edited(exit_layers=[1, 3]), "tokens is int32"),
+        (changed("contexts", lambda a: a[:-1]), "contexts is int32 [19], expected [20]"),
         (changed("answers", lambda a: a[:-1]), "answers is int32 [72], expected [73]"),
         (changed("confidence", lambda a: a.astype(np.float64)), "confidence is float64"),
         (changed("children", lambda a: a + 10_000), "children names a node that is not there"),

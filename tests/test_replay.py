@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import selfspec
 from selfspec.config import SpeculationOptions
+from selfspec.controllers import CONTROLLERS
 from selfspec.decode import rounds as decode_rounds
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
@@ -69,11 +71,64 @@ def test_fifty_settings_replay_as_they_run(kind: str) -> None:
     assert ended > 0  # drafting went on behind a wrong draft, and behind a right one
 
 
+def learning_setting(record: Record, seed: int, drafter: str) -> SpeculationOptions:
+    """A random setting under a random controller, within what was recorded."""
+    dice, most = random.Random(f"{seed} {drafter}"), record.info.max_draft_tokens
+    known = [name for name in CONTROLLERS if name != "cm-asd" or drafter == "ngram"]
+    shortest = dice.randint(1, most)
+    return replace(
+        random_setting(record, seed),
+        drafter=drafter,
+        controller=dice.choice(known),
+        shortest_draft=shortest,
+        longest_draft=dice.randint(shortest, most),
+        controller_threshold=dice.uniform(0.1, 0.9),
+        gammatune_rate=dice.uniform(0.1, 1.0),
+        gammatune_step=dice.uniform(0.0, 3.0),
+        ngram_size=dice.randint(1, 4),
+        ngram_draft_tokens=dice.randint(1, 9),
+        row_cost=dice.choice([0.0, 0.05, 0.2]),
+        block_cost=dice.choice([None, 0.0, 0.3]),
+    )
+
+
+@pytest.mark.parametrize("drafter", ["exit", "ngram", "ngram+exit"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_settings_replay_as_they_run_under_what_learns_from_round_to_round(
+    kind: str, drafter: str
+) -> None:
+    record, speculator = recorded(kind)
+    sources: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
+    lengths = set()
+    for seed in range(SETTINGS):
+        options = learning_setting(record, seed, drafter)
+        prompt = seed % len(PROMPTS)
+        expected = real_rounds(speculator, random_ids(5, prompt), NEW_TOKENS, options)
+        found = replay.rounds(record, prompt, options)
+        assert found == expected, options
+        sources.update(entry.source for entry in found if entry.draft_tokens)
+        ended.update(entry.ended for entry in found)
+        lengths |= {len(entry.draft_tokens) for entry in found}
+    assert sources.keys() == set(drafter.split("+"))
+    assert ended["unsure"] > 0
+    assert len(lengths) > 3
+
+
+@pytest.mark.parametrize("drafter", ["none", "exit"])
+def test_plain_decoding_is_replayed_too(drafter: str) -> None:
+    record, speculator = recorded("translator")
+    options = SpeculationOptions(drafter=drafter, speculate=drafter != "exit")
+    expected = real_rounds(speculator, random_ids(5, 0), NEW_TOKENS, options)
+    assert replay.rounds(record, 0, options) == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_record_holds_what_plain_decoding_writes(kind: str) -> None:
     record, speculator = recorded(kind)
     for prompt in PROMPTS:
         places = record.places(prompt)
+        assert record.context(prompt) == random_ids(5, prompt)[0].tolist()
         plain = speculator.generate(
             random_ids(5, prompt), max_new_tokens=NEW_TOKENS, speculate=False
         )
@@ -135,6 +190,11 @@ def test_totals_of_many_settings_equal_counted_rounds(kind: str) -> None:
         ({"exit_layers": (2,)}, "exit layer 2 is not among [1, 3, 5]"),
         ({"exit_threshold": (0.5, 0.6)}, "2 exit thresholds for 3 exit layers"),
         ({"max_draft_depth": 4}, "exit layer 4 is not among [1, 3, 5]"),
+        ({"controller": "gammatune"}, "longest_draft 10, recorded were 4"),
+        ({"controller": "cm-asd"}, "controller cm-asd looks at more than the best token's"),
+        ({"controller": "slow"}, "unknown controller 'slow'"),
+        ({"drafter": "ngram+draft-model"}, "what a draft model says was not recorded"),
+        ({"acceptance": "cm-asd"}, "acceptance cm-asd writes other texts than those recorded"),
     ],
 )
 def test_what_was_not_recorded_is_refused(changes: dict[str, object], reason: str) -> None:
@@ -143,6 +203,14 @@ def test_what_was_not_recorded_is_refused(changes: dict[str, object], reason: st
     with pytest.raises(InvalidOption) as caught:
         replay.rounds(record, 0, options)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"drafter": "ngram"}, {"controller": "threshold"}])
+def test_what_learns_from_round_to_round_has_no_totals(changes: dict[str, str]) -> None:
+    record, _ = recorded("translator")
+    options = replace(SpeculationOptions(anneal_strength=0.5, max_draft_tokens=4), **changes)  # type: ignore[arg-type]  # options by name
+    with pytest.raises(InvalidOption, match="is replayed round by round only"):
+        totals(record, [options])
 
 
 @pytest.mark.parametrize(
@@ -165,3 +233,6 @@ def test_the_default_model_replays_as_it_runs(heads: str) -> None:
         options = random_setting(record, seed)
         found = replay.rounds(record, 0, options)
         assert found == real_rounds(speculator, prompt, new_tokens, options), options
+        both = replace(options, drafter="ngram+exit", controller="gammatune", longest_draft=3)
+        found = replay.rounds(record, 0, both)
+        assert found == real_rounds(speculator, prompt, new_tokens, both), both

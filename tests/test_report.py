@@ -94,6 +94,26 @@ def test_an_ablation_holds_those_of_its_methods_that_were_measured(
     assert found.speed_up == [2.0, 0.8]
 
 
+def test_what_a_round_saves_and_costs_is_told_in_plain_steps(summary: dict[str, Any]) -> None:
+    """Three tokens in one second behind the first, where plain decoding takes one for each."""
+    data = plots.trade_data(summary)
+    assert data[:2] == [("plain", 1.0, 1.0), ("speculation", 3.0, pytest.approx(1 / 3))]
+    found = plots.trade_statistic([*data[:2], ("slow", 1.5, 2.0)], "plain", 2)
+    assert found.names == ["speculation", "slow"]
+    assert found.saved == [2.0, 0.5]
+    assert found.cost == pytest.approx([0.0, 2.0])  # 1.5 tokens of two seconds: three steps
+    assert (found.base, found.answers) == ("plain", 2)
+    assert plots.trade_statistic(data[1:], "plain", 2).names == []
+
+
+def test_lossy_methods_are_marked_in_figures(summary: dict[str, Any]) -> None:
+    summary["methods"]["speculation"]["lossy"] = True
+    label = "speculation (lossy)"
+    assert plots.methods_data(summary, plots.ABLATION)[0][0] == label
+    assert label in plots.acceptance_data(summary, "layer")
+    assert plots.trade_data(summary)[1][0] == label
+
+
 def test_acceptance_in_percent_of_what_was_drafted(summary: dict[str, Any]) -> None:
     data = plots.acceptance_data(summary, "layer")
     assert list(data) == ["speculation", "no-width-bound"]
@@ -125,9 +145,10 @@ def test_each_figure_is_a_file(summary: dict[str, Any], tmp_path: Path) -> None:
     plots.save_sweeps([gains, words], tmp_path / "a.png")
     plots.save_methods(words, tmp_path / "b.png")
     plots.save_acceptance(shares, shares, tmp_path / "c.png")
-    for name in "abc":
+    plots.save_trade(plots.Trade("plain", 2, ["a"], [2.0], [0.5]), tmp_path / "d.png")
+    for name in "abcd":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 # --- the report
@@ -136,7 +157,7 @@ def test_each_figure_is_a_file(summary: dict[str, Any], tmp_path: Path) -> None:
 def test_the_report_holds_every_table_and_picture(run: Results, tmp_path: Path) -> None:
     pages = report.write([run, run._replace(name="second")], tmp_path / "out")
     assert [page.name for page in pages] == ["report.md", "report.html"]
-    names = ("methods", "ablation", "sweeps", "acceptance")
+    names = ("methods", "ablation", "sweeps", "trade", "acceptance")
     pictures = [f"{number}-{name}.png" for number in (1, 2) for name in names]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *pictures,
@@ -155,7 +176,7 @@ def test_the_page_stands_alone_and_is_escaped(run: Results, tmp_path: Path) -> N
     _, page = report.write([run], tmp_path)
     text = page.read_text(encoding="utf-8")
     sources = re.findall(r'src="(.{0,30})', text)
-    assert len(sources) == 4
+    assert len(sources) == 5
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert "<b>" not in text
     assert "&lt;b&gt;model" in text

@@ -57,3 +57,11 @@ def test_deep_is_the_last_layers_output_before_the_newest_token(exact: Backbone)
 
 def test_deep_is_not_known_before_the_first_pass(exact: Backbone) -> None:
     assert DecodeState(exact, random_ids(3)).deep is None
+
+
+def test_committed_ids_are_read_without_padding(exact: Backbone) -> None:
+    state = DecodeState(exact, torch.tensor([[0, 0, 5, 6, 7]]), pad=2)
+    assert state.committed(0) == [5, 6, 7]
+    state.append(8)
+    assert state.committed(2) == [7, 8]
+    assert state.committed(4) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 from selfspec.errors import InvalidData
 from selfspec.eval import answers, tables
 from selfspec.eval.answers import Answer, Run
+from selfspec.eval.quality import Quality
+from selfspec.eval.quality import summary as quality_summary
 from selfspec.eval.summary import by_task, seconds_by_prompt, summarise
+from selfspec.eval.tables import Table
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"method": "plain", "source": "by hand", "setting": {}, "chosen_from": []},
@@ -136,6 +140,87 @@ def test_nothing_measured_gives_empty_tables() -> None:
     rows = {table.title: table.rows for table in tables.tables(summary)}
     assert len(rows.pop("Methods")) == 2
     assert not any(cell for lines in rows.values() for line in lines for cell in line)
+
+
+# --- texts, memory, the harness
+
+TEXT = Quality(
+    text="the cat sat on the rug",
+    plain_text="the cat sat on the mat",
+    reference="the cat sat on the mat",
+    tokens=6,
+    plain_tokens=6,
+    first_divergence=5,
+    edit_distance=1,
+    log_likelihood=-9.0,
+    plain_log_likelihood=-6.0,
+)
+LOSSY = METHODS | {"fast": METHODS["fast"] | {"lossy": True}}
+
+
+@pytest.fixture
+def judged() -> dict[str, Any]:
+    """One answer of two was looked at."""
+    fast = dataclasses.replace(FAST, quality=TEXT)
+    pair = [answer("q1", runs={"plain": PLAIN, "fast": fast}), answer("q2", "chat")]
+    memory = {
+        "prompt_tokens": 9,
+        "new_tokens": 4,
+        "device": "cpu",
+        "before_bytes": 2**30,
+        "growth_bytes": {"plain": 2**20, "fast": 3 * 2**19},
+    }
+    return summarise(
+        [dataclasses.replace(entry, outside_s=0.03) for entry in pair], LOSSY, memory=memory
+    )
+
+
+def table_of(summary: dict[str, Any], start: str) -> Table:
+    (found,) = [table for table in tables.tables(summary) if table.title.startswith(start)]
+    return found
+
+
+def test_quality_is_summed_up_by_task_for_methods_that_were_looked_at(
+    judged: dict[str, Any],
+) -> None:
+    assert list(judged["quality"]) == ["fast"]
+    assert list(judged["quality"]["fast"]) == ["math", "overall"]
+    assert judged["quality"]["fast"]["overall"] == quality_summary([TEXT])
+    table = table_of(judged, "Quality")
+    assert table.rows[1][:7] == ["fast (lossy)", "overall", "1", "0%", "5", "0.17", "-1.50 (-1.00)"]
+    assert table.rows[1][8:] == ["1", "76.0 (100.0)", "0.83 (1.00)"]
+
+
+def test_a_lossy_method_is_marked_in_every_table_and_no_other_is(judged: dict[str, Any]) -> None:
+    for table in tables.tables(judged):
+        cells = [row[0] for row in table.rows if table.header[0] == "method"]
+        assert "fast" not in cells
+        assert "plain (lossy)" not in cells
+    lines = list(csv.DictReader(io.StringIO(tables.as_csv(judged))))
+    assert {(line["method"], line["lossy"]) for line in lines} == {
+        ("plain", "False"),
+        ("fast", "True"),
+    }
+
+
+def test_memory_says_how_it_was_measured(judged: dict[str, Any]) -> None:
+    table = table_of(judged, "Peak memory")
+    assert "resident beyond the 1,024 MiB that all methods share, 4 tokens behind" in table.title
+    assert table.rows == [["plain", "1.0"], ["fast (lossy)", "1.5"]]
+    assert table_of(summarise(ANSWERS, METHODS), "Peak memory").rows == []
+
+
+def test_the_harness_is_held_against_the_methods(judged: dict[str, Any]) -> None:
+    assert judged["harness"]["share"] == pytest.approx(0.06 / 12.0)
+    assert table_of(judged, "The harness").rows == [["12.0", "0.060", "0.500%"]]
+
+
+def test_results_from_before_these_figures_still_have_tables(judged: dict[str, Any]) -> None:
+    for name in ("quality", "memory", "harness"):
+        del judged[name]
+    del judged["methods"]["fast"]["lossy"]
+    for start in ("Quality", "Peak memory", "The harness"):
+        assert table_of(judged, start).rows == []
 
 
 # --- tables

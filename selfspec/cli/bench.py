@@ -19,7 +19,7 @@ from selfspec.eval.options import BenchOptions
 
 if TYPE_CHECKING:
     from selfspec.eval.bench import Bench
-    from selfspec.eval.methods import Contender
+    from selfspec.eval.contenders import Contender
     from selfspec.eval.suites import Question
     from selfspec.generate import Speculator
 
@@ -52,6 +52,7 @@ def bench(
     check_keys(names, METHODS, "method")
     sweep = [values for text in asked.get("sweep", []) for values in swept_values(text)]
     from selfspec.eval import results
+    from selfspec.eval.quality import check_packages
     from selfspec.eval.suites import load_suite
 
     folder, resume = Path(asked["output"]), asked.get("resume", False)
@@ -59,9 +60,12 @@ def bench(
     suite = load_suite(options.suite, Path(options.questions) if options.questions else None)
     speculator = common.load(Settings(picked(asked, LOADING), picked(asked, SPECULATION)))
     from selfspec.eval import bench as measuring
-    from selfspec.eval.methods import candidates, swept
+    from selfspec.eval.contenders import candidates, swept
 
     grid, moved = candidates(speculator, names), swept(speculator, sweep)
+    entries = [entry for entries in (*grid.values(), moved) for entry in entries]
+    if options.quality or any(entry.own_text for entry in entries):
+        check_packages()
     tuning = any(len(entries) > 1 for entries in grid.values())
     questions = measuring.parted(suite, options, tuning=tuning)
     results.begin(folder, record(asked, options, speculator, questions), resume=resume)
@@ -96,7 +100,7 @@ def measured(
     """Choose settings, measure, sum up."""
     from selfspec.eval.answers import ANSWERS, TUNING
     from selfspec.eval.bench import chosen
-    from selfspec.eval.methods import described
+    from selfspec.eval.contenders import described
     from selfspec.eval.summary import summarise
 
     reported, others = questions
@@ -108,7 +112,8 @@ def measured(
     methods = [*chosen(grid, tuning).values(), *moved]
     with training.progress_bar("bench", "questions") as show:
         answers = runner.measure(reported, methods, folder / ANSWERS, show)
-    return summarise(answers, described(methods, grid), runner.options.seed)
+    memory = runner.memory(reported, answers, methods)
+    return summarise(answers, described(methods, grid), runner.options.seed, memory)
 
 
 def record(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -35,24 +35,38 @@ class Draft:
     """Who proposed them: exit, ngram or draft-model."""
 
 
-class Drafter(Protocol):
-    """Proposes at most `limit` tokens to follow the committed ones."""
+class Committed(Protocol):
+    """A text that grows: what a drafter that runs no layers has to know of a DecodeState."""
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+    def committed(self, start: int) -> list[int]:
+        """Its ids from the `start`-th on, without padding."""
+
+
+State_contra = TypeVar("State_contra", bound=Committed, contravariant=True)
+
+
+class DraftsFrom(Protocol[State_contra]):
+    """Proposes at most `limit` tokens to follow the committed ones of some kind of state."""
+
+    def draft(self, state: State_contra, limit: int, watch: Stopwatch) -> Draft:
         """A draft of 0..limit tokens.
 
-        Rows may be left waiting in `state.hidden`: first that of the newest committed token, then
-        those of the drafts, in order, none twice.
+        Rows may be left waiting in a DecodeState's `hidden`: first that of the newest committed
+        token, then those of the drafts, in order, none twice.
         """
 
     def learn(self, drafted: int, accepted: int) -> None:
         """What became of the draft that was asked for last."""
 
 
+class Drafter(DraftsFrom[DecodeState], Protocol):
+    """What `decode` asks."""
+
+
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
         """An empty draft."""
         return Draft()
 

@@ -52,26 +52,27 @@ def make_drafter(
     if options.drafter == "exit" and sources.heads is None:
         return NoDrafter()
     if options.drafter == "ngram":
-        return _ngram(options, sources, end_tokens)
+        return make_ngram(options, sources.block_cost, end_tokens)
     other: Drafter
     if options.uses("draft-model"):
         other = _draft_model(options, sources.draft_model, sampler, end_tokens)
     else:
         other = _exit(options, sources.heads, sampler, end_tokens)
     if options.uses("ngram"):
-        return SeenTextFirst(_ngram(options, sources, end_tokens), other)
+        return SeenTextFirst(make_ngram(options, sources.block_cost, end_tokens), other)
     return other
 
 
-def _ngram(
-    options: SpeculationOptions, sources: Sources, end_tokens: Collection[int]
+def make_ngram(
+    options: SpeculationOptions, block_cost: float, end_tokens: Collection[int]
 ) -> NgramDrafter:
+    """A drafter of text already seen; `block_cost` is the model's, for where `options` say none."""
     return NgramDrafter(
         make_controller(options, options.ngram_draft_tokens),
         end_tokens,
         size=options.ngram_size,
         row_cost=options.row_cost,
-        block_cost=sources.block_cost if options.block_cost is None else options.block_cost,
+        block_cost=block_cost if options.block_cost is None else options.block_cost,
     )
 
 

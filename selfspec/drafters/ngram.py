@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate, takewhile
 from operator import mul
+from typing import Generic, TypeVar
 
 from selfspec.controllers import DraftController
-from selfspec.drafters.base import Draft, Drafter, DraftWriter, PacedDrafter
+from selfspec.drafters.base import Committed, Draft, DraftsFrom, DraftWriter, PacedDrafter
 from selfspec.scores import Choice
-from selfspec.state import DecodeState
 from selfspec.stats import Stopwatch
+
+StateT = TypeVar("StateT", bound=Committed)
 
 NEWEST = 1 / 8
 """Weight of the newest observation in a running mean: half of it is younger than six."""
@@ -91,7 +93,7 @@ class NgramDrafter(PacedDrafter):
         self._guess: list[int] = []
         self._matched: list[int] = []
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch, rival: float = 0.0) -> Draft:  # noqa: ARG002  # the protocol's
+    def draft(self, state: Committed, limit: int, watch: Stopwatch, rival: float = 0.0) -> Draft:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens; none unless more than `rival` should be accepted."""
         self._read(state)
         writer = DraftWriter(self, limit, source="ngram")
@@ -109,9 +111,9 @@ class NgramDrafter(PacedDrafter):
             writer.stop("unsure" if self._guess else "off")
         return writer.draft
 
-    def _read(self, state: DecodeState) -> None:
+    def _read(self, state: Committed) -> None:
         """Take in what was committed since the last draft, and score the last guess by it."""
-        fresh = state.ids[0, state.pad + len(self._index.text) :].tolist()
+        fresh = state.committed(len(self._index.text))
         for matched, guessed, token in zip(self._matched, self._guess, fresh, strict=False):
             self._rates[matched] += NEWEST * ((guessed == token) - self._rates[matched])
             if guessed != token:
@@ -119,20 +121,20 @@ class NgramDrafter(PacedDrafter):
         self._index.extend(fresh)
 
 
-class SeenTextFirst:
+class SeenTextFirst(Generic[StateT]):
     """Text already seen where it promises more than the other drafter has been giving, else that.
 
     What the other gives is a running mean of its accepted tokens per round.
     """
 
-    def __init__(self, ngram: NgramDrafter, other: Drafter) -> None:
+    def __init__(self, ngram: NgramDrafter, other: DraftsFrom[StateT]) -> None:
         """Each with a controller of its own: they are right unequally often."""
         self._ngram = ngram
         self._other = other
         self._other_gives = 0.0
         self._other_drafted = False
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Draft:
         """A draft of one of the two."""
         draft = self._ngram.draft(state, limit, watch, self._other_gives)
         self._other_drafted = not draft.tokens

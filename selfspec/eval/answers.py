@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.errors import InvalidData
+from selfspec.eval.quality import Quality
 
 ANSWERS, TUNING = "answers.jsonl", "tuning.jsonl"
 """Files of a results folder: what is reported, and what settings were chosen on."""
@@ -31,6 +32,8 @@ class Run:
     counts: dict[str, dict[str, float]] = field(default_factory=dict)
     """What our runtime counted: seconds by part; drafts by exit layer and by index, drafted and
     accepted. Empty for Hugging Face."""
+    quality: Quality | None = None
+    """Of the text that the method writes up to its own end; where it was looked at."""
     error: str | None = None
     """Why there is no answer."""
 
@@ -52,6 +55,8 @@ class Answer:
     """Share of 8-grams that occurred before in plain decoding's answer."""
     text: str = ""
     """Plain decoding's answer."""
+    outside_s: float = 0.0
+    """What the harness itself took around the runs: seconds outside the methods' calls."""
     runs: dict[str, Run] = field(default_factory=dict)
     """By contender."""
     error: str | None = None
@@ -120,10 +125,15 @@ def failures(answers: Iterable[Answer]) -> list[str]:
 
 
 def _parsed(record: Mapping[str, Any]) -> Answer:
-    runs = {label: Run(**_paired(run)) for label, run in record["runs"].items()}
+    runs = {label: Run(**_rebuilt(run)) for label, run in record["runs"].items()}
     return Answer(**{**record, "runs": runs})
 
 
-def _paired(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrivals as they were before JSON made lists of them."""
-    return {**run, "arrivals": [(count, seconds) for count, seconds in run["arrivals"]]}
+def _rebuilt(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as they were before JSON made lists and mappings of them."""
+    text = run.get("quality")
+    return {
+        **run,
+        "arrivals": [(count, seconds) for count, seconds in run["arrivals"]],
+        "quality": None if text is None else Quality(**text),
+    }

@@ -12,20 +12,24 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.eval.answers import Answer, Run, append, drop_unfinished, read
-from selfspec.eval.methods import Contender, Written, endless
+from selfspec.eval.arrivals import Arrivals, arrivals, counts
+from selfspec.eval.contenders import Contender
+from selfspec.eval.memory import Memory, peak_of
+from selfspec.eval.methods import endless
 from selfspec.eval.metrics import repeated_share
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.suites import Question, load_suite, spread
+from selfspec.eval.texts import Texts
 from selfspec.generate import Speculator
 from selfspec.hub import first_line
-from selfspec.stats import GenerationStats
 from selfspec.stream import Generation
 from selfspec.text import Prompt, encode
 
@@ -96,8 +100,16 @@ class Bench:
                     repeated=repeated_share(plain.token_ids),
                     text=plain.text,
                 )
-                if answer.key not in known:
-                    yield replace(answer, runs=self._runs(answer, ids, plain, contenders))
+                if answer.key in known:
+                    continue
+                start = self.now()
+                runs = self._runs(answer, ids, plain, contenders)
+                outside = self.now() - start - sum(run.seconds for run in runs.values())
+                if repeat == 1:
+                    last = turn == len(question.turns)
+                    reference = question.reference if last else None
+                    runs |= self._judged(runs, contenders, ids, plain, reference)
+                yield replace(answer, runs=runs, outside_s=outside)
             messages.append({"role": "assistant", "content": plain.text})
 
     def _runs(
@@ -110,14 +122,14 @@ class Bench:
 
     def run(self, contender: Contender, ids: Tensor, expected: list[int]) -> Run:
         """One answer behind ids [1, P], as long as the `expected` tokens; or why there is none."""
-        streamer = _Arrivals(self.now)
+        streamer = Arrivals(self.now)
         try:
             with endless(self.speculator):
                 start = self.now()
                 written = contender.decode(self.speculator, ids, len(expected), streamer)
                 seconds = self.now() - start
         except Exception as error:  # noqa: BLE001  # a peer may fail in any way: the others go on
-            return Run(error=f"{type(error).__name__}: {first_line(error)}")
+            return _failed(error)
         if len(written.token_ids) != len(expected):
             return Run(error=f"wrote {len(written.token_ids)} of {len(expected)} tokens")
         return Run(
@@ -126,6 +138,63 @@ class Bench:
             equal=written.token_ids == expected,
             counts=counts(written.stats) if written.stats else {},
         )
+
+    def _judged(
+        self,
+        runs: Mapping[str, Run],
+        contenders: Sequence[Contender],
+        ids: Tensor,
+        plain: Generation,
+        reference: str | None,
+    ) -> dict[str, Run]:
+        """Those runs whose text is to be looked at, with its quality. Nothing here is timed."""
+        texts = Texts(self.speculator, ids, self.options.max_new_tokens, plain, reference)
+        found = {}
+        for entry in contenders:
+            run = runs[entry.label]
+            if run.error is None and (entry.own_text or self.options.quality):
+                try:
+                    found[entry.label] = replace(run, quality=texts.quality_of(entry))
+                except Exception as error:  # noqa: BLE001  # as in `run`
+                    found[entry.label] = _failed(error)
+        return found
+
+    def memory(
+        self,
+        questions: Sequence[Question],
+        answers: Sequence[Answer],
+        contenders: Sequence[Contender],
+    ) -> dict[str, Any] | None:
+        """What each method needs at its peak for the longest first prompt; None if nobody knows.
+
+        A run of its own, not timed: memory that others freed is given back first, which would cost
+        a timed run page faults.
+        """
+        first = [answer for answer in answers if answer.turn == 1 and answer.runs]
+        if not first:
+            return None
+        longest = max(first, key=lambda answer: answer.prompt_tokens)
+        (text,) = (question.turns[0] for question in questions if question.id == longest.id)
+        device = self.speculator.backbone.device
+        ids = encode(self.speculator.tokenizer, text).to(device)
+        found = {entry.label: self._peak(entry, ids, longest.new_tokens) for entry in contenders}
+        measured = {label: memory for label, memory in found.items() if memory is not None}
+        if not measured:
+            return None
+        return {
+            "prompt_tokens": longest.prompt_tokens,
+            "new_tokens": longest.new_tokens,
+            "device": device.type,
+            "before_bytes": max(memory.before for memory in measured.values()),
+            "growth_bytes": {label: memory.growth for label, memory in measured.items()},
+        }
+
+    def _peak(self, contender: Contender, ids: Tensor, count: int) -> Memory | None:
+        """None also where the method fails."""
+        runs: list[Run] = []
+        work = partial(self.run, contender, ids, [0] * count)
+        memory = peak_of(lambda: runs.append(work()), ids.device)
+        return None if any(run.error for run in runs) else memory
 
     def _plain(self, ids: Tensor) -> Generation:
         """What all methods should write: up to the end token, or to the limit."""
@@ -149,55 +218,8 @@ class Bench:
         return len(known) == len(keys) or any(answer.error for answer in known)
 
 
-class _Arrivals(BaseStreamer):
-    """When tokens came."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.heard: list[tuple[int, float]] = []
-        """Tokens that came together, and when."""
-        self._now = now
-        self._prompt_came = False
-
-    def put(self, value: Tensor) -> None:
-        """Hugging Face gives the prompt first, then tokens."""
-        if self._prompt_came:
-            self.heard.append((value.numel(), self._now()))
-        self._prompt_came = True
-
-    def end(self) -> None:
-        """Nothing is left to do."""
-
-
-def arrivals(
-    heard: Sequence[tuple[int, float]], start: float, written: Written
-) -> list[tuple[int, float]]:
-    """Tokens by the pass that gave them, with the seconds since the pass before.
-
-    Our runtime hands a round's tokens over one by one, so they are put together again.
-    """
-    if written.rounds:
-        ends = itertools.accumulate(len(entry.tokens) for entry in written.rounds)
-        sizes = [len(entry.tokens) for entry in written.rounds]
-        heard = [(size, heard[end - 1][1]) for size, end in zip(sizes, ends, strict=True)]
-    times = [start, *(when for _, when in heard)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return [(count, gap) for (count, _), gap in zip(heard, gaps, strict=True)]
-
-
-def counts(stats: GenerationStats) -> dict[str, dict[str, float]]:
-    """What acceptance and the parts of a round are computed from."""
-    return {
-        "seconds": dict(stats.seconds),
-        **{
-            name: {str(key): count for key, count in getattr(stats, name).items()}
-            for name in (
-                "drafted_by_layer",
-                "accepted_by_layer",
-                "drafted_by_index",
-                "accepted_by_index",
-            )
-        },
-    }
+def _failed(error: Exception) -> Run:
+    return Run(error=f"{type(error).__name__}: {first_line(error)}")
 
 
 def chosen(

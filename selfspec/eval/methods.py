@@ -1,7 +1,7 @@
 """Ways to decode that are measured side by side.
 
-Comes in: names. Goes out: for each method the settings to try, and how it writes an answer. Called
-by `bench`. To add a method is to add an entry to METHODS. Imports no torch.
+For each method: what it is, the settings to try, how it writes an answer. Called by `contenders`.
+To add a method is to add an entry to METHODS. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
-
-from selfspec.config import check_keys
-from selfspec.errors import InvalidOption
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +40,8 @@ class Written:
 
 
 Decode = Callable[["Speculator", "Tensor", int, Setting, "BaseStreamer"], Written]
-"""Writes exactly so many tokens behind ids [1, P], greedily; the streamer hears of each."""
+"""Writes so many tokens behind ids [1, P], greedily unless the setting says otherwise, or up to an
+end token where one ends answers; the streamer hears of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,71 +56,9 @@ class Method:
     nothing to choose. Empty: here the method would be `speculation` itself."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """A method with one of its settings."""
-
-    label: str
-    """As tables call it."""
-    method: str
-    setting: Setting
-
-    def decode(
-        self, speculator: Speculator, ids: Tensor, count: int, streamer: BaseStreamer
-    ) -> Written:
-        """Write exactly `count` tokens behind ids [1, P]; end tokens do not end the answer."""
-        return METHODS[self.method].decode(speculator, ids, count, self.setting, streamer)
-
-
-def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[Contender]]:
-    """Each method with all its settings.
-
-    Raises InvalidOption for unknown names, for methods that would be `speculation` itself and for
-    settings that the heads do not allow; HeadsNotFound where heads are missing.
-    """
-    check_keys(names, METHODS, "method")
-    found = {}
-    for name in names:
-        grid = METHODS[name].settings(speculator)
-        if not grid:
-            raise InvalidOption(
-                f"{name} is the same as speculation with these heads and options. Leave it out of "
-                "--methods"
-            )
-        found[name] = [_contender(speculator, name, setting) for setting in grid]
-    return found
-
-
-def swept(speculator: Speculator, settings: Sequence[Setting]) -> list[Contender]:
-    """Speculation with some options moved, all others at their values.
-
-    Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any.
-    """
-    if settings:
-        _fitted(speculator)
-    return [_contender(speculator, "speculation", setting) for setting in settings]
-
-
-def described(
-    methods: Sequence[Contender], grid: Mapping[str, Sequence[Contender]]
-) -> dict[str, dict[str, Any]]:
-    """By label, for the record: what each is, its setting, and out of which it was chosen."""
-    return {
-        entry.label: {
-            "method": entry.method,
-            "source": METHODS[entry.method].source,
-            "setting": dict(entry.setting),
-            "chosen_from": [
-                one.label for one in grid.get(entry.label, ()) if len(grid[entry.label]) > 1
-            ],
-        }
-        for entry in methods
-    }
-
-
 @contextmanager
-def endless(speculator: Speculator) -> Iterator[None]:
-    """While open no end token ends an answer. Afterwards the model is as it was, whatever ran.
+def unchanged(speculator: Speculator) -> Iterator[None]:
+    """Afterwards the model is as it was, whatever ran.
 
     Assisted decoding keeps what it learns in the model's generation config, and early exit sets
     the number of layers, which an error would leave behind.
@@ -131,39 +67,33 @@ def endless(speculator: Speculator) -> Iterator[None]:
     config: Any = speculator.backbone.config
     before, layers = model.generation_config, config.num_hidden_layers
     model.generation_config = copy.deepcopy(before)
-    model.generation_config.eos_token_id = None
     try:
         yield
     finally:
         model.generation_config, config.num_hidden_layers = before, layers
 
 
-def _contender(speculator: Speculator, name: str, setting: Setting) -> Contender:
-    if METHODS[name].decode is _own:  # what would fail on every prompt is raised here
-        options = {"speculate": True, **setting}
-        speculator.stream([0], max_new_tokens=1, do_sample=False, **options).close()
-    words = ", ".join(f"{key}={_word(value)}" for key, value in setting.items())
-    return Contender(label=f"{name}({words})", method=name, setting=setting)
-
-
-def _word(value: Any) -> str:
-    """A value on one line, without blanks."""
-    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+@contextmanager
+def endless(speculator: Speculator) -> Iterator[None]:
+    """While open no end token ends an answer; afterwards the model is as it was."""
+    with unchanged(speculator):
+        model: Any = speculator.model
+        model.generation_config.eos_token_id = None
+        yield
 
 
 # --- how an answer is written ---------------------------------------------------------------------
 
 
-def _own(
+def on_our_runtime(
     speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: BaseStreamer
 ) -> Written:
     """On our runtime, with some options changed."""
     stream = speculator.stream(
         ids,
         max_new_tokens=count,
-        do_sample=False,
         streamer=streamer,
-        **{"speculate": True, **setting},
+        **{"speculate": True, "do_sample": False, **setting},
     )
     answer = stream.drain()
     return Written(token_ids=answer.token_ids, rounds=stream.rounds, stats=answer.stats)
@@ -195,7 +125,7 @@ def _in_use(speculator: Speculator, setting: Setting) -> tuple[int, ...]:
     return active_layers(speculator.heads, speculator.options.updated(setting))
 
 
-def _fitted(speculator: Speculator) -> tuple[int, ...]:
+def fitted_layers(speculator: Speculator) -> tuple[int, ...]:
     """All exit layers that there are heads for. Raises HeadsNotFound."""
     everything = {"exit_layers": None, "max_draft_depth": None, "exit_threshold": ALWAYS}
     return _in_use(speculator, everything)
@@ -203,13 +133,13 @@ def _fitted(speculator: Speculator) -> tuple[int, ...]:
 
 def _speculation(speculator: Speculator) -> list[Setting]:
     """SpecBound as the heads' own defaults, or the options given, have it."""
-    _fitted(speculator)
+    fitted_layers(speculator)
     return [{}]
 
 
 def _no_annealing(speculator: Speculator) -> list[Setting]:
     """SpecBound without ACT's temperatures: alpha = 0; the thresholds stay."""
-    _fitted(speculator)
+    fitted_layers(speculator)
     return [{"anneal_strength": 0.0}] if speculator.options.anneal_strength else []
 
 
@@ -218,7 +148,7 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
 
     A layer without a threshold of its own gets that of the next shallower one that has one.
     """
-    fitted, used = _fitted(speculator), _in_use(speculator, {})
+    fitted, used = fitted_layers(speculator), _in_use(speculator, {})
     if used == fitted:
         return []
     options = speculator.options
@@ -232,7 +162,7 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
 
 def _no_width_bound(speculator: Speculator) -> list[Setting]:
     """SpecBound without W_max: a round drafts until a token is difficult."""
-    _fitted(speculator)
+    fitted_layers(speculator)
     return [{"max_draft_tokens": NO_BOUND}]
 
 
@@ -240,13 +170,13 @@ def _fixed_exit(speculator: Speculator) -> list[Setting]:
     """LayerSkip: every token leaves at one layer, always so many per round."""
     return [
         {**_PEER, "exit_layers": (layer,), "exit_threshold": ALWAYS, "max_draft_tokens": width}
-        for layer, width in product(_some(_fitted(speculator)), (1, 2, 4))
+        for layer, width in product(_some(fitted_layers(speculator)), (1, 2, 4))
     ]
 
 
 def _threshold_exit(speculator: Speculator) -> list[Setting]:
     """AdaDecode: a token leaves at the first layer that is sure; no bounds, one threshold."""
-    layers = _fitted(speculator)
+    layers = fitted_layers(speculator)
     return [
         {**_PEER, "exit_layers": layers, "exit_threshold": tau, "max_draft_tokens": NO_BOUND}
         for tau in (0.5, 0.7, 0.9)
@@ -257,9 +187,22 @@ def _one_exit(speculator: Speculator) -> list[Setting]:
     """Kangaroo: tokens leave at one layer; an unsure one ends the draft, as does the sixth."""
     return [
         {**_PEER, "exit_layers": (layer,), "exit_threshold": tau, "max_draft_tokens": 6}
-        for layer, tau in product(_some(_fitted(speculator)), (0.4, 0.6, 0.8))
+        for layer, tau in product(_some(fitted_layers(speculator)), (0.4, 0.6, 0.8))
     ]
 
+
+def _rule(**setting: Any) -> Callable[[Speculator], Sequence[Setting]]:
+    """Speculation under another rule. No grid: the fastest lossy setting would be the lossiest."""
+
+    def settings(speculator: Speculator) -> list[Setting]:
+        fitted_layers(speculator)
+        return [setting]
+
+    return settings
+
+
+_DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+"""Draws from the model's whole law: lenience says nothing about greedy drafts."""
 
 _PEER = {"max_draft_depth": None, "anneal_strength": 0.0}
 """None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
@@ -290,37 +233,37 @@ METHODS = {
     ),
     "plain": Method(
         source="plain greedy decoding on our runtime",
-        decode=_own,
+        decode=on_our_runtime,
         settings=lambda _: [{"speculate": False}],
     ),
     "speculation": Method(
         source="SpecBound on our runtime, with the settings of the heads",
-        decode=_own,
+        decode=on_our_runtime,
         settings=_speculation,
     ),
     "ngram": Method(
         source="text already seen (prompt lookup) on our runtime",
-        decode=_own,
+        decode=on_our_runtime,
         settings=lambda _: [{"drafter": "ngram"}],
     ),
     "ngram+exit": Method(
         source="text already seen, else speculation",
-        decode=_own,
+        decode=on_our_runtime,
         settings=lambda _: [{"drafter": "ngram+exit"}],
     ),
     "no-annealing": Method(
         source="speculation without annealing: alpha = 0 (Figure 4 of SpecBound)",
-        decode=_own,
+        decode=on_our_runtime,
         settings=_no_annealing,
     ),
     "no-depth-bound": Method(
         source="speculation without D_max: all fitted exit layers (Figure 4 of SpecBound)",
-        decode=_own,
+        decode=on_our_runtime,
         settings=_no_depth_bound,
     ),
     "no-width-bound": Method(
         source="speculation without W_max (Figure 4 of SpecBound)",
-        decode=_own,
+        decode=on_our_runtime,
         settings=_no_width_bound,
     ),
     "prompt-lookup": Method(
@@ -335,18 +278,43 @@ METHODS = {
     ),
     "fixed-exit": Method(
         source="after LayerSkip: one exit layer, always exits; on our runtime, with our heads",
-        decode=_own,
+        decode=on_our_runtime,
         settings=_fixed_exit,
     ),
     "threshold-exit": Method(
         source="after AdaDecode: exits above a threshold, no bounds; our runtime, our heads",
-        decode=_own,
+        decode=on_our_runtime,
         settings=_threshold_exit,
     ),
     "one-exit": Method(
         source="after Kangaroo: one exit, an unsure token ends a draft; our runtime, our heads",
-        decode=_own,
+        decode=on_our_runtime,
         settings=_one_exit,
+    ),
+    "cm-asd": Method(
+        source="speculation under CM-ASD's rule: drafts close to the model's best token stay",
+        decode=on_our_runtime,
+        settings=_rule(acceptance="cm-asd"),
+    ),
+    "easd": Method(
+        source="speculation under EASD's rule: no drafts where both models waver",
+        decode=on_our_runtime,
+        settings=_rule(acceptance="easd"),
+    ),
+    "sampling": Method(
+        source="plain sampling on our runtime, temperature 1: what lenience is to be held against",
+        decode=on_our_runtime,
+        settings=lambda _: [{"speculate": False, **_DRAWN}],
+    ),
+    "sampled-speculation": Method(
+        source="speculation under lossless speculative sampling, temperature 1",
+        decode=on_our_runtime,
+        settings=_rule(**_DRAWN),
+    ),
+    "lenience": Method(
+        source="speculative sampling that keeps more drafts: lenience 0.6, temperature 1",
+        decode=on_our_runtime,
+        settings=_rule(lenience=0.6, **_DRAWN),
     ),
 }
 """By name; the ablations and peers that share our runtime differ in settings alone."""

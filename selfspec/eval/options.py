@@ -34,6 +34,10 @@ class BenchOptions:
     repeats: int = 1
     """Times that each prompt is measured, by all methods, each time in another order."""
 
+    quality: bool = False
+    """Judge the texts of all methods, not only of those that are lossy or draw tokens: where a
+    lossless one rounds otherwise, that is the least that a lossy one can be told from."""
+
     seed: int = 0
     """Of the order of methods and of the bootstrap."""
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from selfspec.eval.suites import OVERALL
 from selfspec.eval.summary import ALL, BASES
+from selfspec.eval.tables import shown
 
 Summary = Mapping[str, Any]
 
@@ -44,6 +45,19 @@ class Gains(NamedTuple):
     high: list[float]
     compression: list[float]
     """Tokens per verification."""
+
+
+class Trade(NamedTuple):
+    """What rounds save and what they cost; both in steps of plain decoding."""
+
+    base: str
+    answers: int
+    """Behind each point."""
+    names: list[str]
+    saved: list[float]
+    """Tokens per verification beyond the one that a plain step gives."""
+    cost: list[float]
+    """Time of a round beyond one plain step: drafting, heads, further rows."""
 
 
 class Shares(NamedTuple):
@@ -105,7 +119,7 @@ def save_sweeps(sweeps: Sequence[Gains], path: Path) -> None:
 def methods_data(summary: Summary, names: Sequence[str]) -> list[tuple[Any, Mapping[str, Any]]]:
     """The overall figures of those of the methods `names` that were measured."""
     overall = summary[ALL].get(OVERALL, {})
-    return [(name, overall[name]) for name in names if name in overall]
+    return [(shown(summary, name), overall[name]) for name in names if name in overall]
 
 
 def methods_statistic(
@@ -128,13 +142,56 @@ def save_methods(gains: Gains, path: Path) -> None:
     _save(figure, path)
 
 
+# --- tokens saved against cost -------------------------------------------------------------------
+
+
+def trade_data(summary: Summary) -> list[tuple[str, float, float]]:
+    """Label, tokens per verification and seconds per token behind the first, of each method."""
+    overall = summary[ALL].get(OVERALL, {})
+    return [
+        (shown(summary, label), overall[label]["compression_rate"], found["token_mean_s"])
+        for label, found in summary["latency"].items()
+        if found and overall[label]["compression_rate"] > 0.0
+    ]
+
+
+def trade_statistic(points: Sequence[tuple[str, float, float]], base: str, answers: int) -> Trade:
+    """All methods but the `base`, whose seconds per token are those of a step.
+
+    A round takes its tokens times the seconds of each. Where it saves more than it costs, decoding
+    is faster than plain decoding, the prompt's pass left aside. No points without the base.
+    """
+    step = sum(rate * seconds for label, rate, seconds in points if label == base)
+    others = [point for point in points if point[0] != base and step]
+    return Trade(
+        base,
+        answers,
+        [label for label, _, _ in others],
+        [rate - 1.0 for _, rate, _ in others],
+        [rate * seconds / step - 1.0 for _, rate, seconds in others],
+    )
+
+
+def save_trade(trade: Trade, path: Path) -> None:
+    """One point per method; above the line it pays."""
+    figure = Figure(figsize=(6.0, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for name, cost, saved in zip(trade.names, trade.cost, trade.saved, strict=True):
+        axes.plot(cost, saved, marker="o", linestyle="none", label=name)
+    axes.axline((0.0, 0.0), slope=1.0, color="grey", linewidth=0.8)
+    axes.set_xlabel(f"cost per round [steps of {trade.base}]; n = {trade.answers} answers")
+    axes.set_ylabel("tokens saved per round")
+    _legend(axes)
+    _save(figure, path)
+
+
 # --- acceptance ----------------------------------------------------------------------------------
 
 
 def acceptance_data(summary: Summary, kind: str) -> dict[str, dict[str, Sequence[int]]]:
     """Drafted and accepted of each method that drafted, without sweeps; `kind` layer or index."""
     return {
-        label: summary["acceptance"][label][f"by_{kind}"]
+        shown(summary, label): summary["acceptance"][label][f"by_{kind}"]
         for label, described in summary["methods"].items()
         if label == described["method"] and summary["acceptance"][label][f"by_{kind}"]
     }

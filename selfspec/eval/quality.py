@@ -2,7 +2,7 @@
 
 Over tokens: where an answer parts and how far it strays. Over text: BLEU and ROUGE-L, against
 references and against plain decoding. Under the model: how likely it finds the answer. Called by
-the benchmark for every method whose rule says `lossless = False`.
+`bench` for every method that is lossy or draws its tokens, and if asked to for all.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
-from transformers import PreTrainedModel
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 from selfspec.errors import InvalidOption
-from selfspec.eval.reference import block_logits
-from selfspec.eval.suites import Question
-from selfspec.stream import Generation
+
+_PACKAGES = {"sacrebleu": "sacrebleu", "rouge_score": "rouge-score"}
+"""Modules and how they are installed; the extra `eval` has both."""
+
+
+class Text(NamedTuple):
+    """An answer up to its end token."""
+
+    token_ids: Sequence[int]
+    words: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
     """One answer of one method, beside the answer of plain decoding to the same question."""
 
-    id: str
-    task: str
-    method: str
     text: str
     plain_text: str
     reference: str | None
@@ -42,22 +44,27 @@ class Quality:
     plain_log_likelihood: float
 
 
+def check_packages() -> None:
+    """Raise InvalidOption where a package for BLEU or ROUGE is missing, before any work."""
+    for module, package in _PACKAGES.items():
+        if find_spec(module) is None:
+            raise InvalidOption(
+                f"the quality of texts needs {package}: pip install 'selfspec[eval]'"
+            )
+
+
 def quality(
-    question: Question,
-    method: str,
-    answer: Generation,
-    plain: Generation,
+    answer: Text,
+    plain: Text,
+    reference: str | None,
     log_likelihood: Callable[[Sequence[int]], float],
 ) -> Quality:
     """The record of an answer; `log_likelihood` gives nats of tokens behind the prompt."""
     found, expected = answer.token_ids, plain.token_ids
     return Quality(
-        id=question.id,
-        task=question.task,
-        method=method,
-        text=answer.text,
-        plain_text=plain.text,
-        reference=question.reference,
+        text=answer.words,
+        plain_text=plain.words,
+        reference=reference,
         tokens=len(found),
         plain_tokens=len(expected),
         first_divergence=first_divergence(found, expected),
@@ -107,13 +114,6 @@ def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:
             cheapest = min(row[place] + 1, row[place - 1] + 1, above + (token != other))
             above, row[place] = row[place], cheapest
     return row[-1]
-
-
-def log_likelihood(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> float:
-    """Nats of `tokens` behind `ids` [1, P], summed, from logits in float32."""
-    logits = block_logits(model, ids, tokens)
-    chosen = logits.log_softmax(-1).gather(1, ids.new_tensor([list(tokens)]).T)
-    return float(chosen.double().sum())
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:

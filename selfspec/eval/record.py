@@ -25,7 +25,7 @@ from selfspec.errors import HeadsMismatch, InvalidData, InvalidOption
 from selfspec.heads import ExitHeads
 from selfspec.tuned import conditions
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INFO_FILE = "record.json"
 ARRAYS_FILE = "record.safetensors"
 
@@ -58,6 +58,8 @@ class RecordInfo:
     max_draft_tokens: int
     """Branches are followed for so many drafts."""
     end_tokens: tuple[int, ...]
+    block_cost: float
+    """What the model pays for two rows instead of one, as drafts from text already seen have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,8 @@ class Record:
 
     info: RecordInfo
     prompts: tuple[PromptInfo, ...]
+    contexts: Ints
+    """The tokens of all prompts, one prompt behind the other."""
     answers: Ints
     """[T] the tokens of plain decoding."""
     roots: Ints
@@ -101,6 +105,13 @@ class Record:
         """The places of one prompt."""
         start = sum(entry.new_tokens for entry in self.prompts[:prompt])
         return range(start, start + self.prompts[prompt].new_tokens)
+
+    def context(self, prompt: int) -> list[int]:
+        """The tokens of one prompt."""
+        start = sum(entry.prompt_tokens for entry in self.prompts[:prompt])
+        stop = start + self.prompts[prompt].prompt_tokens
+        found: list[int] = self.contexts[start:stop].tolist()
+        return found
 
     @property
     def mean_context(self) -> int:
@@ -168,6 +179,7 @@ class Record:
 
 
 _ARRAYS = {
+    "contexts": np.int32,
     "answers": np.int32,
     "roots": np.int32,
     "tokens": np.int32,
@@ -191,6 +203,7 @@ def _check_arrays(
     count = len(arrays["tokens"])
     layers, alphas = len(info.exit_layers), len(info.anneal_strengths)
     shapes = {
+        "contexts": (sum(prompt.prompt_tokens for prompt in prompts),),
         "answers": (places,),
         "roots": (places,),
         "tokens": (count, layers),

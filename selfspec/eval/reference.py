@@ -40,6 +40,13 @@ def block_logits(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> 
     return kept[0, :-1].float()
 
 
+def log_likelihood(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> float:
+    """Nats of `tokens` behind `ids` [1, P], summed, from logits in float32."""
+    logits = block_logits(model, ids, tokens)
+    chosen = logits.log_softmax(-1).gather(1, ids.new_tensor([list(tokens)]).T)
+    return float(chosen.double().sum())
+
+
 def why_no_copy(model: PreTrainedModel, dtype: torch.dtype, most_gb: float) -> str | None:
     """Why no copy in `dtype` is made, or None."""
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:

@@ -1,7 +1,8 @@
 """The rounds that a setting would have made, from a Record alone: no model, no heads.
 
-`rounds` follows the exit drafter and the hidden cache step by step, and gives what a real run
-gives, field by field. `totals` counts the same for thousands of settings, in eval/totals.py.
+`rounds` gives what a real run gives, field by field. Controllers and drafts from text already seen
+are the runtime's own; only exit heads and the hidden cache are followed on paper. `totals` counts
+the same for thousands of settings, in eval/totals.py.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from selfspec.confidence import top_probability
 from selfspec.config import SpeculationOptions
+from selfspec.controllers import DraftController, make_controller
+from selfspec.drafters import Draft, DraftsFrom, DraftWriter, NoDrafter, PacedDrafter, make_ngram
+from selfspec.drafters.ngram import SeenTextFirst
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import Record
 from selfspec.heads import check_exit_layers
 from selfspec.hidden_cache import Pass
 from selfspec.judge import spread
-from selfspec.stats import Ended, Round, StopReason
+from selfspec.scores import Choice
+from selfspec.stats import Round, StopReason, Stopwatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +53,7 @@ class Setting:
                 f"anneal_strength {options.anneal_strength} was not recorded, only "
                 f"{list(info.anneal_strengths)}. Record it: selfspec trace --anneal-strengths"
             )
-        if options.max_draft_tokens > info.max_draft_tokens:
-            raise InvalidOption(
-                f"max_draft_tokens {options.max_draft_tokens}, recorded were "
-                f"{info.max_draft_tokens}. Record more: selfspec trace --max-draft-tokens"
-            )
+        _check_controller(record, options)
         by_layer = spread(options.thresholds, layers)
         depth = layers[-1] if options.max_draft_depth is None else options.max_draft_depth
         check_exit_layers([depth], layers)
@@ -71,13 +73,41 @@ class Setting:
         )
 
 
+def _check_controller(record: Record, options: SpeculationOptions) -> None:
+    """Raise InvalidOption where it wants to know what was not recorded, or drafts further."""
+    controller = make_controller(options, options.max_draft_tokens)
+    if controller.signal not in (None, top_probability):
+        raise InvalidOption(
+            f"controller {options.controller} looks at more than the best token's probability, "
+            "which is all that was recorded of exit heads"
+        )
+    most = record.info.max_draft_tokens
+    if controller.longest > most:
+        same = controller.longest == options.max_draft_tokens
+        name = "max_draft_tokens" if same else "longest_draft"
+        raise InvalidOption(
+            f"{name} {controller.longest}, recorded were {most}. Record more: selfspec trace "
+            "--max-draft-tokens"
+        )
+
+
 class _Queues:
     """How many rows wait at each boundary: HiddenCache without hidden states."""
 
     def __init__(self, layers: tuple[int, ...], num_layers: int) -> None:
         self.depths = (0, *layers, num_layers)
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing waits, and nothing has run."""
         self.waiting = [0] * len(self.depths)
+        self.pushed = 0
         self.passes: list[Pass] = []
+
+    def push(self, rows: int) -> None:
+        """Queue rows at boundary 0."""
+        self.waiting[0] += rows
+        self.pushed += rows
 
     def advance(self, boundary: int, until: int) -> None:
         """Take all rows at `boundary` to boundary `until` in one pass."""
@@ -101,12 +131,77 @@ class _Queues:
         return next((b for b in range(boundary, end) if self.waiting[b]), end)
 
 
+class _State:
+    """What drafters see of a sequence: DecodeState without a model."""
+
+    def __init__(self, record: Record, prompt: int, layers: tuple[int, ...]) -> None:
+        places = record.places(prompt)
+        self.answer: list[int] = record.answers[places.start : places.stop].tolist()
+        self.known = 1
+        """Committed tokens of the answer."""
+        self.queues = _Queues(layers, record.info.num_layers)
+        self._record = record
+        self._places = places
+        self._context = record.context(prompt)
+
+    def committed(self, start: int) -> list[int]:
+        """Prompt and answer so far, from the `start`-th token on."""
+        return (self._context + self.answer[: self.known])[start:]
+
+    @property
+    def root(self) -> int:
+        """The node where the newest token's draft begins."""
+        return int(self._record.roots[self._places.start + self.known - 1])
+
+    def stop_reason(self) -> StopReason | None:
+        """Why the answer ends with its newest token, or None."""
+        if self.known < len(self.answer):
+            return None
+        return "eos" if self.answer[-1] in self._record.info.end_tokens else "length"
+
+
 class _Exit(NamedTuple):
-    """One draft: where it left, what it is, and the node behind it."""
+    """One draft: where it left, what it is, how sure it was, and the node behind it."""
 
     layer: int
     token: int
+    confidence: float
     child: int
+
+
+class _ExitDrafter(PacedDrafter):
+    """`drafters.ExitDrafter` on a record."""
+
+    def __init__(self, record: Record, setting: Setting, controller: DraftController) -> None:
+        super().__init__(controller, record.info.end_tokens)
+        self._record = record
+        self._setting = setting
+
+    def draft(self, state: _State, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+        """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
+        writer = DraftWriter(self, limit, source="exit")
+        node = state.root
+        while writer.room:
+            state.queues.push(1)
+            found = self._first_exit(state.queues, node)
+            if found is None:
+                writer.stop("depth")
+                break
+            writer.add(Choice(found.token), found.confidence, layer=found.layer)
+            node = found.child
+        return writer.draft
+
+    def _first_exit(self, queues: _Queues, node: int) -> _Exit | None:
+        """The first confident layer at a node; None: difficult token."""
+        record, setting = self._record, self._setting
+        asked = zip(setting.layers, setting.columns, setting.thresholds, strict=True)
+        for boundary, (layer, column, tau) in enumerate(asked):
+            queues.advance(boundary, boundary + 1)
+            confidence = float(record.confidence[node, column, setting.alpha])
+            if confidence >= tau:
+                token, child = record.tokens[node, column], record.children[node, column]
+                return _Exit(layer, int(token), confidence, int(child))
+        return None
 
 
 def rounds(record: Record, prompt: int, options: SpeculationOptions) -> list[Round]:
@@ -114,88 +209,66 @@ def rounds(record: Record, prompt: int, options: SpeculationOptions) -> list[Rou
 
     Raises InvalidOption for a setting that the record does not reach.
     """
-    setting = Setting.of(record, options)
-    info, places = record.prompts[prompt], record.places(prompt)
-    answer = [int(token) for token in record.answers[places.start : places.stop]]
+    info = record.prompts[prompt]
+    drafter, layers = _drafter(record, options)
+    state, watch = _State(record, prompt, layers), Stopwatch()
     entries = [
         Round(
-            tokens=answer[:1],
+            tokens=state.answer[:1],
             draft_tokens=[],
             exit_layers=[],
             accepted=0,
             ended="off",
             prefill=True,
             passes=[Pass(info.prompt_tokens, 0, record.info.num_layers)],
-            stop_reason=_stop(record, answer, 1),
+            stop_reason=state.stop_reason(),
         )
     ]
-    known = 1
-    while known < len(answer):
-        limit = info.max_new_tokens - known - 1
-        root = int(record.roots[places.start + known - 1])
-        entry = _round(record, setting, root, limit, answer[known:])
-        known += len(entry.tokens)
-        entries.append(replace(entry, stop_reason=_stop(record, answer, known)))
+    while state.known < len(state.answer):
+        state.queues.clear()
+        draft = drafter.draft(state, info.max_new_tokens - state.known - 1, watch)
+        entry = _verified(state, draft)
+        state.known += len(entry.tokens)
+        drafter.learn(len(draft.tokens), entry.accepted)
+        entries.append(replace(entry, stop_reason=state.stop_reason()))
     return entries
 
 
-def _stop(record: Record, answer: list[int], known: int) -> StopReason | None:
-    """Why an answer ends with its first `known` tokens, or None."""
-    if known < len(answer):
-        return None
-    return "eos" if answer[-1] in record.info.end_tokens else "length"
+def _drafter(
+    record: Record, options: SpeculationOptions
+) -> tuple[DraftsFrom[_State], tuple[int, ...]]:
+    """What proposes tokens, and the exit layers at which rows may wait; as `make_drafter`."""
+    if not options.speculate or options.drafter == "none":
+        return NoDrafter(), ()
+    if options.loss is not None:
+        raise InvalidOption(f"{options.loss} writes other texts than those recorded")
+    if options.uses("draft-model"):
+        raise InvalidOption(
+            "what a draft model says was not recorded. Take exit, ngram, ngram+exit"
+        )
+    ngram = make_ngram(options, record.info.block_cost, record.info.end_tokens)
+    if not options.uses("exit"):
+        return ngram, ()
+    setting = Setting.of(record, options)
+    controller = make_controller(options, options.max_draft_tokens)
+    exits = _ExitDrafter(record, setting, controller)
+    return SeenTextFirst(ngram, exits) if options.uses("ngram") else exits, setting.layers
 
 
-def _round(record: Record, setting: Setting, root: int, limit: int, following: list[int]) -> Round:
-    """One round; `following` are the true tokens behind the newest one."""
-    queues = _Queues(setting.layers, record.info.num_layers)
-    tokens, layers, ended = _draft(record, setting, queues, root, limit)
-    if ended != "depth":  # else the difficult token's row has come to D_max already
-        queues.waiting[0] += 1
-    queues.advance_all()
+def _verified(state: _State, draft: Draft) -> Round:
+    """One verification; what it commits is the recorded answer's."""
+    tokens, following = draft.tokens, state.answer[state.known :]
+    state.queues.push(len(tokens) + 1 - state.queues.pushed)
+    state.queues.advance_all()
     accepted = 0
-    while accepted < len(tokens) and tokens[accepted] == following[accepted]:
+    while accepted < min(len(tokens), len(following)) and tokens[accepted] == following[accepted]:
         accepted += 1
-        if accepted == len(following):
-            break
     return Round(
         tokens=following[: accepted + 1],
         draft_tokens=tokens,
-        exit_layers=layers,
+        exit_layers=draft.exit_layers,
+        source=draft.source,
         accepted=accepted,
-        ended=ended,
-        passes=queues.passes,
+        ended=draft.ended,
+        passes=state.queues.passes,
     )
-
-
-def _draft(
-    record: Record, setting: Setting, queues: _Queues, node: int, limit: int
-) -> tuple[list[int], list[int], Ended]:
-    """Draft tokens, their exit layers, and why drafting ended; `drafters.ExitDrafter.draft`."""
-    tokens: list[int] = []
-    layers: list[int] = []
-    ended: Ended = "budget"
-    if setting.width <= limit:
-        limit, ended = setting.width, "width"
-    while len(tokens) < limit:
-        queues.waiting[0] += 1
-        found = _first_exit(record, setting, queues, node)
-        if found is None:
-            return tokens, layers, "depth"
-        tokens.append(found.token)
-        layers.append(found.layer)
-        if found.token in record.info.end_tokens:
-            return tokens, layers, "eos"
-        node = found.child
-    return tokens, layers, ended
-
-
-def _first_exit(record: Record, setting: Setting, queues: _Queues, node: int) -> _Exit | None:
-    """The first confident layer at a node; None: difficult token."""
-    asked = zip(setting.layers, setting.columns, setting.thresholds, strict=True)
-    for boundary, (layer, column, tau) in enumerate(asked):
-        queues.advance(boundary, boundary + 1)
-        if float(record.confidence[node, column, setting.alpha]) >= tau:
-            token, child = record.tokens[node, column], record.children[node, column]
-            return _Exit(layer, int(token), int(child))
-    return None

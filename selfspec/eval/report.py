@@ -28,8 +28,13 @@ DEFINITIONS = (
     "random order and wrote the tokens of plain decoding's answer, no more and no fewer; a second "
     "turn's prompt holds plain decoding's first answer for all. Tokens of a round arrive together: "
     "the time per token is an equal share of the round's. An answer loops when more than 30 % of "
-    "its 8-grams are repeats; loops flatter every drafter. Peak memory is not reported: one "
-    "process holds all methods, and both copies of the weights where they were packed."
+    "its 8-grams are repeats; loops flatter every drafter. Peak memory is measured in a run of its "
+    "own, on the longest first prompt: what the process's resident size (on CUDA: what is "
+    "allocated) grows by. Weights, heads and packed copies are in what all methods share, since "
+    "one process holds them for all: what one method alone would need cannot be told from it. "
+    "The quality of texts is that of answers written once more, untimed, each up to its own end "
+    "token; relative BLEU takes plain decoding's text as the reference. A method that is lossy "
+    "says so."
 )
 
 _STYLE = (
@@ -115,6 +120,9 @@ def pictures(run: Results, folder: Path, number: int) -> list[Picture]:
         if sweeps := plots.sweep_data(summary):
             curves = [plots.sweep_statistic(name, sweeps[name], base) for name in sweeps]
             plots.save_sweeps(curves, path("One option moved at a time", "sweeps"))
+        trade = plots.trade_statistic(plots.trade_data(summary), base, summary["answers"])
+        if trade.names:
+            plots.save_trade(trade, path("Tokens saved against cost", "trade"))
     layer, index = (plots.acceptance_data(summary, kind) for kind in ("layer", "index"))
     if layer:
         shares = plots.acceptance_statistic(layer), plots.acceptance_statistic(index)

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from selfspec.eval import metrics
+from selfspec.eval import metrics, quality
 from selfspec.eval.answers import Answer, Run, failures
 from selfspec.eval.suites import OVERALL, TASKS
 
@@ -22,9 +22,15 @@ ALL, WITHOUT_LOOPS = "all", "without_loops"
 
 
 def summarise(
-    answers: Sequence[Answer], methods: Mapping[str, Mapping[str, Any]], seed: int = 0
+    answers: Sequence[Answer],
+    methods: Mapping[str, Mapping[str, Any]],
+    seed: int = 0,
+    memory: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All figures of `methods`, which are described by label; `seed` is the bootstrap's."""
+    """All figures of `methods`, which are described by label; `seed` is the bootstrap's.
+
+    `memory` is what `Bench.memory` found.
+    """
     labels = list(methods)
     measured = [answer for answer in answers if answer.error is None]
     straight = [answer for answer in measured if answer.repeated <= metrics.LOOPING]
@@ -46,6 +52,11 @@ def summarise(
         "unequal": {
             label: sum(not run.equal for run in _runs(measured, label)) for label in labels
         },
+        "quality": {
+            label: found for label in labels if (found := _quality_by_task(measured, label))
+        },
+        "harness": _harness(measured),
+        "memory": memory,
         "failures": failures(answers),
     }
 
@@ -134,6 +145,28 @@ def _figures(answers: Sequence[Answer], label: str, seed: int) -> dict[str, Any]
         gain = dataclasses.asdict(metrics.speed_up(above, below, seed)) if above else None
         found[f"over_{base}"] = gain
     return found
+
+
+def _quality_by_task(answers: Sequence[Answer], label: str) -> dict[str, dict[str, Any]]:
+    """Of the texts of one method, where they were looked at."""
+    found = {}
+    for task, group in by_task(answers).items():
+        texts = [run.quality for run in _runs(group, label) if run.quality is not None]
+        if texts:
+            found[task] = quality.summary(texts)
+    return found
+
+
+def _harness(answers: Sequence[Answer]) -> dict[str, float]:
+    """Seconds in the methods' calls and around them, of answers that all methods wrote."""
+    whole = [a for a in answers if all(run.error is None for run in a.runs.values())]
+    inside = sum(run.seconds for answer in whole for run in answer.runs.values())
+    outside = sum(answer.outside_s for answer in whole)
+    return {
+        "methods_s": inside,
+        "outside_s": outside,
+        "share": outside / inside if inside else 0.0,
+    }
 
 
 def _acceptance(runs: Sequence[Run]) -> dict[str, dict[str, list[int]]]:

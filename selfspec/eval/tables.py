@@ -35,11 +35,20 @@ def tables(summary: Summary) -> list[Table]:
     return [
         *by_task,
         *(prompt_table(summary, base) for base in measured),
+        quality_table(summary),
         latency_table(summary),
+        memory_table(summary),
         parts_table(summary),
         loop_table(summary),
+        harness_table(summary),
         methods_table(summary),
     ]
+
+
+def shown(summary: Summary, label: str) -> str:
+    """A method's label, with a warning where its rule changes the output."""
+    lossy = summary["methods"].get(label, {}).get("lossy", False)
+    return f"{label} (lossy)" if lossy else label
 
 
 def speed_table(summary: Summary, base: str, group: str) -> Table:
@@ -52,7 +61,7 @@ def speed_table(summary: Summary, base: str, group: str) -> Table:
         ["method", *(f"{task} {kind}" for task in figures for kind in ("CR", "SD")), "95 %"],
         [
             [
-                label,
+                shown(summary, label),
                 *(cell for task in figures for cell in _pair(figures[task][label], base)),
                 _interval(figures[OVERALL][label][f"over_{base}"]),
             ]
@@ -78,7 +87,7 @@ def prompt_table(summary: Summary, base: str) -> Table:
         ],
         [
             [
-                label,
+                shown(summary, label),
                 str(gain["prompts"]),
                 *(f"{gain[name]:.2f}" for name in ("ratio", "mean", "p5", "worst")),
                 f"{summary['unequal'][label]} of {summary['answers']}",
@@ -86,6 +95,81 @@ def prompt_table(summary: Summary, base: str) -> Table:
             for label, gain in gains.items()
             if gain
         ],
+    )
+
+
+def quality_table(summary: Summary) -> Table:
+    """What methods that do not keep plain decoding's text make of it; CM-ASD's Table V and more."""
+    return Table(
+        "Quality of texts up to their own end, beside plain greedy decoding's",
+        [
+            "method",
+            "task",
+            "answers",
+            "equal",
+            "equal tokens ahead of the first other one (median)",
+            "edits per token",
+            "log-likelihood per token, nats (plain)",
+            "relative BLEU",
+            "with a reference",
+            "BLEU (plain)",
+            "ROUGE-L (plain)",
+        ],
+        [
+            [shown(summary, label), task, *_quality(found)]
+            for label, tasks in summary.get("quality", {}).items()
+            for task, found in tasks.items()
+        ],
+    )
+
+
+def _quality(found: Mapping[str, Any]) -> list[str]:
+    parted = found["median_first_divergence"]
+    return [
+        str(found["answers"]),
+        f"{found['exact_share']:.0%}",
+        "-" if parted is None else f"{parted:g}",
+        f"{found['edits_per_token']:.2f}",
+        f"{found['nats_per_token']:.2f} ({found['plain_nats_per_token']:.2f})",
+        f"{found['relative_bleu']:.1f}",
+        str(found["with_reference"]),
+        *(
+            "-"
+            if found[name] is None
+            else f"{found[name]:{form}} ({found[f'plain_{name}']:{form}})"
+            for name, form in (("bleu", ".1f"), ("rouge_l", ".2f"))
+        ),
+    ]
+
+
+def memory_table(summary: Summary) -> Table:
+    """What each method needs beyond what the process holds anyway."""
+    found = summary.get("memory") or {"growth_bytes": {}}
+    growth = found["growth_bytes"]
+    words = ""
+    if growth:
+        kind = "allocated on the device" if found["device"] == "cuda" else "resident"
+        words = (
+            f": {kind} beyond the {found['before_bytes'] / 2**20:,.0f} MiB that all methods share, "
+            f"{found['new_tokens']} tokens behind a prompt of {found['prompt_tokens']}"
+        )
+    return Table(
+        f"Peak memory{words}",
+        ["method", "growth (MiB)"],
+        [[shown(summary, label), f"{size / 2**20:.1f}"] for label, size in growth.items()],
+    )
+
+
+def harness_table(summary: Summary) -> Table:
+    """What measuring itself took, next to what was measured."""
+    found = summary.get("harness")
+    row = []
+    if found and found["methods_s"]:
+        row = [f"{found['methods_s']:.1f}", f"{found['outside_s']:.3f}", f"{found['share']:.3%}"]
+    return Table(
+        "The harness itself",
+        ["in the methods' calls (s)", "around them (s)", "share"],
+        [row] if row else [],
     )
 
 
@@ -105,7 +189,7 @@ def latency_table(summary: Summary) -> Table:
         ],
         [
             [
-                label,
+                shown(summary, label),
                 *(f"{1e3 * found[name]:.1f}" for name in milliseconds),
                 f"{found['tokens_per_s']:.1f}",
                 f"{found['answer_s']:.2f}",
@@ -123,7 +207,7 @@ def parts_table(summary: Summary) -> Table:
         "Seconds by part of a round",
         ["method", *names],
         [
-            [label, *(f"{found.get(name, 0.0):.2f}" for name in names)]
+            [shown(summary, label), *(f"{found.get(name, 0.0):.2f}" for name in names)]
             for label, found in summary["parts_s"].items()
             if found
         ],
@@ -145,7 +229,12 @@ def methods_table(summary: Summary) -> Table:
         "Methods",
         ["method", "what it is", "setting", "the fastest of"],
         [
-            [label, entry["source"], _setting(entry["setting"]), ", ".join(entry["chosen_from"])]
+            [
+                shown(summary, label),
+                entry["source"],
+                _setting(entry["setting"]),
+                ", ".join(entry["chosen_from"]),
+            ]
             for label, entry in summary["methods"].items()
         ],
     )
@@ -166,12 +255,14 @@ def as_csv(summary: Summary) -> str:
     names = ("answers", "compression_rate", "acceptance_rate")
     over = [f"over_{base}" for base in BASES]
     columns = [f"{base}_{name}" for base in over for name in gains]
-    writer.writerow(["answers_in", "task", "method", *names, *columns])
+    writer.writerow(["answers_in", "task", "method", "lossy", *names, *columns])
     for group in (ALL, WITHOUT_LOOPS):
         for task, methods in summary[group].items():
             for label, found in methods.items():
                 cells = [(found[base] or {}).get(name) for base in over for name in gains]
-                writer.writerow([group, task, label, *(found[name] for name in names), *cells])
+                lossy = summary["methods"][label].get("lossy", False)
+                row = [group, task, label, lossy, *(found[name] for name in names), *cells]
+                writer.writerow(row)
     return text.getvalue()
 
 

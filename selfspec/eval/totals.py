@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from selfspec.config import SpeculationOptions
 from selfspec.costs import Costs
+from selfspec.errors import InvalidOption
 from selfspec.eval.record import Record
 from selfspec.eval.replay import Setting
 
@@ -105,8 +106,14 @@ def totals(record: Record, settings: Sequence[SpeculationOptions]) -> Totals:
     """Counts of all settings on all prompts.
 
     Neighbours that differ in W_max only are replayed together. Raises InvalidOption for a setting
-    that the record does not reach.
+    that the record does not reach, and for rounds that depend on those before them.
     """
+    for options in settings:
+        if (options.drafter, options.controller) != ("exit", "fixed"):
+            raise InvalidOption(
+                f"drafter {options.drafter} with controller {options.controller} learns from round "
+                "to round, and is replayed round by round only. Take exit and fixed"
+            )
     checked = [Setting.of(record, options) for options in settings]
     board = _Board(record)
     counts = np.zeros((len(checked), len(record.prompts), board.columns), np.int32)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from selfspec.acceptance import GreedyMatch
 from selfspec.decode import rounds
-from selfspec.drafters import Draft, known_deep
+from selfspec.drafters import Draft, Sources, known_deep
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval.record import NONE, PromptInfo, Record, RecordInfo
 from selfspec.eval.suites import Question
@@ -209,6 +209,7 @@ class Recorder:
         ]
         self._end_tokens: set[int] = set()
         self._prompts: list[PromptInfo] = []
+        self._contexts: list[int] = []
         self._answers: list[int] = []
         self._roots: list[int] = []
 
@@ -246,6 +247,7 @@ class Recorder:
         explorer = Explorer(self._heads, self._judges, self._reach, self.nodes, answer, ends)
         for _ in rounds(state, explorer, GreedyMatch(request.sampler), request.stop, Stopwatch()):
             pass
+        self._contexts += state.ids[0, state.pad : start].tolist()
         self._answers += answer
         self._roots += [*explorer.roots, NONE]
         self._end_tokens |= set(ends)
@@ -279,8 +281,10 @@ class Recorder:
                 min_threshold=self._reach.threshold,
                 max_draft_tokens=self._reach.drafts,
                 end_tokens=tuple(sorted(self._end_tokens)),
+                block_cost=Sources(backbone).block_cost,
             ),
             prompts=tuple(self._prompts),
+            contexts=np.array(self._contexts, np.int32),
             answers=np.array(self._answers, np.int32),
             roots=np.array(self._roots, np.int32),
             tokens=np.array(self.nodes.tokens, np.int32).reshape(shape),
