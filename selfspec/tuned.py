@@ -28,10 +28,12 @@ FORMAT_VERSION = 1
 
 TUNED_OPTIONS = (
     "speculate",
+    "drafter",
     "exit_layers",
     "exit_threshold",
     "anneal_strength",
     "max_draft_tokens",
+    "ngram_draft_tokens",
 )
 """What a file may set: options that change the speed and nothing else."""
 

@@ -200,7 +200,7 @@ def test_methods_with_drafts_need_heads() -> None:
 
 def test_without_annealing_only_alpha_changes(speculator: Speculator) -> None:
     (entry,) = candidates(speculator, ["no-annealing"])["no-annealing"]
-    assert entry.setting == {"anneal_strength": 0.0}
+    assert entry.setting == {"drafter": "exit", "anneal_strength": 0.0}
 
 
 def test_without_a_depth_bound_all_layers_are_in_use_with_the_nearest_threshold(
@@ -209,6 +209,7 @@ def test_without_a_depth_bound_all_layers_are_in_use_with_the_nearest_threshold(
     bounded = moved(speculator, max_draft_depth=2)
     (entry,) = candidates(bounded, ["no-depth-bound"])["no-depth-bound"]
     assert entry.setting == {
+        "drafter": "exit",
         "max_draft_depth": None,
         "exit_layers": (1, 2, 3, 4, 5),
         "exit_threshold": (0.04, 0.04, 0.04, 0.06, 0.06),

@@ -134,13 +134,13 @@ def fitted_layers(speculator: Speculator) -> tuple[int, ...]:
 def _speculation(speculator: Speculator) -> list[Setting]:
     """SpecBound as the heads' own defaults, or the options given, have it."""
     fitted_layers(speculator)
-    return [{}]
+    return [_EXIT]
 
 
 def _no_annealing(speculator: Speculator) -> list[Setting]:
     """SpecBound without ACT's temperatures: alpha = 0; the thresholds stay."""
     fitted_layers(speculator)
-    return [{"anneal_strength": 0.0}] if speculator.options.anneal_strength else []
+    return [{**_EXIT, "anneal_strength": 0.0}] if speculator.options.anneal_strength else []
 
 
 def _no_depth_bound(speculator: Speculator) -> list[Setting]:
@@ -157,13 +157,14 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
     by_layer = dict(zip(given, taus, strict=True))
     nearest = [max((at for at in given if at <= layer), default=given[0]) for layer in fitted]
     thresholds = tuple(by_layer[layer] for layer in nearest)
-    return [{"max_draft_depth": None, "exit_layers": fitted, "exit_threshold": thresholds}]
+    free = {"max_draft_depth": None, "exit_layers": fitted, "exit_threshold": thresholds}
+    return [{**_EXIT, **free}]
 
 
 def _no_width_bound(speculator: Speculator) -> list[Setting]:
     """SpecBound without W_max: a round drafts until a token is difficult."""
     fitted_layers(speculator)
-    return [{"max_draft_tokens": NO_BOUND}]
+    return [{**_EXIT, "max_draft_tokens": NO_BOUND}]
 
 
 def _fixed_exit(speculator: Speculator) -> list[Setting]:
@@ -196,7 +197,7 @@ def _rule(**setting: Any) -> Callable[[Speculator], Sequence[Setting]]:
 
     def settings(speculator: Speculator) -> list[Setting]:
         fitted_layers(speculator)
-        return [setting]
+        return [{**_EXIT, **setting}]
 
     return settings
 
@@ -204,7 +205,10 @@ def _rule(**setting: Any) -> Callable[[Speculator], Sequence[Setting]]:
 _DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Draws from the model's whole law: lenience says nothing about greedy drafts."""
 
-_PEER = {"max_draft_depth": None, "anneal_strength": 0.0}
+_EXIT = {"drafter": "exit"}
+"""The paper's own: the defaults of heads, or what was tuned, may name another drafter."""
+
+_PEER = {**_EXIT, "max_draft_depth": None, "anneal_strength": 0.0}
 """None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
 stay."""
 

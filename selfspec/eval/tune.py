@@ -1,7 +1,8 @@
 """The setting that suits this machine: a record and measured costs in, options and a forecast out.
 
-Thousands of settings are replayed on the recorded prompts. What is promised is held out: each part
-of the prompts is judged by the setting that suits the other parts best. Called by `selfspec tune`.
+Thousands of exit settings are replayed on the recorded prompts, the best of them also behind text
+already seen. What is promised is held out: each part of the prompts is judged by the setting that
+suits the other parts best. Called by `selfspec tune`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,17 @@ import numpy.typing as npt
 from selfspec.config import SpeculationOptions
 from selfspec.costs import Costs
 from selfspec.errors import InvalidOption
+from selfspec.eval import forecast, replay
 from selfspec.eval.record import NONE, Record
 from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
 from selfspec.eval.trace_options import TuneOptions
 
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 """Candidate thresholds let this share of the places exit, of those above the recorded floor."""
+
+_BEHIND_SEEN_TEXT = 4
+"""Exit settings that are tried behind text already seen. That drafter learns from round to round,
+so its rounds are followed one by one, which takes a thousand times as long."""
 
 _PERCENTILE = 5.0
 """Of the prompts' own speed-ups: what `latency` looks at."""
@@ -74,25 +80,26 @@ Show = Callable[[int, int, str], None]
 
 def tune(record: Record, costs: Costs, options: TuneOptions, show: Show) -> Tuned:
     """Choose among all `candidates`. Raises InvalidOption for fewer than two questions."""
-    settings = candidates(record, options.max_exit_layers)
-    seconds, tokens, rounds = _replayed(record, costs, settings, show)
+    found = _replayed(record, costs, candidates(record, options.max_exit_layers), show)
     plain = plain_seconds(record, costs)
+    best = score(found.seconds, plain, options.objective).argsort()[::-1][:_BEHIND_SEEN_TEXT]
+    found = found.joined(_behind_seen_text(record, costs, [found.settings[one] for one in best]))
     longer = plain > 0.0  # an answer of one token is the prompt's pass alone
     parts = folds(record, options.folds)[longer]
-    seconds, plain = seconds[:, longer], plain[longer]
+    seconds, plain = found.seconds[:, longer], plain[longer]
     held_out = cross_validated(seconds, plain, parts, options.objective)
     chosen = int(score(seconds, plain, options.objective).argmax())
     speculates = float(score(held_out[None], plain, options.objective)[0]) > 1.0
     own = plain / held_out
     return Tuned(
-        options=_runtime(settings[chosen]) if speculates else {"speculate": False},
+        options=_runtime(found.settings[chosen]) if speculates else {"speculate": False},
         objective=options.objective,
         speed_up=float(plain.sum() / held_out.sum()),
         percentile_5=float(np.percentile(own, _PERCENTILE)),
         worst=float(own.min()),
         speed_up_in_sample=float(plain.sum() / seconds[chosen].sum()),
-        compression_rate=float(tokens[chosen] / rounds[chosen]),
-        settings=len(settings),
+        compression_rate=float(found.tokens[chosen] / found.rounds[chosen]),
+        settings=len(found.settings),
         prompts=len(plain),
     )
 
@@ -167,10 +174,31 @@ def cross_validated(
     return held_out
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Forecasts:
+    """What S settings should do on P prompts."""
+
+    settings: Sequence[SpeculationOptions]
+    seconds: Seconds
+    """[S, P]"""
+    tokens: Seconds
+    """[S], over all prompts, as are the `rounds`."""
+    rounds: Seconds
+
+    def joined(self, other: _Forecasts) -> _Forecasts:
+        """Both, these first."""
+        return _Forecasts(
+            settings=[*self.settings, *other.settings],
+            seconds=np.concatenate([self.seconds, other.seconds]),
+            tokens=np.concatenate([self.tokens, other.tokens]),
+            rounds=np.concatenate([self.rounds, other.rounds]),
+        )
+
+
 def _replayed(
     record: Record, costs: Costs, settings: Sequence[SpeculationOptions], show: Show
-) -> tuple[Seconds, Seconds, Seconds]:
-    """Seconds [S, P]; tokens and rounds over all prompts, [S]."""
+) -> _Forecasts:
+    """Of exit settings, thousands at a time."""
     seconds, tokens, rounds = [], [], []
     done = 0
     for chunk in _chunks(settings):
@@ -181,7 +209,35 @@ def _replayed(
         rounds.append(found.rounds.sum(-1))
         done += len(chunk)
     show(done, len(settings), "")
-    return np.concatenate(seconds), np.concatenate(tokens), np.concatenate(rounds)
+    return _Forecasts(
+        settings=settings,
+        seconds=np.concatenate(seconds),
+        tokens=np.concatenate(tokens),
+        rounds=np.concatenate(rounds),
+    )
+
+
+def _behind_seen_text(
+    record: Record, costs: Costs, exits: Sequence[SpeculationOptions]
+) -> _Forecasts:
+    """Of text already seen alone, and of each exit setting where that promises less."""
+    width = min(SpeculationOptions().ngram_draft_tokens, record.info.max_draft_tokens)
+    alone = SpeculationOptions(drafter="ngram", ngram_draft_tokens=width)
+    settings = [alone, *(replace(alone, **_exits(s), drafter="ngram+exit") for s in exits)]
+    seconds, tokens, rounds = [], [], []
+    for setting in settings:
+        layers = setting.exit_layers or ()
+        every = [replay.rounds(record, prompt, setting) for prompt in range(len(record.prompts))]
+        seconds.append([forecast.seconds(entries, layers, costs) for entries in every])
+        behind = [entry for entries in every for entry in entries if not entry.prefill]
+        tokens.append(sum(len(entry.tokens) for entry in behind))
+        rounds.append(len(behind))
+    return _Forecasts(
+        settings=settings,
+        seconds=np.array(seconds),
+        tokens=np.array(tokens, np.float64),
+        rounds=np.array(rounds, np.float64),
+    )
 
 
 def _chunks(settings: Sequence[SpeculationOptions]) -> Iterator[Sequence[SpeculationOptions]]:
@@ -193,10 +249,24 @@ def _chunks(settings: Sequence[SpeculationOptions]) -> Iterator[Sequence[Specula
 
 def _runtime(setting: SpeculationOptions) -> dict[str, Any]:
     """What `selfspec.tuned` keeps, ready for JSON."""
+    options: dict[str, Any] = {"speculate": True, "drafter": setting.drafter}
+    if setting.uses("ngram"):
+        options["ngram_draft_tokens"] = setting.ngram_draft_tokens
+    if setting.uses("exit"):
+        options |= {key: _plain(value) for key, value in _exits(setting).items()}
+    return options
+
+
+def _exits(setting: SpeculationOptions) -> dict[str, Any]:
+    """What an exit drafter goes by."""
     return {
-        "speculate": True,
-        "exit_layers": list(setting.exit_layers or ()),
-        "exit_threshold": list(setting.thresholds),
+        "exit_layers": setting.exit_layers,
+        "exit_threshold": setting.thresholds,
         "anneal_strength": setting.anneal_strength,
         "max_draft_tokens": setting.max_draft_tokens,
     }
+
+
+def _plain(value: Any) -> Any:
+    """A tuple as the list that JSON makes of it."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,34 @@
+"""What rounds should take: rounds and measured costs come in, seconds go out.
+
+The same sum as `totals.predicted_seconds`, for rounds that are known one by one. Called by `tune`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.costs import Costs
+from selfspec.stats import Round
+
+
+def seconds(rounds: Sequence[Round], exit_layers: Sequence[int], costs: Costs) -> float:
+    """Wall time of `rounds` that drafted from `exit_layers`, or from text already seen.
+
+    The prompt's pass is not in it.
+    """
+    return sum(_seconds(entry, exit_layers, costs) for entry in rounds if not entry.prefill)
+
+
+def _seconds(entry: Round, exit_layers: Sequence[int], costs: Costs) -> float:
+    """Passes, the logits of all rows, and the heads that were asked; seen text costs nothing."""
+    passes = sum(costs.run(last - first, rows) for rows, first, last in entry.passes)
+    verified = costs.logits[len(entry.draft_tokens)] + costs.round
+    return passes + verified + costs.head * _asked(entry, exit_layers)
+
+
+def _asked(entry: Round, exit_layers: Sequence[int]) -> int:
+    """Heads asked: every one up to where a draft left, all of them for a difficult token."""
+    if entry.source != "exit":
+        return 0
+    left = sum(exit_layers.index(layer) + 1 for layer in entry.exit_layers)
+    return left + (len(exit_layers) if entry.ended == "depth" else 0)
