@@ -10,13 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from rich.progress import Progress
 
 from selfspec.backbone import Backbone
+from selfspec.cli.cache import Rate
 from selfspec.cli.fit import UNFINISHED
 from selfspec.cli.main import main
+from selfspec.cli.training import progress_bar
 from selfspec.heads import HeadsConfig
 from selfspec.training import cache
 from tests.models import make_model
@@ -94,6 +98,38 @@ def test_features_are_cached_and_fitted_to(
     assert weights(workplace / "a") == weights(workplace / "b")
     assert not (workplace / "a" / UNFINISHED).exists()
     assert HeadsConfig.read(workplace / "a").exit_layers == (0, 3)
+
+
+def test_the_rate_of_a_cache_counts_what_this_run_computes() -> None:
+    """Two seconds to look at what is there, then 100 positions a second."""
+    clock = iter([0.0, 2.0, 3.0, 5.0])
+    rate = Rate(now=clock.__next__)
+    rate.add(5000, computed=False)
+    assert (rate.done, rate.line()) == (5000, "")
+    rate.add(100, computed=True)
+    rate.add(200, computed=True)
+    assert (rate.done, rate.line()) == (5300, "100 tok/s")
+
+
+def test_what_was_found_says_nothing_about_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks: list[Any] = []
+    stop = Progress.stop
+
+    def watched(self: Progress) -> None:
+        tasks.extend(self.tasks)
+        stop(self)
+
+    monkeypatch.setattr(Progress, "stop", watched)
+    with progress_bar("cache", "tokens") as show:
+        for done in (0, 400, 800):
+            show(done, 1000, found=True)
+    assert (tasks[0].completed, tasks[0].total, tasks[0].speed) == (800, 1000, None)
+    with progress_bar("cache", "tokens") as show:
+        for done in (0, 400, 800):
+            show(done, 1000)
+    assert tasks[1].speed > 0
 
 
 def test_the_paper_preset_is_under_the_flags(

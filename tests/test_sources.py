@@ -103,15 +103,15 @@ def test_a_part_of_a_source_is_large_enough_and_not_the_shortest_conversations(
 
 @pytest.mark.usefixtures("small_shards")
 def test_a_cache_gives_back_the_very_batches(stream: StreamSource, tmp_path: Path) -> None:
-    seen: list[int] = []
-    write(tmp_path / "features", stream, progress=seen.append)
+    seen: list[tuple[int, bool]] = []
+    write(tmp_path / "features", stream, progress=lambda *entry: seen.append(entry))
     found = cache.CacheSource(tmp_path / "features", "abc")
     assert len(shards(tmp_path / "features")) > 2
     assert (found.spec, found.sizes, found.digest) == (SPEC, stream.sizes, stream.digest)
     for index in range(len(stream.sizes)):
         assert_same(found.batch(index), stream.batch(index))
     assert found.token_counts() == stream.token_counts()
-    assert seen == stream.sizes
+    assert seen == [(size, True) for size in stream.sizes]
     found.check()
 
 
@@ -137,7 +137,10 @@ def test_a_stopped_run_goes_on_at_the_next_shard(
         cache.CacheSource(tmp_path / "stopped")
     kept = len(shards(tmp_path / "stopped"))
     monkeypatch.setattr(StreamSource, "batch", batch)
-    write(tmp_path / "stopped", stream)
+    seen: list[tuple[int, bool]] = []
+    write(tmp_path / "stopped", stream, progress=lambda *entry: seen.append(entry))
+    assert sum(not computed for _, computed in seen) == kept  # a whole shard at a time
+    assert sum(positions for positions, _ in seen) == sum(stream.sizes)
     names = {path.name for path in (tmp_path / "whole").iterdir()}
     assert {path.name for path in (tmp_path / "stopped").iterdir()} == names
     assert all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +52,40 @@ def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
     }
     manifest = store.identity(source, described, size_of)
     announce(manifest, size_of, asked.get("max_size"))
-    total, done, start = manifest["answer_tokens"], 0, time.perf_counter()
+    total, rate = manifest["answer_tokens"], Rate()
     with training.progress_bar("cache", "tokens") as show:
 
-        def count(positions: int) -> None:
-            nonlocal done
-            done += positions
-            show(done, total, f"{done / (time.perf_counter() - start):,.0f} tok/s")
+        def count(positions: int, computed: bool) -> None:
+            rate.add(positions, computed=computed)
+            show(rate.done, total, rate.line(), found=not computed)
 
         store.write(Path(asked["output"]), source, manifest, base.processes, count)
     if base.processes.is_main:
         common.emit(f"{asked['output']}: {total:,} answer tokens, {_gigabytes(manifest):.2f} GB\n")
+
+
+class Rate:
+    """Positions that are done, and how many a second this run computes."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """`now` gives seconds; tests inject their own."""
+        self.done = 0
+        """Those of earlier runs included."""
+        self._computed, self._seconds = 0, 0.0
+        self._now, self._last = now, now()
+
+    def add(self, positions: int, *, computed: bool) -> None:
+        """So many more since the last call, computed by this run or found on disk."""
+        now = self._now()
+        self.done += positions
+        if computed:
+            self._computed += positions
+            self._seconds += now - self._last
+        self._last = now
+
+    def line(self) -> str:
+        """The rate in words; nothing before the first computed batch."""
+        return f"{self._computed / self._seconds:,.0f} tok/s" if self._seconds else ""
 
 
 def feature_spec(options: CacheOptions, num_layers: int) -> FeatureSpec:

@@ -28,6 +28,9 @@ from selfspec.training.sources import FeatureSource
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 
+Progress = Callable[[int, bool], None]
+"""Called with so many positions more, and whether this run computed them or found them there."""
+
 _SHARD_BYTES = 256 << 20
 _IDENTITY = (
     "format_version",
@@ -62,12 +65,12 @@ def write(
     source: FeatureSource,
     manifest: dict[str, Any],
     processes: Processes | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Fill `folder`; goes on where a killed run of the same `manifest` was.
 
-    `progress` gets the positions of each batch. Raises InvalidOption for a folder of other
-    features, SelfspecError when a shard cannot be written (what is there stays).
+    Raises InvalidOption for a folder of other features, SelfspecError when a shard cannot be
+    written (what is there stays).
     """
     processes = processes or Processes()
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +82,7 @@ def write(
         positions = sum(source.sizes[index] for index in batches)
         if _is_whole(_shard(folder, number)):
             if progress:
-                progress(positions)
+                progress(positions, False)
             continue
         _write_shard(_shard(folder, number), source, batches, progress)
     processes.wait()
@@ -201,7 +204,7 @@ def _write_shard(
     path: Path,
     source: FeatureSource,
     batches: Sequence[int],
-    progress: Callable[[int], None] | None,
+    progress: Progress | None,
 ) -> None:
     """One shard, then the record of its hash."""
     tensors: dict[str, Tensor] = {}
@@ -210,7 +213,7 @@ def _write_shard(
         named = features.tensors().items()
         tensors |= {f"{index}.{name}": tensor.cpu().contiguous() for name, tensor in named}
         if progress:
-            progress(len(features))
+            progress(len(features), True)
     new = path.with_name(path.name + ".new")
     try:
         save_file(tensors, new)
