@@ -99,7 +99,7 @@ class TraceInfo:
     head_kinds: tuple[str, ...]
     """Of each of them: deep-fused, translator, .., logit-lens."""
     thresholds: tuple[float, ...]
-    """Of each of them; a layer that was not in use has the highest tau of those that were."""
+    """tau of each of them; of a layer that was not in use, the built-in one."""
     settings: TraceSettings
     prompt: str
     """As it was asked, before any chat template."""
