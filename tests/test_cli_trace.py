@@ -10,9 +10,9 @@ import pytest
 from selfspec.cli.main import main
 from selfspec.generate import load
 from selfspec.visualise.layers import LayerTrace
+from tests.hand_traces import long_trace
 from tests.models import make_model
 from tests.talks import make_tokenizer
-from tests.traces import long_trace
 
 COMMAND = ["trace", "--model", "model", "--dtype", "float32", "--heads", "logit-lens"]
 COMMAND += ["--exit-layers", "2,4", "--exit-threshold", "0.05", "--max-new-tokens", "6"]

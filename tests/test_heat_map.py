@@ -7,14 +7,10 @@ import warnings
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
-from selfspec.visualise import fonts
-from selfspec.visualise.fonts import drawable, fitting
+from selfspec.visualise.fonts import fitting
 from selfspec.visualise.heat_map import cells, pages, save
 from selfspec.visualise.layers import LayerTrace
-from selfspec.visualise.texts import visible
-from tests.traces import INFO, RIGHT, long_trace, small_trace
+from tests.hand_traces import INFO, RIGHT, long_trace, small_trace
 
 CELL = re.compile(r"p(?P<place>\d+)-l(?P<layer>\d+)-c(?P<sure>[\d.]+)(?P<marks>[a-z-]*)")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -124,24 +120,3 @@ def test_no_script_breaks_the_layout_or_warns(tmp_path: Path) -> None:
     assert columns == list(written.values())
     assert written["token-8"] == "␣"
     assert written["token-9"] == "⏎"
-
-
-def test_characters_without_a_glyph_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fonts, "_glyphs", lambda: frozenset(map(ord, "abc")))
-    assert drawable("a你🎉") == "aU+4F60U+1F389"
-
-
-@pytest.mark.parametrize(
-    ("text", "columns", "shown"),
-    [("abcdef", 6, "abcdef"), ("abcdefg", 6, "abcde…"), ("你好世界", 6, "你好…"), ("", 3, "")],
-)
-def test_wide_characters_count_twice(text: str, columns: int, shown: str) -> None:
-    assert fitting(text, columns) == shown
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [(" a\n", "␣a⏎"), ("", "∅"), ("\t\x1b", "⇥\\u001b"), ("\u2028", "\\u2028"), ("é你", "é你")],
-)
-def test_what_cannot_be_seen_is_shown(text: str, shown: str) -> None:
-    assert visible(text) == shown

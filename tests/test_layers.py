@@ -10,7 +10,7 @@ import pytest
 
 from selfspec.errors import InvalidData
 from selfspec.visualise.layers import LayerTrace
-from tests.traces import long_trace, small_trace
+from tests.hand_traces import long_trace, small_trace
 
 
 def saved(tmp_path: Path) -> Path:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.terminal import show, summary
-from tests.traces import entry, long_trace, place, small_trace
+from tests.hand_traces import entry, long_trace, place, small_trace
 
 STRUCK, RED = "\x1b[9", "31m"
 

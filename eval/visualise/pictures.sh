@@ -5,6 +5,6 @@ set -e
 asked="Explain in two sentences how a rainbow forms."
 out=eval/results/visualise
 selfspec trace "$asked" --pinned --max-new-tokens 20 --all-layers \
-    --output "$out/rainbow.jsonl" --png "$out/rainbow.png" --svg "$out/rainbow.svg" > "$out/rainbow.txt"
+    --output "$out/rainbow.jsonl" --png "$out/rainbow.png" > "$out/rainbow.txt"
 selfspec trace "$asked" --pinned --max-new-tokens 20 \
     --heads smollm2-135m-instruct-translator --png "$out/rainbow-translator.png" > "$out/rainbow-translator.txt"
