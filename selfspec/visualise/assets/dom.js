@@ -1,0 +1,41 @@
+// Elements and words. Text only ever becomes text: no markup is made from data.
+
+const $ = (id) => document.getElementById(id);
+
+/** An HTML element; properties are attributes, children elements or strings. */
+function el(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** An SVG element. */
+function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+/** A token as a reader can see it: spaces and line breaks have signs. */
+function visible(text) {
+  if (text === "") return "◌"; // the beginning of a character that a later token completes
+  return text.replaceAll(" ", "·").replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
+}
+
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const decimal = (value, digits = 3) => (value === null ? "∞" : value.toFixed(digits));
+const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
+
+/** A change with its sign; a true minus, and no sign for nothing. */
+function signed(value, digits) {
+  const text = Math.abs(value).toFixed(digits);
+  if (Number(text) === 0) return "0";
+  return `${value < 0 ? "−" : "+"}${text}`;
+}
+
+/** Shallow layers are green, deep ones violet. */
+function layerColour(layer, numLayers) {
+  return `hsl(${Math.round(140 + 150 * (layer / numLayers))} 50% 52%)`;
+}
