@@ -99,7 +99,7 @@ class TraceInfo:
     head_kinds: tuple[str, ...]
     """Of each of them: deep-fused, translator, .., logit-lens."""
     thresholds: tuple[float, ...]
-    """Of each of them; a layer that was not in use has the highest tau of those that were."""
+    """tau of each of them; of a layer that was not in use, the built-in one."""
     settings: TraceSettings
     prompt: str
     """As it was asked, before any chat template."""
@@ -122,13 +122,14 @@ class LayerTrace:
         new = path.with_name(path.name + ".new")
         try:
             with new.open("w", encoding="utf-8") as file:
-                for record in self._records():
+                for record in self.lines():
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
             new.replace(path)
         finally:
             new.unlink(missing_ok=True)
 
-    def _records(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[dict[str, Any]]:
+        """Ready for JSON: what each line of a file holds."""
         head = {"format_version": FORMAT_VERSION, "type": "info", **asdict(self.info)}
         places = [{"type": "place", **asdict(place)} for place in self.places]
         rounds = [
