@@ -43,7 +43,8 @@ def test_texts_of_tokens_cannot_leave_their_element(record: Record) -> None:
 
 def test_numbers_are_those_of_the_trace_to_float32(record: Record) -> None:
     trace = make_trace(record, USED)
-    for place, found in zip(trace.places, embedded(render(trace, record, None))["places"]):
+    shown = embedded(render(trace, record, None))["places"]
+    for place, found in zip(trace.places, shown, strict=True):
         for said, layer in zip(place.layers, found["layers"], strict=True):
             assert layer["rank"] == said.rank
             assert layer["sure"] == pytest.approx(said.confidence, rel=1e-8)

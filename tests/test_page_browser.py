@@ -1,9 +1,10 @@
-"""The HTML page in a real browser: what it shows equals the trace, what it replays equals Python."""
+"""The HTML page in a real browser: it shows the trace's numbers and replays what Python replays."""
 
 from __future__ import annotations
 
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,15 +20,16 @@ from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
 from selfspec.stats import Round
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.page import render
+from selfspec.visualise.texts import visible
 from tests.records import OPTIONS, recorded
 from tests.test_replay import random_setting
-from tests.traces import TEXTS, alone, make_trace, some_costs, text_of
+from tests.traces import alone, make_trace, some_costs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402  # after the check
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-USED = SpeculationOptions(exit_threshold=0.3, anneal_strength=0.5, max_draft_tokens=3)
+USED = SpeculationOptions(exit_threshold=0.2, anneal_strength=0.5, max_draft_tokens=3)
 RECORD_LAYERS = 6
 COSTS = some_costs(RECORD_LAYERS, OPTIONS.max_draft_tokens + 1)
 PROMPT = 1
@@ -39,18 +41,17 @@ Open = Callable[..., Page]
 def browser() -> Iterator[Browser]:
     """Chromium, without a window."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"needs a browser: {', '.join(BROWSERS)}")
     with sync_playwright() as driver:
-        own = Path(driver.chromium.executable_path)
-        if found is None and not own.is_file():
-            pytest.skip(f"needs a browser: {', '.join(BROWSERS)}, or playwright install chromium")
         started = driver.chromium.launch(executable_path=found)
         yield started
         started.close()
 
 
-@pytest.fixture(scope="module", params=["translator", "deep-fused"])
-def record(request: pytest.FixtureRequest) -> Record:
-    return alone(recorded(request.param).record, PROMPT)
+@pytest.fixture(scope="module")
+def record() -> Record:
+    return alone(recorded("translator").record, PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,7 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
+        page.set_default_timeout(10_000)
         page.goto(file.as_uri())
         page.wait_for_selector("html[data-ready]")
         asked.remove(file.as_uri())
@@ -94,12 +96,6 @@ def cell(page: Page, trace: LayerTrace, place: int, layer: int) -> Any:
     """A cell of the map; deep layers stand above."""
     row = len(trace.info.exit_layers) - 1 - trace.info.exit_layers.index(layer)
     return page.locator("#map tbody tr").nth(row).locator("td").nth(place)
-
-
-def visible(text: str) -> str:
-    for sign, shown in ((" ", "·"), ("\n", "⏎")):
-        text = text.replace(sign, shown)
-    return text or "◌"
 
 
 def result(page: Page, name: str, column: str = "now") -> str:
@@ -124,7 +120,7 @@ def as_choice(record: Record, options: SpeculationOptions) -> dict[str, Any]:
         "used": [layer in layers for layer in info.exit_layers],
         "thresholds": [by_layer.get(layer, 1.0) for layer in info.exit_layers],
         "alpha": info.anneal_strengths.index(options.anneal_strength),
-        "depth": options.max_draft_depth or layers[-1],
+        "depth": layers[-1] if options.max_draft_depth is None else options.max_draft_depth,
         "width": options.max_draft_tokens,
     }
 
@@ -201,13 +197,16 @@ def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
     assert page.title().startswith(trace.info.prompt)
     assert page.evaluate("typeof hacked") == "undefined"
     assert page.locator("img").count() == 0
-    assert (
-        any("<script>" in text_of(place.token) for place in trace.places) or "<script>" in TEXTS[1]
-    )
+    shown = "".join(page.locator("#map td").all_text_contents())
+    assert "<script>" in shown
+    assert "</script>" in shown
 
 
-def test_the_page_replays_what_python_replays(page: Page, record: Record) -> None:
+@pytest.mark.parametrize("kind", ["translator", "deep-fused"])
+def test_the_page_replays_what_python_replays(opened: Open, kind: str) -> None:
     """Every field of every round; a threshold may equal a confidence to the last bit."""
+    record = alone(recorded(kind).record, PROMPT)
+    page = opened(render(make_trace(record, USED), record, COSTS))
     options = [random_setting(record, seed) for seed in range(40)]
     sure = np.unique(record.confidence[record.confidence >= record.info.min_threshold])
     picks = random.Random(1).sample(range(len(sure)), 10)
@@ -317,7 +316,7 @@ def test_the_staircase_can_be_walked_pass_by_pass(page: Page, trace: LayerTrace)
     assert page.locator("#stairs .box:not(.later)").count() == 4
     assert 0 < page.locator("#answer .later").count() < len(trace.places)
     page.get_by_role("button", name="play").click()
-    page.wait_for_function("document.querySelectorAll('#stairs .box:not(.later)').length > 5")
+    page.locator("#stairs .box:not(.later)").nth(5).wait_for(state="attached")
     page.get_by_role("button", name="pause").click()
 
 
@@ -346,18 +345,21 @@ def test_without_a_record_there_are_no_sliders(opened: Open, trace: LayerTrace) 
     assert page.locator("#stairs .box").count() > 0
 
 
-def test_128_tokens_and_30_layers_stay_small_and_quick(opened: Open, record: Record) -> None:
-    """Under 1.5 MB; how long a slider takes is printed (pytest -s), for it depends on the machine."""
+def test_128_tokens_and_30_layers_stay_small_and_quick(
+    opened: Open, record: Record, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Size is limited; how long a slider takes is told, not asserted: it depends on the machine."""
     trace, long = long_trace(record)
     html = render(trace, long, some_costs(31, OPTIONS.max_draft_tokens + 1))
     assert len(html.encode("utf-8")) < 1_500_000
     page = opened(html)
     slider = page.locator("[data-layer]").first
-    times = [slider.evaluate(MOVE, tau) for tau in (0.3, 0.5, 0.7, 0.9, 0.2, 0.6)]
-    print(
-        f"\n{len(html) / 1e6:.2f} MB; a slider move took {sorted(times)[3]:.0f} ms, at most "
-        f"{max(times):.0f} ms, layout included"
-    )
+    times = sorted(slider.evaluate(MOVE, tau) for tau in (0.3, 0.5, 0.7, 0.9, 0.25, 0.6))
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\n{len(html) / 1e6:.2f} MB; a slider move takes {times[2]:.0f} ms, "
+            f"at most {times[-1]:.0f} ms, layout included\n"
+        )
     assert page.locator("#map td").count() == 128 * 30
 
 

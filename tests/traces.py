@@ -53,7 +53,7 @@ def alone(record: Record, prompt: int) -> Record:
 def settings_of(options: SpeculationOptions, fitted: Sequence[int]) -> TraceSettings:
     """What a trace notes of options; layers below D_max are not in use."""
     by_layer = spread(options.thresholds, options.exit_layers or fitted)
-    depth = options.max_draft_depth or max(by_layer)
+    depth = max(by_layer) if options.max_draft_depth is None else options.max_draft_depth
     used = {layer: tau for layer, tau in by_layer.items() if layer <= depth}
     return TraceSettings(
         exit_layers=tuple(used),

@@ -22,7 +22,7 @@ import numpy as np
 
 from selfspec.costs import Costs
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.eval.record import Record
+from selfspec.eval.record import NONE, Record
 from selfspec.visualise.layers import LayerTrace, TraceInfo
 from selfspec.visualise.start import Start, start
 
@@ -122,12 +122,15 @@ def _check(trace: LayerTrace, record: Record, costs: Costs | None) -> None:
 def _packed(record: Record) -> dict[str, Any]:
     """A record of one prompt. `arrays`, as replay.js unpacks it: zlib of little-endian numbers."""
     info, prompt = record.info, record.prompts[0]
+    unsure = record.confidence < info.min_threshold  # no setting tells these apart: they pack well
+    unsure[record.roots[record.roots != NONE]] = False  # but they are shown
+    confidence = np.where(unsure, np.float32(0.0), record.confidence)
     parts = (
         record.answers.astype("<i4"),
         record.roots.astype("<i4"),
         record.tokens.astype("<i4"),
         record.children.astype("<i4"),
-        record.confidence.astype("<f4"),
+        confidence.astype("<f4"),
     )
     arrays = b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
     return {

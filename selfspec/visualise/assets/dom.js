@@ -18,10 +18,13 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** A token as a reader can see it: spaces and line breaks have signs. */
+const SIGNS = { " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍" };
+
+/** A token as a reader can see it: what texts.py makes of it. */
 function visible(text) {
-  if (text === "") return "◌"; // the beginning of a character that a later token completes
-  return text.replaceAll(" ", "·").replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
+  const sign = (letter) =>
+    SIGNS[letter] ?? `\\u${letter.codePointAt(0).toString(16).padStart(4, "0")}`;
+  return text.replace(/[\p{C}\p{Z}]/gu, sign) || "∅";
 }
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
