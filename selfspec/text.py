@@ -54,9 +54,10 @@ class TextDecoder:
     A piece is held back while it ends within a character of several tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Without a tokenizer all pieces are empty."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False) -> None:
+        """Without a tokenizer all pieces are empty. `special` tokens are left out unless asked."""
         self._tokenizer = tokenizer
+        self._skip = not special
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here: some tokens look different behind others
         self._shown = 0  # tokens before this one are in earlier pieces
@@ -74,5 +75,5 @@ class TextDecoder:
         return after[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)  # type: ignore[union-attr]  # push returns early without one
+        text = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)  # type: ignore[union-attr]  # push returns early without one
         return str(text)

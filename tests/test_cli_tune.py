@@ -102,7 +102,6 @@ def test_a_dry_run_records_reports_and_keeps_nothing(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["trace", "a"], "no --record"),
         (["trace", "--record", "record"], "record is there already"),
         (["trace", "a", "--record", "new", "--limit", "2"], "a prompt and --limit at once"),
         (["trace", " ", "--record", "new"], "the prompt is empty"),

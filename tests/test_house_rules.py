@@ -28,6 +28,7 @@ FLOORS = (
     ("session", "generate"),
     ("__init__",),
     ("training", "eval"),
+    ("visualise",),
     ("cli",),
     ("__main__",),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ import typer
 from selfspec.errors import InvalidPrompt, SelfspecError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from selfspec.cli.settings import Settings
@@ -64,6 +66,16 @@ def rendered(grid: Table) -> str:
     with console.capture() as capture:
         console.print(grid)
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+def printed(show: Callable[[Console], None]) -> str:
+    """What `show` prints on a console like standard output, colours included where it has them."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        show(console)
+    return capture.get()
 
 
 def note(text: str) -> None:

@@ -52,7 +52,11 @@ class Settings:
 
 def settings(file: Path | None, flags: dict[str, Any]) -> Settings:
     """Flags over the keys of a YAML file. Raises InvalidOption for unknown keys, wrong types."""
-    values = merged(file, flags, SHARED)
+    return sorted_settings(merged(file, flags, SHARED))
+
+
+def sorted_settings(values: dict[str, Any]) -> Settings:
+    """Values by who takes them; others than SHARED are left out. Raises InvalidOption."""
     generation = picked(values, GENERATION)
     if generation.get("max_new_tokens", 1) < 1:
         found = generation["max_new_tokens"]

@@ -1,7 +1,8 @@
-"""`selfspec trace`: prompts in, a record of what exit layers would have drafted out."""
+"""`selfspec trace`: a prompt in, what layers made of its answer out; or a record of a suite."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 
 from selfspec.cli import common, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
-from selfspec.cli.settings import LOADING, Settings
+from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, Settings, sorted_settings
 from selfspec.errors import InvalidOption
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite
 from selfspec.eval.trace_options import RecordOptions
@@ -18,33 +19,140 @@ from selfspec.eval.trace_options import RecordOptions
 if TYPE_CHECKING:
     from selfspec.eval.record import Record
     from selfspec.generate import Speculator
+    from selfspec.visualise.layers import LayerTrace
 
 SUITE = (
     Flag("suite", str, f"Prompts: {SIX_TASKS} (the default), spec-bench, or a .jsonl file."),
     Flag("questions", str, "The file of a suite that is not built in."),
     Flag("limit", int, "Questions to take, spread over the suite."),
 )
+_RECORDING = option_flags(RecordOptions)
+_LOOKING = (*SPECULATION, *GENERATION)
+_SHARED_NAMES = {flag.name for flag in _RECORDING} & {flag.name for flag in _LOOKING}
+ONLY_RECORD = (*SUITE, *(flag for flag in _RECORDING if flag.name not in _SHARED_NAMES))
+"""Flags that mean something with --record only."""
+PICTURES = (
+    Flag("png", str, "File for the heat map, tokens by layers; a long answer takes several."),
+    Flag("svg", str, "The same as SVG."),
+)
+VIEW = (
+    Flag("output", str, "File to keep the trace in, one JSON record per line."),
+    *PICTURES,
+    Flag("all_layers", bool, "Look at layers without heads too, through the logit lens."),
+)
 FLAGS = (
-    Flag("record", str, "Folder to write the record to. Required."),
-    *SUITE,
+    *VIEW,
+    Flag("record", str, "Folder for a record of a prompt or suite, which selfspec tune reads."),
     *LOADING,
-    *option_flags(RecordOptions),
+    *_LOOKING,
+    *ONLY_RECORD,
 )
 
 
 @with_flags(*FLAGS)
 def trace(
     prompt: Annotated[
-        str | None, typer.Argument(help="One prompt to record, instead of a suite.")
+        str | None, typer.Argument(help="The question; without it, standard input.")
     ] = None,
     *,
+    kept: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Show what --output kept, without a prompt."),
+    ] = None,
     config: common.ConfigFile = None,
     as_json: common.AsJson = False,
     flags: dict[str, Any],
 ) -> None:
-    """Decode plainly and record what every exit layer would have drafted, for `selfspec tune`."""
+    """Show what every layer made of each token of an answer: who drafted it, how sure, how right.
+
+    With --record: decode plainly and record what every exit layer would have drafted.
+    """
     asked = merged(config, flags, FLAGS)
-    training.require(asked, "record")
+    if prompt is not None and kept is not None:
+        raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
+    if kept is not None:
+        others = tuple(flag for flag in FLAGS if flag not in PICTURES)
+        refuse(asked, others, "with --from: the answer is written already")
+    if "record" in asked:
+        keep_record(prompt, asked, as_json=as_json)
+        return
+    refuse(asked, ONLY_RECORD, "without --record")
+    for name in ("output", "png", "svg"):
+        if name in asked:
+            check_target(name, Path(asked[name]))
+    write(read(kept) if kept is not None else looked(prompt, asked), asked, as_json=as_json)
+
+
+def refuse(asked: dict[str, Any], flags: tuple[Flag, ...], where: str) -> None:
+    """Raise InvalidOption at the first of `flags` that was given."""
+    for flag in flags:
+        if flag.name in asked:
+            raise InvalidOption(f"{flag.long_name} means nothing {where}. Leave it out")
+
+
+def check_target(name: str, path: Path) -> None:
+    """Raise InvalidOption, before any work, where no such file can be written."""
+    flag = f"--{name}"
+    if not path.parent.is_dir():
+        raise InvalidOption(f"{flag} {path}: there is no folder {path.parent}. Make it first")
+    if path.is_dir():
+        raise InvalidOption(f"{flag} {path} is a folder. Give a file in it")
+    if name == "output":
+        return
+    if path.suffix != f".{name}":
+        raise InvalidOption(f"{flag} {path}: expected a name that ends in .{name}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidOption(f"{flag} needs matplotlib. Install it: pip install 'selfspec[eval]'")
+
+
+def read(kept: Path) -> LayerTrace:
+    """A trace from a file."""
+    from selfspec.visualise.layers import LayerTrace
+
+    return LayerTrace.load(kept)
+
+
+def looked(prompt: str | None, asked: dict[str, Any]) -> LayerTrace:
+    """Decode, and look at what each layer made of it."""
+    chosen = sorted_settings(asked)
+    text = common.read_prompt(prompt, None, raw=False)
+    speculator = common.load(chosen)
+    from selfspec.visualise.inspect import inspect
+
+    return inspect(speculator, text, all_layers=asked.get("all_layers", False), **chosen.generation)
+
+
+def write(found: LayerTrace, asked: dict[str, Any], *, as_json: bool) -> None:
+    """Keep the trace, draw it, show it."""
+    if "output" in asked:
+        found.save(Path(asked["output"]))
+    for flag in PICTURES:
+        if flag.name in asked:
+            draw(found, Path(asked[flag.name]))
+    if as_json:
+        common.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
+    else:
+        from selfspec.visualise.terminal import show
+
+        common.emit(common.printed(lambda console: show(found, console)))
+
+
+def draw(found: LayerTrace, path: Path) -> None:
+    """The heat map; says which files it took."""
+    from selfspec.visualise import heat_map
+
+    files = heat_map.save(found, path)
+    if len(files) > 1:
+        common.note(
+            f"selfspec: {len(found.places)} tokens take {len(files)} pages: "
+            f"{files[0]} to {files[-1].name}"
+        )
+
+
+def keep_record(prompt: str | None, asked: dict[str, Any], *, as_json: bool) -> None:
+    """Decode plainly and keep what every exit layer would have drafted."""
+    others = {flag.name for flag in (*LOADING, *ONLY_RECORD)} | _SHARED_NAMES | {"record"}
+    refuse(asked, tuple(flag for flag in FLAGS if flag.name not in others), "with --record")
     folder = Path(asked["record"])
     if folder.exists():
         raise InvalidOption(f"{folder} is there already. Name another folder for the record")

@@ -1,0 +1,44 @@
+// Elements and words. Text only ever becomes text: no markup is made from data.
+
+const $ = (id) => document.getElementById(id);
+
+/** An HTML element; properties are attributes, children elements or strings. */
+function el(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** An SVG element. */
+function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+const SIGNS = { " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍" };
+
+/** A token as a reader can see it: what texts.py makes of it. */
+function visible(text) {
+  const sign = (letter) =>
+    SIGNS[letter] ?? `\\u${letter.codePointAt(0).toString(16).padStart(4, "0")}`;
+  return text.replace(/[\p{C}\p{Z}]/gu, sign) || "∅";
+}
+
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const decimal = (value, digits = 3) => (value === null ? "∞" : value.toFixed(digits));
+const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
+
+/** A change with its sign; a true minus, and no sign for nothing. */
+function signed(value, digits) {
+  const text = Math.abs(value).toFixed(digits);
+  if (Number(text) === 0) return "0";
+  return `${value < 0 ? "−" : "+"}${text}`;
+}
+
+/** Shallow layers are green, deep ones violet. */
+function layerColour(layer, numLayers) {
+  return `hsl(${Math.round(140 + 150 * (layer / numLayers))} 50% 52%)`;
+}

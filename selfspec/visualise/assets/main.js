@@ -1,0 +1,150 @@
+// Puts the page together: what is shown now, and what happens when a slider moves.
+
+/** What is shown: a choice of settings (null: the decode itself) and its story. */
+const view = {
+  choice: null,
+  story: null,
+
+  /** tau of a layer; only recorded ones have sliders. */
+  tauOf(layer) {
+    const column = this.choice ? record.exit_layers.indexOf(layer) : -1;
+    if (column >= 0) return this.choice.thresholds[column];
+    return info.thresholds[info.exit_layers.indexOf(layer)];
+  },
+
+  /** Confidence of a place's layer, annealed by the alpha shown where that was recorded. */
+  sureOf(place, index) {
+    const traced = places[place].layers[index].sure;
+    if (!this.choice || this.choice.alpha === data.start.alpha || place === 0) return traced;
+    const column = record.exit_layers.indexOf(info.exit_layers[index]);
+    const node = record.roots[place - 1];
+    return column < 0 || node < 0 ? traced : confidenceAt(record, node, column, this.choice.alpha);
+  },
+
+  /** Whether a layer may be left at. */
+  asks(layer) {
+    if (!this.choice) return info.settings.exit_layers.includes(layer) && layer <= info.settings.max_draft_depth;
+    return settingOf(this.choice).layers.includes(layer);
+  },
+
+  /** Mark a token in the answer. */
+  point(place) {
+    document.querySelector("#answer .pointed")?.classList.remove("pointed");
+    answer[place].classList.add("pointed");
+  },
+};
+
+const answer = [];
+const decoded = tell(data.rounds);
+const used = record && summary(replayRounds(record, settingOf(data.start)), data.costs);
+
+/** Show the decode itself (null), or what another choice would have done. */
+function apply(choice) {
+  stop();
+  view.choice = choice;
+  const replayed = choice && replayRounds(record, settingOf(choice));
+  view.story = replayed ? tell(replayed) : decoded;
+  if (record) {
+    placeSettings(choice ?? data.start);
+    showResults(used, replayed ? summary(replayed, data.costs) : used);
+    $("reset").hidden = !choice;
+  }
+  paintAnswer();
+  paintMap();
+  drawStairs();
+}
+
+/** The text, each token in the colour of the layer where it left. */
+function buildAnswer() {
+  for (const place of places.keys()) {
+    const token = el("span", { class: "piece" });
+    token.addEventListener("pointerover", () => {
+      readPlace(place);
+      view.point(place);
+    });
+    token.addEventListener("click", () => goTo(place));
+    answer.push(token);
+  }
+  $("answer").append(...answer);
+  $("rejects").addEventListener("change", paintAnswer);
+}
+
+function paintAnswer() {
+  const layers = new Set();
+  view.story.places.forEach((told, place) => {
+    const token = answer[place];
+    const struck = $("rejects").checked && told.rejected.length
+      ? [el("del", {}, told.rejected.join(""))]
+      : [];
+    token.replaceChildren(...struck, finalText(place));
+    setClass(token, told.exit !== null ? "piece left" : told.kind === "accepted" ? "piece seen" : "piece");
+    if (told.exit !== null) {
+      layers.add(told.exit);
+      token.style.setProperty("--exit", layerColour(told.exit, info.num_layers));
+    }
+  });
+  const swatches = [...layers].sort((a, b) => a - b).map((layer) => {
+    const swatch = el("i", { class: "swatch" });
+    swatch.style.background = layerColour(layer, info.num_layers);
+    return el("span", {}, swatch, layer ? ` left at layer ${layer}` : " drafted from the embedding");
+  });
+  $("answer-legend").replaceChildren(...swatches, el("span", {}, "plain: given by the whole model"));
+}
+
+/** Only tokens that the first `step` passes have given; part of playing the staircase. */
+function showUntil(step) {
+  view.story.places.forEach((told, place) => answer[place].classList.toggle("later", told.step > step));
+}
+
+function describe() {
+  const counts = summary(data.rounds, null);
+  $("facts").textContent = [
+    info.base_model,
+    `${info.dtype}, ${info.executor}`,
+    plural(places.length, "token"),
+    `${counts.rounds} verifications`,
+    `${counts.compression_rate.toFixed(2)} tokens each`,
+    `${counts.accepted} of ${plural(counts.drafted, "draft")} accepted`,
+    info.settings.lossless ? "" : "lossy",
+  ].filter(Boolean).join(" · ");
+  $("prompt").textContent = info.prompt;
+  const notes = record ? [...data.start.notes] : [];
+  if (record && !data.costs) notes.push("no cost table, so no speed-up is predicted");
+  $("notes").replaceChildren(...notes.map((note) => el("li", {}, note)));
+  if (notes.length && data.start?.notes.length) $("results").tHead.rows[0].cells[1].textContent = "nearest";
+  if (record) return;
+  $("no-replay").hidden = false;
+  $("no-replay").textContent = data.record
+    ? "This browser cannot unpack the record, so other settings cannot be tried here."
+    : "The trace came without a record, so other settings cannot be tried here.";
+}
+
+function startTheme() {
+  const dark = () =>
+    (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const say = () => $("theme").setAttribute("aria-pressed", dark());
+  $("theme").addEventListener("click", () => {
+    document.documentElement.dataset.theme = dark() ? "light" : "dark";
+    say();
+  });
+  say();
+}
+
+describe();
+startTheme();
+buildAnswer();
+startMap();
+startStairs();
+if (record) buildSettings(apply);
+view.story = decoded;
+apply(null);
+document.documentElement.dataset.ready = "true";
+
+// for the console, and for the tests
+globalThis.selfspec = {
+  data,
+  record,
+  apply,
+  replay: (choice) => replayRounds(record, settingOf(choice)),
+  summary: (rounds) => summary(rounds, data.costs),
+};

@@ -1,0 +1,102 @@
+// The box that says everything about what is pointed at: a cell, a token, a round.
+
+/** What one layer's head foretold of one place. */
+function readCell(place, index) {
+  const says = places[place].layers[index];
+  const layer = info.exit_layers[index];
+  const tau = view.tauOf(layer);
+  const sure = view.sureOf(place, index);
+  const right = tokenOf(says.top[0]) === tokenOf(places[place].word);
+  show(
+    heading(`layer ${layer}`, info.head_kinds[index], place),
+    bars(says.top, says.probs, place),
+    facts({
+      confidence: [decimal(sure), `τ ${decimal(tau)}: ${sure >= tau ? "sure enough to leave" : "not sure enough"}`],
+      rank: says.rank ? [String(says.rank), "of the emitted token here"] : ["–", "not in the draft vocabulary"],
+      KL: [decimal(says.kl), "nats away from the whole model"],
+    }),
+    el("p", { class: right ? "good" : "bad" }, verdict(place, layer, right, sure >= tau)),
+  );
+}
+
+function verdict(place, layer, right, confident) {
+  const told = view.story.places[place];
+  if (told.exit === layer) return "● It left here as a draft, and the draft stayed.";
+  if (told.rejectedAt === layer) return "✕ A draft left here, and verification rejected it.";
+  if (right) return confident ? "Right, and sure enough." : "Right, but not sure enough.";
+  return confident ? "Sure enough to leave, and wrong." : "Another token, but not sure of it.";
+}
+
+/** What the whole model said, and how the token came to be. */
+function readPlace(place) {
+  const told = view.story.places[place];
+  const from = {
+    prefill: "given by the prompt's own pass",
+    bonus: `given by verification, round ${told.round}`,
+    accepted: told.exit === null
+      ? `a draft of ${told.source} that stayed, round ${told.round}`
+      : `a draft that left at layer ${told.exit} and stayed, round ${told.round}`,
+  }[told.kind];
+  const rejected = told.rejected.length
+    ? [el("p", { class: "bad" }, "rejected here: ", el("del", {}, told.rejected.map(visible).join(" ")))]
+    : [];
+  show(
+    heading("whole model", `layer ${info.num_layers}`, place),
+    bars(places[place].final, places[place].final_probs, place),
+    el("p", {}, from),
+    ...rejected,
+  );
+}
+
+/** What a round did, pass by pass. */
+function readRound(group) {
+  show(
+    el("h3", {}, describeRound(group)),
+    el("ol", {}, ...group.boxes.map((box) => el("li", {}, describePass(box)))),
+  );
+}
+
+function heading(where, kind, place) {
+  return el(
+    "h3",
+    {},
+    el("span", { class: "token" }, visible(finalText(place))),
+    ` token ${place + 1} · ${where} `,
+    el("small", {}, kind),
+  );
+}
+
+/** The likeliest tokens with their probabilities; the emitted one is ticked. */
+function bars(words, probs, place) {
+  const emitted = tokenOf(places[place].word);
+  const rows = words.map((word, index) => {
+    const bar = el("i", { class: "bar" });
+    bar.style.setProperty("--share", probs[index] ?? 0);
+    const tick = tokenOf(word) === emitted ? "✓" : "";
+    return el(
+      "tr",
+      tick ? { class: "emitted" } : {},
+      el("td", { class: "token", dir: "auto" }, visible(textOf(word))),
+      el("td", { class: "number" }, decimal(probs[index], 4)),
+      el("td", { class: "share" }, bar),
+      el("td", {}, tick),
+    );
+  });
+  return el("table", { class: "bars", "aria-label": "likeliest tokens" }, el("tbody", {}, ...rows));
+}
+
+function facts(entries) {
+  const rows = Object.entries(entries).map(([name, [value, meaning]]) =>
+    el(
+      "div",
+      {},
+      el("dt", {}, name),
+      el("dd", {}, el("b", { "data-field": name }, value), " ", el("small", {}, meaning)),
+    ),
+  );
+  return el("dl", {}, ...rows);
+}
+
+function show(...children) {
+  $("readout").replaceChildren(...children);
+}

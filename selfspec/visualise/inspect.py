@@ -1,0 +1,223 @@
+"""Decode one prompt as `generate` does, then ask every exit layer what it foretold at each token.
+
+A Speculator and a prompt come in, a LayerTrace goes out. The decode is the runtime's own; hidden
+states come from one more pass over the finished text, run by the same pieces as in training, so
+there is no hook on the model. Called by `selfspec trace` and the scripts of `eval/visualise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from selfspec.backbone import Backbone, fingerprint
+from selfspec.config import GenerateOptions, SpeculationOptions
+from selfspec.errors import HeadsNotFound
+from selfspec.eval.record import Record
+from selfspec.eval.trace import Recorder
+from selfspec.eval.trace_options import RecordOptions
+from selfspec.generate import Speculator, active_layers
+from selfspec.heads import logit_lens
+from selfspec.judge import ExitJudge, spread
+from selfspec.stats import Round
+from selfspec.text import Prompt
+from selfspec.training.data import Batch
+from selfspec.training.features import FeatureSpec, features
+from selfspec.tuned import heads_hash
+from selfspec.visualise.layers import Kind, LayerTrace, Place, TraceInfo, TraceSettings
+from selfspec.visualise.lenses import Lens, Reader, chained
+from selfspec.visualise.texts import TokenTexts
+
+_ROWS = 128
+"""Places whose logits exist at a time."""
+
+
+def inspect(
+    speculator: Speculator,
+    prompt: Prompt,
+    *,
+    all_layers: bool = False,
+    **options: Unpack[GenerateOptions],
+) -> LayerTrace:
+    """The same answer as `speculator.generate(prompt, **options)`, with what each layer made of it.
+
+    Layers are those that have heads; with `all_layers` all others too, read by the logit lens.
+    Raises HeadsNotFound where that leaves none, and what `generate` raises.
+    """
+    lenses = _lenses(speculator, all_layers=all_layers)
+    request, speculation, _ = speculator.request(prompt, options)
+    request.require_one()
+    stream = speculator.start(request, speculation, 0)
+    answer = stream.drain()
+    asked = request.input_ids[0, request.pads[0] :]
+    settings = _settings(speculator, speculation, lossless=answer.stats.lossless)
+    thresholds = _thresholds(settings, lenses)
+    judge = ExitJudge(
+        speculator.backbone.num_layers,
+        thresholds,
+        settings.anneal_strength,
+        {layer: lens.temperature for layer, lens in lenses.items()},
+    )
+    texts = TokenTexts(speculator.tokenizer)
+    reader = Reader(lenses, judge, texts)
+    steps = _steps(stream.rounds, texts)
+    return LayerTrace(
+        info=TraceInfo(
+            base_model=speculator.label,
+            base=fingerprint(speculator.backbone.unembedding.weight),
+            heads="" if speculator.heads is None else heads_hash(speculator.heads),
+            dtype=str(speculator.backbone.dtype).removeprefix("torch."),
+            executor=speculator.backbone.executor_name,
+            num_layers=speculator.backbone.num_layers,
+            exit_layers=tuple(lenses),
+            head_kinds=tuple(lens.kind for lens in lenses.values()),
+            thresholds=tuple(thresholds.values()),
+            settings=settings,
+            prompt=_words(prompt, asked, texts),
+            prompt_tokens=len(asked),
+        ),
+        places=tuple(_places(speculator.backbone, lenses, reader, asked, steps)),
+        rounds=tuple(stream.rounds),
+        draft_texts=tuple(
+            tuple(texts.of(token) for token in entry.draft_tokens) for entry in stream.rounds
+        ),
+    )
+
+
+def branches(speculator: Speculator, prompt: Prompt, max_new_tokens: int) -> Record:
+    """What any exit setting would have drafted on this prompt, for replays; greedy.
+
+    Raises HeadsNotFound without heads, InvalidOption where greedy decoding is more than the most
+    likely token.
+    """
+    recorder = Recorder(speculator, RecordOptions(max_new_tokens=max_new_tokens))
+    recorder.prompt(prompt, "prompt", "prompts", 1)
+    return recorder.record()
+
+
+class _Step(NamedTuple):
+    """How one token came about."""
+
+    token: int
+    text: str
+    kind: Kind
+    round: int
+    exit_layer: int | None
+    behind: int
+    """How many drafts of exit heads stand before it in its round."""
+
+
+def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:
+    """By layer, rising: fitted heads, and logit lenses where there are none and all are asked."""
+    heads, backbone = speculator.heads, speculator.backbone
+    if heads is None and not all_layers:
+        raise HeadsNotFound("no exit heads to look through. Give --heads or --all-layers")
+    found: dict[int, Lens] = {}
+    if all_layers:
+        untrained = logit_lens(backbone.unembedding, backbone.num_layers, speculator.label)
+        for layer in untrained.config.exit_layers:
+            found[layer] = Lens(untrained[layer], untrained.config.head_type, 1.0)
+    if heads is not None:
+        for layer in heads.config.exit_layers:
+            temperature = heads.config.temperatures.get(str(layer), 1.0)
+            found[layer] = Lens(heads[layer], heads.config.head_type, temperature)
+    return dict(sorted(found.items()))
+
+
+def _settings(
+    speculator: Speculator, options: SpeculationOptions, *, lossless: bool
+) -> TraceSettings:
+    heads = speculator.heads
+    thresholds: dict[int, float] = {}
+    drafter = options.drafter if options.speculate else "none"
+    if drafter == "exit" and heads is None:
+        drafter = "none"  # as `generate` has it
+    if heads is not None and options.speculate and options.uses("exit"):
+        by_layer = spread(options.thresholds, options.exit_layers or heads.config.exit_layers)
+        thresholds = {layer: by_layer[layer] for layer in active_layers(heads, options)}
+    return TraceSettings(
+        exit_layers=tuple(thresholds),
+        exit_thresholds=tuple(thresholds.values()),
+        anneal_strength=options.anneal_strength,
+        max_draft_depth=max(thresholds, default=0),
+        max_draft_tokens=options.max_draft_tokens,
+        drafter=drafter,
+        controller=options.controller,
+        lossless=lossless,
+    )
+
+
+def _thresholds(settings: TraceSettings, lenses: Mapping[int, Lens]) -> dict[int, float]:
+    """By layer: the one in use. Tuned to a layer, it means nothing elsewhere: the built-in one."""
+    used = dict(zip(settings.exit_layers, settings.exit_thresholds, strict=True))
+    (built_in,) = SpeculationOptions().thresholds
+    return {layer: used.get(layer, built_in) for layer in lenses}
+
+
+def _steps(rounds: Sequence[Round], texts: TokenTexts) -> list[_Step]:
+    """The tokens of all rounds, in order."""
+    pieces = iter(texts.pieces([token for entry in rounds for token in entry.tokens]))
+    steps = []
+    for number, entry in enumerate(rounds):
+        by_exits = entry.source == "exit"
+        for index, token in enumerate(entry.tokens):
+            accepted = index < entry.accepted
+            kind: Kind = "prefill" if entry.prefill else "accepted" if accepted else "bonus"
+            left = entry.exit_layers[index] if accepted and by_exits else None
+            steps.append(_Step(token, next(pieces), kind, number, left, index if by_exits else 0))
+    return steps
+
+
+@torch.no_grad()
+def _places(
+    backbone: Backbone,
+    lenses: Mapping[int, Lens],
+    reader: Reader,
+    asked: Tensor,
+    steps: Sequence[_Step],
+) -> list[Place]:
+    """The answer `steps` behind the prompt `asked` [P], in one pass over both."""
+    ids = torch.cat([asked, asked.new_tensor([step.token for step in steps])])[None]
+    predicts = torch.zeros_like(ids, dtype=torch.bool)
+    predicts[:, len(asked) - 1 : -1] = True
+    deep = any(lens.head.reads_deep for lens in lenses.values())
+    spec = FeatureSpec((*lenses, backbone.num_layers), deep=deep)
+    looked = features(backbone, spec, Batch(ids, predicts))
+    exits, behind = [step.exit_layer for step in steps], [step.behind for step in steps]
+    made = chained(lenses, looked.hidden, looked.deep, exits, behind)
+    places: list[Place] = []
+    for rows in torch.arange(len(steps)).split(_ROWS):
+        target_logits = backbone.logits(looked.hidden[backbone.num_layers][rows][None])[0]
+        final = reader.likeliest(target_logits.log_softmax(-1))
+        tokens = looked.following[rows]
+        said = [reader.said(layer, made[layer][rows], target_logits, tokens) for layer in lenses]
+        for best, layers in zip(final, zip(*said, strict=True), strict=True):
+            step = steps[len(places)]
+            places.append(
+                Place(
+                    index=len(places),
+                    token=step.token,
+                    text=step.text,
+                    kind=step.kind,
+                    round=step.round,
+                    exit_layer=step.exit_layer,
+                    final_top_tokens=best.tokens,
+                    final_top_texts=best.texts,
+                    final_top_probs=best.probs,
+                    layers=layers,
+                )
+            )
+    return places
+
+
+def _words(prompt: Prompt, asked: Tensor, texts: TokenTexts) -> str:
+    """What was asked, for people: the text, the last message, or all tokens."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and isinstance(prompt[-1], dict):
+        return prompt[-1]["content"]
+    return "".join(texts.pieces(asked.tolist()))

@@ -1,0 +1,235 @@
+"""What every exit layer foretold at every token of one answer, and the file that keeps it.
+
+Made by `inspect`, drawn by `terminal`, `heat_map`, `figures` and `page`. A file has one JSON record
+per line: the `info`, then a `place` per token, then a `round` per verification.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from selfspec.errors import InvalidData
+from selfspec.stats import Round
+
+FORMAT_VERSION = 1
+
+Kind = Literal["prefill", "accepted", "bonus"]
+"""Where a token comes from: the prompt's pass, a draft that stayed, verification itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSays:
+    """What one exit layer's head foretells of one place's token. Texts show spaces as they are."""
+
+    layer: int
+    top_tokens: tuple[int, ...]
+    """Five ids (fewer in a smaller draft vocabulary), most likely first."""
+    top_texts: tuple[str, ...]
+    top_probs: tuple[float, ...]
+    """Of the head's law, calibrated, before annealing."""
+    confidence: float
+    """Top-1 probability after annealing: what the judge compares with the threshold."""
+    rank: int
+    """Of the final token among the head's guesses, from 1; 0: not in the draft vocabulary."""
+    divergence: float
+    """KL(final law || head's law) in nats, both renormalised over the head's draft vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One emitted token."""
+
+    index: int
+    """In the answer, from 0."""
+    token: int
+    text: str
+    """What the token adds to the answer, special tokens included; "" where a later one completes
+    a character that begins here. All texts join to the whole."""
+    kind: Kind
+    round: int
+    """Index in `LayerTrace.rounds`; 0 is the prompt's pass."""
+    exit_layer: int | None
+    """Where an accepted draft of the exit heads left."""
+    final_top_tokens: tuple[int, ...]
+    """The whole model's five likeliest, before any processor."""
+    final_top_texts: tuple[str, ...]
+    final_top_probs: tuple[float, ...]
+    layers: tuple[LayerSays, ...]
+    """In the order of `TraceInfo.exit_layers`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    """How the answer was decoded."""
+
+    exit_layers: tuple[int, ...]
+    """Those in use; a trace may look at more."""
+    exit_thresholds: tuple[float, ...]
+    """tau of each of them."""
+    anneal_strength: float
+    max_draft_depth: int
+    """D_max: the deepest exit layer in use; 0 without exit heads."""
+    max_draft_tokens: int
+    drafter: str
+    """What proposed; none for plain decoding."""
+    controller: str
+    lossless: bool
+    """False if a lossy acceptance rule was at work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceInfo:
+    """What was decoded, on what."""
+
+    base_model: str
+    """The model's name, for people."""
+    base: str
+    """Its fingerprint."""
+    heads: str
+    """Hash of the heads; "" for none but the logit lens."""
+    dtype: str
+    executor: str
+    num_layers: int
+    exit_layers: tuple[int, ...]
+    """All that were looked at, rising."""
+    head_kinds: tuple[str, ...]
+    """Of each of them: deep-fused, translator, .., logit-lens."""
+    thresholds: tuple[float, ...]
+    """tau of each of them; of a layer that was not in use, the built-in one."""
+    settings: TraceSettings
+    prompt: str
+    """As it was asked, before any chat template."""
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTrace:
+    """One answer, token by token and layer by layer."""
+
+    info: TraceInfo
+    places: tuple[Place, ...]
+    rounds: tuple[Round, ...]
+    """Of the decode itself, the prompt's pass first; rejected drafts and passes included."""
+    draft_texts: tuple[tuple[str, ...], ...]
+    """Of each round's draft tokens."""
+
+    def save(self, path: Path) -> None:
+        """Write a file, under another name first."""
+        new = path.with_name(path.name + ".new")
+        try:
+            with new.open("w", encoding="utf-8") as file:
+                for record in self.lines():
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Ready for JSON: what each line of a file holds."""
+        head = {"format_version": FORMAT_VERSION, "type": "info", **asdict(self.info)}
+        places = [{"type": "place", **asdict(place)} for place in self.places]
+        rounds = [
+            {"type": "round", **asdict(entry), "draft_texts": texts}
+            for entry, texts in zip(self.rounds, self.draft_texts, strict=True)
+        ]
+        return [head, *places, *rounds]
+
+    @classmethod
+    def load(cls, path: Path) -> LayerTrace:
+        """From a file. Raises InvalidData: file, line, reason."""
+        try:
+            # only here a line ends: a token may well be U+2028
+            lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise InvalidData(f"cannot read {path}: {reason}") from error
+        reader = _Reader()
+        for number, line in enumerate(lines, start=1):
+            try:
+                reader.line(json.loads(line), first=number == 1)
+            except InvalidData as error:
+                raise InvalidData(f"{path}, line {number}: {error}") from error
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                raise InvalidData(
+                    f"{path}, line {number} is no line of a trace: {error}. "
+                    'Make one: selfspec trace "..." --output FILE'
+                ) from error
+        try:
+            return reader.trace()
+        except InvalidData as error:
+            raise InvalidData(f"{path}: {error}") from error
+
+
+class _Reader:
+    """Collects the lines of a file."""
+
+    def __init__(self) -> None:
+        self._info: TraceInfo | None = None
+        self._places: list[Place] = []
+        self._rounds: list[Round] = []
+        self._draft_texts: list[tuple[str, ...]] = []
+
+    def line(self, values: dict[str, Any], *, first: bool) -> None:
+        """Add one. Raises InvalidData, and what a wrong shape gives."""
+        kind = values.pop("type")
+        if first != (kind == "info"):
+            raise InvalidData(f"found {kind!r}, the first line must be 'info' and no other")
+        if kind == "info":
+            version = values.pop("format_version")
+            if version != FORMAT_VERSION:
+                raise InvalidData(
+                    f"format version {version}, this selfspec reads {FORMAT_VERSION}. Trace again"
+                )
+            settings = _typed(TraceSettings, values.pop("settings"))
+            self._info = _typed(TraceInfo, {**values, "settings": settings})
+        elif kind == "place":
+            said = tuple(_typed(LayerSays, entry) for entry in values.pop("layers"))
+            self._place(_typed(Place, {**values, "layers": said}))
+        elif kind == "round":
+            self._draft_texts.append(tuple(values.pop("draft_texts")))
+            passes = [tuple(entry) for entry in values.pop("passes")]
+            self._rounds.append(Round(**values, passes=passes))
+        else:
+            raise InvalidData(f"found {kind!r}, expected a place or a round")
+
+    def _place(self, place: Place) -> None:
+        layers = [said.layer for said in place.layers]
+        if self._info is None or layers != list(self._info.exit_layers):
+            raise InvalidData(f"exit layers {layers} are not those of the first line")
+        if place.index != len(self._places):
+            raise InvalidData(f"place {place.index}, expected {len(self._places)}")
+        self._places.append(place)
+
+    def trace(self) -> LayerTrace:
+        """All of them. Raises InvalidData if they do not make one answer."""
+        emitted = [(n, token) for n, entry in enumerate(self._rounds) for token in entry.tokens]
+        found = [(place.round, place.token) for place in self._places]
+        if self._info is None or not found or found != emitted:
+            raise InvalidData("rounds and places hold different tokens: the file is cut off")
+        return LayerTrace(
+            info=self._info,
+            places=tuple(self._places),
+            rounds=tuple(self._rounds),
+            draft_texts=tuple(self._draft_texts),
+        )
+
+
+Kept = TypeVar("Kept", LayerSays, Place, TraceSettings, TraceInfo)
+
+
+def _typed(kind: type[Kept], values: Mapping[str, Any]) -> Kept:
+    """A dataclass from JSON, whose lists are tuples here."""
+    unknown = values.keys() - {entry.name for entry in fields(kind)}
+    if unknown:
+        raise InvalidData(f"unknown key {min(unknown)!r}")
+    return kind(**{name: _tuple(value) for name, value in values.items()})
+
+
+def _tuple(value: Any) -> Any:
+    """Lists as tuples."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return tuple(value) if is_list else value

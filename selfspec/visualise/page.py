@@ -1,0 +1,197 @@
+"""One HTML file that shows an answer layer by layer: a trace comes in, with it a record and costs.
+
+The file needs nothing else: no network, no framework. From the record it replays other settings in
+the reader's browser (assets/replay.js is eval/replay.py again). Called by `selfspec trace --html`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from selfspec.costs import Costs
+from selfspec.errors import InvalidData, InvalidOption
+from selfspec.eval.record import NONE, Record
+from selfspec.visualise.layers import LayerTrace, TraceInfo
+from selfspec.visualise.start import Start, start
+
+_SCRIPTS = ("dom.js", "replay.js", "story.js", "readout.js", "settings.js", "map.js", "stairs.js")
+"""In this order, before main.js: one module in the page."""
+
+
+def render(trace: LayerTrace, record: Record | None, costs: Costs | None) -> str:
+    """The whole file as text.
+
+    Without `record` nothing can be replayed, without `costs` no speed-up is predicted; the page
+    says so. Raises InvalidData for a record of another answer, InvalidOption for costs of another
+    model or of too few rows.
+    """
+    begin = None
+    if record is not None and trace.info.settings.lossless:
+        _check(trace, record, costs)
+        begin = start(trace.info, record.info)
+    data = page_data(trace, record if begin else None, costs, begin)
+    style = _asset("page.css")
+    script = "\n".join(_asset(name) for name in (*_SCRIPTS, "main.js"))
+    return _filled(
+        _asset("page.html"),
+        {
+            "policy": _policy(script, style),
+            "title": html.escape(_title(trace.info)),
+            "style": style,
+            "script": script,
+            "data": _json(data),
+        },
+    )
+
+
+def page_data(
+    trace: LayerTrace, record: Record | None, costs: Costs | None, begin: Start | None
+) -> dict[str, Any]:
+    """Everything the page shows, ready for JSON; a token with its text is an index into `words`."""
+    words: dict[tuple[int, str], int] = {}
+
+    def word(token: int, text: str) -> int:
+        return words.setdefault((token, text), len(words))
+
+    places = [
+        {
+            "word": word(place.token, place.text),
+            "kind": place.kind,
+            "round": place.round,
+            "exit_layer": place.exit_layer,
+            "final": list(map(word, place.final_top_tokens, place.final_top_texts)),
+            "final_probs": _numbers(place.final_top_probs),
+            "layers": [
+                {
+                    "top": list(map(word, said.top_tokens, said.top_texts)),
+                    "probs": _numbers(said.top_probs),
+                    "sure": _number(said.confidence),
+                    "rank": said.rank,
+                    "kl": _number(said.divergence),
+                }
+                for said in place.layers
+            ],
+        }
+        for place in trace.places
+    ]
+    rounds = [
+        asdict(entry) | {"drafts": list(map(word, entry.draft_tokens, texts))}
+        for entry, texts in zip(trace.rounds, trace.draft_texts, strict=True)
+    ]
+    return {
+        "info": asdict(trace.info),
+        "places": places,
+        "rounds": rounds,
+        "words": list(words),
+        "record": None if record is None else _packed(record),
+        "costs": None if costs is None else asdict(costs),
+        "start": None if begin is None else asdict(begin),
+    }
+
+
+def _check(trace: LayerTrace, record: Record, costs: Costs | None) -> None:
+    """Raise InvalidData, InvalidOption if the parts do not belong together."""
+    info = record.info
+    if len(record.prompts) != 1 or info.base != trace.info.base:
+        raise InvalidData(
+            f"the page needs a record of its one prompt on {trace.info.base_model}, found "
+            f"{len(record.prompts)} prompts on {info.base_model}"
+        )
+    if record.answers.tolist() != [place.token for place in trace.places]:
+        raise InvalidData("the record is of another answer than the trace. Trace both again")
+    rows = info.max_draft_tokens + 1
+    if costs is not None and (len(costs.layers) < rows or costs.num_layers != info.num_layers):
+        raise InvalidOption(
+            f"costs are of {costs.num_layers} layers and up to {len(costs.layers)} rows, the "
+            f"record needs {info.num_layers} layers and {rows} rows. Measure them again"
+        )
+
+
+def _packed(record: Record) -> dict[str, Any]:
+    """A record of one prompt. `arrays`, as replay.js unpacks it: zlib of little-endian numbers."""
+    info, prompt = record.info, record.prompts[0]
+    unsure = record.confidence < info.min_threshold  # no setting tells these apart: they pack well
+    unsure[record.roots[record.roots != NONE]] = False  # but they are shown
+    confidence = np.where(unsure, np.float32(0.0), record.confidence)
+    parts = (
+        record.answers.astype("<i4"),
+        record.roots.astype("<i4"),
+        record.tokens.astype("<i4"),
+        record.children.astype("<i4"),
+        confidence.astype("<f4"),
+    )
+    arrays = b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
+    return {
+        "num_layers": info.num_layers,
+        "exit_layers": list(info.exit_layers),
+        "anneal_strengths": list(info.anneal_strengths),
+        "min_threshold": info.min_threshold,
+        "max_draft_tokens": info.max_draft_tokens,
+        "end_tokens": list(info.end_tokens),
+        "prompt_tokens": prompt.prompt_tokens,
+        "max_new_tokens": prompt.max_new_tokens,
+        "places": len(record.answers),
+        "nodes": len(record.tokens),
+        "arrays": base64.b64encode(zlib.compress(arrays, 9)).decode("ascii"),
+    }
+
+
+def _number(value: float) -> float | None:
+    """Nine digits tell any two float32 apart; JSON has no infinity."""
+    return float(f"{value:.9g}") if math.isfinite(value) else None
+
+
+def _numbers(values: tuple[float, ...]) -> list[float | None]:
+    return [_number(value) for value in values]
+
+
+def _title(info: TraceInfo) -> str:
+    """What a browser's tab shows."""
+    line = " ".join(info.prompt.split())
+    return f"{line[:60]} · {info.base_model}"
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """JSON that cannot close the element it stands in, nor open another."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _policy(script: str, style: str) -> str:
+    """Nothing may be loaded from anywhere, and no script run but ours."""
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src '{_hash(script)}'",
+            f"style-src '{_hash(style)}'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """In one go: a value that looks like a place to fill stays as it is."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+
+
+def _asset(name: str) -> str:
+    return (files("selfspec.visualise") / "assets" / name).read_text(encoding="utf-8")

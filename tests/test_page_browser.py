@@ -1,0 +1,402 @@
+"""The HTML page in a real browser: it shows the trace's numbers and replays what Python replays."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from selfspec.config import SpeculationOptions
+from selfspec.eval import replay
+from selfspec.eval.record import Record
+from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
+from selfspec.stats import Round
+from selfspec.visualise.layers import LayerTrace
+from selfspec.visualise.page import render
+from selfspec.visualise.texts import visible
+from tests.records import OPTIONS, recorded
+from tests.test_replay import random_setting
+from tests.traces import alone, make_trace, some_costs
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402  # after the check
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+USED = SpeculationOptions(exit_threshold=0.2, anneal_strength=0.5, max_draft_tokens=3)
+RECORD_LAYERS = 6
+COSTS = some_costs(RECORD_LAYERS, OPTIONS.max_draft_tokens + 1)
+PROMPT = 1
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, without a window."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"needs a browser: {', '.join(BROWSERS)}")
+    with sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=found)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    return alone(recorded("translator").record, PROMPT)
+
+
+@pytest.fixture(scope="module")
+def trace(record: Record) -> LayerTrace:
+    return make_trace(record, USED, [layer for layer in range(6) if layer != 4])
+
+
+@pytest.fixture
+def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
+    """`opened(html, **context)`: the page of a file. At the end: no message, and nothing loaded."""
+    said: list[str] = []
+    asked: list[str] = []
+    contexts = []
+
+    def open_page(html: str, **options: Any) -> Page:
+        file = tmp_path / "page.html"
+        file.write_text(html, encoding="utf-8")
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.set_default_timeout(10_000)
+        page.goto(file.as_uri())
+        page.wait_for_selector("html[data-ready]")
+        asked.remove(file.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert said == []
+    assert [url for url in asked if not url.startswith("data:")] == []
+
+
+@pytest.fixture
+def page(opened: Open, trace: LayerTrace, record: Record) -> Page:
+    return opened(render(trace, record, COSTS))
+
+
+def cell(page: Page, trace: LayerTrace, place: int, layer: int) -> Any:
+    """A cell of the map; deep layers stand above."""
+    row = len(trace.info.exit_layers) - 1 - trace.info.exit_layers.index(layer)
+    return page.locator("#map tbody tr").nth(row).locator("td").nth(place)
+
+
+def result(page: Page, name: str, column: str = "now") -> str:
+    return page.locator(f"#results [data-{column}={name}]").inner_text()
+
+
+def set_slider(page: Page, slider: Any, value: float) -> None:
+    slider.evaluate(
+        "(node, value) => { node.value = value; "
+        "node.dispatchEvent(new Event('input', { bubbles: true })); }",
+        value,
+    )
+
+
+def as_choice(record: Record, options: SpeculationOptions) -> dict[str, Any]:
+    """Options as the page's sliders hold them."""
+    info = record.info
+    layers = options.exit_layers or info.exit_layers
+    taus = options.thresholds if len(options.thresholds) > 1 else options.thresholds * len(layers)
+    by_layer = dict(zip(layers, taus, strict=True))
+    return {
+        "used": [layer in layers for layer in info.exit_layers],
+        "thresholds": [by_layer.get(layer, 1.0) for layer in info.exit_layers],
+        "alpha": info.anneal_strengths.index(options.anneal_strength),
+        "depth": layers[-1] if options.max_draft_depth is None else options.max_draft_depth,
+        "width": options.max_draft_tokens,
+    }
+
+
+def plain(entry: Round) -> dict[str, Any]:
+    """A round as JSON has it."""
+    return asdict(entry) | {"passes": [list(run) for run in entry.passes]}
+
+
+def python_results(record: Record, options: SpeculationOptions) -> dict[str, float]:
+    """What Python's replay counts and predicts."""
+    found = totals(record, [options])
+    seconds = predicted_seconds(found, COSTS)[0, 0]
+    return {
+        "rounds": int(found.rounds[0, 0]),
+        "drafted": int(found.drafted[0, 0]),
+        "accepted": int(found.accepted[0, 0]),
+        "compression_rate": float(found.tokens[0, 0] / found.rounds[0, 0]),
+        "speed_up": float(plain_seconds(record, COSTS)[0] / seconds),
+    }
+
+
+def test_hover_shows_the_numbers_of_the_trace(page: Page, trace: LayerTrace) -> None:
+    for place, layer in ((0, 1), (3, 5), (7, 2), (len(trace.places) - 1, 3)):
+        says = trace.places[place].layers[trace.info.exit_layers.index(layer)]
+        shown = cell(page, trace, place, layer)
+        assert shown.inner_text() == visible(says.top_texts[0])
+        shown.hover()
+        readout = page.locator("#readout")
+        rows = readout.locator(".bars tr").all()
+        assert [row.locator(".token").text_content() for row in rows] == [
+            visible(text) for text in says.top_texts
+        ]
+        assert [row.locator(".number").text_content() for row in rows] == [
+            f"{prob:.4f}" for prob in says.top_probs
+        ]
+        values = {
+            name: readout.locator(f"[data-field={name}]").inner_text()
+            for name in ("confidence", "rank", "KL")
+        }
+        assert values == {
+            "confidence": f"{says.confidence:.3f}",
+            "rank": str(says.rank or "–"),
+            "KL": "∞" if says.divergence == float("inf") else f"{says.divergence:.3f}",
+        }
+
+
+def test_frames_and_marks_are_where_they_belong(page: Page, trace: LayerTrace) -> None:
+    left = rejected = wrong = 0
+    for place in trace.places:
+        entry = trace.rounds[place.round]
+        bad = place.kind == "bonus" and entry.accepted < len(entry.draft_tokens)
+        rejected_at = entry.exit_layers[entry.accepted] if bad else None
+        for index, says in enumerate(place.layers):
+            classes = set(
+                (cell(page, trace, place.index, says.layer).get_attribute("class")).split()
+            )
+            right = says.top_tokens[0] == place.token
+            confident = says.confidence >= trace.info.thresholds[index]
+            assert ("right" in classes) == right
+            assert ("wrong" in classes) == (confident and not right)
+            assert ("left" in classes) == (place.exit_layer == says.layer)
+            assert ("rejected" in classes) == (rejected_at == says.layer)
+            left += "left" in classes
+            rejected += "rejected" in classes
+            wrong += "wrong" in classes
+    assert min(left, rejected, wrong) > 0
+
+
+def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
+    answer = page.locator("#answer").text_content()
+    assert answer == "".join(place.text for place in trace.places)
+    assert page.locator("#prompt").text_content() == trace.info.prompt
+    assert page.title().startswith(trace.info.prompt)
+    assert page.evaluate("typeof hacked") == "undefined"
+    assert page.locator("img").count() == 0
+    shown = "".join(page.locator("#map td").all_text_contents())
+    assert "<script>" in shown
+    assert "</script>" in shown
+
+
+@pytest.mark.parametrize("kind", ["translator", "deep-fused"])
+def test_the_page_replays_what_python_replays(opened: Open, kind: str) -> None:
+    """Every field of every round; a threshold may equal a confidence to the last bit."""
+    record = alone(recorded(kind).record, PROMPT)
+    page = opened(render(make_trace(record, USED), record, COSTS))
+    options = [random_setting(record, seed) for seed in range(40)]
+    sure = np.unique(record.confidence[record.confidence >= record.info.min_threshold])
+    picks = random.Random(1).sample(range(len(sure)), 10)
+    options += [
+        replace(
+            options[0], exit_layers=None, max_draft_depth=None, exit_threshold=float(sure[pick])
+        )
+        for pick in picks
+    ]
+    for setting in options:
+        rounds = page.evaluate("choice => selfspec.replay(choice)", as_choice(record, setting))
+        judged = sum(entry.pop("judged") for entry in rounds)
+        assert rounds == [plain(entry) for entry in replay.rounds(record, 0, setting)], setting
+        assert judged == totals(record, [setting]).judged[0, 0]
+        found = page.evaluate(
+            "choice => selfspec.summary(selfspec.replay(choice))", as_choice(record, setting)
+        )
+        for name, value in python_results(record, setting).items():
+            assert found[name] == pytest.approx(value, rel=1e-12), (name, setting)
+
+
+def test_the_replay_of_the_settings_used_is_the_decode(page: Page, trace: LayerTrace) -> None:
+    rounds = page.evaluate("selfspec.replay(selfspec.data.start)")
+    for entry in rounds:
+        del entry["judged"]
+    assert rounds == [plain(entry) for entry in trace.rounds]
+    assert page.locator("#notes li").count() == 0
+
+
+def test_sliders_give_the_counts_of_python(page: Page, record: Record) -> None:
+    info, dice = record.info, random.Random(3)
+    page.get_by_label("one τ for all layers").set_checked(False)
+    used = python_results(record, replace(USED, exit_layers=info.exit_layers))
+    assert result(page, "rounds", "used") == str(used["rounds"])
+    for _ in range(8):
+        taus = []
+        set_slider(page, page.locator("#depth"), len(info.exit_layers) - 1)
+        for layer in info.exit_layers:
+            slider = page.get_by_role("slider", name=f"tau, exit threshold of layer {layer}")
+            set_slider(page, slider, dice.uniform(info.min_threshold, 0.8))
+            taus.append(float(slider.input_value()))
+        alpha, width = dice.randrange(len(info.anneal_strengths)), dice.randint(1, 4)
+        depth = dice.randrange(len(info.exit_layers))
+        for name, value in (("#alpha", alpha), ("#width", width), ("#depth", depth)):
+            set_slider(page, page.locator(name), value)
+        options = SpeculationOptions(
+            exit_threshold=tuple(taus),
+            anneal_strength=info.anneal_strengths[alpha],
+            max_draft_depth=info.exit_layers[depth],
+            max_draft_tokens=width,
+        )
+        expected = python_results(record, options)
+        assert result(page, "rounds") == str(expected["rounds"])
+        assert result(page, "drafted") == str(expected["drafted"])
+        assert result(page, "accepted") == str(expected["accepted"])
+        assert result(page, "cr") == f"{expected['compression_rate']:.2f}"
+        assert result(page, "speed") == f"{expected['speed_up']:.3f}"
+        boxes = sum(len(entry.passes) for entry in replay.rounds(record, 0, options))
+        assert page.locator("#stairs .box").count() == boxes
+    page.get_by_role("button", name="as decoded").click()
+    assert result(page, "rounds") == str(used["rounds"])
+
+
+def test_a_layer_can_be_switched_off(page: Page, record: Record) -> None:
+    first, *others = record.info.exit_layers
+    for layer in others:
+        page.get_by_label(f"use exit layer {layer}").uncheck()
+    expected = python_results(record, replace(USED, exit_layers=(first,)))
+    assert result(page, "rounds") == str(expected["rounds"])
+    assert page.get_by_label(f"use exit layer {first}").is_disabled()  # one must stay
+
+
+def test_one_threshold_can_move_all(page: Page, record: Record) -> None:
+    layers = record.info.exit_layers
+    set_slider(page, page.locator(f"[data-layer='{layers[0]}']"), 0.5)
+    expected = python_results(record, replace(USED, exit_threshold=0.5))
+    assert result(page, "rounds") == str(expected["rounds"])
+    assert page.locator(f"[data-layer='{layers[-1]}']").input_value() == "0.5"
+
+
+def test_keys_walk_over_cells_and_rounds(page: Page, trace: LayerTrace) -> None:
+    page.locator("#map [tabindex='0']").focus()
+    heading = page.locator("#readout h3")
+    assert "token 1 · whole model" in heading.inner_text()
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    deepest = trace.info.exit_layers[-1]
+    assert f"token 3 · layer {deepest}" in heading.inner_text()
+    focused = page.evaluate(
+        "[document.activeElement.getAttribute('aria-label'), "
+        "getComputedStyle(document.activeElement).outlineStyle]"
+    )
+    assert focused[0].startswith(f"layer {deepest} says")
+    assert focused[1] == "solid"
+    page.keyboard.press("End")
+    assert f"token {len(trace.places)} ·" in heading.inner_text()
+    page.locator("#stairs [tabindex='0']").focus()
+    page.keyboard.press("ArrowRight")
+    assert heading.inner_text().startswith("Round 1: ")
+
+
+def test_the_staircase_can_be_walked_pass_by_pass(page: Page, trace: LayerTrace) -> None:
+    passes = [run for entry in trace.rounds for run in entry.passes]
+    assert page.locator("#stairs .box").count() == len(passes)
+    step = page.get_by_role("slider", name="pass")
+    set_slider(page, step, 4)
+    assert page.locator("#stairs .box:not(.later)").count() == 4
+    assert 0 < page.locator("#answer .later").count() < len(trace.places)
+    page.get_by_role("button", name="play").click()
+    page.locator("#stairs .box:not(.later)").nth(5).wait_for(state="attached")
+    page.get_by_role("button", name="pause").click()
+
+
+def test_it_comes_in_light_and_dark(opened: Open, trace: LayerTrace, record: Record) -> None:
+    html = render(trace, record, COSTS)
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = opened(html, color_scheme="light").evaluate(paper)
+    page = opened(html, color_scheme="dark")
+    dark = page.evaluate(paper)
+    assert light != dark
+    page.get_by_role("button", name="dark").click()
+    assert page.evaluate(paper) == light
+
+
+def test_it_fits_a_phone(opened: Open, trace: LayerTrace, record: Record) -> None:
+    page = opened(render(trace, record, COSTS), viewport={"width": 360, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    cell(page, trace, 0, 1).click()
+    assert page.locator("#readout h3").is_visible()
+
+
+def test_without_a_record_there_are_no_sliders(opened: Open, trace: LayerTrace) -> None:
+    page = opened(render(trace, None, None))
+    assert page.get_by_text("The trace came without a record").is_visible()
+    assert not page.locator("#alpha").is_visible()
+    assert page.locator("#stairs .box").count() > 0
+
+
+def test_128_tokens_and_30_layers_stay_small_and_quick(
+    opened: Open, record: Record, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Size is limited; how long a slider takes is told, not asserted: it depends on the machine."""
+    trace, long = long_trace(record)
+    html = render(trace, long, some_costs(31, OPTIONS.max_draft_tokens + 1))
+    assert len(html.encode("utf-8")) < 1_500_000
+    page = opened(html)
+    slider = page.locator("[data-layer]").first
+    times = sorted(slider.evaluate(MOVE, tau) for tau in (0.3, 0.5, 0.7, 0.9, 0.25, 0.6))
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\n{len(html) / 1e6:.2f} MB; a slider move takes {times[2]:.0f} ms, "
+            f"at most {times[-1]:.0f} ms, layout included\n"
+        )
+    assert page.locator("#map td").count() == 128 * 30
+
+
+MOVE = """(node, value) => {
+  const start = performance.now();
+  node.value = value;
+  node.dispatchEvent(new Event("input", { bubbles: true }));
+  document.body.getBoundingClientRect();
+  return performance.now() - start;
+}"""
+
+
+def long_trace(record: Record) -> tuple[LayerTrace, Record]:
+    """128 tokens and 30 layers: a short answer over and over, its heads at other depths."""
+    copies = -(-128 // len(record.answers))
+    nodes, places = len(record.tokens), 128
+    shifted = [
+        np.where(record.roots >= 0, record.roots + nodes * copy, record.roots)
+        for copy in range(copies)
+    ]
+    roots = np.concatenate(shifted)[:places].astype(np.int32)
+    roots[roots < 0] = 0
+    children = np.concatenate(
+        [
+            np.where(record.children >= 0, record.children + nodes * copy, 0)
+            for copy in range(copies)
+        ]
+    ).astype(np.int32)
+    layers = (4, 12, 20)
+    long = replace(
+        record,
+        info=replace(record.info, num_layers=31, exit_layers=layers, end_tokens=()),
+        prompts=(replace(record.prompts[0], new_tokens=places, max_new_tokens=places),),
+        answers=np.tile(record.answers, copies)[:places],
+        roots=roots,
+        tokens=np.tile(record.tokens, (copies, 1)),
+        children=children,
+        confidence=np.tile(record.confidence, (copies, 1, 1)),
+    )
+    return make_trace(long, USED, range(1, 31)), long
