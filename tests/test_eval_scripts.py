@@ -1,0 +1,172 @@
+"""Scripts of eval/ on a tiny model: they run, and what they compute is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from selfspec.errors import InvalidOption
+from selfspec.eval import results
+from selfspec.eval.answers import Answer, Run
+from selfspec.eval.summary import summarise
+from tests.models import make_model
+from tests.talks import make_tokenizer
+
+FOLDER = Path(__file__).parents[1] / "eval"
+
+
+def script(name: str) -> ModuleType:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model, heads and eight prompts; the current folder."""
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    prompts = [" ".join(f"{number:03b}".replace("0", "a").replace("1", "b")) for number in range(8)]
+    lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# --- tuned_against_grid
+
+
+def run_grid(output: Path, **options: Any) -> None:
+    asked = {"model": "model", "heads": "logit-lens", "dtype": "float32", "suite": "prompts.jsonl"}
+    small = {"limit": 2, "tune_limit": 3, "new_tokens": 6, "points": 4}
+    script("tuned_against_grid").main(output, **asked, **small, **options)
+
+
+def test_the_tuned_setting_and_the_grid_answer_prompts_that_were_not_tuned_on(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = workplace / "out"
+    run_grid(out)
+    names = ["answers.jsonl", "run.yaml", "summary.json", "table.md"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    run = yaml.safe_load((out / "run.yaml").read_text())
+    assert len(answers) == 2
+    assert not {answer["id"] for answer in answers} & set(run["tuned_on"])
+    for answer in answers:
+        assert len(answer["runs"]) == 2 + 4
+        assert {"plain", "tuned"} <= answer["runs"].keys()
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["prompts"], summary["points"]) == (2, 4)
+    assert capsys.readouterr().out.rstrip() == (out / "table.md").read_text().rstrip()
+    with pytest.raises(InvalidOption, match="holds results"):
+        run_grid(out)
+
+
+def test_the_grids_best_is_found_with_hindsight_and_on_the_other_half() -> None:
+    """By prompt a, b, c, d: one point is fast on a and c, the other on b and d, the first more."""
+    seconds = {
+        "plain": (4.0, 4.0, 4.0, 4.0),
+        "tuned": (2.0, 2.0, 2.0, 2.0),
+        "first": (1.0, 4.0, 1.0, 4.0),
+        "second": (3.0, 3.0, 4.0, 2.0),
+    }
+    answers = [
+        Answer(
+            id=name,
+            task="t",
+            turn=1,
+            repeat=1,
+            runs={label: Run(seconds=times[at]) for label, times in seconds.items()},
+        )
+        for at, name in enumerate("abcd")
+    ]
+    found = script("tuned_against_grid").compared(answers, ["first", "second"], 0)
+    assert found["best"] == "first"
+    assert found["tuned_over_plain"]["ratio"] == 2.0
+    assert found["best_over_plain"]["ratio"] == 16 / 10
+    assert found["tuned_over_best"]["ratio"] == 10 / 8
+    # b and d find the second, a and c the first: a 3, b 4, c 4, d 4
+    assert found["searched_over_plain"]["ratio"] == 16 / 15
+    assert found["tuned_over_searched"]["ratio"] == 15 / 8
+
+
+# --- two_runs
+
+
+def finished(folder: Path, seconds: dict[str, list[float]], **run: Any) -> Path:
+    """A folder of a bench with such seconds by method and prompt."""
+    answers = [
+        Answer(
+            id=str(at),
+            task="math",
+            turn=1,
+            repeat=1,
+            new_tokens=2,
+            runs={
+                label: Run(seconds=times[at], arrivals=[(1, 1.0), (1, 1.0)])
+                for label, times in seconds.items()
+            },
+        )
+        for at in range(len(seconds["plain"]))
+    ]
+    described = {
+        name: {"method": name, "source": "", "setting": {}, "chosen_from": []} for name in seconds
+    }
+    facts: dict[str, Any] = {part: {} for part in ("questions", "model", "speculation")}
+    machine = {"threads": len(folder.name)}
+    results.begin(folder, {"run": run, "machine": machine, **facts}, resume=False)
+    results.write(folder, summarise(answers, described))
+    return folder
+
+
+def test_runs_agree_where_their_intervals_meet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = [4.0, 4.0, 4.0]
+    first = finished(tmp_path / "a", {"plain": plain, "fast": [2.0, 3.0, 4.0]})
+    second = finished(tmp_path / "bb", {"plain": plain, "fast": [2.0, 2.5, 3.5]})
+    script("two_runs").main(first, second)
+    printed = capsys.readouterr().out
+    assert "machine threads: 1, then 2" in printed
+    # overall and math, all answers and those without loops
+    assert "4 of 4 speed-ups agree within their intervals" in printed
+    assert "furthest apart: fast over plain" in printed
+    assert "1.333 (" in printed
+    assert "1.500 (" in printed
+    assert "12.5% apart" in printed
+
+
+def test_runs_whose_intervals_do_not_meet_give_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = [4.0, 4.0]
+    first = finished(tmp_path / "a", {"plain": plain, "fast": [2.0, 2.1]})
+    second = finished(tmp_path / "b", {"plain": plain, "fast": [1.0, 1.1]})
+    with pytest.raises(SystemExit) as caught:
+        script("two_runs").main(first, second)
+    assert caught.value.code == 1
+    printed = capsys.readouterr().out
+    assert printed.count("no overlap: fast over plain") == 4
+    assert "0 of 4 speed-ups agree" in printed
+
+
+def test_single_prompts_have_no_interval_and_other_commands_are_refused(tmp_path: Path) -> None:
+    one = finished(tmp_path / "a", {"plain": [4.0], "fast": [2.0]}, limit=1)
+    same = finished(tmp_path / "b", {"plain": [4.0], "fast": [1.0]}, limit=1)
+    other = finished(tmp_path / "c", {"plain": [4.0, 4.0], "fast": [2.0, 2.0]}, limit=2)
+    with pytest.raises(SystemExit, match="no speed-up over several prompts"):
+        script("two_runs").main(one, same)
+    with pytest.raises(InvalidOption, match="two commands: run limit is 1 in a, 2 in c"):
+        script("two_runs").main(one, other)
