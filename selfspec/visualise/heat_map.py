@@ -239,9 +239,12 @@ def _draw_title(figure: Figure, trace: LayerTrace, places: Sequence[Place]) -> N
     left = _MARGINS[0] / width
     asked = fitting(drawable(visible(trace.info.prompt).replace("␣", " ")), int(width * 10))
     figure.text(left, 1 - 0.28 / height, asked, fontsize=9, color=_INK, parse_math=False)
+    settings = trace.info.settings
     model = drawable(visible(trace.info.base_model).replace("␣", " "))
     part = f"tokens {places[0].index} to {places[-1].index} of {len(trace.places)}"
-    words = f"{model}, {trace.info.settings.drafter} drafts, {part}"
+    used = zip(settings.exit_layers, settings.exit_thresholds, strict=True)
+    taus = "".join(f", leaves layer {layer} from {tau:g} on" for layer, tau in used)
+    words = f"{model}, drafter {settings.drafter}{taus}; {part}"
     figure.text(left, 1 - 0.47 / height, words, parse_math=False, **_SMALL)
 
 

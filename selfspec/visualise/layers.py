@@ -206,8 +206,9 @@ class _Reader:
 
     def trace(self) -> LayerTrace:
         """All of them. Raises InvalidData if they do not make one answer."""
-        emitted = [token for entry in self._rounds for token in entry.tokens]
-        if self._info is None or emitted != [place.token for place in self._places]:
+        emitted = [(n, token) for n, entry in enumerate(self._rounds) for token in entry.tokens]
+        found = [(place.round, place.token) for place in self._places]
+        if self._info is None or not found or found != emitted:
             raise InvalidData("rounds and places hold different tokens: the file is cut off")
         return LayerTrace(
             info=self._info,

@@ -48,7 +48,8 @@ class TokenTexts:
         if self._tokenizer is None:
             return f"<{token}>"
         before = str(self._tokenizer.decode(self._before))
-        return str(self._tokenizer.decode([*self._before, token])).removeprefix(before)
+        both = str(self._tokenizer.decode([*self._before, token]))
+        return both[len(before) :] if both.startswith(before) else both
 
 
 def visible(text: str, most: int | None = None) -> str:

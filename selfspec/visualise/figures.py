@@ -1,0 +1,303 @@
+"""Figures over many answers: LayerTraces come in, PNG files go out.
+
+For each figure three functions: `.._data` picks what was seen, `.._statistic` computes what is
+shown, with its n, `save_..` draws and does no arithmetic. Called by `eval/visualise/figures.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+
+from selfspec.stats import GenerationStats
+from selfspec.training.reliability import calibration_error
+from selfspec.visualise.layers import LayerTrace, Place
+
+KINDS = ("word", "number", "punctuation", "special")
+
+VERIFIED = "verification"
+"""In place of an exit layer: the whole model gave the token."""
+
+NEVER = None
+"""In place of a layer: a sampled token that is not the model's likeliest saturates nowhere."""
+
+_CONTROL = re.compile(r"<[^<>\s]+>|\s*")
+"""Tokens like <|im_end|>, ends of lines and spaces."""
+
+_BLUE, _ORANGE, _GREY, _RED = "#3a7ce7", "#f2a900", "#c3ccd5", "#d7263d"
+_EXITS = ("#1b9e77", _BLUE, "#a054de", _ORANGE, _RED)
+
+
+class Shares(NamedTuple):
+    """What became of the tokens of one kind."""
+
+    kind: str
+    tokens: int
+    percent: dict[str, float]
+    """By exit layer, rising, then VERIFIED."""
+
+
+class Saturation(NamedTuple):
+    """From which layer on the guess is the final token, and stays it."""
+
+    tokens: int
+    layers: list[int]
+    percent: list[float]
+    """Of the tokens, by layer."""
+    cumulative: list[float]
+    """Percent up to each layer."""
+
+
+class Agreement(NamedTuple):
+    """One layer against the final tokens."""
+
+    layer: int
+    tokens: int
+    right: float
+    """Percent of the tokens that are the layer's first guess."""
+    sure: float
+    """Mean probability of the first guess in percent, before annealing."""
+    error: float
+    """Expected calibration error in percent: how far the two are apart, bin by bin."""
+
+
+class Kept(NamedTuple):
+    """Drafts of one layer, or of one place in the draft."""
+
+    at: str
+    drafted: int
+    percent: float
+    """That stayed."""
+
+
+def token_kind(text: str) -> str:
+    """One of KINDS: special are control tokens, spaces, and parts of characters."""
+    if _CONTROL.fullmatch(text) or "\N{REPLACEMENT CHARACTER}" in text:
+        return "special"
+    if any(character.isalpha() for character in text):
+        return "word"
+    return "number" if any(character.isnumeric() for character in text) else "punctuation"
+
+
+# --- where tokens of each kind leave -------------------------------------------------------------
+
+
+def exits_data(traces: Iterable[LayerTrace]) -> list[tuple[str, str]]:
+    """Of each token but the prompt's own, its kind and the exit layer or VERIFIED."""
+    return [
+        (token_kind(place.text), VERIFIED if place.exit_layer is None else str(place.exit_layer))
+        for trace in traces
+        for place in trace.places
+        if place.kind != "prefill"
+    ]
+
+
+def exits_statistic(tokens: Sequence[tuple[str, str]]) -> list[Shares]:
+    """By kind; those that do not occur are left out."""
+    found = []
+    layers = sorted({place for _, place in tokens} - {VERIFIED}, key=int)
+    for kind in KINDS:
+        counts = Counter(place for name, place in tokens if name == kind)
+        if total := counts.total():
+            percent = {name: 100 * counts[name] / total for name in (*layers, VERIFIED)}
+            found.append(Shares(kind, total, percent))
+    return found
+
+
+def save_exits(shares: Sequence[Shares], path: Path) -> None:
+    """A bar per kind, divided by where its tokens left."""
+    figure = Figure(figsize=(6.4, 0.6 + 0.5 * len(shares)), layout="constrained")
+    axes = figure.subplots()
+    names = list(shares[0].percent)
+    labels = [f"{entry.kind}, n = {entry.tokens}" for entry in shares]
+    left = [0.0] * len(shares)
+    for name in names:
+        widths = [entry.percent[name] for entry in shares]
+        verified = name == VERIFIED
+        label = "given by verification" if verified else f"left at layer {name}"
+        colour = _GREY if verified else _EXITS[names.index(name) % len(_EXITS)]
+        axes.barh(labels, widths, left=left, height=0.66, label=label, color=colour)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("tokens [%]")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.legend(loc="outside upper center", ncols=len(names), frameon=False, fontsize="small")
+    _save(figure, path)
+
+
+# --- from which layer on the answer is known -----------------------------------------------------
+
+
+def saturation_data(traces: Iterable[LayerTrace]) -> list[int | None]:
+    """Of each token the first layer from which on every first guess is this token."""
+    return [saturation(trace, place) for trace in traces for place in trace.places]
+
+
+def saturation(trace: LayerTrace, place: Place) -> int | None:
+    """The layer, num_layers at the latest; NEVER if not even the whole model prefers the token."""
+    if place.final_top_tokens[0] != place.token:
+        return NEVER
+    first = trace.info.num_layers
+    for said in reversed(place.layers):
+        if said.top_tokens[0] != place.token:
+            break
+        first = said.layer
+    return first
+
+
+def saturation_statistic(layers: Sequence[int | None], shown: Sequence[int]) -> Saturation:
+    """Over the layers `shown`, rising."""
+    counts = Counter(layers)
+    percent = [100 * counts[layer] / len(layers) for layer in shown]
+    cumulative = [sum(percent[: n + 1]) for n in range(len(percent))]
+    return Saturation(len(layers), list(shown), percent, cumulative)
+
+
+def save_saturation(found: Saturation, path: Path) -> None:
+    """Bars by layer, and a line for all up to it."""
+    figure = Figure(figsize=(6.4, 3.0), layout="constrained")
+    axes = figure.subplots()
+    axes.bar(found.layers, found.percent, color=_BLUE, width=0.8, label="from this layer on")
+    axes.plot(found.layers, found.cumulative, color=_ORANGE, label="from it or an earlier one")
+    axes.set_ylim(0, 100)
+    axes.set_ylabel("tokens [%]")
+    axes.set_xlabel(f"layer from which on the first guess is the final token; n = {found.tokens}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")
+    _save(figure, path)
+
+
+# --- how often layers are right, and whether they know it ----------------------------------------
+
+
+def agreement_data(traces: Iterable[LayerTrace]) -> dict[int, list[tuple[float, bool]]]:
+    """By layer, of each token: probability of the first guess, and whether it is right."""
+    found: dict[int, list[tuple[float, bool]]] = {}
+    for trace in traces:
+        for place in trace.places:
+            for said in place.layers:
+                right = said.top_tokens[0] == place.token
+                found.setdefault(said.layer, []).append((said.top_probs[0], right))
+    return dict(sorted(found.items()))
+
+
+def agreement_statistic(guesses: Mapping[int, Sequence[tuple[float, bool]]]) -> list[Agreement]:
+    """One per layer."""
+    found = []
+    for layer, pairs in guesses.items():
+        sure = torch.tensor([prob for prob, _ in pairs], dtype=torch.float64)
+        right = torch.tensor([agrees for _, agrees in pairs])
+        found.append(
+            Agreement(
+                layer,
+                len(pairs),
+                100 * right.double().mean().item(),
+                100 * sure.mean().item(),
+                100 * calibration_error(sure, right),
+            )
+        )
+    return found
+
+
+def save_agreement(found: Sequence[Agreement], path: Path) -> None:
+    """Right and sure by layer in one panel, the calibration error in the other."""
+    figure = Figure(figsize=(9.0, 3.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    layers = [entry.layer for entry in found]
+    left.plot(layers, [e.right for e in found], "o-", ms=3, color=_BLUE, label="right [%]")
+    left.plot(layers, [e.sure for e in found], "o-", ms=3, color=_ORANGE, label="sure [%]")
+    left.legend(frameon=False, fontsize="small")
+    left.set_ylabel("first guess")
+    right.bar(layers, [entry.error for entry in found], color=_RED, alpha=0.8)
+    right.set_ylabel("calibration error [%]")
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"layer; n = {found[0].tokens} tokens")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+# --- what verification keeps ---------------------------------------------------------------------
+
+
+def acceptance_data(traces: Iterable[LayerTrace]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Drafted and accepted, `by_layer` (exit heads only) and `by_index` (counted from 1)."""
+    stats = GenerationStats(num_layers=0)
+    for trace in traces:
+        for entry in trace.rounds:
+            stats.add(entry)
+    pairs = {
+        "by_layer": (stats.drafted_by_layer, stats.accepted_by_layer),
+        "by_index": (stats.drafted_by_index, stats.accepted_by_index),
+    }
+    return {
+        name: {str(key): (count, accepted[key]) for key, count in sorted(drafted.items())}
+        for name, (drafted, accepted) in pairs.items()
+    }
+
+
+def acceptance_statistic(counts: Mapping[str, tuple[int, int]]) -> list[Kept]:
+    """From drafted and accepted."""
+    return [
+        Kept(at, drafted, 100 * accepted / drafted) for at, (drafted, accepted) in counts.items()
+    ]
+
+
+def save_acceptance(by_layer: Sequence[Kept], by_index: Sequence[Kept], path: Path) -> None:
+    """Bars by draft index, and by exit layer where there are any."""
+    panels = [(by_index, "place in the draft"), (by_layer, "exit layer")]
+    drawn = [(bars, name) for bars, name in panels if bars]
+    figure = Figure(figsize=(4.2 * len(drawn), 2.8), layout="constrained")
+    for axes, (bars, name) in zip(
+        figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True
+    ):
+        labels = [f"{bar.at}\nn = {bar.drafted}" for bar in bars]
+        axes.bar(labels, [bar.percent for bar in bars], color=_BLUE, width=0.6)
+        axes.set_ylim(0, 100)
+        axes.set_xlabel(name)
+        axes.set_ylabel("drafts kept [%]")
+        axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def save_all(traces: Sequence[LayerTrace], folder: Path) -> dict[str, object]:
+    """All figures that the traces give; returns their statistics, ready for JSON.
+
+    Without drafts there is no figure of acceptance. The traces must show the same layers.
+    """
+    info = traces[0].info
+    exits = exits_statistic(exits_data(traces))
+    layers = [*info.exit_layers, info.num_layers]
+    saturated = saturation_statistic(saturation_data(traces), layers)
+    agreed = agreement_statistic(agreement_data(traces))
+    counts = acceptance_data(traces)
+    save_exits(exits, folder / "exits.png")
+    save_saturation(saturated, folder / "saturation.png")
+    save_agreement(agreed, folder / "agreement.png")
+    by_layer, by_index = (acceptance_statistic(counts[f"by_{name}"]) for name in ("layer", "index"))
+    if by_index:
+        save_acceptance(by_layer, by_index, folder / "acceptance.png")
+    return {
+        "exits": [entry._asdict() for entry in exits],
+        "saturation": saturated._asdict(),
+        "agreement": [entry._asdict() for entry in agreed],
+        "acceptance": {
+            "by_layer": [bar._asdict() for bar in by_layer],
+            "by_index": [bar._asdict() for bar in by_index],
+        },
+    }
+
+
+def _save(figure: Figure, path: Path) -> None:
+    new = path.with_name(f"new-{path.name}")
+    figure.savefig(new, dpi=130)
+    new.replace(path)

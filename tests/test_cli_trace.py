@@ -1,0 +1,141 @@
+"""`selfspec trace`: what it shows, keeps and draws, and what it refuses before the work starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from selfspec.cli.main import main
+from selfspec.generate import load
+from selfspec.visualise.layers import LayerTrace
+from tests.hand_traces import long_trace
+from tests.models import make_model
+from tests.talks import make_tokenizer
+
+COMMAND = ["trace", "--model", "model", "--dtype", "float32", "--heads", "logit-lens"]
+COMMAND += ["--exit-layers", "2,4", "--exit-threshold", "0.05", "--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and a trace that was kept."""
+    folder = tmp_path_factory.mktemp("made")
+    make_model("llama").save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    long_trace([f"t{number} " for number in range(45)]).save(folder / "long.jsonl")
+    other = (
+        (folder / "long.jsonl").read_text().replace('"format_version": 1', '"format_version": 9')
+    )
+    (folder / "future.jsonl").write_text(other)
+    return folder
+
+
+@pytest.fixture
+def workplace(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder as the current one."""
+    monkeypatch.chdir(made)
+    return made
+
+
+def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, png, svg = (str(tmp_path / name) for name in ("t.jsonl", "map.png", "map.svg"))
+    assert main([*COMMAND, "a b c", "--output", kept, "--png", png, "--svg", svg]) == 0
+    shown = capsys.readouterr().out
+    found = LayerTrace.load(Path(kept))
+    plain = load("model", dtype="float32", heads="logit-lens")
+    options = {"exit_layers": (2, 4), "exit_threshold": 0.05, "max_new_tokens": 6}
+    answer = plain.generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
+    assert [place.token for place in found.places] == answer.token_ids
+    assert found.info.settings.exit_layers == (2, 4)
+    assert "6 tokens" in shown
+    assert "\x1b" not in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["map.png", "map.svg", "t.jsonl"]
+    assert main(["trace", "--from", kept]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_json_is_what_a_file_holds(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "t.jsonl"
+    assert main([*COMMAND, "a b", "--all-layers", "--json", "--output", str(kept)]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert printed == [json.loads(line) for line in kept.read_text().splitlines()]
+    assert printed[0]["exit_layers"] == [1, 2, 3, 4, 5]
+
+
+def test_a_long_answer_is_drawn_on_pages_and_says_so(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "--from", "long.jsonl", "--svg", str(tmp_path / "map.svg")]) == 0
+    assert "45 tokens take 3 pages: " in capsys.readouterr().err
+    assert len(list(tmp_path.glob("map-?.svg"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["a", "--png", "nowhere/map.png"], "--png nowhere/map.png: there is no folder nowhere"),
+        (["a", "--output", "nowhere/t.jsonl"], "there is no folder nowhere. Make it first"),
+        (["a", "--output", "model"], "--output model is a folder"),
+        (["a", "--svg", "map.png"], "expected a name that ends in .svg"),
+        (["a", "--exit-layers", "2,9"], "exit layer 9 is not among"),
+        (["a", "--heads", "nowhere"], "nowhere"),
+        (["a", "--suite", "six-tasks"], "--suite means nothing without --record"),
+        (["a", "--min-threshold", "0.1"], "--min-threshold means nothing without --record"),
+        (["a", "--record", "new", "--png", "map.png"], "--png means nothing with --record"),
+        (["a", "--record", "new", "--exit-threshold", "1"], "--exit-threshold means nothing with"),
+        (["a", "--from", "long.jsonl"], "a prompt and --from at once"),
+        ([" "], "the prompt is empty"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    workplace: Path, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(workplace.iterdir())
+    command = ["trace", "--model", "model", "--dtype", "float32"]
+    heads = [] if "--heads" in arguments else ["--heads", "logit-lens"]
+    assert main([*command, *heads, *arguments]) == 2
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if "error" in text]
+    assert reason in line
+    assert sorted(workplace.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["future.jsonl"], "future.jsonl, line 1: format version 9, this selfspec reads 1"),
+        (["nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["model/config.json"], "model/config.json, line 1 is no line of a trace"),
+        (["long.jsonl", "--all-layers"], "--all-layers means nothing with --from"),
+        (["long.jsonl", "--max-new-tokens", "3"], "--max-new-tokens means nothing with --from"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_is_one_line(
+    workplace: Path, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "--from", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+
+
+def test_a_model_without_heads_is_looked_at_through_the_logit_lens(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["trace", "a", "--model", "model", "--dtype", "float32", "--max-new-tokens", "3"]
+    assert main(command) == 2
+    assert "no exit heads to look through. Give --heads or --all-layers" in capsys.readouterr().err
+    assert main([*command, "--all-layers"]) == 0
+    assert "3 tokens, 2 rounds" in capsys.readouterr().out
+
+
+def test_pictures_need_matplotlib_and_say_so_first(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["trace", "--from", "long.jsonl", "--png", "map.png"]) == 2
+    assert "--png needs matplotlib. Install it" in capsys.readouterr().err

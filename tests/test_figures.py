@@ -1,0 +1,126 @@
+"""Figures over many answers: each statistic by hand, and that every picture is drawn."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from selfspec.visualise import figures
+from selfspec.visualise.figures import VERIFIED, Shares, token_kind
+from selfspec.visualise.layers import LayerTrace
+from tests.hand_traces import RIGHT, WRONG, long_trace, place, said, small_trace
+from tests.models import make_model
+from tests.talks import make_tokenizer
+
+PICTURES = {"exits.png", "saturation.png", "agreement.png", "acceptance.png"}
+SCRIPT = Path(__file__).parents[1] / "eval" / "visualise" / "figures.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        *((text, "word") for text in ("rain", " Über", "b2", "'s", "你", "a<b>")),
+        *((text, "number") for text in ("7", " 12", "½", "1.")),
+        *((text, "punctuation") for text in (",", " (", "<", "🎉", "<>", "...")),
+        *((text, "special") for text in ("<|im_end|>", "</s>", "", " \n", "\ufffd", "a\ufffd")),
+    ],
+)
+def test_tokens_are_told_apart_by_their_text(text: str, kind: str) -> None:
+    assert token_kind(text) == kind
+
+
+def test_where_tokens_of_each_kind_leave() -> None:
+    """The prompt's own pass is no choice of anybody, so its token does not count."""
+    assert figures.exits_statistic(figures.exits_data([small_trace()])) == [
+        Shares("word", 4, {"2": 25.0, "4": 25.0, VERIFIED: 50.0}),
+        Shares("special", 1, {"2": 0.0, "4": 0.0, VERIFIED: 100.0}),
+    ]
+
+
+def test_layers_are_ordered_by_number() -> None:
+    tokens = [("word", "12"), ("word", "4"), ("word", VERIFIED)]
+    assert list(figures.exits_statistic(tokens)[0].percent) == ["4", "12", VERIFIED]
+
+
+@pytest.mark.parametrize(
+    ("right", "layer"),
+    [
+        ((True, True, True), 2),
+        ((False, True, True), 3),
+        ((True, False, True), 4),
+        ((True, True, False), 6),
+        ((False, False, False), 6),
+    ],
+)
+def test_a_token_saturates_where_no_later_layer_doubts_it(
+    right: tuple[bool, ...], layer: int
+) -> None:
+    guesses = zip((2, 3, 4), right, strict=True)
+    layers = tuple(said(layer, 0.5, right=agrees) for layer, agrees in guesses)
+    assert figures.saturation(small_trace(), replace(place(0, "a"), layers=layers)) == layer
+
+
+def test_a_sampled_token_may_saturate_nowhere() -> None:
+    found = replace(place(0, "a"), final_top_tokens=(WRONG, RIGHT))
+    assert figures.saturation(small_trace(), found) is figures.NEVER
+
+
+def test_shares_of_saturation_count_all_tokens() -> None:
+    found = figures.saturation_statistic([2, 4, 4, None], (2, 3, 4, 6))
+    assert (found.tokens, found.layers) == (4, [2, 3, 4, 6])
+    assert found.percent == [25.0, 0.0, 50.0, 0.0]
+    assert found.cumulative == [25.0, 25.0, 75.0, 75.0]
+
+
+def test_agreement_and_calibration_by_layer() -> None:
+    second, third, fourth = figures.agreement_statistic(figures.agreement_data([small_trace()]))
+    assert (second.layer, second.tokens, second.sure) == (2, 6, 62.5)
+    assert second.right == pytest.approx(100 / 6)
+    assert second.error == pytest.approx(62.5 - 100 / 6)
+    assert third.right == 0.0
+    assert third.error == pytest.approx(third.sure)
+    assert (fourth.right, fourth.sure, fourth.error) == (100.0, 87.5, 12.5)
+
+
+def test_acceptance_counts_drafts_of_all_traces() -> None:
+    found = figures.acceptance_data([small_trace(), small_trace()])
+    assert found["by_layer"] == {"2": (2, 2), "4": (4, 2)}
+    assert found["by_index"] == {"1": (4, 4), "2": (2, 0)}
+    assert figures.acceptance_statistic(found["by_index"]) == [("1", 4, 100.0), ("2", 2, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("trace", "names"),
+    [(small_trace(), PICTURES), (long_trace(["a", "b"]), PICTURES - {"acceptance.png"})],
+    ids=["drafts", "plain"],
+)
+def test_all_pictures_are_drawn_and_their_numbers_returned(
+    trace: LayerTrace, names: set[str], tmp_path: Path
+) -> None:
+    found = json.loads(json.dumps(figures.save_all([trace], tmp_path)))
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    assert found["agreement"][2]["right"] == 100.0
+
+
+def test_the_script_traces_a_suite(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "suite.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b c"}\n')
+    out = tmp_path / "out"
+    main = runpy.run_path(str(SCRIPT))["main"]
+    main(
+        out,
+        suite=str(tmp_path / "suite.jsonl"),
+        model=str(tmp_path / "model"),
+        heads="logit-lens",
+        max_new_tokens=5,
+        keep=True,
+    )
+    found = json.loads((out / "figures.json").read_text())
+    assert (found["prompts"], found["saturation"]["tokens"]) == (2, 10)
+    assert {path.name for path in (out / "traces").iterdir()} == {"1.jsonl", "2.jsonl"}

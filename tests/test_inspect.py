@@ -1,0 +1,221 @@
+"""Looking at an answer changes nothing of it, and what layers are said to say is what they say."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfspec.backbone import Backbone
+from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.generate import Speculator, wrap
+from selfspec.judge import ExitJudge
+from selfspec.visualise.inspect import branches, inspect
+from selfspec.visualise.layers import LayerTrace
+from tests.models import VOCAB_SIZE, make_model, random_ids
+from tests.records import KINDS, NEW_TOKENS, recorded
+from tests.talks import make_tokenizer
+
+PROMPT = random_ids(5, 1)
+EAGER: dict[str, Any] = {"exit_threshold": 0.15, "max_draft_tokens": 3}
+"""Many drafts, right and wrong ones."""
+
+
+def looked(kind: str, **options: Any) -> LayerTrace:
+    asked = {"max_new_tokens": NEW_TOKENS, **EAGER, **options}
+    return inspect(recorded(kind).speculator, PROMPT, **asked)
+
+
+def hooks(speculator: Speculator) -> int:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    modules = speculator.model.modules()
+    return sum(len(getattr(module, kind)) for module in modules for kind in kinds)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"drafter": "ngram+exit", "controller": "gammatune"},
+        {"do_sample": True, "temperature": 2.0, "seed": 3},
+        {"speculate": False},
+        {"pinned": True},
+    ],
+    ids=["exit", "both", "sampled", "plain", "pinned"],
+)
+def test_tokens_are_those_of_generate(kind: str, options: dict[str, Any]) -> None:
+    found = looked(kind, **options)
+    asked = {"max_new_tokens": NEW_TOKENS, **EAGER, **options}
+    answer = recorded(kind).speculator.generate(PROMPT, **asked)
+    assert [place.token for place in found.places] == answer.token_ids
+    assert sum(entry.accepted for entry in found.rounds) == answer.stats.accepted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("all_layers", [False, True])
+def test_a_kept_draft_is_what_its_layer_says_and_no_earlier_layer_was_sure(
+    kind: str, all_layers: bool
+) -> None:
+    found = looked(kind, all_layers=all_layers)
+    settings = found.info.settings
+    thresholds = dict(zip(settings.exit_layers, settings.exit_thresholds, strict=True))
+    kept = [place for place in found.places if place.kind == "accepted"]
+    assert len(kept) >= 4
+    for place in kept:
+        said = {entry.layer: entry for entry in place.layers}
+        sure = [layer for layer in thresholds if said[layer].confidence >= thresholds[layer]]
+        assert place.exit_layer == sure[0]
+        assert said[sure[0]].top_tokens[0] == place.token
+
+
+def test_heads_behind_a_draft_read_guesses_as_they_did() -> None:
+    """Otherwise the test above would hold of first drafts only."""
+    found = looked("deep-fused")
+    chained = [place for place in found.places if place.kind == "accepted"]
+    assert any(a.round == b.round for a, b in itertools.pairwise(chained))
+
+
+@pytest.mark.parametrize("kind", ["translator", "low-rank"])
+def test_numbers_are_those_of_a_plain_loop(kind: str) -> None:
+    speculator = recorded(kind).speculator
+    found = looked(kind, anneal_strength=0.5)
+    heads = speculator.heads
+    assert heads is not None
+    temperatures = {int(layer): value for layer, value in heads.config.temperatures.items()}
+    layers = heads.config.exit_layers
+    judge = ExitJudge(6, dict.fromkeys(layers, 0.5), 0.5, temperatures)
+    tokens = [place.token for place in found.places]
+    ids = torch.cat([PROMPT, torch.tensor([tokens])], dim=1)
+    with torch.no_grad():
+        output = speculator.model(ids, output_hidden_states=True)
+        for place in found.places:
+            position = 4 + place.index
+            final = output.logits[0, position].float()
+            assert place.final_top_tokens[0] == int(final.argmax())
+            for said in place.layers:
+                head = heads[said.layer]
+                logits = head(output.hidden_states[said.layer][0, position])
+                wide = head.to_target_logits(logits)
+                law = (wide / temperatures.get(said.layer, 1.0)).softmax(-1)
+                order = law.argsort(descending=True).tolist()
+                held = order[: head.draft_vocab_size]
+                assert list(said.top_tokens) == order[:5]
+                assert said.top_probs == pytest.approx(law[order[:5]].tolist(), abs=2e-6)
+                assert said.confidence == pytest.approx(
+                    float(judge.confidence(logits, said.layer)), abs=2e-6
+                )
+                rank = held.index(place.token) + 1 if place.token in held else 0
+                assert said.rank == rank
+                assert said.divergence == pytest.approx(_divergence(final, law, held), abs=1e-4)
+
+
+def _divergence(final: Tensor, law: Tensor, held: list[int]) -> float:
+    """KL over the tokens `held`, summed one by one."""
+    total = 0.0
+    target = final[held].softmax(-1)
+    for share, other in zip(target.tolist(), law[held].tolist(), strict=True):
+        total += share * float(torch.log(torch.tensor(share / other, dtype=torch.float64)))
+    return total
+
+
+def test_tokens_outside_the_draft_vocabulary_have_no_rank() -> None:
+    heads = recorded("low-rank").speculator.heads
+    assert heads is not None
+    known = heads[2].draft_ids
+    assert known is not None
+    assert 0 < len(known) < VOCAB_SIZE
+    for place in looked("low-rank", do_sample=True, temperature=3.0, seed=0).places:
+        outside = place.token not in known.tolist()
+        assert all((said.rank == 0) == outside for said in place.layers)
+
+
+def test_all_layers_are_looked_at_and_only_some_were_in_use() -> None:
+    info = looked("deep-fused-0", all_layers=True, exit_threshold=0.25).info
+    assert info.exit_layers == (0, 1, 2, 3, 4, 5)
+    assert info.head_kinds == ("deep-fused", *["logit-lens"] * 5)
+    assert info.thresholds == (0.25, *[0.9] * 5)
+    assert (info.settings.exit_layers, info.settings.exit_thresholds) == ((0,), (0.25,))
+    assert (info.settings.drafter, info.settings.max_draft_depth) == ("exit", 0)
+    plain = looked("deep-fused-0", speculate=False).info.settings
+    assert (plain.drafter, plain.exit_layers) == ("none", ())
+
+
+def test_depth_and_thresholds_by_layer_are_kept() -> None:
+    taus = (0.2, 0.3, 0.4)
+    info = looked("translator", exit_threshold=taus, max_draft_depth=3).info
+    assert (info.settings.exit_layers, info.settings.exit_thresholds) == ((1, 3), (0.2, 0.3))
+    assert info.thresholds == (0.2, 0.3, 0.9)
+    assert info.prompt_tokens == 5
+
+
+def test_a_model_without_heads_needs_all_layers() -> None:
+    speculator = wrap(make_model("qwen3"), executor="generic")
+    with pytest.raises(HeadsNotFound, match="Give --heads or --all-layers"):
+        inspect(speculator, PROMPT)
+    found = inspect(speculator, PROMPT, all_layers=True, max_new_tokens=4)
+    assert found.info.exit_layers == (1, 2, 3, 4, 5)
+    assert (found.info.heads, found.info.settings.drafter) == ("", "none")
+    assert [place.kind for place in found.places] == ["prefill", "bonus", "bonus", "bonus"]
+
+
+def test_layers_without_heads_are_refused_before_the_work() -> None:
+    with pytest.raises(InvalidOption, match="exit layer 4 is not among"):
+        looked("translator", exit_layers=(1, 4))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["first pass", "later pass", "pass that looks"])
+def test_an_error_leaves_no_hook_and_no_harm(
+    error: type[BaseException], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculator = recorded("translator").speculator
+    before, answer = hooks(speculator), looked("translator").places
+    run, left = Backbone.run, {"first pass": 0, "later pass": 8, "pass that looks": 1000}[where]
+
+    def failing(self: Backbone, hidden: Tensor, *rest: Any) -> Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0 or (where == "pass that looks" and hidden.shape[1] > 8):
+            raise error
+        return run(self, hidden, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Backbone, "run", failing)
+        with pytest.raises(error):
+            looked("translator")
+    assert hooks(speculator) == before
+    assert looked("translator").places == answer
+
+
+def test_looking_leaves_no_hook() -> None:
+    speculator = recorded("deep-fused").speculator
+    before = hooks(speculator)
+    looked("deep-fused", all_layers=True)
+    assert hooks(speculator) == before
+
+
+def test_texts_and_rejected_drafts_are_kept() -> None:
+    model = make_model("llama", vocab_size=10)
+    speculator = wrap(model, make_tokenizer(), heads="logit-lens", executor="generic")
+    options: dict[str, Any] = {"exit_layers": (3,), "exit_threshold": 0.01, "max_new_tokens": 12}
+    found = inspect(speculator, "a b c", **options)
+    assert found.info.prompt == "a b c"
+    text = "".join(place.text for place in found.places)
+    tokens = [place.token for place in found.places]
+    assert speculator.tokenizer is not None
+    assert text == speculator.tokenizer.decode(tokens, skip_special_tokens=False)
+    drafts = [token for entry in found.rounds for token in entry.draft_tokens]
+    texts = [text for entry in found.draft_texts for text in entry]
+    assert drafts
+    assert [text.strip() for text in texts] == speculator.tokenizer.convert_ids_to_tokens(drafts)
+
+
+def test_branches_hold_the_answer_of_plain_decoding() -> None:
+    speculator = recorded("translator").speculator
+    found = branches(speculator, PROMPT, 8)
+    plain = speculator.generate(PROMPT, max_new_tokens=8, speculate=False)
+    assert found.answers.tolist() == plain.token_ids

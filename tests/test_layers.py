@@ -1,0 +1,95 @@
+"""A trace comes back from its file as it was; any other file is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from selfspec.errors import InvalidData
+from selfspec.visualise.layers import LayerTrace
+from tests.hand_traces import long_trace, small_trace
+
+
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    small_trace().save(path)
+    return path
+
+
+def test_a_file_gives_the_same_trace_back(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    assert LayerTrace.load(path) == small_trace()
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.jsonl"]
+
+
+def test_every_line_says_what_it_is(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in saved(tmp_path).read_text().splitlines()]
+    assert [line["type"] for line in lines] == ["info", *["place"] * 6, *["round"] * 4]
+    assert lines[0]["format_version"] == 1
+    assert lines[9]["passes"] == [[1, 0, 2], [1, 2, 4], [3, 4, 6]]
+
+
+def test_texts_may_hold_anything_that_ends_a_line_elsewhere(tmp_path: Path) -> None:
+    found = long_trace(["\u2028", "\x85", '"\n\\', "\U0001f389"])
+    found.save(tmp_path / "trace")
+    assert LayerTrace.load(tmp_path / "trace") == found
+
+
+def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    before = path.read_bytes()
+    broken = replace(small_trace(), draft_texts=())
+    with pytest.raises(ValueError, match="shorter"):
+        broken.save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("line", "old", "new", "reason"),
+    [
+        (1, '"format_version": 1', '"format_version": 2', "line 1: format version 2, this self"),
+        (1, '"type": "info"', '"type": "place"', "line 1: found 'place', the first line must be"),
+        (1, '"dtype"', '"type_of"', "line 1: unknown key 'type_of'"),
+        (2, '"index": 0', '"index": 3', "line 2: place 3, expected 0"),
+        (2, '"layer": 3', '"layer": 5', "line 2: exit layers [2, 5, 4] are not those of the"),
+        (2, '"kind"', '"sort"', "line 2: unknown key 'sort'"),
+        (2, '"round": 0, ', "", "line 2 is no line of a trace"),
+        (2, '"token": 7', '"token": 6', "rounds and places hold different tokens"),
+        (3, "{", "", "line 3 is no line of a trace"),
+        (8, '"round"', '"turn"', "line 8: found 'turn', expected a place or a round"),
+        (9, '"passes"', '"runs"', "line 9 is no line of a trace"),
+    ],
+)
+def test_a_damaged_file_is_named_with_line_and_reason(
+    tmp_path: Path, line: int, old: str, new: str, reason: str
+) -> None:
+    path = saved(tmp_path)
+    lines = path.read_text().split("\n")
+    assert old in lines[line - 1]
+    lines[line - 1] = lines[line - 1].replace(old, new, 1)
+    path.write_text("\n".join(lines))
+    with pytest.raises(InvalidData) as caught:
+        LayerTrace.load(path)
+    assert str(caught.value).startswith(f"{path}")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5, 9])
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, keep: int) -> None:
+    path = saved(tmp_path)
+    path.write_text("\n".join(path.read_text().split("\n")[:keep]))
+    with pytest.raises(InvalidData):
+        LayerTrace.load(path)
+
+
+def test_a_missing_file_and_another_encoding_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidData, match=r"cannot read .*: No such file"):
+        LayerTrace.load(tmp_path / "nothing")
+    (tmp_path / "latin").write_bytes(b"\xe4")
+    with pytest.raises(InvalidData, match=r"cannot read .*: not UTF-8"):
+        LayerTrace.load(tmp_path / "latin")

@@ -1,0 +1,113 @@
+"""The terminal view: marks carry what colours say, and nothing in a text can break it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from selfspec.visualise.layers import LayerTrace
+from selfspec.visualise.terminal import show, summary
+from tests.hand_traces import entry, long_trace, place, small_trace
+
+STRUCK, RED = "\x1b[9", "31m"
+
+
+def printed(trace: LayerTrace, **console: Any) -> str:
+    """What a console shows; not a terminal unless asked."""
+    out = io.StringIO()
+    show(trace, Console(file=out, _environ={}, **console))
+    return out.getvalue()
+
+
+def terminal(trace: LayerTrace, width: int = 80, **console: Any) -> str:
+    options = {"force_terminal": True, "color_system": "truecolor", "width": width}
+    return printed(trace, **options | console)
+
+
+def test_a_pipe_gets_text_with_marks_and_no_escapes() -> None:
+    assert printed(small_trace(), width=20) == (
+        "A· line⏎\n"
+        "· kept² [-dropped-] checked· deep⁴<end>\n"
+        "\n"
+        "token² left behind layer 2: 1 of 1 drafts kept\n"
+        "token⁴ left behind layer 4: 1 of 2 drafts kept\n"
+        "token checked and emitted by the whole model   [-token-] draft not kept   · next round\n"
+        "6 tokens, 3 rounds, 1.67 tokens per verification, 2 of 3 drafts kept; drafting ended by "
+        "width 2, depth 1\n"
+    )
+
+
+def test_a_terminal_gets_colours_by_depth_and_a_struck_draft() -> None:
+    shown = terminal(small_trace())
+    assert f"{STRUCK};{RED}dropped" in shown
+    assert "[-" not in shown
+    colours = {
+        line.split(word)[0].rsplit("\x1b[", 1)[1]
+        for line in shown.splitlines()
+        for word in (" kept²", " deep⁴")
+        if word in line
+    }
+    assert len(colours) == 2
+    assert all(colour.startswith("1;38;2;") for colour in colours)
+
+
+def test_no_color_keeps_marks_and_drops_colours() -> None:
+    shown = terminal(small_trace(), no_color=True)
+    assert "38;2" not in shown
+    assert RED not in shown
+    assert "[-dropped-]" in shown
+    assert "kept²" in shown
+
+
+def test_a_terminal_without_styles_gets_none() -> None:
+    shown = printed(small_trace(), force_terminal=True, color_system=None)
+    assert "\x1b" not in shown
+    assert "[-dropped-]" in shown
+
+
+@pytest.mark.parametrize("width", [12, 30, 60])
+def test_lines_fit_a_narrow_terminal(width: int) -> None:
+    shown = terminal(small_trace(), width, color_system=None)
+    assert max(map(len, shown.splitlines())) <= width
+    assert "checked" in shown
+
+
+def test_a_console_that_knows_ascii_only_gets_ascii() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    show(long_trace(["A", " \u4f60", "\n"]), Console(file=out, _environ={}))
+    show(small_trace(), Console(file=out, _environ={}))
+    out.flush()
+    shown = raw.getvalue().decode("ascii")
+    assert "A| \\u4f60|\\u23ce" in shown
+    assert " kept^2 [-dropped-] checked| deep^4<end>" in shown
+
+
+def test_control_characters_cannot_reach_the_terminal() -> None:
+    shown = printed(long_trace(["\x1b[31mred", "[bold]x[/bold]", "\r\x07", "\u202e"]))
+    assert "\x1b" not in shown
+    assert "\\u001b[31mred· [bold]x[/bold]".replace(" ", "") in shown.replace(" ", "")
+    assert "␍\\u0007" in shown
+    assert "\\u202e" in shown
+
+
+def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
+    found = LayerTrace(
+        info=small_trace().info,
+        places=(place(0, "A", "prefill"), place(1, " b", "accepted", 1), place(2, " c", number=1)),
+        rounds=(
+            entry(1, 0, 0, [], prefill=True, ended="off"),
+            entry(2, 2, 1, [0, 0], source="ngram"),
+        ),
+        draft_texts=((), (" b", " x\n")),
+    )
+    shown = printed(found)
+    assert "A· bⁿ [-x⏎-] c\n" in shown
+    assert "tokenⁿ copied from text already seen: 1 of 2 drafts kept" in shown
+
+
+def test_the_summary_says_what_the_stats_say() -> None:
+    assert summary(long_trace(["a", "b"])).startswith("2 tokens, 1 rounds, 1.00 tokens per ver")
