@@ -190,12 +190,18 @@ function walkStairs(event) {
 
 /** Wire the staircase up. */
 function startStairs() {
-  const read = (event) => {
-    const node = event.target.closest("g.round");
+  const nodeOf = (event) => event.target.closest("g.round");
+  let pointed = null;
+  $("stairs").addEventListener("pointermove", (event) => {
+    const node = nodeOf(event);
+    if (node && node !== pointed) readRound(node.group);
+    pointed = node;
+  });
+  $("stairs").addEventListener("focusin", (event) => {
+    const node = nodeOf(event);
     if (node) readRound(node.group);
-  };
-  $("stairs").addEventListener("pointerover", read);
-  $("stairs").addEventListener("focusin", read);
+    pointed = null;
+  });
   $("stairs").addEventListener("keydown", walkStairs);
   $("play").addEventListener("click", play);
   $("step").addEventListener("input", (event) => {
