@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from selfspec.cli import common, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
 from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, Settings, sorted_settings
+from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.errors import InvalidOption
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite
 from selfspec.eval.trace_options import RecordOptions
 
 if TYPE_CHECKING:
+    from selfspec.costs import Costs
     from selfspec.eval.record import Record
     from selfspec.generate import Speculator
     from selfspec.visualise.layers import LayerTrace
@@ -36,6 +38,7 @@ PICTURES = (
     Flag("svg", str, "The same as SVG."),
 )
 VIEW = (
+    Flag("html", str, "File for a page to explore, which replays other settings by itself."),
     Flag("output", str, "File to keep the trace in, one JSON record per line."),
     *PICTURES,
     Flag("all_layers", bool, "Look at layers without heads too, through the logit lens."),
@@ -71,16 +74,17 @@ def trace(
     if prompt is not None and kept is not None:
         raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
     if kept is not None:
-        others = tuple(flag for flag in FLAGS if flag not in PICTURES)
+        others = tuple(flag for flag in FLAGS if flag not in PICTURES and flag.name != "html")
         refuse(asked, others, "with --from: the answer is written already")
     if "record" in asked:
         keep_record(prompt, asked, as_json=as_json)
         return
     refuse(asked, ONLY_RECORD, "without --record")
-    for name in ("output", "png", "svg"):
+    for name in ("output", "html", "png", "svg"):
         if name in asked:
             check_target(name, Path(asked[name]))
-    write(read(kept) if kept is not None else looked(prompt, asked), asked, as_json=as_json)
+    found = read(kept) if kept is not None else looked(prompt, asked)
+    write(found, asked, as_json=as_json)
 
 
 def refuse(asked: dict[str, Any], flags: tuple[Flag, ...], where: str) -> None:
@@ -101,34 +105,80 @@ def check_target(name: str, path: Path) -> None:
         return
     if path.suffix != f".{name}":
         raise InvalidOption(f"{flag} {path}: expected a name that ends in .{name}")
-    if importlib.util.find_spec("matplotlib") is None:
+    if name != "html" and importlib.util.find_spec("matplotlib") is None:
         raise InvalidOption(f"{flag} needs matplotlib. Install it: pip install 'selfspec[eval]'")
 
 
-def read(kept: Path) -> LayerTrace:
+class Seen(NamedTuple):
+    """A trace, and what its page needs to replay other settings."""
+
+    trace: LayerTrace
+    record: Record | None = None
+    costs: Costs | None = None
+
+
+def read(kept: Path) -> Seen:
     """A trace from a file."""
     from selfspec.visualise.layers import LayerTrace
 
-    return LayerTrace.load(kept)
+    return Seen(LayerTrace.load(kept))
 
 
-def looked(prompt: str | None, asked: dict[str, Any]) -> LayerTrace:
+def looked(prompt: str | None, asked: dict[str, Any]) -> Seen:
     """Decode, and look at what each layer made of it."""
     chosen = sorted_settings(asked)
     text = common.read_prompt(prompt, None, raw=False)
     speculator = common.load(chosen)
     from selfspec.visualise.inspect import inspect
 
-    return inspect(speculator, text, all_layers=asked.get("all_layers", False), **chosen.generation)
+    found = inspect(
+        speculator, text, all_layers=asked.get("all_layers", False), **chosen.generation
+    )
+    if "html" not in asked or speculator.heads is None:
+        return Seen(found)
+    return replayable(speculator, text, found, asked)
 
 
-def write(found: LayerTrace, asked: dict[str, Any], *, as_json: bool) -> None:
+def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict[str, Any]) -> Seen:
+    """With what other settings would have drafted, and what layers cost here.
+
+    Says so where plain decoding gives another answer: then nothing can be replayed.
+    """
+    from selfspec.costs import measure
+    from selfspec.visualise.inspect import branches
+
+    most = asked.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+    try:
+        record = branches(speculator, text, most)
+    except InvalidOption as error:
+        common.note(f"selfspec: the page cannot replay settings: {error}")
+        return Seen(found)
+    if record.answers.tolist() != [place.token for place in found.places]:
+        common.note(
+            "selfspec: the page cannot replay settings: greedy decoding without drafts gives "
+            "another answer. Try --pinned, without sampling"
+        )
+        return Seen(found)
+    costs = None
+    if (heads := speculator.heads) is not None:
+        rows, context = record.info.max_draft_tokens + 1, record.mean_context
+        costs = measure(speculator.backbone, heads, rows=rows, context=context)
+    return Seen(found, record, costs)
+
+
+def write(seen: Seen, asked: dict[str, Any], *, as_json: bool) -> None:
     """Keep the trace, draw it, show it."""
+    found = seen.trace
     if "output" in asked:
         found.save(Path(asked["output"]))
     for flag in PICTURES:
         if flag.name in asked:
             draw(found, Path(asked[flag.name]))
+    if "html" in asked:
+        from selfspec.eval.answers import replace
+        from selfspec.visualise.page import render
+
+        replace(Path(asked["html"]), render(*seen))
     if as_json:
         common.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
     else:
