@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from selfspec.cli import common, training
+from selfspec.cli import common, recording
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
-from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, Settings, sorted_settings
+from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, sorted_settings
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.errors import InvalidOption
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite
 from selfspec.eval.trace_options import RecordOptions
 
 if TYPE_CHECKING:
@@ -23,15 +22,13 @@ if TYPE_CHECKING:
     from selfspec.generate import Speculator
     from selfspec.visualise.layers import LayerTrace
 
-SUITE = (
-    Flag("suite", str, f"Prompts: {SIX_TASKS} (the default), spec-bench, or a .jsonl file."),
-    Flag("questions", str, "The file of a suite that is not built in."),
-    Flag("limit", int, "Questions to take, spread over the suite."),
-)
 _RECORDING = option_flags(RecordOptions)
 _LOOKING = (*SPECULATION, *GENERATION)
 _SHARED_NAMES = {flag.name for flag in _RECORDING} & {flag.name for flag in _LOOKING}
-ONLY_RECORD = (*SUITE, *(flag for flag in _RECORDING if flag.name not in _SHARED_NAMES))
+ONLY_RECORD = (
+    *recording.SUITE,
+    *(flag for flag in _RECORDING if flag.name not in _SHARED_NAMES),
+)
 """Flags that mean something with --record only."""
 PICTURES = (
     Flag("png", str, "File for the heat map, tokens by layers; a long answer takes several."),
@@ -43,6 +40,8 @@ VIEW = (
     *PICTURES,
     Flag("all_layers", bool, "Look at layers without heads too, through the logit lens."),
 )
+ONLY_VIEW = (*VIEW, *(flag for flag in _LOOKING if flag.name not in _SHARED_NAMES))
+"""Flags that mean nothing with --record."""
 FLAGS = (
     *VIEW,
     Flag("record", str, "Folder for a record of a prompt or suite, which selfspec tune reads."),
@@ -77,7 +76,8 @@ def trace(
         others = tuple(flag for flag in FLAGS if flag not in PICTURES and flag.name != "html")
         refuse(asked, others, "with --from: the answer is written already")
     if "record" in asked:
-        keep_record(prompt, asked, as_json=as_json)
+        refuse(asked, ONLY_VIEW, "with --record")
+        recording.keep(prompt, asked, as_json=as_json)
         return
     refuse(asked, ONLY_RECORD, "without --record")
     for name in ("output", "html", "png", "svg"):
@@ -197,75 +197,3 @@ def draw(found: LayerTrace, path: Path) -> None:
             f"selfspec: {len(found.places)} tokens take {len(files)} pages: "
             f"{files[0]} to {files[-1].name}"
         )
-
-
-def keep_record(prompt: str | None, asked: dict[str, Any], *, as_json: bool) -> None:
-    """Decode plainly and keep what every exit layer would have drafted."""
-    others = {flag.name for flag in (*LOADING, *ONLY_RECORD)} | _SHARED_NAMES | {"record"}
-    refuse(asked, tuple(flag for flag in FLAGS if flag.name not in others), "with --record")
-    folder = Path(asked["record"])
-    if folder.exists():
-        raise InvalidOption(f"{folder} is there already. Name another folder for the record")
-    options = training.options_of(RecordOptions, asked)
-    chosen = questions(asked) if prompt is None else [alone(prompt, asked)]
-    found = made(load(asked), chosen, options)
-    found.save(folder)
-    common.emit(json.dumps(facts(found)) + "\n" if as_json else described(found, folder))
-
-
-def questions(asked: dict[str, Any], limit: int | None = None) -> list[Question]:
-    """The suite that the flags ask for; `limit` where they do not say."""
-    file = asked.get("questions")
-    return load_suite(
-        asked.get("suite", SIX_TASKS),
-        None if file is None else Path(file),
-        asked.get("limit", limit),
-    )
-
-
-def alone(prompt: str, asked: dict[str, Any]) -> Question:
-    """One prompt as a question. Raises InvalidOption if a suite is asked for too."""
-    for name in ("suite", "questions", "limit"):
-        if name in asked:
-            raise InvalidOption(f"a prompt and --{name} at once. Leave one of them out")
-    return Question(
-        id="prompt", task="prompts", turns=(common.read_prompt(prompt, None, raw=True),)
-    )
-
-
-def load(asked: dict[str, Any]) -> Speculator:
-    """The model and heads that the flags ask for."""
-    names = {flag.name for flag in LOADING}
-    return common.load(Settings(loading={k: v for k, v in asked.items() if k in names}))
-
-
-def made(speculator: Speculator, chosen: list[Question], options: RecordOptions) -> Record:
-    """A record, with a progress bar while it is made."""
-    from selfspec.eval.trace import record
-
-    with training.progress_bar("record", "questions") as show:
-        return record(speculator, chosen, options, show)
-
-
-def facts(record: Record) -> dict[str, Any]:
-    """What `--json` prints."""
-    return {
-        "prompts": len(record.prompts),
-        "tokens": len(record.answers),
-        "nodes": len(record.tokens),
-        "exit_layers": list(record.info.exit_layers),
-        "anneal_strengths": list(record.info.anneal_strengths),
-        "min_threshold": record.info.min_threshold,
-        "max_draft_tokens": record.info.max_draft_tokens,
-    }
-
-
-def described(record: Record, folder: Path) -> str:
-    """For people."""
-    info = record.info
-    return (
-        f"{folder}: {len(record.prompts)} prompts, {len(record.answers):,} tokens, "
-        f"{len(record.tokens):,} nodes\n"
-        f"exit layers {list(info.exit_layers)}, alpha {list(info.anneal_strengths)}, thresholds "
-        f"from {info.min_threshold:g}, up to {info.max_draft_tokens} draft tokens\n"
-    )
