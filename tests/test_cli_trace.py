@@ -77,8 +77,34 @@ def test_a_long_answer_is_drawn_on_pages_and_says_so(
 
 
 @pytest.mark.parametrize(
+    ("more", "replays"), [([], True), (["--temperature", "9", "--seed", "1"], False)]
+)
+def test_the_page_replays_the_very_answer_or_nothing(
+    workplace: Path,
+    tmp_path: Path,
+    more: list[str],
+    replays: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = tmp_path / "page.html"
+    assert main([*COMMAND, "a b c", *more, "--html", str(page)]) == 0
+    assert ("cannot replay settings" in capsys.readouterr().err) != replays
+    text = page.read_text()
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert (data["record"] is not None, data["costs"] is not None) == (replays, replays)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_page_of_a_kept_trace_replays_nothing(workplace: Path, tmp_path: Path) -> None:
+    assert main(["trace", "--from", "long.jsonl", "--html", str(tmp_path / "page.html")]) == 0
+    assert "t44" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        (["a", "--html", "nowhere/a.html"], "--html nowhere/a.html: there is no folder nowhere"),
+        (["a", "--html", "page"], "expected a name that ends in .html"),
         (["a", "--png", "nowhere/map.png"], "--png nowhere/map.png: there is no folder nowhere"),
         (["a", "--output", "nowhere/t.jsonl"], "there is no folder nowhere. Make it first"),
         (["a", "--output", "model"], "--output model is a folder"),

@@ -270,6 +270,17 @@ def test_sliders_give_the_counts_of_python(page: Page, record: Record) -> None:
     assert result(page, "rounds") == str(used["rounds"])
 
 
+def test_another_alpha_shades_by_recorded_confidence(
+    page: Page, trace: LayerTrace, record: Record
+) -> None:
+    set_slider(page, page.get_by_label("α, annealing"), 2)
+    place, column = 4, 1
+    cell(page, trace, place, record.info.exit_layers[column]).hover()
+    sure = record.confidence[record.roots[place - 1], column, 2]
+    shown = page.locator("#readout [data-field=confidence]").inner_text()
+    assert shown == f"{sure:.3f}"
+
+
 def test_a_layer_can_be_switched_off(page: Page, record: Record) -> None:
     first, *others = record.info.exit_layers
     for layer in others:
@@ -318,6 +329,31 @@ def test_the_staircase_can_be_walked_pass_by_pass(page: Page, trace: LayerTrace)
     page.get_by_role("button", name="play").click()
     page.locator("#stairs .box:not(.later)").nth(5).wait_for(state="attached")
     page.get_by_role("button", name="pause").click()
+
+
+def test_a_long_answer_is_paged(opened: Open, record: Record) -> None:
+    trace, long = long_trace(record, 150)
+    page = opened(render(trace, long, None))
+    assert page.get_by_text("tokens 1–128 of 150").is_visible()
+    assert page.get_by_text("no cost table").is_visible()
+    page.locator("#map td").nth(127).click()  # the deepest layer's last one
+    page.keyboard.press("ArrowRight")
+    assert page.get_by_text("tokens 129–150 of 150").is_visible()
+    assert "token 129 ·" in page.locator("#readout h3").inner_text()
+    page.get_by_role("button", name="earlier").click()
+    assert page.get_by_text("tokens 1–128 of 150").is_visible()
+
+
+def test_drafts_without_layers_are_shown(opened: Open, trace: LayerTrace) -> None:
+    rounds = tuple(
+        replace(e, source="ngram", exit_layers=[0] * len(e.exit_layers)) for e in trace.rounds
+    )
+    places = tuple(replace(place, exit_layer=None) for place in trace.places)
+    page = opened(render(replace(trace, rounds=rounds, places=places), None, None))
+    accepted = next(place.index for place in places if place.kind == "accepted")
+    page.locator("#map thead [role=columnheader]").nth(accepted).hover()
+    assert page.get_by_text("a draft of ngram that stayed").is_visible()
+    assert page.locator("#map td.left, #map td.rejected, #stairs circle").count() == 0
 
 
 def test_it_comes_in_light_and_dark(opened: Open, trace: LayerTrace, record: Record) -> None:
@@ -372,10 +408,9 @@ MOVE = """(node, value) => {
 }"""
 
 
-def long_trace(record: Record) -> tuple[LayerTrace, Record]:
-    """128 tokens and 30 layers: a short answer over and over, its heads at other depths."""
-    copies = -(-128 // len(record.answers))
-    nodes, places = len(record.tokens), 128
+def long_trace(record: Record, places: int = 128) -> tuple[LayerTrace, Record]:
+    """Many tokens and 30 layers: a short answer over and over, its heads at other depths."""
+    copies, nodes = -(-places // len(record.answers)), len(record.tokens)
     shifted = [
         np.where(record.roots >= 0, record.roots + nodes * copy, record.roots)
         for copy in range(copies)

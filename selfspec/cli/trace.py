@@ -5,41 +5,43 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from selfspec.cli import common, training
+from selfspec.cli import common, recording
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
-from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, Settings, sorted_settings
+from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, sorted_settings
+from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.errors import InvalidOption
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite
 from selfspec.eval.trace_options import RecordOptions
 
 if TYPE_CHECKING:
+    from selfspec.costs import Costs
     from selfspec.eval.record import Record
     from selfspec.generate import Speculator
     from selfspec.visualise.layers import LayerTrace
 
-SUITE = (
-    Flag("suite", str, f"Prompts: {SIX_TASKS} (the default), spec-bench, or a .jsonl file."),
-    Flag("questions", str, "The file of a suite that is not built in."),
-    Flag("limit", int, "Questions to take, spread over the suite."),
-)
 _RECORDING = option_flags(RecordOptions)
 _LOOKING = (*SPECULATION, *GENERATION)
 _SHARED_NAMES = {flag.name for flag in _RECORDING} & {flag.name for flag in _LOOKING}
-ONLY_RECORD = (*SUITE, *(flag for flag in _RECORDING if flag.name not in _SHARED_NAMES))
+ONLY_RECORD = (
+    *recording.SUITE,
+    *(flag for flag in _RECORDING if flag.name not in _SHARED_NAMES),
+)
 """Flags that mean something with --record only."""
 PICTURES = (
     Flag("png", str, "File for the heat map, tokens by layers; a long answer takes several."),
     Flag("svg", str, "The same as SVG."),
 )
 VIEW = (
+    Flag("html", str, "File for a page to explore, which replays other settings by itself."),
     Flag("output", str, "File to keep the trace in, one JSON record per line."),
     *PICTURES,
     Flag("all_layers", bool, "Look at layers without heads too, through the logit lens."),
 )
+ONLY_VIEW = (*VIEW, *(flag for flag in _LOOKING if flag.name not in _SHARED_NAMES))
+"""Flags that mean nothing with --record."""
 FLAGS = (
     *VIEW,
     Flag("record", str, "Folder for a record of a prompt or suite, which selfspec tune reads."),
@@ -71,16 +73,18 @@ def trace(
     if prompt is not None and kept is not None:
         raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
     if kept is not None:
-        others = tuple(flag for flag in FLAGS if flag not in PICTURES)
+        others = tuple(flag for flag in FLAGS if flag not in PICTURES and flag.name != "html")
         refuse(asked, others, "with --from: the answer is written already")
     if "record" in asked:
-        keep_record(prompt, asked, as_json=as_json)
+        refuse(asked, ONLY_VIEW, "with --record")
+        recording.keep(prompt, asked, as_json=as_json)
         return
     refuse(asked, ONLY_RECORD, "without --record")
-    for name in ("output", "png", "svg"):
+    for name in ("output", "html", "png", "svg"):
         if name in asked:
             check_target(name, Path(asked[name]))
-    write(read(kept) if kept is not None else looked(prompt, asked), asked, as_json=as_json)
+    found = read(kept) if kept is not None else looked(prompt, asked)
+    write(found, asked, as_json=as_json)
 
 
 def refuse(asked: dict[str, Any], flags: tuple[Flag, ...], where: str) -> None:
@@ -101,34 +105,80 @@ def check_target(name: str, path: Path) -> None:
         return
     if path.suffix != f".{name}":
         raise InvalidOption(f"{flag} {path}: expected a name that ends in .{name}")
-    if importlib.util.find_spec("matplotlib") is None:
+    if name != "html" and importlib.util.find_spec("matplotlib") is None:
         raise InvalidOption(f"{flag} needs matplotlib. Install it: pip install 'selfspec[eval]'")
 
 
-def read(kept: Path) -> LayerTrace:
+class Seen(NamedTuple):
+    """A trace, and what its page needs to replay other settings."""
+
+    trace: LayerTrace
+    record: Record | None = None
+    costs: Costs | None = None
+
+
+def read(kept: Path) -> Seen:
     """A trace from a file."""
     from selfspec.visualise.layers import LayerTrace
 
-    return LayerTrace.load(kept)
+    return Seen(LayerTrace.load(kept))
 
 
-def looked(prompt: str | None, asked: dict[str, Any]) -> LayerTrace:
+def looked(prompt: str | None, asked: dict[str, Any]) -> Seen:
     """Decode, and look at what each layer made of it."""
     chosen = sorted_settings(asked)
     text = common.read_prompt(prompt, None, raw=False)
     speculator = common.load(chosen)
     from selfspec.visualise.inspect import inspect
 
-    return inspect(speculator, text, all_layers=asked.get("all_layers", False), **chosen.generation)
+    found = inspect(
+        speculator, text, all_layers=asked.get("all_layers", False), **chosen.generation
+    )
+    if "html" not in asked or speculator.heads is None:
+        return Seen(found)
+    return replayable(speculator, text, found, asked)
 
 
-def write(found: LayerTrace, asked: dict[str, Any], *, as_json: bool) -> None:
+def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict[str, Any]) -> Seen:
+    """With what other settings would have drafted, and what layers cost here.
+
+    Says so where plain decoding gives another answer: then nothing can be replayed.
+    """
+    from selfspec.costs import measure
+    from selfspec.visualise.inspect import branches
+
+    most = asked.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+    try:
+        record = branches(speculator, text, most)
+    except InvalidOption as error:
+        common.note(f"selfspec: the page cannot replay settings: {error}")
+        return Seen(found)
+    if record.answers.tolist() != [place.token for place in found.places]:
+        common.note(
+            "selfspec: the page cannot replay settings: greedy decoding without drafts gives "
+            "another answer. Try --pinned, without sampling"
+        )
+        return Seen(found)
+    costs = None
+    if (heads := speculator.heads) is not None:
+        rows, context = record.info.max_draft_tokens + 1, record.mean_context
+        costs = measure(speculator.backbone, heads, rows=rows, context=context)
+    return Seen(found, record, costs)
+
+
+def write(seen: Seen, asked: dict[str, Any], *, as_json: bool) -> None:
     """Keep the trace, draw it, show it."""
+    found = seen.trace
     if "output" in asked:
         found.save(Path(asked["output"]))
     for flag in PICTURES:
         if flag.name in asked:
             draw(found, Path(asked[flag.name]))
+    if "html" in asked:
+        from selfspec.eval.answers import replace
+        from selfspec.visualise.page import render
+
+        replace(Path(asked["html"]), render(*seen))
     if as_json:
         common.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
     else:
@@ -147,75 +197,3 @@ def draw(found: LayerTrace, path: Path) -> None:
             f"selfspec: {len(found.places)} tokens take {len(files)} pages: "
             f"{files[0]} to {files[-1].name}"
         )
-
-
-def keep_record(prompt: str | None, asked: dict[str, Any], *, as_json: bool) -> None:
-    """Decode plainly and keep what every exit layer would have drafted."""
-    others = {flag.name for flag in (*LOADING, *ONLY_RECORD)} | _SHARED_NAMES | {"record"}
-    refuse(asked, tuple(flag for flag in FLAGS if flag.name not in others), "with --record")
-    folder = Path(asked["record"])
-    if folder.exists():
-        raise InvalidOption(f"{folder} is there already. Name another folder for the record")
-    options = training.options_of(RecordOptions, asked)
-    chosen = questions(asked) if prompt is None else [alone(prompt, asked)]
-    found = made(load(asked), chosen, options)
-    found.save(folder)
-    common.emit(json.dumps(facts(found)) + "\n" if as_json else described(found, folder))
-
-
-def questions(asked: dict[str, Any], limit: int | None = None) -> list[Question]:
-    """The suite that the flags ask for; `limit` where they do not say."""
-    file = asked.get("questions")
-    return load_suite(
-        asked.get("suite", SIX_TASKS),
-        None if file is None else Path(file),
-        asked.get("limit", limit),
-    )
-
-
-def alone(prompt: str, asked: dict[str, Any]) -> Question:
-    """One prompt as a question. Raises InvalidOption if a suite is asked for too."""
-    for name in ("suite", "questions", "limit"):
-        if name in asked:
-            raise InvalidOption(f"a prompt and --{name} at once. Leave one of them out")
-    return Question(
-        id="prompt", task="prompts", turns=(common.read_prompt(prompt, None, raw=True),)
-    )
-
-
-def load(asked: dict[str, Any]) -> Speculator:
-    """The model and heads that the flags ask for."""
-    names = {flag.name for flag in LOADING}
-    return common.load(Settings(loading={k: v for k, v in asked.items() if k in names}))
-
-
-def made(speculator: Speculator, chosen: list[Question], options: RecordOptions) -> Record:
-    """A record, with a progress bar while it is made."""
-    from selfspec.eval.trace import record
-
-    with training.progress_bar("record", "questions") as show:
-        return record(speculator, chosen, options, show)
-
-
-def facts(record: Record) -> dict[str, Any]:
-    """What `--json` prints."""
-    return {
-        "prompts": len(record.prompts),
-        "tokens": len(record.answers),
-        "nodes": len(record.tokens),
-        "exit_layers": list(record.info.exit_layers),
-        "anneal_strengths": list(record.info.anneal_strengths),
-        "min_threshold": record.info.min_threshold,
-        "max_draft_tokens": record.info.max_draft_tokens,
-    }
-
-
-def described(record: Record, folder: Path) -> str:
-    """For people."""
-    info = record.info
-    return (
-        f"{folder}: {len(record.prompts)} prompts, {len(record.answers):,} tokens, "
-        f"{len(record.tokens):,} nodes\n"
-        f"exit layers {list(info.exit_layers)}, alpha {list(info.anneal_strengths)}, thresholds "
-        f"from {info.min_threshold:g}, up to {info.max_draft_tokens} draft tokens\n"
-    )

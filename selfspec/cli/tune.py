@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.cli import common, trace, training
+from selfspec.cli import common, recording, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING
 from selfspec.errors import HeadsNotFound
@@ -23,7 +23,7 @@ QUESTIONS = 12
 
 FLAGS = (
     Flag("record", str, "A record of these heads, from selfspec trace; instead of a suite."),
-    *trace.SUITE,
+    *recording.SUITE,
     *LOADING,
     *option_flags(RecordOptions),
     *option_flags(TuneOptions),
@@ -43,15 +43,15 @@ def tune(
     """
     asked = merged(config, flags, FLAGS)
     options = training.options_of(TuneOptions, asked)
-    recording = training.options_of(RecordOptions, asked)
-    chosen = [] if "record" in asked else trace.questions(asked, QUESTIONS)
+    noted = training.options_of(RecordOptions, asked)
+    chosen = [] if "record" in asked else recording.questions(asked, QUESTIONS)
     from selfspec import tuned
     from selfspec.costs import measure
     from selfspec.eval import tune as choosing
 
     if "record" not in asked:
         choosing.require_two(len(chosen))
-    speculator = trace.load(asked)
+    speculator = recording.load(asked)
 
     backbone, heads = speculator.backbone, speculator.heads
     if heads is None:
@@ -60,7 +60,7 @@ def tune(
         forget(tuned.path(backbone, heads))
         return
     record = read(asked["record"], speculator) if "record" in asked else None
-    record = record or trace.made(speculator, chosen, recording)
+    record = record or recording.made(speculator, chosen, noted)
     costs = measure(
         backbone, heads, rows=record.info.max_draft_tokens + 1, context=record.mean_context
     )

@@ -262,6 +262,7 @@ def save_acceptance(by_layer: Sequence[Kept], by_index: Sequence[Kept], path: Pa
     ):
         labels = [f"{bar.at}\nn = {bar.drafted}" for bar in bars]
         axes.bar(labels, [bar.percent for bar in bars], color=_BLUE, width=0.6)
+        axes.set_xlim(-0.5, max(len(bars), 3) - 0.5)  # a single bar is no wall
         axes.set_ylim(0, 100)
         axes.set_xlabel(name)
         axes.set_ylabel("drafts kept [%]")

@@ -40,5 +40,5 @@ function signed(value, digits) {
 
 /** Shallow layers are green, deep ones violet. */
 function layerColour(layer, numLayers) {
-  return `hsl(${Math.round(140 + 150 * (layer / numLayers))} 50% 52%)`;
+  return `hsl(${Math.round(140 + 150 * (layer / numLayers))} 52% 57%)`;
 }

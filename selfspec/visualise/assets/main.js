@@ -74,7 +74,7 @@ function paintAnswer() {
   view.story.places.forEach((told, place) => {
     const token = answer[place];
     const struck = $("rejects").checked && told.rejected.length
-      ? [el("del", {}, told.rejected.join(""))]
+      ? [el("del", {}, told.rejected.join("").replaceAll("\n", "⏎"))]
       : [];
     token.replaceChildren(...struck, finalText(place));
     setClass(token, told.exit !== null ? "piece left" : told.kind === "accepted" ? "piece seen" : "piece");

@@ -1,7 +1,7 @@
 // The heat map, tokens by layers: a grid that arrow keys walk over. Deep layers stand above.
 
 const PAGE = 128; // columns at once
-const map = { from: 0, cells: [], at: [0, 0] };
+const map = { from: 0, cells: [], at: [0, 0], pointed: null };
 
 /** Rows of the grid: -1 is the emitted token, others are indices of exit layers, deepest first. */
 const mapRows = [-1, ...info.exit_layers.map((_, index) => index).reverse()];
@@ -76,7 +76,7 @@ function setClass(node, classes) {
 function enterCell(row, column, { focus = true } = {}) {
   const [oldRow, oldColumn] = map.at;
   map.cells[oldRow][oldColumn].tabIndex = -1;
-  map.at = [row, column];
+  [map.at, map.pointed] = [[row, column], null];
   const cell = map.cells[row][column];
   cell.tabIndex = 0;
   cell.setAttribute("aria-label", cellWords(cell));
@@ -139,7 +139,11 @@ function walkMap(event) {
 function startMap() {
   const table = $("map");
   const cellOf = (event) => event.target.closest("[role=gridcell], [role=columnheader]");
-  table.addEventListener("pointerover", (event) => cellOf(event) && readMap(cellOf(event)));
+  table.addEventListener("pointermove", (event) => { // not over: cells that scroll under it are silent
+    const cell = cellOf(event);
+    if (cell && cell !== map.pointed) readMap(cell);
+    map.pointed = cell;
+  });
   table.addEventListener("click", (event) => {
     const cell = cellOf(event);
     if (cell) enterCell(mapRows.indexOf(cell.index), cell.place - map.from);

@@ -107,12 +107,12 @@ function placeSettings(choice) {
 
 const RESULTS = [
   ["rounds", "verifications", (found) => found.rounds, 0],
-  ["cr", "tokens per verification", (found) => found.compression_rate, 2],
+  ["cr", "tokens / verification", (found) => found.compression_rate, 2],
   ["drafted", "drafts", (found) => found.drafted, 0],
   ["accepted", "accepted", (found) => found.accepted, 0],
   ["acceptance", "acceptance, %", (found) => 100 * found.acceptance_rate, 1],
-  ["work", "rows × layers per token", (found) => found.row_layers / found.tokens, 1],
-  ["speed", "predicted speed-up, ×", (found) => found.speed_up, 3],
+  ["work", "layers run per token", (found) => found.row_layers / found.tokens, 1],
+  ["speed", "predicted speed-up", (found) => found.speed_up, 3],
 ];
 
 /** The table beside the sliders: what the settings used give, what these give, the change. */

@@ -7,7 +7,8 @@ const GAP = 5; // between rounds
 const PROMPT_COLUMNS = 2;
 const STEP_MS = 140;
 
-const stairs = { nodes: [], boxes: [], at: 0, timer: 0 };
+const stairs = { nodes: [], boxes: [], at: 0, timer: 0, width: 0 };
+const drawnRounds = new Map(); // most rounds of one setting are rounds of the next as well
 const layerHeight = Math.max(3, Math.min(14, 190 / info.num_layers));
 const height = layerHeight * info.num_layers;
 
@@ -16,7 +17,7 @@ const widthOf = (group) => columnsIn(group) * COLUMN + GAP;
 
 /** Draw all rounds of the story, as many to a line as there is room for. */
 function drawStairs() {
-  const room = Math.max(10 * COLUMN, $("stairs").clientWidth - AXIS - COLUMN);
+  const room = Math.max(10 * COLUMN, stairs.width - AXIS - COLUMN);
   const lines = [[]];
   let used = 0;
   for (const group of view.story.groups) {
@@ -27,6 +28,7 @@ function drawStairs() {
     lines[lines.length - 1].push(group);
     used += widthOf(group);
   }
+  stairs.nodes[stairs.at]?.setAttribute("tabindex", -1);
   [stairs.nodes, stairs.boxes] = [[], []];
   $("stairs").replaceChildren(...lines.map((line, index) => drawLine(line, index === lines.length - 1)));
   stairs.at = Math.min(stairs.at, stairs.nodes.length - 1);
@@ -41,13 +43,17 @@ function drawLine(groups, isLast) {
   const line = svg("svg", { width, height: height + LABELS, class: "line" }, hatch(), ...axis(width));
   let x = AXIS;
   for (const group of groups) {
-    const node = drawRound(group, x);
+    const node = roundNode(group);
+    node.setAttribute("transform", `translate(${x} 0)`);
     stairs.nodes.push(node);
+    stairs.boxes.push(...node.boxes);
     line.append(node);
     x += widthOf(group);
   }
   if (isLast) line.append(label(finalText(places.length - 1), x, "newest"));
-  return line;
+  const lazy = el("div", { class: "lazy" }, line); // laid out when it comes into view
+  lazy.style.setProperty("--height", `${height + LABELS}px`);
+  return lazy;
 }
 
 /** Stripes over rows that were run for nothing; the first one of the page serves all lines. */
@@ -68,39 +74,53 @@ function axis(width) {
 
 const layerY = (layer) => 6 + height - layer * layerHeight;
 
-function drawRound(group, x) {
-  const words = `${describeRound(group)} ${group.boxes.map(describePass).join("; ")}.`;
-  const node = svg("g", { class: "round", tabindex: -1, role: "img", "aria-label": words });
-  const ground = { x, y: 0, width: widthOf(group) - GAP, height: height + LABELS, class: "ground" };
-  node.append(svg("rect", ground));
-  for (const box of group.boxes) {
-    const drawn = drawBox(box, x, group);
-    stairs.boxes.push(drawn);
-    node.append(drawn);
-  }
-  group.columns.forEach((column, index) => node.append(...drawColumn(column, x + index * COLUMN, index)));
-  if (group.entry.prefill) node.append(label(`prompt: ${info.prompt_tokens}`, x + COLUMN / 2, "newest"));
+/** A round's drawing: one from before, if it did the same at the same place. */
+function roundNode(group) {
+  const { entry, columns, index } = group;
+  const { passes, exit_layers, accepted, ended } = entry;
+  const start = columns.length ? columns[0].place : -1;
+  const key = JSON.stringify([start, entry.draft_tokens, exit_layers, passes, accepted, ended]);
+  if (!drawnRounds.has(key)) drawnRounds.set(key, drawRound(group));
+  const node = drawnRounds.get(key);
   node.group = group;
+  if (node.index !== index) node.setAttribute("aria-label", roundWords(group));
+  node.index = index;
   return node;
 }
 
-function drawBox(box, x, group) {
+const roundWords = (group) =>
+  `${describeRound(group)} ${group.boxes.map(describePass).join("; ")}.`;
+
+function drawRound(group) {
+  const node = svg("g", { class: "round", tabindex: -1, role: "img" });
+  const ground = { width: widthOf(group) - GAP, height: height + LABELS, class: "ground" };
+  node.boxes = group.boxes.map((box) => drawBox(box, group));
+  node.append(svg("rect", ground), ...node.boxes);
+  group.columns.forEach((column, index) => node.append(...drawColumn(column, index)));
+  if (group.entry.prefill) {
+    node.append(label(`prompt: ${info.prompt_tokens}`, COLUMN / 2, "newest"));
+  }
+  return node;
+}
+
+function drawBox(box, group) {
   const columns = group.entry.prefill ? PROMPT_COLUMNS : box.rows;
   const verifies = box.last === info.num_layers;
   const top = layerY(box.last);
   const drawn = svg("g", { class: verifies ? "box verifying" : "box drafting" });
   const size = { width: columns * COLUMN - 2, height: Math.max(2, layerY(box.first) - top - 1) };
-  drawn.append(svg("rect", { x: x + box.from * COLUMN + 1, y: top + 0.5, ...size, rx: 2 }));
+  drawn.append(svg("rect", { x: box.from * COLUMN + 1, y: top + 0.5, ...size, rx: 2 }));
   drawn.style.setProperty("--exit", layerColour(box.last, info.num_layers));
   if (size.height >= 12 && group.boxes.length > 1) {
-    const at = { x: x + (box.from + columns / 2) * COLUMN, y: top + size.height / 2 + 4 };
+    const at = { x: (box.from + columns / 2) * COLUMN, y: top + size.height / 2 + 4 };
     drawn.append(svg("text", at, String(box.number)));
   }
   return drawn;
 }
 
 /** A row's label below, and a dot where its token left. */
-function drawColumn(column, x, index) {
+function drawColumn(column, index) {
+  const x = index * COLUMN;
   const kind = !column.kept ? "rejected" : index === 0 ? "newest" : "kept";
   const drawn = [label(column.text, x, kind)];
   if (!column.kept) {
@@ -170,22 +190,28 @@ function walkStairs(event) {
 
 /** Wire the staircase up. */
 function startStairs() {
-  const read = (event) => {
-    const node = event.target.closest("g.round");
+  const nodeOf = (event) => event.target.closest("g.round");
+  let pointed = null;
+  $("stairs").addEventListener("pointermove", (event) => {
+    const node = nodeOf(event);
+    if (node && node !== pointed) readRound(node.group);
+    pointed = node;
+  });
+  $("stairs").addEventListener("focusin", (event) => {
+    const node = nodeOf(event);
     if (node) readRound(node.group);
-  };
-  $("stairs").addEventListener("pointerover", read);
-  $("stairs").addEventListener("focusin", read);
+    pointed = null;
+  });
   $("stairs").addEventListener("keydown", walkStairs);
   $("play").addEventListener("click", play);
   $("step").addEventListener("input", (event) => {
     stop();
     moveTo(Number(event.target.value));
   });
-  let width = $("stairs").clientWidth;
-  new ResizeObserver(() => {
-    if ($("stairs").clientWidth === width) return;
-    width = $("stairs").clientWidth;
+  stairs.width = $("stairs").clientWidth;
+  new ResizeObserver(([{ contentRect }]) => {
+    if (Math.floor(contentRect.width) === stairs.width) return;
+    stairs.width = Math.floor(contentRect.width);
     drawStairs();
   }).observe($("stairs"));
 }
