@@ -77,7 +77,10 @@ def test_shares_of_saturation_count_all_tokens() -> None:
 
 
 def test_agreement_and_calibration_by_layer() -> None:
-    second, third, fourth = figures.agreement_statistic(figures.agreement_data([small_trace()]))
+    trace = small_trace()
+    data = figures.agreement_data([trace])
+    second, third, fourth = figures.agreement_statistic(data, trace.info.head_kinds)
+    assert [entry.kind for entry in (second, third, fourth)] == list(trace.info.head_kinds)
     assert (second.layer, second.tokens, second.sure) == (2, 6, 62.5)
     assert second.right == pytest.approx(100 / 6)
     assert second.error == pytest.approx(62.5 - 100 / 6)

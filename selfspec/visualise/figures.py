@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -58,6 +58,8 @@ class Agreement(NamedTuple):
     """One layer against the final tokens."""
 
     layer: int
+    kind: str
+    """Of its head."""
     tokens: int
     right: float
     """Percent of the tokens that are the layer's first guess."""
@@ -189,15 +191,18 @@ def agreement_data(traces: Iterable[LayerTrace]) -> dict[int, list[tuple[float, 
     return dict(sorted(found.items()))
 
 
-def agreement_statistic(guesses: Mapping[int, Sequence[tuple[float, bool]]]) -> list[Agreement]:
-    """One per layer."""
+def agreement_statistic(
+    guesses: Mapping[int, Sequence[tuple[float, bool]]], kinds: Sequence[str]
+) -> list[Agreement]:
+    """One per layer, whose head is one of `kinds`."""
     found = []
-    for layer, pairs in guesses.items():
+    for (layer, pairs), kind in zip(guesses.items(), kinds, strict=True):
         sure = torch.tensor([prob for prob, _ in pairs], dtype=torch.float64)
         right = torch.tensor([agrees for _, agrees in pairs])
         found.append(
             Agreement(
                 layer,
+                kind,
                 len(pairs),
                 100 * right.double().mean().item(),
                 100 * sure.mean().item(),
@@ -208,17 +213,20 @@ def agreement_statistic(guesses: Mapping[int, Sequence[tuple[float, bool]]]) -> 
 
 
 def save_agreement(found: Sequence[Agreement], path: Path) -> None:
-    """Right and sure by layer in one panel, the calibration error in the other."""
+    """Right and sure by layer in one panel, the calibration error in the other; a line a kind."""
     figure = Figure(figsize=(9.0, 3.0), layout="constrained")
     left, right = figure.subplots(1, 2)
-    layers = [entry.layer for entry in found]
-    left.plot(layers, [e.right for e in found], "o-", ms=3, color=_BLUE, label="right [%]")
-    left.plot(layers, [e.sure for e in found], "o-", ms=3, color=_ORANGE, label="sure [%]")
-    left.legend(frameon=False, fontsize="small")
-    left.set_ylabel("first guess")
-    right.bar(layers, [entry.error for entry in found], color=_RED, alpha=0.8)
+    for kind, marker in zip(dict.fromkeys(entry.kind for entry in found), "osD^v", strict=False):
+        entries = [entry for entry in found if entry.kind == kind]
+        layers = [entry.layer for entry in entries]
+        look: dict[str, Any] = {"marker": marker, "ms": 3.5, "lw": 1.2}
+        left.plot(layers, [e.right for e in entries], color=_BLUE, label=f"{kind}: right", **look)
+        left.plot(layers, [e.sure for e in entries], color=_ORANGE, label=f"{kind}: sure", **look)
+        right.plot(layers, [e.error for e in entries], color=_RED, label=kind, **look)
+    left.set_ylabel("first guess [%]")
     right.set_ylabel("calibration error [%]")
     for axes in (left, right):
+        axes.legend(frameon=False, fontsize="x-small")
         axes.set_ylim(bottom=0)
         axes.set_xlabel(f"layer; n = {found[0].tokens} tokens")
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -279,7 +287,7 @@ def save_all(traces: Sequence[LayerTrace], folder: Path) -> dict[str, object]:
     exits = exits_statistic(exits_data(traces))
     layers = [*info.exit_layers, info.num_layers]
     saturated = saturation_statistic(saturation_data(traces), layers)
-    agreed = agreement_statistic(agreement_data(traces))
+    agreed = agreement_statistic(agreement_data(traces), info.head_kinds)
     counts = acceptance_data(traces)
     save_exits(exits, folder / "exits.png")
     save_saturation(saturated, folder / "saturation.png")
