@@ -80,8 +80,9 @@ def test_replays_give_the_bits_of_the_models_own_layers_in_that_shape(
         assert {ours.length(layer) for layer in range(6)} == {at}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.bfloat16), ("mistral", torch.float32)], ids=str
+)
 def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype) -> None:
     ladder.check_draft_invariance(recorded(family, dtype), random_ids(13), ladder.FIXED)
 
