@@ -153,13 +153,12 @@ def test_slots_grow_with_the_text_and_segments_are_captured_anew(
     executor = CudaGraphExecutor(model.model, model.lm_head, slots=16)
     executor.start_capture(RecordedCapture)
     backbone = Backbone(model, executor="generic")
-    ids = random_ids(MAX_POSITIONS)
     sizes = []
     # a short text again: segments that were captured for the smaller slots must be gone
-    for length in (MAX_POSITIONS, 40):
+    for ids in (random_ids(MAX_POSITIONS), random_ids(40, seed=1)):
         theirs, ours = KVCache(6), KVCache(6)
         with torch.inference_mode():
-            for block in blocks(ids[:, :length]):
+            for block in blocks(ids):
                 count, hidden = block.shape[1], backbone.embed(block)
                 expected = backbone.run(hidden, 0, 6, positions(theirs, 0, count), theirs)
                 found = executor.run(hidden, 0, 6, positions(ours, 0, count), ours)
@@ -177,6 +176,26 @@ def test_the_last_position_of_the_model_has_room_for_padding() -> None:
     generic = Backbone(backbone.model, executor="generic")
     expected = ladder.decode(generic, random_ids(MAX_POSITIONS - 9), NoDrafter(), new_tokens=9)
     assert answer.tokens == expected.tokens
+
+
+def test_padding_behind_the_last_slot_makes_room_for_itself() -> None:
+    model = make_model("llama")
+    executor, kv = CudaGraphExecutor(model.model, model.lm_head, slots=256), KVCache(6)
+    hidden = torch.ones(1, 253, 32)
+    with torch.inference_mode():
+        executor.run(hidden, 0, 6, positions(kv, 0, 253), kv)
+        assert executor._slots.slots == 256
+        executor.run(hidden[:, :3], 0, 6, positions(kv, 0, 3), kv)  # padded to 4: slot 257
+    assert executor._slots.slots == 320
+
+
+def test_with_fixed_slots_a_pass_always_looks_at_as_many() -> None:
+    executor = executor_of(recorded())
+    kv, hidden, before = KVCache(6, slots=250), torch.ones(1, 240, 32), {*executor._replays._graphs}
+    with torch.inference_mode():
+        for count in (4, 240, 4):
+            executor.run(hidden[:, :count], 0, 6, positions(kv, 0, count), kv)
+    assert executor._replays._graphs.keys() - before == {(0, 6, 4, 320)}
 
 
 def test_fixed_slots_are_never_overrun() -> None:
