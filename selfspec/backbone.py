@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from selfspec.executors import Executor
+from selfspec.executors.cuda_graph import CudaGraphExecutor
 from selfspec.executors.generic import FULL, SLIDING, GenericExecutor, attention_types
 from selfspec.executors.packed_cpu import PackedExecutor
 from selfspec.head_types import Unembedding
@@ -33,9 +34,14 @@ _POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
 its trace in the rotations of accepted tokens."""
 
 
-EXECUTORS = ("auto", "generic", "packed")
+EXECUTORS = ("auto", "generic", "packed", "cuda-graph")
 
-_AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+_AGREEMENT = {
+    torch.float64: 1e-4,  # the softmax of eager attention is float32
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.05,
+    torch.float16: 0.01,
+}
 """Largest error of another executor, relative to what a layer adds (root mean square). Rounding
 gives 1.5e-6 and 0.023 on the default model; a forgotten factor or norm gives more than this."""
 
@@ -49,7 +55,10 @@ class Backbone:
     """
 
     def __init__(self, model: PreTrainedModel, *, executor: str = "auto") -> None:
-        """`executor`: generic, packed (which copies the weights), or auto: packed where it runs."""
+        """`executor`: generic, packed (copies the weights), cuda-graph, or auto.
+
+        Auto is packed on a CPU and cuda-graph on a GPU, where those run, else generic.
+        """
         refuse_unsupported(model)
         if executor not in EXECUTORS:
             raise InvalidOption(f"executor is {executor!r}, expected {', '.join(EXECUTORS)}")
@@ -60,9 +69,14 @@ class Backbone:
         self._lm_head = model.get_output_embeddings()
         self._generic = GenericExecutor(decoder, self._lm_head)
         self._executor: Executor = self._generic
+        self.executor_name = "generic"
+        """One of EXECUTORS, never auto."""
         check_conformance(self)
-        if executor != "generic":
-            self._pack(required=executor == "packed")
+        if executor == "auto":
+            executor = "cuda-graph" if self.device.type == "cuda" else "packed"
+            self._choose(executor, required=False)
+        elif executor != "generic":
+            self._choose(executor, required=True)
 
     @property
     def num_layers(self) -> int:
@@ -98,11 +112,6 @@ class Backbone:
     def min_rows(self) -> int:
         """Rows of a pass at least; above 1 where bits do not depend on the number of rows."""
         return self._executor.min_rows
-
-    @property
-    def executor_name(self) -> str:
-        """One of EXECUTORS, never auto."""
-        return "generic" if self._executor is self._generic else "packed"
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -146,18 +155,40 @@ class Backbone:
                 "Use the model's own tokenizer"
             )
 
-    def _pack(self, *, required: bool) -> None:
-        """Go over to packed weights if they give this model's numbers."""
+    def _choose(self, name: str, *, required: bool) -> None:
+        """Go over to another executor if it gives this model's numbers."""
         try:
-            packed = PackedExecutor(self._decoder, self._lm_head)
-            check_agreement(self, packed)
+            self._executor = self._packed() if name == "packed" else self._graphs(required)
         except ValueError as reason:
             if required:
-                raise UnsupportedModel(f"the packed executor cannot run it: {reason}") from reason
+                raise UnsupportedModel(f"the {name} executor cannot run it: {reason}") from reason
             logger.debug("generic executor: %s", reason)
             return
+        self.executor_name = name
+
+    def _packed(self) -> Executor:
+        """Raises ValueError where packed weights do not give this model's numbers."""
+        packed = PackedExecutor(self._decoder, self._lm_head)
+        check_agreement(self, packed)
         logger.info("weights packed for the CPU: a copy of %d MB", packed.nbytes // 1_000_000)
-        self._executor = packed
+        return packed
+
+    def _graphs(self, required: bool) -> Executor:
+        """Raises ValueError where it gives other numbers; where nothing is captured, if not wanted.
+
+        Uncaptured it computes the same as the generic executor, and looks at masked slots as well.
+        """
+        graphs = CudaGraphExecutor(self._decoder, self._lm_head)
+        check_agreement(self, graphs)
+        if self.device.type == "cuda":
+            with _evaluation(self.model):
+                graphs.start_capture()
+        else:
+            logger.warning("no CUDA device: segments run uncaptured, which gains nothing")
+        if not (required or graphs.captures):
+            raise ValueError("segments cannot be captured")
+        logger.info("CUDA graphs: keys and values take %d MB", graphs.nbytes // 1_000_000)
+        return graphs
 
     def _finish(self, logits: Tensor) -> Tensor:
         """The scalings that some families put behind lm_head, then float32."""
@@ -241,11 +272,12 @@ def check_agreement(backbone: Backbone, other: Executor) -> None:
     caches = KVCache(backbone.num_layers), KVCache(backbone.num_layers)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(backbone.vocab_size, (1, _CHECK_PREFIX + _CHECK_BLOCK), generator=generator)
+    ids = ids.to(backbone.device)
     bound = _AGREEMENT[backbone.dtype]
     with torch.inference_mode(), _evaluation(backbone.model):
         for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK], dim=1):
             start = caches[0].length(0)
-            positions = torch.arange(start, start + block.shape[1])[None]
+            positions = torch.arange(start, start + block.shape[1], device=ids.device)[None]
             hidden = backbone.embed(block)
             for layer in range(backbone.num_layers):
                 ours = backbone.run(hidden, layer, layer + 1, positions, caches[0])

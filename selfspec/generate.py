@@ -275,9 +275,10 @@ def load(
     `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
     default model unless a draft model takes their place, and plain decoding for any other.
     `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
-    auto the packed one where it can. `draft_model`: a smaller one with the same tokens, which
-    drafts. `options` are SpeculationOptions. Raises ModelNotFound, UnsupportedModel,
-    HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
+    cuda-graph the own layers as CUDA graphs, auto one of the last two where it can. `draft_model`:
+    a smaller one with the same tokens, which drafts. `options` are SpeculationOptions. Raises
+    ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
+    DraftModelMismatch, InvalidOption.
     """
     read = partial(
         hub.load_model, dtype=dtype, device=device, attn_implementation=attn_implementation

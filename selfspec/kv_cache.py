@@ -6,6 +6,8 @@ yet. Buffers are preallocated and grow by doubling; shortening only moves a numb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 _FIRST_SLOTS = 256
@@ -48,8 +50,7 @@ class KVCache:
         """
         start = self._lengths[layer]
         end = start + keys.shape[-2]
-        if self.slots is not None and end > self.slots:
-            raise IndexError(f"{end} positions do not fit {self.slots} fixed slots")
+        self.check_room(end)
         seen = self.slots or max(seen, end)
         all_keys = self._keys[layer] = self._room(self._keys[layer], keys, start, seen)
         all_values = self._values[layer] = self._room(self._values[layer], values, start, seen)
@@ -57,6 +58,26 @@ class KVCache:
         all_values[..., start:end, :] = values
         self._lengths[layer] = end
         return all_keys[..., :seen, :], all_values[..., :seen, :]
+
+    def check_room(self, end: int) -> None:
+        """Raise IndexError unless `end` positions fit the fixed slots, if there are any."""
+        if self.slots is not None and end > self.slots:
+            raise IndexError(f"{end} positions do not fit {self.slots} fixed slots")
+
+    def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Keep keys and values in these buffers from now on, [B, kv heads, slots, head_dim] each.
+
+        One of each per layer, with slots for what is held, which is copied.
+        """
+        for ours, theirs in ((self._keys, keys), (self._values, values)):
+            for layer, length in enumerate(self._lengths):
+                if (held := ours[layer]) is not None:
+                    theirs[layer][..., :length, :] = held[..., :length, :]
+            ours[:] = theirs
+
+    def extend(self, count: int, first: int, last: int) -> None:
+        """Count positions that were written into the buffers of layers first+1..last directly."""
+        self._lengths[first:last] = [held + count for held in self._lengths[first:last]]
 
     def truncate(self, length: int, first: int = 0, last: int | None = None) -> None:
         """Cut layers first+1..last (default all) to at most `length` positions; copies nothing."""

@@ -160,9 +160,11 @@ def check_draft_invariance(backbone: Backbone, ids: Tensor, shape: PassShape = F
         assert found.tokens == plain.tokens, name
 
 
-def check_equal_to_hugging_face(model: PreTrainedModel, ids: Tensor) -> None:
+def check_equal_to_hugging_face(
+    model: PreTrainedModel, ids: Tensor, executor: str = "auto"
+) -> None:
     """Rung 3, for float64: tokens equal to `model.generate`'s, with every drafter."""
-    backbone = Backbone(model)
+    backbone = Backbone(model, executor=executor)
     expected, _ = hugging_face(model, ids, NEW_TOKENS)
     for name, (drafter, exits) in drafters(backbone, ids[0].tolist() + expected).items():
         found = decode(backbone, ids, drafter, exit_layers=exits)

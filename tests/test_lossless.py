@@ -14,6 +14,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 PACKED = ["llama", "mistral", "qwen2", "qwen3"]
 """Families that the packed executor runs."""
 
+EXECUTORS = ["generic", "auto", "cuda-graph"]
+"""Auto is the packed one where it runs; the last runs uncaptured here, see test_cuda_graph.py."""
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -31,12 +34,13 @@ def test_packed_weights_need_no_fixed_shape_for_that(family: str, dtype: torch.d
         ladder.check_draft_invariance(backbone, random_ids(length), ladder.FREE)
 
 
+@pytest.mark.parametrize("executor", ["generic", "cuda-graph"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float64_tokens_equal_hugging_face(family: str) -> None:
-    ladder.check_equal_to_hugging_face(make_model(family, torch.float64), random_ids(13))
+def test_float64_tokens_equal_hugging_face(family: str, executor: str) -> None:
+    ladder.check_equal_to_hugging_face(make_model(family, torch.float64), random_ids(13), executor)
 
 
-@pytest.mark.parametrize("executor", ["generic", "auto"])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_float32_tokens_equal_hugging_face_up_to_ties(executor: str) -> None:
     ties = sum(
         ladder.count_ties(make_model(family), random_ids(13), executor) for family in FAMILIES
@@ -44,7 +48,7 @@ def test_float32_tokens_equal_hugging_face_up_to_ties(executor: str) -> None:
     assert ties <= 2, "near ties are rare on these texts: more of them point to a bug"
 
 
-@pytest.mark.parametrize("executor", ["generic", "auto"])
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_tokens_lie_within_noise_of_the_top(family: str, executor: str) -> None:
     model, exact = make_model(family, torch.bfloat16), make_model(family, torch.float32)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -14,6 +15,13 @@ from selfspec.kv_cache import KVCache
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
+
+
+class LayerCache(Protocol):
+    """What a decoder layer asks of a cache."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Append [B, heads, T, head_dim] to `layer`; what its queries see, [B, heads, S, ..]."""
 
 
 class GenericExecutor:
@@ -33,7 +41,19 @@ class GenericExecutor:
         """Layers first+1..last on [B, T, d] at `positions` [B, T]; appends T positions to `kv`."""
         types = set(self.layer_types[first:last])
         masks = {kind: self._mask(kind, hidden, first, positions, kv) for kind in types}
-        rotations = self._rotations(hidden, positions, types)
+        return self.run_layers(hidden, first, last, positions, kv, masks)
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        first: int,
+        last: int,
+        positions: Tensor,
+        kv: LayerCache,
+        masks: Mapping[str, Any],
+    ) -> Tensor:
+        """Layers first+1..last on [B, T, d], with a mask for each attention type among them."""
+        rotations = self._rotations(hidden, positions, masks.keys())
         for layer in range(first, last):
             kind = self.layer_types[layer]
             output = self.decoder.layers[layer](
@@ -63,11 +83,22 @@ class GenericExecutor:
             layer_idx=first,
         )
 
-    def _rotations(self, hidden: Tensor, positions: Tensor, types: set[str]) -> dict[str, Any]:
+    def _rotations(self, hidden: Tensor, positions: Tensor, types: Iterable[str]) -> dict[str, Any]:
         rotary = self.decoder.rotary_emb
         if self._rotary_by_type:
             return {kind: rotary(hidden, positions, kind) for kind in types}
         return dict.fromkeys(types, rotary(hidden, position_ids=positions))
+
+
+def hooked(part: nn.Module) -> bool:
+    """Whether calling this module does more than its forward.
+
+    Not counted: what transformers leaves behind after a call with output_hidden_states, which is
+    idle in later calls.
+    """
+    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+    others = [hook for hook in hooks if hook.__module__ != "transformers.utils.output_capturing"]
+    return bool(others) or hasattr(part, "_hf_hook")
 
 
 def attention_types(config: PreTrainedConfig) -> list[str]:

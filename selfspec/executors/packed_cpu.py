@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.executors.generic import FULL, attention_types
+from selfspec.executors.generic import FULL, attention_types, hooked
 from selfspec.executors.slots import SteadySlots
 from selfspec.kv_cache import KVCache
 
@@ -268,20 +268,9 @@ def _require_llama_like(decoder: Any, lm_head: nn.Module) -> None:
         mlp = {name for name, _ in layer.mlp.named_children()}
         _need(mlp == _MLP, f"mlp holds {sorted(mlp)}")
         for name, part in layer.named_modules():
-            _need(not _hooked(part), f"{name or 'a layer'} has hooks")
+            _need(not hooked(part), f"{name or 'a layer'} has hooks")
             _need(not name.endswith("_proj") or type(part) is nn.Linear, f"{name} is not linear")
             _need(not name.endswith("norm") or hasattr(part, "variance_epsilon"), f"{name} differs")
-
-
-def _hooked(part: nn.Module) -> bool:
-    """Whether calling this module does more than its forward.
-
-    Not counted: what transformers leaves behind after a call with output_hidden_states, which is
-    idle in later calls.
-    """
-    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-    others = [hook for hook in hooks if hook.__module__ != "transformers.utils.output_capturing"]
-    return bool(others) or hasattr(part, "_hf_hook")
 
 
 def _need(condition: bool, otherwise: str) -> None:

@@ -1,0 +1,68 @@
+"""A CUDA graph on the CPU: operators are recorded once, then run again on the same tensors.
+
+As on a GPU, a replay sees what lies in the buffers at that time and nothing else: numbers that came
+from Python are frozen, every result goes where the first one went, and reading a value back to the
+host is refused. Called by the tests of the CUDA-graph executor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from selfspec.executors.capture import Work
+
+HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+"""Operators that wait for the device: their result decides what Python does next."""
+
+
+class Recording(TorchDispatchMode):
+    """Notes every operator that runs while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOST_READS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        output = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, output))
+        return output
+
+    def replay(self) -> None:
+        """Run everything again; results that are no views of older tensors replace the first."""
+        for func, args, kwargs, output in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class RecordedCapture:
+    """A Capture whose outputs are spoilt as soon as another recording runs, as in a shared pool."""
+
+    def __init__(self) -> None:
+        self.recordings: list[Recording] = []
+        self.replays = 0
+        self._outputs: list[Tensor] = []
+
+    def __call__(self, work: Work) -> Work:
+        recording = Recording()
+        with recording:
+            output = work()
+        self.recordings.append(recording)
+        self._outputs.append(output)
+
+        def replay() -> Tensor:
+            self.replays += 1
+            for other in self._outputs:
+                other.fill_(torch.nan)
+            recording.replay()
+            return output
+
+        return replay

@@ -1,0 +1,335 @@
+"""Segments at fixed addresses: the bits of the model's own layers, replayed from recordings."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfspec.backbone import Backbone
+from selfspec.drafters import NoDrafter
+from selfspec.errors import UnsupportedModel
+from selfspec.executors import cuda_graph
+from selfspec.executors.capture import Replays, Work, uncaptured
+from selfspec.executors.cuda_graph import CudaGraphExecutor
+from selfspec.generate import wrap
+from selfspec.kv_cache import KVCache
+from tests import ladder
+from tests.models import FAMILIES, MAX_POSITIONS, make_model, random_ids
+from tests.recorded import RecordedCapture
+
+PREFIX = 20
+
+
+def recorded(family: str = "llama", dtype: torch.dtype = torch.float32) -> Backbone:
+    """A backbone whose segments are recorded once and replayed, as on a GPU."""
+    backbone = Backbone(make_model(family, dtype), executor="cuda-graph")
+    executor_of(backbone).start_capture(RecordedCapture)
+    return backbone
+
+
+def executor_of(backbone: Backbone) -> CudaGraphExecutor:
+    assert isinstance(backbone._executor, CudaGraphExecutor)
+    return backbone._executor
+
+
+def positions(kv: KVCache, layer: int, count: int) -> Tensor:
+    return torch.arange(kv.length(layer), kv.length(layer) + count)[None]
+
+
+def copied(kv: KVCache) -> KVCache:
+    """Another cache with the same keys and values."""
+    copy = KVCache(kv.num_layers)
+    copy.extend(kv.length(0), 0, kv.num_layers)
+    buffers = [[held.clone() for held in every] for every in (kv._keys, kv._values)]  # type: ignore[union-attr]
+    copy.move_to(*buffers)
+    return copy
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replays_give_the_bits_of_the_models_own_layers_in_that_shape(
+    family: str, dtype: torch.dtype
+) -> None:
+    backbone = recorded(family, dtype)
+    fixed = KVCache(6, slots=256)
+    hidden = backbone.embed(random_ids(PREFIX + 9))
+    backbone._generic.run(hidden[:, :PREFIX], 0, 6, positions(fixed, 0, PREFIX), fixed)
+    ours = copied(fixed)
+    at = PREFIX
+    for count, padded in ((1, 1), (3, 4), (1, 1), (4, 4)):
+        block = hidden[:, at : at + count]
+        for first, last in ((0, 2), (2, 6)):
+            wide = torch.nn.functional.pad(block, (0, 0, 0, padded - count))
+            places = positions(fixed, first, padded)
+            expected = backbone._generic.run(wide, first, last, places, fixed)[:, :count]
+            fixed.truncate(at + count, first, last)
+            found = backbone.run(block, first, last, positions(ours, first, count), ours)
+            assert torch.equal(found, expected)
+            block = found
+        wide = torch.nn.functional.pad(block, (0, 0, 0, padded - count))
+        expected = backbone._finish(backbone._generic.logits(wide))[:, :count]
+        assert torch.equal(backbone.logits(block), expected)
+        at += count
+        assert {ours.length(layer) for layer in range(6)} == {at}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.bfloat16), ("mistral", torch.float32)], ids=str
+)
+def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype) -> None:
+    ladder.check_draft_invariance(recorded(family, dtype), random_ids(13), ladder.FIXED)
+
+
+def test_a_segment_is_captured_once_per_rows_and_slots_and_then_replayed() -> None:
+    backbone = Backbone(make_model("llama"), executor="cuda-graph")
+    capture = RecordedCapture()
+    executor_of(backbone).start_capture(lambda: capture)
+    captured, replayed = len(capture.recordings), capture.replays
+    ladder.decode(backbone, random_ids(30), NoDrafter())  # a prompt of 30 runs uncaptured
+    # one row through all layers, and its logits: both known from the trial of start_capture
+    assert len(capture.recordings) == captured
+    assert capture.replays - replayed == 2 * (ladder.NEW_TOKENS - 1) + 1
+
+
+def test_sequences_that_take_turns_keep_the_bits_they_have_alone() -> None:
+    backbone = recorded()
+    prompts = [random_ids(12, seed) for seed in range(3)]
+
+    def answers() -> list[Any]:
+        speculator = wrap(backbone.model, executor="generic")
+        speculator.backbone = backbone
+        return [speculator.stream(ids, max_new_tokens=12) for ids in prompts]
+
+    alone = [list(stream._entries) for stream in answers()]
+    together: list[list[Any]] = [[] for _ in prompts]
+    streams = [iter(stream._entries) for stream in answers()]
+    for _ in alone[0]:
+        for found, stream in zip(together, streams, strict=True):
+            found.append(next(stream))
+    assert together == alone
+
+
+def test_a_sequence_that_is_gone_leaves_nothing_behind() -> None:
+    backbone = recorded()
+    expected = ladder.decode(backbone, random_ids(12), NoDrafter()).logits
+    poisoned = KVCache(6)
+    hidden = torch.full((1, 40, 32), torch.nan)
+    with torch.inference_mode():
+        backbone.run(hidden, 0, 6, positions(poisoned, 0, 40), poisoned)
+        backbone.run(hidden[:, :4], 0, 6, positions(poisoned, 0, 4), poisoned)
+    slots = executor_of(backbone)._slots
+    assert slots.keys[0].isnan().any()
+    del poisoned
+    gc.collect()
+    assert torch.equal(ladder.decode(backbone, random_ids(12), NoDrafter()).logits, expected)
+
+
+def test_what_padding_rows_held_before_reaches_no_other_row() -> None:
+    backbone = recorded()
+    kv = KVCache(6)
+    with torch.inference_mode():
+        hidden = backbone.embed(random_ids(3))
+        expected = backbone.run(hidden, 0, 6, positions(kv, 0, 3), kv)
+        executor_of(backbone)._hidden.fill_(torch.nan)
+        kv.truncate(0)
+        assert torch.equal(backbone.run(hidden, 0, 6, positions(kv, 0, 3), kv), expected)
+
+
+def test_slots_grow_with_the_text_and_segments_are_captured_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_graph, "_FIRST_SLOTS", 64)
+    monkeypatch.setattr(cuda_graph, "_FEWEST_SEEN", 16)
+    model = make_model("llama", torch.float64)
+    executor = CudaGraphExecutor(model.model, model.lm_head, slots=16)
+    executor.start_capture(RecordedCapture)
+    backbone = Backbone(model, executor="generic")
+    sizes = []
+    # a short text again: segments that were captured for the smaller slots must be gone
+    for ids in (random_ids(MAX_POSITIONS), random_ids(40, seed=1)):
+        theirs, ours = KVCache(6), KVCache(6)
+        with torch.inference_mode():
+            for block in blocks(ids):
+                count, hidden = block.shape[1], backbone.embed(block)
+                expected = backbone.run(hidden, 0, 6, positions(theirs, 0, count), theirs)
+                found = executor.run(hidden, 0, 6, positions(ours, 0, count), ours)
+                # float64; the largest difference measured is 3e-15
+                assert (found - expected).abs().max() < 1e-13
+                sizes.append(executor._slots.slots)
+    assert sorted(set(sizes)) == [32, 64, 128, 256]
+    assert sizes[-1] == 256
+
+
+def test_the_last_position_of_the_model_has_room_for_padding() -> None:
+    backbone = recorded()
+    answer = ladder.decode(backbone, random_ids(MAX_POSITIONS - 9), NoDrafter(), new_tokens=9)
+    assert executor_of(backbone)._slots.slots == 320  # the next multiple of 64, not of two
+    generic = Backbone(backbone.model, executor="generic")
+    expected = ladder.decode(generic, random_ids(MAX_POSITIONS - 9), NoDrafter(), new_tokens=9)
+    assert answer.tokens == expected.tokens
+
+
+def test_padding_behind_the_last_slot_makes_room_for_itself() -> None:
+    model = make_model("llama")
+    executor, kv = CudaGraphExecutor(model.model, model.lm_head, slots=256), KVCache(6)
+    hidden = torch.ones(1, 253, 32)
+    with torch.inference_mode():
+        executor.run(hidden, 0, 6, positions(kv, 0, 253), kv)
+        assert executor._slots.slots == 256
+        executor.run(hidden[:, :3], 0, 6, positions(kv, 0, 3), kv)  # padded to 4: slot 257
+    assert executor._slots.slots == 320
+
+
+def test_with_fixed_slots_a_pass_always_looks_at_as_many() -> None:
+    executor = executor_of(recorded())
+    kv, hidden, before = KVCache(6, slots=250), torch.ones(1, 240, 32), {*executor._replays._graphs}
+    with torch.inference_mode():
+        for count in (4, 240, 4):
+            executor.run(hidden[:, :count], 0, 6, positions(kv, 0, count), kv)
+    assert executor._replays._graphs.keys() - before == {(0, 6, 4, 320)}
+
+
+def test_fixed_slots_are_never_overrun() -> None:
+    backbone = recorded()
+    kv = KVCache(6, slots=16)
+    with torch.inference_mode():
+        hidden = backbone.embed(random_ids(17))
+        backbone.run(hidden[:, :15], 0, 6, positions(kv, 0, 15), kv)
+        with pytest.raises(IndexError, match="17 positions do not fit 16"):
+            backbone.run(hidden[:, 15:], 0, 6, positions(kv, 0, 2), kv)
+
+
+def test_answers_in_two_threads_are_those_of_one() -> None:
+    backbone = recorded()
+    prompts = [random_ids(12, seed) for seed in (1, 2)]
+    expected = [ladder.decode(backbone, ids, NoDrafter()).tokens for ids in prompts]
+    found: dict[int, list[int]] = {}
+
+    def answer(index: int) -> None:
+        found[index] = ladder.decode(backbone, prompts[index], NoDrafter()).tokens
+
+    threads = [threading.Thread(target=answer, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[0], found[1]] == expected
+
+
+def blocks(ids: Tensor) -> Iterator[Tensor]:
+    """A prompt of 30, then passes of 1, 5 and 2 rows, as far as the ids go."""
+    start = 0
+    for width in itertools.chain([30], itertools.cycle([1, 5, 2])):
+        if start >= ids.shape[1]:
+            return
+        yield ids[:, start : start + width]
+        start += width
+
+
+def forgetful(work: Work) -> Work:
+    """A graph that misses its inputs: every replay gives the first result."""
+    first = work().clone()
+    return lambda: first
+
+
+def test_a_replay_that_computes_something_else_is_refused() -> None:
+    executor = executor_of(Backbone(make_model("llama"), executor="cuda-graph"))
+    with pytest.raises(ValueError, match="replayed, comes out differently"):
+        executor.start_capture(lambda: forgetful)
+
+
+def test_where_capture_fails_segments_run_as_they_are_and_one_notice_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(work: Work) -> Work:
+        raise RuntimeError("operation not permitted when stream is capturing\nand a trace")
+
+    backbone = Backbone(make_model("llama"), executor="cuda-graph")
+    expected = ladder.decode(backbone, random_ids(12), NoDrafter()).logits
+    caplog.clear()
+    executor_of(backbone).start_capture(lambda: fails)
+    assert not executor_of(backbone).captures
+    assert torch.equal(ladder.decode(backbone, random_ids(12), NoDrafter()).logits, expected)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no CUDA graphs (operation not permitted when stream is capturing): "
+        "segments run uncaptured from now on"
+    ]
+
+
+def test_the_graph_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.executors.capture._MOST_GRAPHS", 2)
+    made: list[str] = []
+
+    def noting(work: Work) -> Work:
+        made.append(str(int(work())))
+        return work
+
+    replays = Replays(lambda: noting)
+    for key in (1, 2, 1, 3, 1, 2):
+        assert int(replays.run(key, lambda key=key: torch.tensor(key))) == key  # type: ignore[misc]
+    assert made == ["1", "2", "3", "2"]
+
+
+def test_on_a_cpu_it_has_to_be_asked_for_and_says_that_it_gains_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert Backbone(make_model("gemma2")).executor_name == "generic"
+        assert not caplog.records
+        backbone = Backbone(make_model("gemma2"), executor="cuda-graph")
+    assert backbone.executor_name == "cuda-graph"
+    assert not executor_of(backbone).captures
+    assert "no CUDA device" in caplog.text
+
+
+def test_on_a_gpu_it_is_chosen_unless_nothing_can_be_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
+    monkeypatch.setattr("selfspec.backbone.check_conformance", lambda _: None)
+    monkeypatch.setattr("selfspec.backbone.check_agreement", lambda *_: None)
+    strategy: list[Any] = [RecordedCapture]
+    start = CudaGraphExecutor.start_capture
+    monkeypatch.setattr(CudaGraphExecutor, "start_capture", lambda self: start(self, strategy[0]))
+    assert Backbone(make_model("llama")).executor_name == "cuda-graph"
+    strategy[0] = lambda: uncaptured
+    assert Backbone(make_model("llama")).executor_name == "generic"
+    assert Backbone(make_model("llama"), executor="cuda-graph").executor_name == "cuda-graph"
+
+
+def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
+    hooked: Any = make_model("llama")
+    hooked.model.layers[2].mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModel, match=r"layers\.2\.mlp has hooks"):
+        Backbone(hooked, executor="cuda-graph")
+    flash: Any = make_model("llama")
+    backbone = Backbone(flash, executor="generic")
+    flash.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attention is flash_attention_2"):
+        CudaGraphExecutor(backbone._decoder, backbone._lm_head)
+    spread: Any = make_model("llama")
+    spread.lm_head = torch.nn.Linear(32, 96, bias=False, device="meta")
+    with pytest.raises(ValueError, match="on 2 devices"):
+        CudaGraphExecutor(spread.model, spread.lm_head)
+
+
+def test_another_executor_that_computes_something_else_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = CudaGraphExecutor._mask
+
+    def blind(self: CudaGraphExecutor, kind: str, places: Tensor, seen: int) -> Tensor:
+        return right(self, kind, places - 1, seen)  # a row does not see itself
+
+    monkeypatch.setattr(CudaGraphExecutor, "_mask", blind)
+    with pytest.raises(UnsupportedModel, match="layer 1 comes out differently"):
+        Backbone(make_model("llama"), executor="cuda-graph")

@@ -1,0 +1,165 @@
+"""Where decoding waits for the device: every point is listed here, per round, and no other exists.
+
+On a GPU the host runs ahead of the device; whatever turns a tensor into a Python value makes it
+wait. On a CPU nothing waits, but the same operators run, so they are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from selfspec.generate import Speculator, wrap
+from selfspec.stats import Round
+from tests.models import make_model, random_ids
+
+WAITING = {
+    "_local_scalar_dense": "number",  # int(), float(), bool(), item() of a tensor
+    "item": "number",  # the same in inference mode, like the next
+    "is_nonzero": "number",
+    "nonzero": "shape",  # a result whose size depends on values
+    "masked_select": "shape",
+    "lift_fresh": "upload",  # a tensor from Python values: the host waits until it is copied
+    "multinomial": "draw",  # torch checks the law on the host, then draws
+}
+
+
+class Waits(TorchDispatchMode):
+    """Counts operators that would make the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in WAITING:
+            self.counts[WAITING[name]] += 1
+        if name in ("index", "index_put_"):
+            masks = [part for part in args[1] if part is not None and part.dtype == torch.bool]
+            self.counts["shape"] += len(masks)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def waits() -> Iterator[Counter[str]]:
+    """What happens while open. `tolist` runs no operator on a CPU, so it is counted by itself."""
+    mode = Waits()
+    right = Tensor.tolist
+
+    def tolist(self: Tensor) -> Any:
+        mode.counts["list"] += 1
+        return right(self)
+
+    with pytest.MonkeyPatch.context() as patch, mode:
+        patch.setattr(Tensor, "tolist", tolist)
+        yield mode.counts
+
+
+@pytest.fixture(scope="module", params=["generic", "cuda-graph"])
+def speculator(request: pytest.FixtureRequest) -> Speculator:
+    return wrap(make_model("llama"), heads="logit-lens", executor=request.param)
+
+
+def rounds_of(speculator: Speculator, **options: Any) -> Iterator[tuple[Round, Counter[str]]]:
+    """Each round behind the prompt's own, and what it waited for."""
+    settings: Any = {"exit_layers": (2, 5), "max_draft_tokens": 4, "max_new_tokens": 24} | options
+    entries = speculator.stream(random_ids(13), **settings)._entries
+    next(entries)
+    while True:
+        with waits() as counts:
+            entry = next(entries, None)
+        if entry is None:
+            return
+        yield entry, counts
+
+
+def judged(entry: Round) -> int:
+    """Times that a head was asked: a token that left at layer 5 was asked at 2 before."""
+    asked = sum({2: 1, 5: 2}[layer] for layer in entry.exit_layers)
+    return asked + (2 if entry.ended == "depth" else 0)
+
+
+def test_plain_decoding_reads_once_per_token(speculator: Speculator) -> None:
+    found = list(rounds_of(speculator, speculate=False))
+    assert len(found) == 23
+    for _, counts in found:
+        assert counts == {"list": 1}  # the argmax of the logits
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.4])
+def test_exit_heads_read_once_per_judgement_and_once_per_verification(
+    speculator: Speculator, tau: float
+) -> None:
+    endings = set()
+    for entry, counts in rounds_of(speculator, exit_threshold=tau):
+        drafted = len(entry.draft_tokens)
+        # each draft token is uploaded to be embedded, all of them once more to be verified: right
+        # behind a read, when nothing else is left to wait for
+        expected = {"list": judged(entry) + 1, "upload": drafted + (drafted > 0)}
+        assert counts == Counter(expected)
+        endings.add(entry.ended)
+    assert "depth" in endings or tau < 0.4
+
+
+def test_a_controller_that_asks_for_more_than_the_judge_reads_no_more(
+    speculator: Speculator,
+) -> None:
+    for entry, counts in rounds_of(speculator, exit_threshold=0.05, controller="cm-asd"):
+        assert counts["list"] == judged(entry) + 1
+        assert not counts.keys() - {"list", "upload"}
+
+
+def test_text_already_seen_reads_what_was_committed_and_the_verdicts(
+    speculator: Speculator,
+) -> None:
+    drafted = 0
+    for entry, counts in rounds_of(speculator, drafter="ngram", row_cost=0.0):
+        # the first of the two could be saved: the host has seen these tokens before
+        assert counts == Counter({"list": 2, "upload": int(bool(entry.draft_tokens))})
+        drafted += len(entry.draft_tokens)
+    assert drafted
+
+
+def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> None:
+    for entry, counts in rounds_of(speculator, exit_threshold=0.05, do_sample=True, seed=0):
+        drafted = len(entry.draft_tokens)
+        refused = entry.accepted < drafted
+        verdicts = entry.accepted + refused
+        # where nothing of the law is left, the residual looks at its sum
+        draws = drafted + 1
+        assert counts["draw"] == draws
+        assert counts["number"] == draws + verdicts + refused
+        assert counts["list"] == judged(entry)
+
+
+def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
+    second = make_model("llama", num_hidden_layers=2)
+    both = wrap(
+        speculator.model,
+        heads=None,
+        executor=speculator.backbone.executor_name,
+        draft_model=second,
+    )
+    for entry, counts in rounds_of(both, exit_layers=None):
+        drafted = len(entry.draft_tokens)
+        # one for each argmax, two to find where the draft model's cache parts from the text
+        assert counts["list"] == 1
+        assert counts["number"] <= drafted + 1
+        assert counts["shape"] == 1
+
+
+def test_a_read_would_be_noticed() -> None:
+    with waits() as counts:
+        value = torch.rand(3)
+        assert int(value.argmax()) in range(3)
+        assert len(value[value > 2].tolist()) == 0
+        torch.tensor([1])
+    assert counts == {"number": 1, "list": 1, "upload": 1, "shape": 1}
