@@ -96,9 +96,10 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
 def swept(speculator: Speculator, settings: Sequence[Setting]) -> list[Contender]:
     """Speculation with some options moved, all others at their values.
 
-    Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any.
+    Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any where
+    they are to draft.
     """
-    if settings:
+    if settings and speculator.options.uses("exit"):
         _fitted(speculator)
     return [_contender(speculator, "speculation", setting) for setting in settings]
 
@@ -196,7 +197,15 @@ def _in_use(speculator: Speculator, setting: Setting) -> tuple[int, ...]:
 
 
 def _fitted(speculator: Speculator) -> tuple[int, ...]:
-    """All exit layers that there are heads for. Raises HeadsNotFound."""
+    """All exit layers that there are heads for.
+
+    Raises HeadsNotFound, or InvalidOption where a draft model has taken their place.
+    """
+    if speculator.options.drafter == "draft-model":
+        raise InvalidOption(
+            "the draft model drafts, but this method needs exit heads. Give --drafter exit beside "
+            "--draft-model (the method draft-model still uses it), or leave the method out"
+        )
     everything = {"exit_layers": None, "max_draft_depth": None, "exit_threshold": ALWAYS}
     return _in_use(speculator, everything)
 
@@ -307,6 +316,11 @@ METHODS = {
         source="text already seen, else speculation",
         decode=_own,
         settings=lambda _: [{"drafter": "ngram+exit"}],
+    ),
+    "draft-model": Method(
+        source="a second, smaller model (speculative decoding as it began) on our runtime",
+        decode=_own,
+        settings=lambda _: [{"drafter": "draft-model"}],
     ),
     "no-annealing": Method(
         source="speculation without annealing: alpha = 0 (Figure 4 of SpecBound)",
