@@ -7,10 +7,11 @@ the benchmark for every method whose rule says `lossless = False`.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,7 +19,20 @@ from transformers import PreTrainedModel
 from selfspec.errors import InvalidOption
 from selfspec.eval.reference import block_logits
 from selfspec.eval.suites import Question
-from selfspec.stream import Generation
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Written(Protocol):
+    """An answer, whoever wrote it."""
+
+    @property
+    def text(self) -> str:
+        """Without special tokens."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """New tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +59,8 @@ class Quality:
 def quality(
     question: Question,
     method: str,
-    answer: Generation,
-    plain: Generation,
+    answer: Written,
+    plain: Written,
     log_likelihood: Callable[[Sequence[int]], float],
 ) -> Quality:
     """The record of an answer; `log_likelihood` gives nats of tokens behind the prompt."""
@@ -114,6 +128,18 @@ def log_likelihood(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -
     logits = block_logits(model, ids, tokens)
     chosen = logits.log_softmax(-1).gather(1, ids.new_tensor([list(tokens)]).T)
     return float(chosen.double().sum())
+
+
+def final_number(text: str) -> float | None:
+    """What a worked solution arrives at: its last number; None without any."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def expected_number(reference: str) -> float | None:
+    """What a reference says: its first number, behind "####" where it has that; None without."""
+    found = _NUMBER.findall(reference.rpartition("####")[2])
+    return float(found[0].replace(",", "")) if found else None
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:

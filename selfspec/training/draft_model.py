@@ -60,11 +60,13 @@ def cut(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     inner.num_hidden_layers = layers
     if getattr(inner, "layer_types", None):
         inner.layer_types = inner.layer_types[:layers]
-    small = type(model)(config).float()
+    small: PreTrainedModel = nn.Module.to(type(model)(config), torch.float32)
     whole = model.state_dict()
     small.load_state_dict({name: whole[name] for name in small.state_dict()})
     small.generation_config = copy.deepcopy(model.generation_config)
-    return small.to(model.device).eval()
+    # Module.to, because the model's own is wrapped and loses its type
+    nn.Module.to(small, model.device).eval()
+    return small
 
 
 def fit(
