@@ -65,7 +65,7 @@ def main(
     held_out = read_conversations(validation, tokenizer, max_tokens=validation_tokens, **limits)
     talks = read_conversations(data, tokenizer, **limits)
     small = draft_model.cut(whole, layers)
-    found: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "base": files.label}
+    found: dict[str, Any] = {"command": command(), "base": files.label}
     found |= {"options": asdict(options), "machine": machine()}
     found["answer_tokens_held_out"] = sum(len(talk.answer_ids) for talk in held_out)
     found["agreement_before"] = draft_model.agreement(small, held_out, batch_tokens)
@@ -81,6 +81,12 @@ def main(
         (fresh / "fit.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         shutil.move(fresh, output)
     print(f"agreement {found['agreement_before']:.1%} -> {found['agreement_after']:.1%}")
+
+
+def command() -> str:
+    """As it was given; of a path elsewhere only the name."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
+    return shlex.join(["python", *words])
 
 
 if __name__ == "__main__":

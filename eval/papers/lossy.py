@@ -60,9 +60,7 @@ def figures(
     by_id = {question.id: question for question in questions}
     own = trials.by_label([trial for trial in found if trial.id in by_id], labels)
     plain = {trial.id: trial for trial in own[PLAIN]}
-    likely = functools.lru_cache(maxsize=None)(
-        lambda prompt, tokens: _log_likelihood(speculator, prompt, tokens)
-    )
+    likelihoods = _Likelihoods(speculator)
     summary = {}
     for label, group in own.items():
         records = [
@@ -71,12 +69,29 @@ def figures(
                 label,
                 trial,
                 plain[trial.id],
-                lambda tokens, trial=trial: likely(tuple(trial.prompt_ids), tuple(tokens)),  # type: ignore[misc]  # its default binds the loop's value
+                functools.partial(likelihoods.nats, tuple(trial.prompt_ids)),
             )
             for trial in group
         ]
         summary[label] = {**speed(group, own[PLAIN], cost), **quality.summary(records)}
     return summary
+
+
+class _Likelihoods:
+    """Nats of answers under the model; many settings write the same ones."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self._speculator = speculator
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+
+    @torch.inference_mode()
+    def nats(self, prompt: tuple[int, ...], tokens: Sequence[int]) -> float:
+        """Of `tokens` behind `prompt`."""
+        key = prompt, tuple(tokens)
+        if key not in self._known:
+            ids = torch.tensor([prompt], device=self._speculator.backbone.device)
+            self._known[key] = quality.log_likelihood(self._speculator.model, ids, tokens)
+        return self._known[key]
 
 
 def speed(
@@ -131,9 +146,3 @@ def told(summary: Mapping[str, Mapping[str, Any]]) -> str:
     """How much text is behind a table."""
     row = summary[PLAIN]
     return f"questions: {row['answers']}, {row['tokens']:,} tokens of plain decoding"
-
-
-@torch.inference_mode()
-def _log_likelihood(speculator: Speculator, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    ids = torch.tensor([prompt], device=speculator.backbone.device)
-    return quality.log_likelihood(speculator.model, ids, tokens)

@@ -20,7 +20,7 @@ from selfspec.cli.training import progress_bar
 from selfspec.errors import SelfspecError
 from selfspec.eval import prices, results, tables
 from selfspec.eval.answers import replace as write_whole
-from selfspec.eval.suites import Question, load_suite
+from selfspec.eval.suites import Question, load_suite, spread
 from selfspec.generate import Speculator
 
 STEP_COSTS = (4, 10)
@@ -46,8 +46,6 @@ def first_turns(suite: str, questions: Path | None, limit: int, *tasks: str) -> 
 
     A reference is one for the last turn, so it goes where that is cut.
     """
-    from selfspec.eval.suites import spread
-
     every = [q for q in load_suite(suite, questions) if not tasks or q.task in tasks]
     return [
         replace(q, turns=q.turns[:1], reference=q.reference if len(q.turns) == 1 else None)
