@@ -29,6 +29,7 @@ from selfspec.eval.lengths import (
     CONTROLLERS,
     INITIAL_LENGTHS,
     SETTINGS,
+    VARIANTS,
     Chains,
     Gain,
     Setting,
@@ -56,6 +57,8 @@ noisy where other jobs run on the machine. Controllers that adapt stay within 1 
 
 PLAIN = "plain"
 
+EVERY = SETTINGS + VARIANTS
+
 
 def main(
     output: Annotated[Path, typer.Option(help="Results folder.")],
@@ -74,12 +77,13 @@ def main(
     replays = replay(speculator, asked, output / "replays.jsonl", new_tokens)
     prices = shared.priced(output, speculator, max(INITIAL_LENGTHS))
     answers = run(speculator, spread(asked, timed), output / ANSWERS, new_tokens) if timed else []
-    counts = {s: total(rounds[s] for rounds in replays.values()) for s in SETTINGS}
+    counts = {s: total(rounds[s] for rounds in replays.values()) for s in EVERY}
     by_measure = seconds(counts, prices, answers)
     plain = {"here": prices.plain_seconds(counts[SETTINGS[0]].tokens)}
     plain |= {f"c = {c}": counts[SETTINGS[0]].tokens for c in shared.STEP_COSTS}
     plain["timed"] = wall(answers, PLAIN)
-    found = {name: gains(by_setting) for name, by_setting in by_measure.items()}
+    found = {name: gains({s: row[s] for s in SETTINGS}) for name, row in by_measure.items()}
+    moved = {name: gains(row) for name, row in by_measure.items() if name != "timed"}
     summary = {
         "questions": len(replays),
         "tokens": counts[SETTINGS[0]].tokens,
@@ -88,12 +92,16 @@ def main(
         "timed_runs_with_replayed_rounds": agreeing(answers, replays),
         "measured_c": 1 / prices.draft_cost,
         "gains": {name: [asdict(gain) for gain in every] for name, every in found.items()},
+        "sensitivity": {name: [asdict(gain) for gain in every] for name, every in moved.items()},
         "settings": [
             settings_row(s, counts[s], {name: plain[name] / by_measure[name][s] for name in found})
             for s in SETTINGS
         ],
     }
-    made = [gains_table(found, summary), counts_table(summary["settings"])]
+    made = [gains_table(told(summary), found, summary["measured_c"])]
+    words = "Constants that the document does not print, one changed at a time"
+    made.append(gains_table(words, moved, summary["measured_c"]))
+    made.append(counts_table(summary["settings"]))
     shared.finish(output, NOTE, summary, made)
     save_figure(summary["settings"], output / "gammatune.png")
 
@@ -111,7 +119,7 @@ def replay(
             if question.id in found:
                 continue
             rounds = replayed_question(speculator, question, new_tokens)
-            record = {f"{s.controller}/{s.initial}": asdict(rounds[s]) for s in SETTINGS}
+            record = {s.label: asdict(rounds[s]) for s in EVERY}
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"id": question.id, "rounds": record}) + "\n")
             found[question.id] = rounds
@@ -128,16 +136,16 @@ def replayed_question(
     text = speculator.generate(ids, **asked, speculate=False).token_ids
     cache = DraftCache(speculator.draft_model, speculator.backbone.vocab_size)
     chains = Chains(cache, ids, text)
-    return {s: replayed(chains, speculator.options.updated(s.options)) for s in SETTINGS}
+    return {s: replayed(chains, speculator.options.updated(s.options)) for s in EVERY}
 
 
 def parsed(record: Mapping[str, Any]) -> dict[Setting, RoundCounts]:
     """As they were before JSON made words of numbers."""
     found = {}
-    for name, counts in record.items():
-        controller, initial = name.split("/")
+    for setting in EVERY:
+        counts = record[setting.label]
         drafts = {int(length): rounds for length, rounds in counts["by_drafts"].items()}
-        found[Setting(controller, int(initial))] = RoundCounts(**{**counts, "by_drafts": drafts})
+        found[setting] = RoundCounts(**{**counts, "by_drafts": drafts})
     return found
 
 
@@ -147,8 +155,7 @@ def run(
     """All settings and plain decoding, live, as `selfspec bench` does it."""
     plain = Contender(label=PLAIN, method="plain", setting={"speculate": False})
     contenders = [
-        Contender(label=f"{s.controller}/{s.initial}", method="draft-model", setting=s.options)
-        for s in SETTINGS
+        Contender(label=s.label, method="draft-model", setting=s.options) for s in SETTINGS
     ]
     bench = Bench(speculator=speculator, options=BenchOptions(max_new_tokens=new_tokens))
     with shared.progress("timed") as show:
@@ -161,8 +168,8 @@ def agreeing(
     """Live runs with the very rounds of their replay."""
     right = 0
     for answer in answers:
-        for setting, expected in replays[answer.id].items():
-            live = answer.runs[f"{setting.controller}/{setting.initial}"]
+        for setting in SETTINGS:
+            live, expected = answer.runs[setting.label], replays[answer.id][setting]
             drafted = live.counts.get("drafted_by_index", {})
             by_index = {int(index): int(count) for index, count in drafted.items()}
             rounds = by_drafts(len(live.arrivals) - 1, by_index)
@@ -178,7 +185,7 @@ def seconds(
     for c in shared.STEP_COSTS:
         found[f"c = {c}"] = {s: count.steps(1 / c) for s, count in counts.items()}
     if answers:
-        found["timed"] = {s: wall(answers, f"{s.controller}/{s.initial}") for s in SETTINGS}
+        found["timed"] = {s: wall(answers, s.label) for s in SETTINGS}
     return found
 
 
@@ -202,26 +209,29 @@ def settings_row(
     }
 
 
-def gains_table(by_measure: Mapping[str, Sequence[Gain]], summary: Mapping[str, Any]) -> Table:
-    """Controllers down, measures across."""
-    header = ["controller"]
-    for name in by_measure:
-        words = f"here (c = {summary['measured_c']:.1f})" if name == "here" else name
-        header += [f"gain, {words}", "worst", "from"]
-    rows = []
-    for index, controller in enumerate(CONTROLLERS):
-        cells = [controller]
-        for every in by_measure.values():
-            gain = every[index]
-            cells += [f"{gain.mean:.2f} ± {gain.spread:.2f}", f"{gain.worst:.0%}"]
-            cells += [str(gain.worst_initial)]
-        rows.append(cells)
-    title = (
+def told(summary: Mapping[str, Any]) -> str:
+    """How much is behind the figures."""
+    return (
         f"Questions: {summary['questions']}, {summary['tokens']:,} tokens; "
         f"of these timed: {summary['timed_questions']}, "
         f"{summary['timed_runs_with_replayed_rounds']} of {summary['timed_runs']} runs with "
         "exactly the replayed rounds"
     )
+
+
+def gains_table(title: str, by_measure: Mapping[str, Sequence[Gain]], measured_c: float) -> Table:
+    """Controllers down, measures across."""
+    header = ["controller"]
+    for name in by_measure:
+        words = f"here (c = {measured_c:.1f})" if name == "here" else name
+        header += [f"gain, {words}", "worst", "from"]
+    rows = []
+    for every in zip(*by_measure.values(), strict=True):
+        cells = [every[0].controller]
+        for gain in every:
+            cells += [f"{gain.mean:.2f} ± {gain.spread:.2f}", f"{gain.worst:.0%}"]
+            cells += [str(gain.worst_initial)]
+        rows.append(cells)
     return Table(title, header, rows)
 
 

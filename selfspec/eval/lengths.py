@@ -37,6 +37,21 @@ class Setting(NamedTuple):
 
     controller: str
     initial: int
+    changed: tuple[str, float] | None = None
+    """An option that is not at its default, and its value."""
+
+    @property
+    def name(self) -> str:
+        """Of the controller, with what was changed."""
+        if self.changed is None:
+            return self.controller
+        option, value = self.changed
+        return f"{self.controller}, {option} {value:g}"
+
+    @property
+    def label(self) -> str:
+        """Name and initial length."""
+        return f"{self.name}/{self.initial}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -45,10 +60,28 @@ class Setting(NamedTuple):
             "drafter": "draft-model",
             "controller": self.controller,
             "max_draft_tokens": self.initial,
-        }
+        } | dict([self.changed] if self.changed else [])
 
 
 SETTINGS = tuple(Setting(name, initial) for name in CONTROLLERS for initial in INITIAL_LENGTHS)
+
+_UNPRINTED: dict[str, dict[str, tuple[float, ...]]] = {
+    "gammatune": {
+        "gammatune_rate": (0.1, 0.5, 0.8),
+        "gammatune_step": (0, 1, 4),
+        "longest_draft": (5, 20),
+    },
+    "gammatune-plus": {"gammatune_rate": (0.1, 0.8), "controller_threshold": (0.2, 0.6)},
+}
+"""Constants that GammaTune does not print, and values beside our choice."""
+
+VARIANTS = tuple(
+    Setting(controller, initial, (option, value))
+    for controller, options in _UNPRINTED.items()
+    for option, values in options.items()
+    for value in values
+    for initial in INITIAL_LENGTHS
+)
 
 
 class Chains:
@@ -105,6 +138,7 @@ class Gain:
     """One controller over all initial lengths, as in GammaTune's table 2."""
 
     controller: str
+    """With what was changed."""
     mean: float
     """Its throughput over that of fixed lengths, both means over the initial lengths."""
     spread: float
@@ -117,19 +151,19 @@ class Gain:
 
 
 def gains(seconds: Mapping[Setting, float]) -> list[Gain]:
-    """By controller, from seconds for the same tokens under every setting."""
+    """By controller, from seconds for the same tokens under every setting; fixed ones too."""
     speeds: dict[str, dict[int, float]] = defaultdict(dict)
     for setting, value in seconds.items():
-        speeds[setting.controller][setting.initial] = 1.0 / value
+        speeds[setting.name][setting.initial] = 1.0 / value
     usual = statistics.fmean(speeds["fixed"].values())
     hindsight = max(speeds["fixed"].values())
     found = []
-    for controller, by_initial in speeds.items():
+    for name, by_initial in speeds.items():
         over = [speed / usual for speed in by_initial.values()]
         slowest = min(by_initial, key=lambda initial: by_initial[initial])
         found.append(
             Gain(
-                controller=controller,
+                controller=name,
                 mean=statistics.fmean(over),
                 spread=statistics.pstdev(over),
                 best=max(by_initial.values()) / hindsight,
