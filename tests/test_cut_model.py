@@ -61,8 +61,8 @@ def test_a_fit_raises_agreement_and_leaves_embedding_and_large_model_alone(
     small = cut(whole, 2)
     at_first = agreement(small, talks, 64)
     fit(small, talks, DraftFitOptions(steps=60, batch_tokens=64, learning_rate=1e-2), ignore)
-    # 12 texts learned by heart: 23 % before, 85 % after when this was written
-    assert agreement(small, talks, 64) > at_first + 0.2
+    # 12 texts learned by heart: 21 % before, 100 % after when measured
+    assert agreement(small, talks, 64) > at_first + 0.4
     embedding: Any = small.get_input_embeddings()
     assert torch.equal(embedding.weight, before["model.embed_tokens.weight"])
     assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
