@@ -39,6 +39,14 @@ def test_more_stays_and_the_law_moves_further_the_lower_it_gets() -> None:
     assert moved[-1] <= total_variation(draft, target).mean() + 1e-12
 
 
+def test_acceptance_is_bought_with_total_variation_one_for_one() -> None:
+    target, draft = random_laws(50, 6, 0.7)
+    gained = acceptance(target, draft, 0.4) - acceptance(target, draft, 1.0)
+    moved = total_variation(committed(target, draft, 0.4), target)
+    # float64; a few roundings of numbers up to 1
+    torch.testing.assert_close(moved, gained, rtol=0, atol=1e-12)
+
+
 def test_equal_laws_are_not_refused_and_do_not_move() -> None:
     law = torch.tensor([[0.5, 0.25, 0.25]])
     assert acceptance(law, law, 1.0).tolist() == [1.0]
