@@ -232,7 +232,7 @@ class Speculator:
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind one of `end_tokens`."""
         if draft_cache is None and self.draft_model is not None:
-            draft_cache = DraftCache(self.draft_model)
+            draft_cache = DraftCache(self.draft_model, self.backbone.vocab_size)
         sources = Sources(self.backbone, self.heads, draft_cache)
         return make_drafter(options, sources, sampler, end_tokens)
 
@@ -328,7 +328,7 @@ def wrap(
     second = None
     if draft_model is not None:
         second = Backbone(draft_model, executor=executor)
-        check_same_size(backbone, second)
+        check_same_size(backbone, second, tokenizer)
         base = base.updated({"drafter": "draft-model"})
     return Speculator(backbone, tokenizer, fitted, label, base.updated(options), second)
 

@@ -31,7 +31,8 @@ class Session:
         self._pinned: tuple[bool, int] | None = None
         self._stream: Stream | None = None
         second = speculator.draft_model
-        self._draft_cache = None if second is None else DraftCache(second)
+        size = speculator.backbone.vocab_size
+        self._draft_cache = None if second is None else DraftCache(second, size)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """The answer to `prompt`: the whole conversation so far and the new turn."""

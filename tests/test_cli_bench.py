@@ -54,6 +54,19 @@ def test_results_hold_the_run_the_answers_and_the_tables(
     assert (summary["questions"], summary["failures"]) == (2, [])
 
 
+def test_a_draft_model_beside_the_heads_has_a_method_of_its_own(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model("llama", num_hidden_layers=1).save_pretrained(workplace / "small")
+    make_tokenizer().save_pretrained(workplace / "small")
+    asked = ["--draft-model", "small", "--drafter", "exit", "--limit", "1"]
+    asked += ["--methods", "plain,speculation,draft-model", "--json"]
+    assert main([*COMMAND, *PROMPTS, *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["failures"] == []
+    run = yaml.safe_load((workplace / "out" / "run.yaml").read_text())
+    assert run["model"]["draft_model"] == "small"
+
+
 def test_settings_of_a_peer_are_chosen_on_other_prompts(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

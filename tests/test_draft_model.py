@@ -204,6 +204,41 @@ def test_another_number_of_logits_is_refused() -> None:
         wrap(make_model("llama"), draft_model=make_model("llama", vocab_size=64))
 
 
+@pytest.mark.parametrize("rows", [64, 96, 128])
+def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int) -> None:
+    tokenizer = make_tokenizer()  # of ten tokens: all rows behind them are padding
+    model, small = make_model("llama", torch.float64), make_model("llama", vocab_size=rows)
+    plain = wrap(model, speculate=False).generate(random_ids(9), max_new_tokens=12).token_ids
+    speculator = wrap(model, tokenizer, draft_model=small, max_draft_tokens=3)
+    for talker in (speculator, speculator.session()):
+        answer = talker.generate(random_ids(9), max_new_tokens=12)
+        assert answer.token_ids == plain
+        assert answer.stats.drafted > 0
+    sampled = speculator.generate(random_ids(9), max_new_tokens=12, do_sample=True, seed=0)
+    assert sampled.stats.drafted > 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [64, 128])
+def test_logits_have_the_targets_length_and_none_for_what_the_draft_model_lacks(
+    second: CountingBackbone, size: int
+) -> None:
+    ids = random_ids(7)
+    own = DraftCache(second).run(ids)
+    fitted = DraftCache(second, size).run(ids)
+    shared = min(size, second.vocab_size)
+    assert fitted.shape == (1, size)
+    assert torch.equal(fitted[:, :shared], own[:, :shared])
+    assert bool((fitted[:, shared:] == -torch.inf).all())
+
+
+def test_padding_must_begin_behind_the_last_token() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"word {number}" for number in range(70)])
+    with pytest.raises(DraftModelMismatch, match="has 64 rows in its unembedding, the model 96"):
+        wrap(make_model("llama"), tokenizer, draft_model=make_model("llama", vocab_size=64))
+
+
 def test_the_prefix_that_two_texts_share_is_counted() -> None:
     old = torch.tensor([1, 2, 3, 4])
     assert shared_prefix(old, torch.tensor([1, 2, 9, 4, 5])) == 2

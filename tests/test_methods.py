@@ -29,10 +29,15 @@ class Silent(BaseStreamer):
 
 @pytest.fixture(scope="module")
 def speculator() -> Speculator:
-    """Heads on layers 1 to 5, of which 2 and 4 are in use; float64, so tokens must be equal."""
+    """Heads on layers 1 to 5, of which 2 and 4 are in use, beside a draft model of two layers.
+
+    All in float64, so tokens must be equal.
+    """
     return wrap(
         make_model("llama", torch.float64),
         heads="logit-lens",
+        draft_model=make_model("llama", torch.float64, num_hidden_layers=2),
+        drafter="exit",
         exit_layers=(2, 4),
         exit_threshold=(0.04, 0.06),
         max_draft_tokens=3,
@@ -53,6 +58,7 @@ def moved(speculator: Speculator, **values: Any) -> Speculator:
         speculator.heads,
         speculator.label,
         replace(speculator.options, **values),
+        speculator.draft_model,
     )
 
 
@@ -195,6 +201,27 @@ def test_methods_with_drafts_need_heads() -> None:
         swept(bare, [{"exit_threshold": 0.5}])
 
 
+def test_the_draft_model_drafts_where_its_method_is_asked_for(speculator: Speculator) -> None:
+    stats = written(speculator, "draft-model").stats
+    assert stats is not None
+    assert set(stats.drafted_by_source) == {"draft-model"}
+    stats = written(speculator, "speculation").stats
+    assert stats is not None
+    assert set(stats.drafted_by_source) == {"exit"}
+
+
+def test_methods_that_lack_what_drafts_say_so(speculator: Speculator) -> None:
+    bare = wrap(make_model("llama"))
+    with pytest.raises(InvalidOption, match=r"needs a second model\. Give --draft-model"):
+        candidates(bare, ["draft-model"])
+
+
+def test_draft_lengths_of_a_draft_model_are_swept_without_heads(speculator: Speculator) -> None:
+    bare = wrap(speculator.model, draft_model=make_model("llama", torch.float64))
+    entries = swept(bare, [{"max_draft_tokens": 1}, {"max_draft_tokens": 4}])
+    assert [entry.setting["max_draft_tokens"] for entry in entries] == [1, 4]
+
+
 # --- ablations
 
 
@@ -273,6 +300,13 @@ def test_a_sweep_moves_one_option_at_a_time(speculator: Speculator) -> None:
     entries = swept(moved(speculator, exit_threshold=0.1), settings)
     labels = ["speculation(exit_threshold=0.3)", "speculation(exit_layers=4/5)"]
     assert [entry.label for entry in entries] == labels
+
+
+def test_a_sweep_drafts_from_exit_heads_whatever_their_defaults_name(
+    speculator: Speculator,
+) -> None:
+    (entry,) = swept(moved(speculator, drafter="ngram+exit"), [{"exit_threshold": 0.3}])
+    assert (entry.setting["drafter"], entry.label) == ("exit", "speculation(exit_threshold=0.3)")
 
 
 def test_a_sweep_to_a_depth_that_is_no_exit_layer_is_refused(speculator: Speculator) -> None:

@@ -17,6 +17,8 @@ from selfspec.eval.quality import (
     bleu,
     check_packages,
     edit_distance,
+    expected_number,
+    final_number,
     first_divergence,
     quality,
     rouge_l,
@@ -100,6 +102,32 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence() -> None:
     f1 = 2 * precision * recall / (precision + recall)
     assert rouge_l(["the big cat on mat"], [WORDS]) == pytest.approx(f1)
     assert rouge_l(["the big cat on mat", WORDS], [WORDS, WORDS]) == pytest.approx((f1 + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("So 3 + 4 = 7.", 7.0),
+        ("It costs $1,234.50 in all", 1234.5),
+        ("-5 degrees", -5.0),
+        ("no idea", None),
+        ("", None),
+    ],
+)
+def test_a_worked_answer_arrives_at_its_last_number(text: str, number: float | None) -> None:
+    assert final_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("reference", "number"),
+    [
+        ("400+200=<<400+200=600>>600\n#### 1,000", 1000.0),
+        ("23 bags, 3 left over", 23.0),
+        ("four", None),
+    ],
+)
+def test_a_reference_says_its_marked_or_first_number(reference: str, number: float | None) -> None:
+    assert expected_number(reference) == number
 
 
 def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedModel) -> None:

@@ -140,6 +140,7 @@ def record(
         "heads": Path(asked["heads"]).name if "heads" in asked else "default",
         "head_type": None if heads is None else heads.config.head_type,
         "exit_layers": None if heads is None else heads.config.exit_layers,
+        "draft_model": Path(asked["draft_model"]).name if "draft_model" in asked else None,
     }
     ids = {
         "reported": len(questions[0]),

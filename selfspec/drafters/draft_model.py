@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -26,9 +27,13 @@ from selfspec.stats import Stopwatch
 class DraftCache:
     """A draft model with the keys and values of one sequence; a session keeps it between turns."""
 
-    def __init__(self, backbone: Backbone) -> None:
-        """Empty at first."""
+    def __init__(self, backbone: Backbone, vocab_size: int | None = None) -> None:
+        """Empty at first. `vocab_size`: rows of the target's unembedding; None: as many as ours.
+
+        Where the two differ, the longer one ends in padding, which no draft may name.
+        """
         self.backbone = backbone
+        self._vocab_size = backbone.vocab_size if vocab_size is None else vocab_size
         self._kv = KVCache(backbone.num_layers)
         self._hidden = HiddenCache(backbone, self._kv)
         self._ran = torch.zeros(0, dtype=torch.int64, device=backbone.device)
@@ -41,13 +46,16 @@ class DraftCache:
         return ids[:, shared:]
 
     def run(self, ids: Tensor) -> Tensor:
-        """Append `ids` [1, m]; logits [1, V] of the token behind them."""
+        """Append `ids` [1, m]; logits [1, V] of the token behind them, V as the target has it."""
         rows = ids.to(self._ran.device)
         self._hidden.clear()
-        self._hidden.push(self.backbone.embed(rows))
+        # an id of the target's padding has no embedding here: any other one costs a draft at most
+        self._hidden.push(self.backbone.embed(rows.clamp(max=self.backbone.vocab_size - 1)))
         last = self._hidden.advance_all()[:, -1:]
         self._ran = torch.cat([self._ran, rows[0]])
-        return self.backbone.logits(self._hidden.padded(last))[0, :1].to(ids.device)
+        logits = self.backbone.logits(self._hidden.padded(last))[0, :1].to(ids.device)
+        missing = self._vocab_size - logits.shape[1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 class DraftModelDrafter(PacedDrafter):
@@ -107,10 +115,18 @@ def check_same_tokens(
     )
 
 
-def check_same_size(backbone: Backbone, draft_model: Backbone) -> None:
-    """Raise DraftModelMismatch unless both give logits over as many tokens."""
-    if draft_model.vocab_size != backbone.vocab_size:
+def check_same_size(
+    backbone: Backbone, draft_model: Backbone, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Raise DraftModelMismatch unless both give logits over the same tokens.
+
+    Unembeddings are often padded to a round number of rows: behind the last token of a `tokenizer`
+    that both share, they may differ.
+    """
+    ours, theirs = backbone.vocab_size, draft_model.vocab_size
+    tokens = max(tokenizer.get_vocab().values()) + 1 if tokenizer else max(ours, theirs)
+    if ours != theirs and min(ours, theirs) < tokens:
         raise DraftModelMismatch(
-            f"the draft model has {draft_model.vocab_size} rows in its unembedding, the model "
-            f"{backbone.vocab_size}. Choose a smaller model of the same family"
+            f"the draft model has {theirs} rows in its unembedding, the model {ours}. Choose a "
+            "smaller model of the same family"
         )

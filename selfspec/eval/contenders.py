@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.config import OPTION_NAMES, check_keys
 from selfspec.errors import InvalidOption
-from selfspec.eval.methods import METHODS, Setting, Written, fitted_layers, on_our_runtime
+from selfspec.eval.methods import EXIT, METHODS, Setting, Written, fitted_layers, on_our_runtime
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,11 +66,14 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
 def swept(speculator: Speculator, settings: Sequence[Setting]) -> list[Contender]:
     """Speculation with some options moved, all others at their values.
 
-    Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any.
+    Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any where
+    they are to draft.
     """
-    if settings:
+    base: Setting = {}
+    if settings and speculator.options.uses("exit"):
         fitted_layers(speculator)
-    return [_contender(speculator, "speculation", setting) for setting in settings]
+        base = EXIT
+    return [_contender(speculator, "speculation", {**base, **moved}, moved) for moved in settings]
 
 
 def described(
@@ -91,7 +94,10 @@ def described(
     }
 
 
-def _contender(speculator: Speculator, name: str, setting: Setting) -> Contender:
+def _contender(
+    speculator: Speculator, name: str, setting: Setting, moved: Setting | None = None
+) -> Contender:
+    """`moved`: what the label tells of the setting; None: all of it."""
     lossy = False
     if METHODS[name].decode is on_our_runtime:
         options = {"speculate": True, "do_sample": False, **setting}
@@ -100,7 +106,7 @@ def _contender(speculator: Speculator, name: str, setting: Setting) -> Contender
         changed = {key: value for key, value in options.items() if key in OPTION_NAMES}
         effective = speculator.options.updated(changed)
         lossy = effective.speculate and effective.loss is not None
-    words = ", ".join(f"{key}={_word(value)}" for key, value in setting.items())
+    words = ", ".join(f"{key}={_word(value)}" for key, value in (moved or setting).items())
     return Contender(label=f"{name}({words})", method=name, setting=setting, lossy=lossy)
 
 

@@ -26,6 +26,9 @@ Setting = Mapping[str, Any]
 NO_BOUND = 1_000_000
 """W_max where there is to be none: more than any answer has tokens."""
 
+EXIT: Setting = {"drafter": "exit"}
+"""The paper's own: the defaults of heads, or what was tuned, may name another drafter."""
+
 ALWAYS = 1e-9
 """tau that every token reaches: no top-1 probability is smaller."""
 
@@ -134,13 +137,13 @@ def fitted_layers(speculator: Speculator) -> tuple[int, ...]:
 def _speculation(speculator: Speculator) -> list[Setting]:
     """SpecBound as the heads' own defaults, or the options given, have it."""
     fitted_layers(speculator)
-    return [_EXIT]
+    return [EXIT]
 
 
 def _no_annealing(speculator: Speculator) -> list[Setting]:
     """SpecBound without ACT's temperatures: alpha = 0; the thresholds stay."""
     fitted_layers(speculator)
-    return [{**_EXIT, "anneal_strength": 0.0}] if speculator.options.anneal_strength else []
+    return [{**EXIT, "anneal_strength": 0.0}] if speculator.options.anneal_strength else []
 
 
 def _no_depth_bound(speculator: Speculator) -> list[Setting]:
@@ -158,13 +161,13 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
     nearest = [max((at for at in given if at <= layer), default=given[0]) for layer in fitted]
     thresholds = tuple(by_layer[layer] for layer in nearest)
     free = {"max_draft_depth": None, "exit_layers": fitted, "exit_threshold": thresholds}
-    return [{**_EXIT, **free}]
+    return [{**EXIT, **free}]
 
 
 def _no_width_bound(speculator: Speculator) -> list[Setting]:
     """SpecBound without W_max: a round drafts until a token is difficult."""
     fitted_layers(speculator)
-    return [{**_EXIT, "max_draft_tokens": NO_BOUND}]
+    return [{**EXIT, "max_draft_tokens": NO_BOUND}]
 
 
 def _fixed_exit(speculator: Speculator) -> list[Setting]:
@@ -197,7 +200,7 @@ def _rule(**setting: Any) -> Callable[[Speculator], Sequence[Setting]]:
 
     def settings(speculator: Speculator) -> list[Setting]:
         fitted_layers(speculator)
-        return [{**_EXIT, **setting}]
+        return [{**EXIT, **setting}]
 
     return settings
 
@@ -205,10 +208,7 @@ def _rule(**setting: Any) -> Callable[[Speculator], Sequence[Setting]]:
 _DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Draws from the model's whole law: lenience says nothing about greedy drafts."""
 
-_EXIT = {"drafter": "exit"}
-"""The paper's own: the defaults of heads, or what was tuned, may name another drafter."""
-
-_PEER = {**_EXIT, "max_draft_depth": None, "anneal_strength": 0.0}
+_PEER = {**EXIT, "max_draft_depth": None, "anneal_strength": 0.0}
 """None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
 stay."""
 
@@ -254,6 +254,11 @@ METHODS = {
         source="text already seen, else speculation",
         decode=on_our_runtime,
         settings=lambda _: [{"drafter": "ngram+exit"}],
+    ),
+    "draft-model": Method(
+        source="a second, smaller model (speculative decoding as it began) on our runtime",
+        decode=on_our_runtime,
+        settings=lambda _: [{"drafter": "draft-model"}],
     ),
     "no-annealing": Method(
         source="speculation without annealing: alpha = 0 (Figure 4 of SpecBound)",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from selfspec.eval.methods import EXIT
 from selfspec.eval.suites import OVERALL
 from selfspec.eval.summary import ALL, BASES
 from selfspec.eval.tables import shown
@@ -86,7 +87,8 @@ def sweep_data(summary: Summary) -> dict[str, list[tuple[Any, Mapping[str, Any]]
     for label, described in summary["methods"].items():
         if label in overall and label != described["method"]:
             for option, value in described["setting"].items():
-                found.setdefault(option, []).append((value, overall[label]))
+                if (option, value) not in EXIT.items():  # what all of a sweep have in common
+                    found.setdefault(option, []).append((value, overall[label]))
     return found
 
 

@@ -7,6 +7,7 @@ references and against plain decoding. Under the model: how likely it finds the 
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from selfspec.errors import InvalidOption
 
 _PACKAGES = {"sacrebleu": "sacrebleu", "rouge_score": "rouge-score"}
 """Modules and how they are installed; the extra `eval` has both."""
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class Text(NamedTuple):
@@ -114,6 +117,18 @@ def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:
             cheapest = min(row[place] + 1, row[place - 1] + 1, above + (token != other))
             above, row[place] = row[place], cheapest
     return row[-1]
+
+
+def final_number(text: str) -> float | None:
+    """What a worked solution arrives at: its last number; None without any."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def expected_number(reference: str) -> float | None:
+    """What a reference says: its first number, behind "####" where it has that; None without."""
+    found = _NUMBER.findall(reference.rpartition("####")[2])
+    return float(found[0].replace(",", "")) if found else None
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
