@@ -25,6 +25,7 @@ import typer
 from selfspec.drafters import DraftCache
 from selfspec.eval.answers import ANSWERS, Answer, drop_unfinished
 from selfspec.eval.bench import Bench
+from selfspec.eval.contenders import Contender
 from selfspec.eval.lengths import (
     CONTROLLERS,
     INITIAL_LENGTHS,
@@ -36,7 +37,6 @@ from selfspec.eval.lengths import (
     gains,
     replayed,
 )
-from selfspec.eval.methods import Contender
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.prices import Prices, RoundCounts, by_drafts, total
 from selfspec.eval.suites import SIX_TASKS, Question, spread
