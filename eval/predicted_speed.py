@@ -109,6 +109,7 @@ def options_of(setting: SpeculationOptions) -> dict[str, Any]:
     """Keywords of `generate`."""
     return {
         "speculate": True,
+        "drafter": "exit",
         "exit_layers": setting.exit_layers,
         "exit_threshold": setting.exit_threshold,
         "anneal_strength": setting.anneal_strength,

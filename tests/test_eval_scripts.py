@@ -170,3 +170,14 @@ def test_single_prompts_have_no_interval_and_other_commands_are_refused(tmp_path
         script("two_runs").main(one, same)
     with pytest.raises(InvalidOption, match="two commands: run limit is 1 in a, 2 in c"):
         script("two_runs").main(one, other)
+
+
+# --- width_cost
+
+
+def test_a_draft_tokens_time_is_measured_for_every_width(workplace: Path) -> None:
+    script("width_cost").main(workplace / "out", model="model", dtype="float32", widths="8,32")
+    found = json.loads((workplace / "out" / "width.json").read_text())["widths"]
+    assert [row["width"] for row in found] == [8, 32, make_model("llama").config.vocab_size]
+    assert all(row["draft_s"] > 0 and row["share_of_step"] > 0 for row in found)
+    assert (workplace / "out" / "width.md").read_text().count("\n") == 5
