@@ -44,6 +44,7 @@ class DecodeState:
         self.hidden = HiddenCache(backbone, self.kv, exit_layers, pinned_rows)
         self.pad = pad
         self._length = ids.shape[1]
+        self._committed: list[int] = ids[0, pad:].tolist()
         self._outputs: Tensor | None = None
         self._outputs_from = 0
         self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
@@ -59,9 +60,8 @@ class DecodeState:
         return self._length
 
     def committed(self, start: int) -> list[int]:
-        """Committed ids from the `start`-th on, without padding."""
-        found: list[int] = self.ids[0, self.pad + start :].tolist()
-        return found
+        """Committed ids from the `start`-th on, without padding; no device is asked."""
+        return self._committed[start:]
 
     @property
     def waiting_ids(self) -> Tensor:
@@ -84,6 +84,7 @@ class DecodeState:
         if self._length == self._buffer.shape[1]:
             self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
         self._buffer[0, self._length] = token
+        self._committed.append(token)
         self._length += 1
 
     @contextmanager
