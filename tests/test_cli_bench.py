@@ -45,7 +45,7 @@ def test_results_hold_the_run_the_answers_and_the_tables(
     assert sorted(path.name for path in out.iterdir()) == names
     run = yaml.safe_load((out / "run.yaml").read_text())
     assert run["run"]["suite"] == "prompts.jsonl"
-    assert run["run"]["methods"] == ["hugging-face", "plain", "speculation"]
+    assert run["run"]["methods"] == ["hugging-face", "plain", "speculation", "ngram", "ngram+exit"]
     assert run["questions"] == {"reported": 2, "settings_chosen_on": []}
     assert run["speculation"]["exit_layers"] == [2, 4]
     assert run["machine"]["threads"] == 1

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from selfspec.eval.suites import Question
     from selfspec.generate import Speculator
 
-DEFAULT_METHODS = ("hugging-face", "plain", "speculation")
+DEFAULT_METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
 
 FLAGS = (
     Flag("output", str, "Folder to write the results to. Required."),
-    Flag("methods", tuple[str, ...], f"Some of {', '.join(METHODS)}. Built in: the first three."),
+    Flag("methods", tuple[str, ...], f"Some of {', '.join(METHODS)}. Built in: the first five."),
     Flag("sweep", list[str], "Also speculation with OPTION=VALUE,VALUE,..; repeatable."),
     Flag("overwrite", bool, "Start over where the output holds results."),
     Flag("resume", bool, "Go on where an interrupted run of the same options stopped."),
