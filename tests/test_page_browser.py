@@ -6,7 +6,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ import pytest
 from selfspec.config import SpeculationOptions
 from selfspec.eval import replay
 from selfspec.eval.record import Record
-from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
-from selfspec.stats import Round
+from selfspec.eval.totals import totals
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.page import render
 from selfspec.visualise.texts import visible
+from tests.pages import COSTS, as_choice, plain, python_results
 from tests.records import OPTIONS, recorded
 from tests.test_replay import random_setting
 from tests.traces import alone, make_trace, some_costs
@@ -30,8 +30,6 @@ from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402  # 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 USED = SpeculationOptions(exit_threshold=0.2, anneal_strength=0.5, max_draft_tokens=3)
-RECORD_LAYERS = 6
-COSTS = some_costs(RECORD_LAYERS, OPTIONS.max_draft_tokens + 1)
 PROMPT = 1
 
 Open = Callable[..., Page]
@@ -108,39 +106,6 @@ def set_slider(page: Page, slider: Any, value: float) -> None:
         "node.dispatchEvent(new Event('input', { bubbles: true })); }",
         value,
     )
-
-
-def as_choice(record: Record, options: SpeculationOptions) -> dict[str, Any]:
-    """Options as the page's sliders hold them."""
-    info = record.info
-    layers = options.exit_layers or info.exit_layers
-    taus = options.thresholds if len(options.thresholds) > 1 else options.thresholds * len(layers)
-    by_layer = dict(zip(layers, taus, strict=True))
-    return {
-        "used": [layer in layers for layer in info.exit_layers],
-        "thresholds": [by_layer.get(layer, 1.0) for layer in info.exit_layers],
-        "alpha": info.anneal_strengths.index(options.anneal_strength),
-        "depth": layers[-1] if options.max_draft_depth is None else options.max_draft_depth,
-        "width": options.max_draft_tokens,
-    }
-
-
-def plain(entry: Round) -> dict[str, Any]:
-    """A round as JSON has it."""
-    return asdict(entry) | {"passes": [list(run) for run in entry.passes]}
-
-
-def python_results(record: Record, options: SpeculationOptions) -> dict[str, float]:
-    """What Python's replay counts and predicts."""
-    found = totals(record, [options])
-    seconds = predicted_seconds(found, COSTS)[0, 0]
-    return {
-        "rounds": int(found.rounds[0, 0]),
-        "drafted": int(found.drafted[0, 0]),
-        "accepted": int(found.accepted[0, 0]),
-        "compression_rate": float(found.tokens[0, 0] / found.rounds[0, 0]),
-        "speed_up": float(plain_seconds(record, COSTS)[0] / seconds),
-    }
 
 
 def test_hover_shows_the_numbers_of_the_trace(page: Page, trace: LayerTrace) -> None:
