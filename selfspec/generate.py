@@ -324,6 +324,7 @@ def wrap(
     if fitted is None and draft_model is None and options.get("drafter", "exit") == "exit":
         logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
     elif fitted is not None:
+        fitted.pack()
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
     second = None
     if draft_model is not None:

@@ -17,6 +17,7 @@ from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 
 from selfspec.errors import InvalidOption
+from selfspec.packed_linear import PackedLinear
 
 
 class Unembedding(NamedTuple):
@@ -73,6 +74,7 @@ class ExitHead(nn.Module, ABC):
         self._finish = unembedding.finish
         # a list: state_dict must not see it, and a file must not be loaded into it
         self._shared = [vocabulary.rows]
+        self._packed: PackedLinear | None = None
         self._build(unembedding, inner_size)
 
     @abstractmethod
@@ -85,7 +87,23 @@ class ExitHead(nn.Module, ABC):
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
-        return self._finish(nn.functional.linear(features, self._shared[0]))
+        if self._packed is None or features.requires_grad:
+            return self._finish(nn.functional.linear(features, self._shared[0]))
+        return self._finish(self._packed(features.to(self._packed.dtype)))
+
+    @property
+    def selected_rows(self) -> Tensor | None:
+        """[V_draft, d]: copied rows of the unembedding that all heads share, if any."""
+        return self._shared[0] if self._shared and self.draft_ids is not None else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `unembed_with` was called."""
+        return self._packed is not None
+
+    def unembed_with(self, packed: PackedLinear) -> None:
+        """Multiply by the draft vocabulary's rows with `packed` where nothing is fitted."""
+        self._packed = packed
 
     def forward(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from selfspec.config import check_keys
 from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidHeads, InvalidOption
 from selfspec.head_types import HEAD_TYPES, DraftVocabulary, ExitHead, Unembedding
+from selfspec.packed_linear import PackedLinear, fast_bfloat16, why_unpackable
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -126,6 +128,21 @@ class ExitHeads(nn.Module):
     def reads_deep(self) -> bool:
         """Whether the heads look at the output of layer L one position earlier."""
         return HEAD_TYPES[self.config.head_type].reads_deep
+
+    def pack(self) -> None:
+        """Make heads cheaper to ask on a CPU: a packed copy of the draft vocabulary's rows.
+
+        In bfloat16 where the processor computes in it: drafts need no more digits, and in float32
+        the rows would be most of what a draft costs. Without a draft vocabulary the rows are the
+        model's own, of which a copy would be large, and stay as they are.
+        """
+        heads = [self[layer] for layer in self.config.exit_layers]
+        rows = heads[0].selected_rows
+        if rows is None or heads[0].is_packed or why_unpackable(rows) is not None:
+            return
+        packed = PackedLinear(rows.to(torch.bfloat16) if fast_bfloat16() else rows)
+        for head in heads:
+            head.unembed_with(packed)
 
     def save(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors`, both under temporary names first."""

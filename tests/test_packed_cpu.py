@@ -11,10 +11,11 @@ from torch import Tensor
 from selfspec.backbone import Backbone
 from selfspec.errors import InvalidOption, PinnedUnavailable, UnsupportedModel
 from selfspec.executors.generic import GenericExecutor
-from selfspec.executors.packed_cpu import PackedExecutor, PackedLinear
+from selfspec.executors.packed_cpu import PackedExecutor
 from selfspec.generate import wrap
 from selfspec.hidden_cache import HiddenCache
 from selfspec.kv_cache import KVCache
+from selfspec.packed_linear import PackedLinear
 from selfspec.probe import PassShape, check_pinned
 from tests.models import make_model, random_ids
 
@@ -57,9 +58,19 @@ def test_the_rows_of_a_prompt_are_not_multiplied_with_all_that_comes_behind_them
     backbone = Backbone(make_model("llama"), executor="packed")
     monkeypatch.setattr(PackedExecutor, "_weigh", weigh)
     logits(backbone, random_ids(404))
-    first_layer = seen[:4]  # 400 rows, 128 at a time
+    first_layer = seen[:7]  # 400 rows, 64 at a time
     assert first_layer == sorted(first_layer)
     assert first_layer[0] < 400 <= first_layer[-1]
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_a_long_prompt_runs_in_blocks_with_the_same_bits(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone, ids = Backbone(make_model(family), executor="packed"), random_ids(150)
+    whole = logits(backbone, ids)
+    monkeypatch.setattr("selfspec.executors.packed_cpu._BLOCK_ROWS", 40)
+    assert torch.equal(logits(backbone, ids), whole)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi3", "granite", "cohere"])

@@ -1,10 +1,7 @@
 """Runs Llama-like layers on a CPU from packed weights: faster, and the same bits for any row count.
 
-oneDNN reorders each weight once, for a few rows at a time; then two to eight rows cost little more
-than one, and a row's result does not depend on how many others run with it (the plain kernels
-choose another one for one row than for several). The operators are private: what torch's own
-compiler emits for frozen weights. Where they are missing, or a layer is not of this shape, the
-generic executor runs the model.
+Two to eight rows then cost little more than one (`packed_linear.py`). Where that cannot be had, or
+a layer is not of this shape, the generic executor runs the model.
 """
 
 from __future__ import annotations
@@ -19,9 +16,7 @@ from torch import Tensor, nn
 from selfspec.executors.generic import FULL, attention_types, hooked
 from selfspec.executors.slots import SteadySlots
 from selfspec.kv_cache import KVCache
-
-_PACK_ROWS = 8
-"""Row count that weights are laid out for; any number runs."""
+from selfspec.packed_linear import PackedLinear, why_unpackable
 
 _ATTENTION_ROWS = {16: 12, 0: 25}
 """Query rows of one product at least, by head size from: below them float32 `bmm` rounds a row
@@ -30,38 +25,17 @@ otherwise than above (MKL, 1 and 2 threads, head sizes 8 to 128)."""
 _PROBED_ROWS = (1, 4, 8)
 """Rows of a pass for which slot counts are measured."""
 
-_QUERY_ROWS = 128
-"""Rows whose attention scores exist at a time: long prompts need memory in proportion to length."""
+_QUERY_ROWS = 64
+"""Rows whose attention scores exist at a time."""
+
+_BLOCK_ROWS = 1024
+"""Rows that run through the layers together, with their masks: long prompts need memory in
+proportion to their length."""
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
-
-class PackedLinear:
-    """One or several linear layers side by side, weights reordered by oneDNN."""
-
-    def __init__(self, *parts: nn.Linear, order: Tensor | None = None) -> None:
-        """`order` [out] rearranges the rows of the joined weight."""
-        weight = torch.cat([part.weight.detach() for part in parts])
-        biases = [
-            part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach()
-            for part in parts
-        ]
-        self._bias = None if all(part.bias is None for part in parts) else torch.cat(biases)
-        if order is not None:
-            weight = weight[order]
-            self._bias = None if self._bias is None else self._bias[order]
-        self.nbytes = weight.nbytes
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._weight, self._bias, "none", [], ""
-        )
-        return product
 
 
 @dataclass(frozen=True)
@@ -106,7 +80,7 @@ class PackedExecutor:
         self._layers = [
             self._pack(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)
         ]
-        self._lm_head = PackedLinear(lm_head)
+        self._lm_head = PackedLinear.of(lm_head)
         self._rotations = torch.empty(0)  # [positions, size / 2], grows with the text
 
     @property
@@ -123,19 +97,24 @@ class PackedExecutor:
 
     def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
         """Layers first+1..last on [1, T, d] at `positions` [1, T]; appends T positions to `kv`."""
-        rows = hidden[0]
+        blocks = zip(hidden[0].split(_BLOCK_ROWS), positions[0].split(_BLOCK_ROWS), strict=True)
+        done = [self._run(rows, first, last, places, kv) for rows, places in blocks]
+        return torch.cat(done)[None] if len(done) > 1 else done[0][None]
+
+    def _run(self, rows: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
+        """Layers first+1..last on one block, [T, d]."""
         held = kv.get_mask_sizes(len(rows), first)[0]
-        rotation = self._rotation(hidden, positions, held)
+        rotation = self._rotation(rows, positions, held)
         end = kv.slots or self._slots.at_least(held)
         kinds = {layer.kind for layer in self._layers[first:last]}
-        masks = {kind: self._masks(kind, positions[0], held, end) for kind in kinds}
+        masks = {kind: self._masks(kind, positions, held, end) for kind in kinds}
         for index in range(first, last):
             layer = self._layers[index]
             attended = self._attend(layer, index, rows, rotation, masks[layer.kind], kv)
             rows = rows + layer.output(attended)
             gate, up = layer.gate_up(layer.mlp_norm(rows)).chunk(2, dim=-1)
-            rows = rows + layer.down(layer.activation(gate) * up)
-        return rows[None]
+            rows = rows + layer.down(layer.activation(gate).mul_(up))
+        return rows
 
     def _attend(
         self,
@@ -150,50 +129,47 @@ class PackedExecutor:
 
         `masks`: one for each _QUERY_ROWS rows, as wide as what they look at.
         """
-        count, rotated = len(rows), self._heads + self._kv_heads
-        projected = layer.projections(layer.input_norm(rows)).view(count, -1, self._size)
-        turned = projected[:, :rotated].float()
+        projected = layer.projections(layer.input_norm(rows)).view(len(rows), -1, self._size)
+        parts = projected.float()  # [T, heads + 2 kv heads, size]: queries, keys, values
+        queries, keys, values = parts.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        turned = parts[:, : self._heads + self._kv_heads]
         if layer.head_norm is not None:
-            turned = nn.functional.rms_norm(turned, (self._size,), eps=layer.head_eps)
-            turned = turned * layer.head_norm
-        pairs = torch.view_as_complex(turned.view(count, rotated, -1, 2))
-        turned = torch.view_as_real(pairs * rotation).view(count, rotated, self._size)
+            normed = nn.functional.rms_norm(turned, (self._size,), eps=layer.head_eps)
+            torch.mul(normed, layer.head_norm, out=turned)
+        torch.view_as_complex(turned.view(*turned.shape[:2], -1, 2)).mul_(rotation)
+        seen = masks[-1].shape[1]
         keys, values = kv.update(
-            turned[:, self._heads :].transpose(0, 1)[None],
-            projected[:, rotated:].float().transpose(0, 1)[None],
-            index,
-            seen=masks[-1].shape[1],
+            keys.transpose(0, 1)[None], values.transpose(0, 1)[None], index, seen=seen
         )
-        queries = turned[:, : self._heads].view(count, self._kv_heads, -1, self._size)
+        queries = queries.view(len(rows), self._kv_heads, -1, self._size)
         chunks = [
             self._weigh(part, keys[0, :, : mask.shape[1]], values[0, :, : mask.shape[1]], mask)
             for part, mask in zip(queries.split(_QUERY_ROWS), masks, strict=True)
         ]
-        return torch.cat(chunks).to(rows.dtype) if len(chunks) > 1 else chunks[0].to(rows.dtype)
+        attended = torch.cat(chunks) if len(chunks) > 1 else chunks[0]
+        return attended.to(rows.dtype, memory_format=torch.contiguous_format).flatten(1)
 
     def _weigh(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """[T, kv heads, group, size] attends to [kv heads, S, size] -> [T, heads * size].
+        """[T, kv heads, group, size] attends to [kv heads, S, size] -> the queries' shape.
 
-        The query heads that share a key head are rows of one product.
+        The query heads that share a key head are rows of one product, as they are of `mask`.
         """
         count, kv_heads, group, size = queries.shape
-        grouped = queries.permute(1, 2, 0, 3).reshape(kv_heads, group * count, size)
-        mask = mask.repeat(group, 1)
-        if (missing := self._attention_rows - group * count) > 0:
-            grouped = nn.functional.pad(grouped, (0, 0, 0, missing))
-            mask = nn.functional.pad(mask, (0, 0, 0, missing))
+        grouped = queries.new_zeros(kv_heads, len(mask), size)
+        rows = (slice(None), slice(group * count))
+        grouped[rows].view(kv_heads, group, count, size).copy_(queries.permute(1, 2, 0, 3))
         scores = torch.baddbmm(mask[None], grouped, keys.transpose(1, 2), alpha=self._scaling)
-        weighed = torch.bmm(scores.softmax(-1), values)[:, : group * count]
-        return weighed.reshape(kv_heads, group, count, size).permute(2, 0, 1, 3).reshape(count, -1)
+        weighed = torch.bmm(scores.softmax(-1), values)
+        return weighed[rows].view(kv_heads, group, count, size).permute(2, 0, 1, 3)
 
-    def _rotation(self, hidden: Tensor, positions: Tensor, end: int) -> Tensor:
+    def _rotation(self, rows: Tensor, positions: Tensor, end: int) -> Tensor:
         """A complex number per position and pair, [T, 1, size / 2], rounded as the model does."""
         if len(self._rotations) < end:
             every = torch.arange(2 * end)[None]
-            cos, sin = self._decoder.rotary_emb(hidden, position_ids=every)
+            cos, sin = self._decoder.rotary_emb(rows[None], position_ids=every)
             half = self._size // 2
             self._rotations = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
-        return self._rotations[positions[0], None]
+        return self._rotations[positions, None]
 
     def _masks(self, kind: str, positions: Tensor, held: int, end: int) -> list[Tensor]:
         """One for each _QUERY_ROWS rows; all but the last leave out what comes behind them."""
@@ -205,12 +181,16 @@ class PackedExecutor:
         return masks
 
     def _mask(self, kind: str, positions: Tensor, end: int) -> Tensor:
-        """[T, S]: 0 where a row may look, -inf where not."""
+        """[group * T, S]: 0 where a query may look, -inf where not; or more rows, of zeros."""
         behind = positions[:, None] - torch.arange(end)[None]
         hidden = behind < 0
         if kind != FULL:
             hidden |= behind >= self._window
-        return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        group = self._heads // self._kv_heads
+        queries = group * len(positions)
+        mask = torch.zeros(max(queries, self._attention_rows), end)
+        mask[:queries].unflatten(0, (group, -1)).masked_fill_(hidden, -torch.inf)
+        return mask
 
     def _pack(self, layer: Any, kind: str) -> PackedLayer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -221,16 +201,16 @@ class PackedExecutor:
         return PackedLayer(
             kind=kind,
             input_norm=_fast_norm(layer.input_layernorm),
-            projections=PackedLinear(
+            projections=PackedLinear.of(
                 attention.q_proj, attention.k_proj, attention.v_proj, order=order
             ),
             head_norm=self._head_norm(attention),
             head_eps=attention.q_norm.variance_epsilon if hasattr(attention, "q_norm") else 0.0,
-            output=PackedLinear(attention.o_proj),
+            output=PackedLinear.of(attention.o_proj),
             mlp_norm=_fast_norm(layer.post_attention_layernorm),
-            gate_up=PackedLinear(mlp.gate_proj, mlp.up_proj),
+            gate_up=PackedLinear.of(mlp.gate_proj, mlp.up_proj),
             activation=mlp.act_fn,
-            down=PackedLinear(mlp.down_proj),
+            down=PackedLinear.of(mlp.down_proj),
         )
 
     def _head_norm(self, attention: Any) -> Tensor | None:
@@ -250,15 +230,13 @@ def _fast_norm(norm: Any) -> Any:
     return lambda rows: nn.functional.rms_norm(rows, shape, weight, eps)
 
 
-def _require_llama_like(decoder: Any, lm_head: nn.Module) -> None:
+def _require_llama_like(decoder: Any, lm_head: Any) -> None:
     """Raise ValueError unless this file computes what these layers compute.
 
     A look at the parts only; whether the numbers agree is for the conformance check.
     """
-    weight = lm_head.weight
-    _need(weight.device.type == "cpu", f"weights are on {weight.device}")
-    _need(weight.dtype in (torch.float32, torch.bfloat16), f"weights are {weight.dtype}")
-    _need(hasattr(torch.ops.mkldnn, "_linear_pointwise"), "this torch has no packed products")
+    reason = why_unpackable(lm_head.weight)
+    _need(reason is None, str(reason))
     _need(type(lm_head) is nn.Linear, "lm_head is no plain linear layer")
     for layer in decoder.layers:
         children = {name for name, _ in layer.named_children()}
