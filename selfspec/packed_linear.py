@@ -45,7 +45,7 @@ class PackedLinear:
         weight, bias = torch.cat([part.weight.detach() for part in parts]), None
         if any(part.bias is not None for part in parts):
             none = [part.weight.new_zeros(part.out_features) for part in parts]
-            biases = [
+            biases: list[Tensor] = [
                 one if part.bias is None else part.bias
                 for part, one in zip(parts, none, strict=True)
             ]

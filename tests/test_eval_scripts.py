@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
+from torch import Tensor
 
 from selfspec.errors import InvalidOption
 from selfspec.eval import results
 from selfspec.eval.answers import Answer, Run
 from selfspec.eval.summary import summarise
+from selfspec.packed_linear import PackedLinear
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
@@ -181,3 +183,33 @@ def test_a_draft_tokens_time_is_measured_for_every_width(workplace: Path) -> Non
     assert [row["width"] for row in found] == [8, 32, make_model("llama").config.vocab_size]
     assert all(row["draft_s"] > 0 and row["share_of_step"] > 0 for row in found)
     assert (workplace / "out" / "width.md").read_text().count("\n") == 5
+
+
+# --- draft_invariance
+
+
+def run_invariance(output: Path) -> None:
+    asked = {"model": "model", "heads": "logit-lens", "dtype": "float32", "suite": "prompts.jsonl"}
+    script("draft_invariance").main(output, **asked, questions=None, limit=2, new_tokens=8)
+
+
+def test_no_draft_moves_a_bit(workplace: Path) -> None:
+    run_invariance(workplace / "out")
+    drafts = json.loads((workplace / "out" / "summary.json").read_text())["drafts"]
+    assert {name: found["differing"] for name, found in drafts.items()} == {"default": 0, "bold": 0}
+    assert all(found["positions"] == 16 for found in drafts.values())
+
+
+def test_kernels_that_depend_on_the_number_of_rows_are_found(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = PackedLinear.__call__
+
+    def depends_on_rows(self: PackedLinear, rows: Tensor) -> Tensor:
+        return exact(self, rows) * (1 + 2**-22 * (len(rows) >= 4))
+
+    monkeypatch.setattr(PackedLinear, "__call__", depends_on_rows)
+    with pytest.raises(SystemExit):
+        run_invariance(workplace / "out")
+    drafts = json.loads((workplace / "out" / "summary.json").read_text())["drafts"]
+    assert drafts["bold"]["differing"] > 0
