@@ -25,6 +25,9 @@ DRAFTERS = ("exit", "ngram", "ngram+exit", "draft-model", "ngram+draft-model", "
 ACCEPTANCE = ("lossless", "cm-asd", "easd")
 READINGS = ("intent", "paper")
 
+_WIDEST_PROBED = 16
+"""Rows: a probe of more would take longer than it is worth."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
@@ -138,8 +141,9 @@ class SpeculationOptions:
     overlap_tokens: int = 5
     """EASD's N, at least 1: how many best tokens are compared."""
 
-    pinned: bool = False
-    """Bitwise draft invariance: every pass has the same shape, whatever was drafted."""
+    pinned: bool | None = None
+    """Bitwise draft invariance. True: by passes of one shape where kernels do not have it; refused
+    where a probe finds that bits move. None: as far as kernels have it, which costs nothing."""
 
     pinned_rows: int = 8
     """Rows of every pass in pinned mode: one for the newest token, one for each draft token."""
@@ -202,6 +206,14 @@ class SpeculationOptions:
         """`longest_draft`, or what a pinned pass has room for beside the newest token."""
         room = self.pinned_rows - 1
         return min(self.longest_draft, room) if self.pinned else self.longest_draft
+
+    @property
+    def widest_pass(self) -> int:
+        """Rows of the widest verification that these drafts lead to, 16 if that is more."""
+        widths = [self.ngram_draft_tokens] if self.uses("ngram") else []
+        widths += [self.max_draft_tokens] if self.drafter != "ngram" else []
+        widths += [self.longest_draft] if self.controller != "fixed" else []
+        return 1 + min(max(widths), _WIDEST_PROBED - 1)
 
     @property
     def thresholds(self) -> tuple[float, ...]:
@@ -332,7 +344,7 @@ class GenerateOptions(TypedDict, total=False):
     entropy_threshold: float | None
     overlap_threshold: float
     overlap_tokens: int
-    pinned: bool
+    pinned: bool | None
     pinned_rows: int
 
 

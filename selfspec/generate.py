@@ -34,11 +34,11 @@ from selfspec.drafters import (
     check_same_tokens,
     make_drafter,
 )
-from selfspec.errors import HeadsNotFound, InvalidOption, PinnedUnavailable
+from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
 from selfspec.kv_cache import KVCache, fixed_slots
 from selfspec.lossy import LOSSY
-from selfspec.probe import PassShape, check_pinned
+from selfspec.probe import PassShape, PinnedProbe
 from selfspec.request import Request, from_prepared, prepare, stop_strings
 from selfspec.scores import Sampler
 from selfspec.session import Session
@@ -74,7 +74,7 @@ class Speculator:
         self.draft_model = draft_model
         self._disabled = False
         self._told_of_loss = False
-        self._probed: dict[tuple[PassShape, int], PinnedUnavailable | None] = {}
+        self._probe = PinnedProbe(backbone)
         if heads is not None:
             active_layers(heads, options)
 
@@ -193,6 +193,7 @@ class Speculator:
             prompt_tokens=state.length - state.pad,
             reused_tokens=state.kv.length(0),
             lossless=lossless,
+            pinned=self._is_pinned(options),
         )
         watch = Stopwatch()
         drafter = self.drafter(sampler, request.stop.end_tokens, options, draft_cache)
@@ -210,7 +211,7 @@ class Speculator:
         if options.pinned:
             slots = fixed_slots(request.stop.max_length - pad + options.pinned_rows)
             fixed = PassShape(options.pinned_rows, max(slots, (kv and kv.slots) or 0))
-            shape = self._pinned_shape(fixed, options.pinned_rows)
+            shape = self._probe.shape(fixed, options.pinned_rows)
             kv = kv or KVCache(self.backbone.num_layers)
             kv.slots = shape.slots
         exits = self.heads is not None and options.speculate and options.uses("exit")
@@ -222,6 +223,13 @@ class Speculator:
             kv=kv,
             pinned_rows=shape.rows,
         )
+
+    def _is_pinned(self, options: SpeculationOptions) -> bool:
+        """Whether drafts cannot move bits: because that was asked for, or by themselves."""
+        if options.pinned is not None:
+            return options.pinned
+        # without drafts there is nothing to ask, and a probe would delay the first token
+        return options.speculate and self._probe.holds_unpadded(options.widest_pass)
 
     def drafter(
         self,
@@ -235,28 +243,6 @@ class Speculator:
             draft_cache = DraftCache(self.draft_model, self.backbone.vocab_size)
         sources = Sources(self.backbone, self.heads, draft_cache)
         return make_drafter(options, sources, sampler, end_tokens)
-
-    def _pinned_shape(self, fixed: PassShape, widest: int) -> PassShape:
-        """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
-
-        Each is probed once. Raises PinnedUnavailable if neither does.
-        """
-        free = PassShape()
-        shape = free if self.backbone.min_rows > 1 and self._probe(free, widest) is None else fixed
-        if (failure := self._probe(shape, widest)) is not None:
-            raise failure
-        return shape
-
-    def _probe(self, shape: PassShape, widest: int) -> PinnedUnavailable | None:
-        """Why `shape` does not pin bits, or None."""
-        if (shape, widest) not in self._probed:
-            failure = None
-            try:
-                check_pinned(self.backbone, shape, widest)
-            except PinnedUnavailable as error:
-                failure = error
-            self._probed[shape, widest] = failure
-        return self._probed[shape, widest]
 
 
 def load(

@@ -7,6 +7,7 @@ is measured here before anyone relies on it.
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from selfspec.backbone import Backbone
 from selfspec.errors import PinnedUnavailable
 from selfspec.hidden_cache import HiddenCache
 from selfspec.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
 
 _CONTEXTS = (16, 180)
 """Tokens in front of the probed ones: kernels may cut longer sums otherwise than short ones (MKL
@@ -31,18 +34,62 @@ class PassShape(NamedTuple):
     """Fixed number of key slots; None where the kernels do not care."""
 
 
+class PinnedProbe:
+    """What was found about one model on this machine; each question is probed once."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        """Nothing is probed yet."""
+        self._backbone = backbone
+        self._found: dict[tuple[PassShape, int, bool], PinnedUnavailable | None] = {}
+
+    def shape(self, fixed: PassShape, widest: int) -> PassShape:
+        """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
+
+        Raises PinnedUnavailable if neither does.
+        """
+        if self._backbone.min_rows > 1 and self._failure(PassShape(), widest) is None:
+            return PassShape()
+        if (failure := self._failure(fixed, widest)) is not None:
+            raise failure
+        return fixed
+
+    def holds_unpadded(self, widest: int) -> bool:
+        """Whether kernels treat rows alike by themselves, as a quick look has it."""
+        if self._backbone.min_rows == 1:
+            return False
+        failure = self._failure(PassShape(), widest, quick=True)
+        if failure is not None:
+            logger.info("drafts may move bits here: %s", failure)
+        return failure is None
+
+    def _failure(
+        self, shape: PassShape, widest: int, *, quick: bool = False
+    ) -> PinnedUnavailable | None:
+        """Why `shape` does not pin bits, or None."""
+        key = (shape, widest, quick)
+        if key not in self._found:
+            try:
+                check_pinned(self._backbone, shape, widest, quick=quick)
+                self._found[key] = None
+            except PinnedUnavailable as error:
+                self._found[key] = error
+        return self._found[key]
+
+
 @torch.inference_mode()
-def check_pinned(backbone: Backbone, shape: PassShape, widest: int) -> None:
+def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bool = False) -> None:
     """Raise PinnedUnavailable unless logits are bitwise the same for every grouping of rows.
 
     The same random tokens run one at a time, in blocks of `widest` rows (which `shape` must have
     room for), and in uneven blocks; every second block has wrong tokens behind it, as rejected
-    drafts would be. Costs about 3 * `widest` passes at each of two contexts.
+    drafts would be. Costs about 3 * `widest` passes at each of two contexts; `quick` looks at the
+    longer one alone and at half as many tokens, for a quarter of that.
     """
-    for context in _CONTEXTS:
+    contexts, count = (_CONTEXTS[-1:], widest) if quick else (_CONTEXTS, 2 * widest)
+    for context in contexts:
         room = (shape.slots or backbone.max_positions) - widest - context
         if room > 0:
-            _check_at(backbone, shape, widest, context, min(2 * widest, room))
+            _check_at(backbone, shape, widest, context, min(count, room))
 
 
 def _check_at(backbone: Backbone, shape: PassShape, widest: int, context: int, count: int) -> None:

@@ -45,7 +45,7 @@ class Session:
         engine = self._speculator
         request, speculation, streamer = engine.request(prompt, options)
         request.require_one()
-        shapes = (speculation.pinned, speculation.pinned_rows)
+        shapes = (bool(speculation.pinned), speculation.pinned_rows)
         kv = self._prefix(request) if shapes == self._pinned else None
         self._pinned = shapes
         self._state = engine.state(request, speculation, 0, kv)

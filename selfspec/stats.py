@@ -72,6 +72,8 @@ class GenerationStats:
     """Prompt tokens whose keys and values a session still had."""
     lossless: bool = True
     """False if a lossy acceptance rule was at work."""
+    pinned: bool = False
+    """Whether a probe found, here, that no draft can move a bit of a logit."""
     new_tokens: int = 0
     rounds: int = 0
     """Verifications; the prompt's pass is not one."""
@@ -175,5 +177,6 @@ class GenerationStats:
             f"first after {self.ttft_s * 1e3:.0f} ms | {self.rounds} rounds, "
             f"CR {self.compression_rate:.2f}, {self.accepted}/{self.drafted} drafts accepted"
             + (f" ({', '.join(parts)})" if parts else "")
+            + (" | pinned" if self.pinned else "")
             + ("" if self.lossless else " | lossy")
         )

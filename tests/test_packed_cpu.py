@@ -126,14 +126,30 @@ def test_pinned_mode_falls_back_to_fixed_shapes(
 ) -> None:
     speculator = wrap(model, heads="logit-lens", executor="packed", exit_threshold=0.05)
     free = PassShape()
-    assert speculator._pinned_shape(PassShape(8, 64), 8) == free
+    assert speculator._probe.shape(PassShape(8, 64), 8) == free
     monkeypatch.setattr(PackedLinear, "__call__", depends_on_rows)
     again = wrap(model, heads="logit-lens", executor="packed", exit_threshold=0.05)
-    assert again._pinned_shape(PassShape(8, 64), 8) == PassShape(8, 64)
+    assert again._probe.shape(PassShape(8, 64), 8) == PassShape(8, 64)
     plain = again.generate(random_ids(9), max_new_tokens=20, pinned=True, speculate=False)
     drafted = again.generate(random_ids(9), max_new_tokens=20, pinned=True)
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.drafted > 0
+
+
+def test_bits_are_pinned_by_default_where_a_probe_finds_it_so(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pinned(executor: str, **options: Any) -> bool:
+        speculator = wrap(model, heads="logit-lens", executor=executor, exit_threshold=0.05)
+        return speculator.generate(random_ids(9), max_new_tokens=6, **options).stats.pinned
+
+    assert pinned("packed")
+    assert not pinned("packed", pinned=False)
+    assert not pinned("packed", speculate=False)  # nothing was probed
+    assert not pinned("generic")
+    assert pinned("generic", pinned=True)
+    monkeypatch.setattr(PackedLinear, "__call__", depends_on_rows)
+    assert not pinned("packed")
 
 
 def test_pinned_mode_is_refused_where_neither_way_holds(

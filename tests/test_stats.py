@@ -186,6 +186,7 @@ def test_drafts_that_ran_through_no_layer_are_counted_by_who_made_them() -> None
 
 def test_a_lossy_rule_is_named_in_the_line() -> None:
     assert GenerationStats(num_layers=8, lossless=False).line().endswith(" | lossy")
+    assert GenerationStats(num_layers=8, pinned=True).line().endswith(" | pinned")
     assert "lossy" not in GenerationStats(num_layers=8).line()
 
 
@@ -197,6 +198,7 @@ def test_the_dict_survives_json(stats: GenerationStats) -> None:
         "prompt_tokens": 5,
         "reused_tokens": 0,
         "lossless": True,
+        "pinned": False,
         "new_tokens": 9,
         "rounds": 3,
         "drafted": 7,

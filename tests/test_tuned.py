@@ -155,7 +155,7 @@ def test_a_broken_file_is_named_in_one_line_and_ignored(
         content = json.dumps({"format_version": 1, "options": content})
     kept.write_text(content)
     options = wrapped(model, heads).options
-    assert (options.exit_layers, options.lenience, options.pinned) == ((2,), 1.0, False)
+    assert (options.exit_layers, options.lenience, options.pinned) == ((2,), 1.0, None)
     (line,) = said(caplog)
     assert line.startswith(f"ignored {kept}: ")
     assert reason in line

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from selfspec import generate
 from selfspec.backbone import Backbone
 from selfspec.cli.main import main
 from selfspec.errors import PinnedUnavailable
@@ -114,10 +113,10 @@ def test_tokens_that_are_not_the_logits_choice_fail_the_second_rung(
 
 
 def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise PinnedUnavailable("3 of 8 positions changed bits")
 
-    monkeypatch.setattr(generate, "check_pinned", refuse)
+    monkeypatch.setattr("selfspec.probe.check_pinned", refuse)
     unprobed = speculator_of(speculator.model)
     rungs = [rung for _, rung in climb(subject_of(unprobed, 4, skip_float64=True))]
     assert [rung.outcome for rung in rungs] == ["passed", "skipped", "skipped", "passed", "skipped"]

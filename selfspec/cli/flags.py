@@ -46,7 +46,7 @@ class Flag:
     def parameter(self) -> inspect.Parameter:
         """The parameter that typer reads; None where the flag is not given."""
         names = [self.long_name, *self.aliases]
-        if self.hint is bool:
+        if members(self.hint)[0] is bool:
             names[0] += f"/--no-{names[0][2:]}"
         many = [member for member in members(self.hint) if get_origin(member) is tuple]
         annotation = str if many else members(self.hint)[0]
