@@ -106,6 +106,21 @@ def test_what_a_round_saves_and_costs_is_told_in_plain_steps(summary: dict[str, 
     assert plots.trade_statistic(data[1:], "plain", 2).names == []
 
 
+def test_where_the_time_goes_in_percent_of_plain_decoding(summary: dict[str, Any]) -> None:
+    seconds = {"prefill": 1.0, "verify": 3.0}
+    summary["parts_s"] = {"plain": seconds, "speculation": seconds | {"verify": 2.0, "heads": 0.5}}
+    summary["parts_s"][SWEPT[0]] = seconds
+    data = plots.profile_data(summary)
+    assert list(data) == ["plain", "speculation"]
+    found = plots.profile_statistic(data, "plain", 2)
+    assert found is not None
+    assert found.names == ["plain", "speculation"]
+    assert found.percent["prefill"] == [25.0, 25.0]
+    assert found.percent["verify"] == [75.0, 50.0]
+    assert found.percent["heads"] == [0.0, 12.5]
+    assert plots.profile_statistic(data, "hugging-face", 2) is None
+
+
 def test_lossy_methods_are_marked_in_figures(summary: dict[str, Any]) -> None:
     summary["methods"]["speculation"]["lossy"] = True
     label = "speculation (lossy)"
@@ -146,9 +161,10 @@ def test_each_figure_is_a_file(summary: dict[str, Any], tmp_path: Path) -> None:
     plots.save_methods(words, tmp_path / "b.png")
     plots.save_acceptance(shares, shares, tmp_path / "c.png")
     plots.save_trade(plots.Trade("plain", 2, ["a"], [2.0], [0.5]), tmp_path / "d.png")
-    for name in "abcd":
+    plots.save_profile(plots.Profile("plain", 2, ["a"], {"verify": [90.0]}), tmp_path / "e.png")
+    for name in "abcde":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 # --- the report

@@ -17,6 +17,7 @@ from selfspec.eval.methods import EXIT
 from selfspec.eval.suites import OVERALL
 from selfspec.eval.summary import ALL, BASES
 from selfspec.eval.tables import shown
+from selfspec.stats import PARTS
 
 Summary = Mapping[str, Any]
 
@@ -69,6 +70,17 @@ class Shares(NamedTuple):
     """Drafts behind it."""
     at: list[int]
     percent: list[float]
+
+
+class Profile(NamedTuple):
+    """Where the time of several methods goes."""
+
+    base: str
+    """Whose whole time is 100 %."""
+    answers: int
+    names: list[str]
+    percent: dict[str, list[float]]
+    """By part of a round, in the order of the names."""
 
 
 def base_of(summary: Summary) -> str | None:
@@ -184,6 +196,45 @@ def save_trade(trade: Trade, path: Path) -> None:
     axes.set_xlabel(f"cost per round [steps of {trade.base}]; n = {trade.answers} answers")
     axes.set_ylabel("tokens saved per round")
     _legend(axes)
+    _save(figure, path)
+
+
+# --- where the time goes -------------------------------------------------------------------------
+
+
+def profile_data(summary: Summary) -> dict[str, Mapping[str, float]]:
+    """Seconds by part of each method on our runtime, without sweeps."""
+    return {
+        shown(summary, label): found
+        for label, found in summary["parts_s"].items()
+        if found and label == summary["methods"][label]["method"]
+    }
+
+
+def profile_statistic(
+    seconds: Mapping[str, Mapping[str, float]], base: str, answers: int
+) -> Profile | None:
+    """In percent of the whole time of `base`; None without it."""
+    whole = sum(seconds.get(base, {}).values())
+    if not whole:
+        return None
+    percent = {
+        part: [100 * found.get(part, 0.0) / whole for found in seconds.values()] for part in PARTS
+    }
+    return Profile(base, answers, list(seconds), percent)
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """One bar per method, its parts end to end."""
+    figure = Figure(figsize=(8.0, 1.2 + 0.4 * len(profile.names)), layout="constrained")
+    axes = figure.subplots()
+    ends = [0.0] * len(profile.names)
+    for part, percent in profile.percent.items():
+        axes.barh(profile.names, percent, left=ends, label=part)
+        ends = [end + width for end, width in zip(ends, percent, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel(f"time [% of {profile.base}]; n = {profile.answers} answers")
+    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     _save(figure, path)
 
 

@@ -123,6 +123,9 @@ def pictures(run: Results, folder: Path, number: int) -> list[Picture]:
         trade = plots.trade_statistic(plots.trade_data(summary), base, summary["answers"])
         if trade.names:
             plots.save_trade(trade, path("Tokens saved against cost", "trade"))
+        profile = plots.profile_statistic(plots.profile_data(summary), base, summary["answers"])
+        if profile is not None:
+            plots.save_profile(profile, path("Where the time goes", "profile"))
     layer, index = (plots.acceptance_data(summary, kind) for kind in ("layer", "index"))
     if layer:
         shares = plots.acceptance_statistic(layer), plots.acceptance_statistic(index)
