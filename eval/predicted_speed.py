@@ -114,6 +114,7 @@ def options_of(setting: SpeculationOptions) -> dict[str, Any]:
         "exit_threshold": setting.exit_threshold,
         "anneal_strength": setting.anneal_strength,
         "max_draft_tokens": setting.max_draft_tokens,
+        "never_slower": setting.never_slower,
     }
 
 

@@ -131,7 +131,8 @@ def contenders(
 ) -> list[Contender]:
     """Plain decoding, the tuned setting, then the grid."""
     (plain,) = candidates(speculator, ["plain"])["plain"]
-    chosen, *others = swept(speculator, [tuned.options | {"max_draft_depth": None}, *settings])
+    own = tuned.options | {"max_draft_depth": None, "never_slower": True}
+    chosen, *others = swept(speculator, [own, *settings])
     return [replace(plain, label="plain"), replace(chosen, label="tuned"), *others]
 
 

@@ -55,6 +55,31 @@ class Costs:
         """One token without drafts."""
         return self.layers[0] + self.logits[0] + self.round
 
+    @property
+    def head_cost(self) -> float:
+        """One exit head asked, as a share of a plain step."""
+        return self.head / self.plain_step()
+
+    @property
+    def row_cost(self) -> float:
+        """What a verification's third row and each later one adds, as a share of a plain step.
+
+        The second one where there is no third.
+        """
+        first = 2 if len(self.layers) > 2 else 1
+        rows = len(self.layers) - first
+        extra = (self._verified(len(self.layers)) - self._verified(first)) / rows
+        return min(max(extra / self.plain_step(), 0.0), 1.0)
+
+    @property
+    def block_cost(self) -> float:
+        """What the second row adds beyond that, as a share of a plain step, at least 0."""
+        extra = (self._verified(2) - self._verified(1)) / self.plain_step()
+        return max(extra - self.row_cost, 0.0)
+
+    def _verified(self, rows: int) -> float:
+        return self.layers[rows - 1] + self.logits[rows - 1]
+
     def run(self, count: float, rows: int) -> float:
         """A pass of `rows` rows through `count` layers; no layers are no pass."""
         start = self.start[rows - 1]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]
 """Why drafting stopped: nothing confident by D_max; W_max drafts; no room for more tokens; the
-draft closed the sequence; more would not pay; nothing was to be drafted."""
+draft closed the sequence; more would not pay; nothing was to be drafted, or drafting pauses."""
 
 StopReason = Literal["eos", "length", "stop"]
 """What ended a generation: an end token; the token limit; another stopping criterion."""

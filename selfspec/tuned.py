@@ -34,6 +34,9 @@ TUNED_OPTIONS = (
     "anneal_strength",
     "max_draft_tokens",
     "ngram_draft_tokens",
+    "row_cost",
+    "block_cost",
+    "head_cost",
 )
 """What a file may set: options that change the speed and nothing else."""
 

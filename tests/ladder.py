@@ -21,12 +21,14 @@ from selfspec.controllers import Fixed
 from selfspec.decode import StopRule, rounds
 from selfspec.drafters import (
     DraftCache,
+    DraftCost,
     Drafter,
     DraftModelDrafter,
     ExitDrafter,
     NgramDrafter,
     NoDrafter,
     SeenTextFirst,
+    WhilePaying,
 )
 from selfspec.eval.decoding import Recorder
 from selfspec.eval.reference import block_logits, hugging_face
@@ -135,6 +137,10 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "mixed": (MixedDrafter(sequence, 1, size, width=5), ()),
         "mixed over exits": (MixedDrafter(sequence, 2, size, width=4), EXITS),
         "eager exits": (exit_drafter(backbone, 0.05), EXITS),
+        "exits with pauses": (
+            WhilePaying(exit_drafter(backbone, 0.05), DraftCost(row=1.0, exit_layers=EXITS)),
+            EXITS,
+        ),
         "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
         "eager deep": (deep_drafter(backbone, 0.02), DEEP_EXITS),
         "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
@@ -212,7 +218,9 @@ def check_near_top(
         assert short <= 2 * noise, f"{name}: {short} below the top, noise {noise}"
 
 
-def check_sampling(model: PreTrainedModel, ids: Tensor, draws: int = 1500, **options: Any) -> None:
+def check_sampling(
+    model: PreTrainedModel, ids: Tensor, draws: int = 1500, length: int = 3, **options: Any
+) -> None:
     """Rung 6: sampled sequences have exactly the model's distribution, by chi-square.
 
     Exits are taken at low confidence and the distributions are flattened, so that rejections and
@@ -231,10 +239,10 @@ def check_sampling(model: PreTrainedModel, ids: Tensor, draws: int = 1500, **opt
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(draws):
         answer = speculator.generate(
-            ids, max_new_tokens=3, do_sample=True, top_k=0, temperature=TEMPERATURE
+            ids, max_new_tokens=length, do_sample=True, top_k=0, temperature=TEMPERATURE
         )
         counts[tuple(answer.token_ids)] += 1
-    expected = enumerate_sequences(model, ids, 3, size)
+    expected = enumerate_sequences(model, ids, length, size)
     assert chi_square_p(counts, expected, draws) > 0.001
 
 

@@ -58,6 +58,7 @@ def test_the_defaults_are_valid_and_lossless() -> None:
         ({"ngram_size": 0}, "ngram_size is 0, expected a value at least 1"),
         ({"ngram_draft_tokens": 0}, "ngram_draft_tokens is 0, expected a value at least 1"),
         ({"row_cost": -0.1}, "row_cost is -0.1, expected a value in [0, 1]"),
+        ({"head_cost": -0.1}, "head_cost is -0.1, expected a value at least 0"),
         ({"block_cost": -0.1}, "block_cost is -0.1, expected a value at least 0"),
         ({"gammatune_rate": 0.0}, "gammatune_rate is 0.0, expected a value in (0, 1]"),
         ({"gammatune_step": -1.0}, "gammatune_step is -1.0, expected a value at least 0"),

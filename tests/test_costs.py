@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from selfspec.backbone import Backbone
+from selfspec.config import SpeculationOptions
 from selfspec.costs import MAX_DRAFT_TOKENS, Costs, measure
 from selfspec.heads import ExitHeads, logit_lens
 from tests.heads.kinds import make_heads
@@ -24,6 +26,26 @@ COSTS = Costs(
 
 def test_a_plain_step_is_layers_logits_and_bookkeeping() -> None:
     assert COSTS.plain_step() == pytest.approx(1.15)
+
+
+def test_shares_of_a_plain_step_add_up_to_the_widest_verification() -> None:
+    wide = replace(COSTS, layers=(1.0, 1.5, 1.6, 1.7), logits=(0.1, 0.2, 0.23, 0.26))
+    step = wide.plain_step()
+    assert wide.head_cost * step == pytest.approx(0.01)
+    assert wide.row_cost * step == pytest.approx(0.13)
+    assert wide.block_cost * step == pytest.approx(0.6 - 0.13)
+    assert (wide.block_cost + 3 * wide.row_cost) * step == pytest.approx(0.86)
+    # of two rows the second is both
+    assert COSTS.row_cost * COSTS.plain_step() == pytest.approx(0.6)
+    assert COSTS.block_cost == 0.0
+
+
+def test_rows_that_cost_nothing_or_too_much_are_within_what_options_allow() -> None:
+    flat = replace(COSTS, layers=(1.0, 1.0, 0.9), logits=(0.1, 0.1, 0.1))
+    assert (flat.row_cost, flat.block_cost) == (0.0, 0.0)
+    dear = replace(COSTS, layers=(1.0, 3.0, 9.0), logits=(0.1, 0.1, 0.1))
+    assert dear.row_cost == 1.0
+    SpeculationOptions(row_cost=dear.row_cost, block_cost=dear.block_cost)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
         # one for each argmax, two to find where the draft model's cache parts from the text
         assert counts["list"] == 1
         assert counts["number"] <= drafted + 1
-        assert counts["shape"] == 1
+        assert counts["shape"] == (entry.ended != "off")  # nothing is asked while drafting pauses
 
 
 def test_a_read_would_be_noticed() -> None:

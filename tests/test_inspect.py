@@ -20,7 +20,7 @@ from tests.records import KINDS, NEW_TOKENS, recorded
 from tests.talks import make_tokenizer
 
 PROMPT = random_ids(5, 1)
-EAGER: dict[str, Any] = {"exit_threshold": 0.15, "max_draft_tokens": 3}
+EAGER: dict[str, Any] = {"exit_threshold": 0.15, "max_draft_tokens": 3, "never_slower": False}
 """Many drafts, right and wrong ones."""
 
 

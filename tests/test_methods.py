@@ -194,7 +194,7 @@ def test_an_unknown_method_is_answered_with_the_nearest(speculator: Speculator) 
 def test_methods_with_drafts_need_heads() -> None:
     bare = wrap(make_model("llama"))
     assert candidates(bare, ["plain", "hugging-face", "prompt-lookup"])
-    for name in ("speculation", "fixed-exit", "no-depth-bound", "no-width-bound"):
+    for name in ("speculation", "fixed-exit", "no-depth-bound", "no-never-slower"):
         with pytest.raises(HeadsNotFound):
             candidates(bare, [name])
     with pytest.raises(HeadsNotFound):
@@ -227,7 +227,7 @@ def test_draft_lengths_of_a_draft_model_are_swept_without_heads(speculator: Spec
 
 def test_without_annealing_only_alpha_changes(speculator: Speculator) -> None:
     (entry,) = candidates(speculator, ["no-annealing"])["no-annealing"]
-    assert entry.setting == {"drafter": "exit", "anneal_strength": 0.0}
+    assert entry.setting == {"drafter": "exit", "never_slower": False, "anneal_strength": 0.0}
 
 
 def test_without_a_depth_bound_all_layers_are_in_use_with_the_nearest_threshold(
@@ -237,6 +237,7 @@ def test_without_a_depth_bound_all_layers_are_in_use_with_the_nearest_threshold(
     (entry,) = candidates(bounded, ["no-depth-bound"])["no-depth-bound"]
     assert entry.setting == {
         "drafter": "exit",
+        "never_slower": False,
         "max_draft_depth": None,
         "exit_layers": (1, 2, 3, 4, 5),
         "exit_threshold": (0.04, 0.04, 0.04, 0.06, 0.06),
@@ -249,6 +250,28 @@ def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Sp
     assert "width" in ends
     ends = {entry.ended for entry in written(bold, "no-width-bound").rounds if not entry.prefill}
     assert ends == {"budget"}
+
+
+def test_without_the_value_rule_all_that_was_said_before_is_proposed(
+    speculator: Speculator,
+) -> None:
+    dear = moved(speculator, row_cost=0.9, block_cost=0.9)
+    drafted = {}
+    for name in ("ngram+exit", "no-value-rule"):
+        stats = written(dear, name).stats
+        assert stats is not None
+        drafted[name] = stats.drafted_by_source["ngram"]
+    assert drafted["ngram+exit"] < drafted["no-value-rule"]
+
+
+def test_without_the_never_slower_rule_dear_heads_go_on(speculator: Speculator) -> None:
+    dear = moved(speculator, head_cost=9.0)
+    drafted = {}
+    for name in ("ngram+exit", "no-never-slower"):
+        stats = written(dear, name).stats
+        assert stats is not None
+        drafted[name] = stats.drafted_by_source["exit"]
+    assert drafted["ngram+exit"] < drafted["no-never-slower"]
 
 
 @pytest.mark.parametrize(

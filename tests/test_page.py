@@ -17,7 +17,9 @@ from selfspec.visualise.start import start
 from tests.records import OPTIONS, recorded
 from tests.traces import alone, make_trace, some_costs
 
-USED = SpeculationOptions(exit_threshold=0.3, anneal_strength=0.5, max_draft_tokens=3)
+USED = SpeculationOptions(
+    exit_threshold=0.3, anneal_strength=0.5, max_draft_tokens=3, never_slower=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,13 @@ def test_sliders_begin_at_the_settings_of_the_decode(record: Record) -> None:
     assert begin.notes == ()
     assert begin.used == (True, False, False)  # 5 lies deeper than D_max = 1
     assert replay.rounds(record, 0, begin.options(record.info)) == list(trace.rounds)
+
+
+def test_pauses_of_the_decode_are_not_replayed(record: Record) -> None:
+    trace = make_trace(record, replace(USED, never_slower=True, head_cost=9.0))
+    assert any(entry.ended == "off" for entry in trace.rounds[1:])
+    begin = start(trace.info, record.info, trace.rounds)
+    assert begin.notes == ("decoded with pauses where drafts did not pay; here none are made",)
 
 
 @pytest.mark.parametrize(

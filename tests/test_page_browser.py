@@ -29,7 +29,9 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs the packag
 from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402  # after the check
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-USED = SpeculationOptions(exit_threshold=0.2, anneal_strength=0.5, max_draft_tokens=3)
+USED = SpeculationOptions(
+    exit_threshold=0.2, anneal_strength=0.5, max_draft_tokens=3, never_slower=False
+)
 PROMPT = 1
 
 Open = Callable[..., Page]
@@ -222,6 +224,7 @@ def test_sliders_give_the_counts_of_python(page: Page, record: Record) -> None:
             anneal_strength=info.anneal_strengths[alpha],
             max_draft_depth=info.exit_layers[depth],
             max_draft_tokens=width,
+            never_slower=False,
         )
         expected = python_results(record, options)
         assert result(page, "rounds") == str(expected["rounds"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ def random_setting(record: Record, seed: int) -> SpeculationOptions:
         anneal_strength=dice.choice(info.anneal_strengths),
         max_draft_depth=dice.choice([None, *layers]),
         max_draft_tokens=dice.randint(1, info.max_draft_tokens),
+        never_slower=False,
     )
 
 
@@ -89,6 +91,8 @@ def learning_setting(record: Record, seed: int, drafter: str) -> SpeculationOpti
         ngram_draft_tokens=dice.randint(1, 9),
         row_cost=dice.choice([0.0, 0.05, 0.2]),
         block_cost=dice.choice([None, 0.0, 0.3]),
+        never_slower=dice.random() < 0.8,
+        head_cost=dice.choice([0.0, 0.08, 1.0, 9.0]),
     )
 
 
@@ -101,6 +105,7 @@ def test_fifty_settings_replay_as_they_run_under_what_learns_from_round_to_round
     sources: Counter[str] = Counter()
     ended: Counter[str] = Counter()
     lengths = set()
+    pauses = probes = 0
     for seed in range(SETTINGS):
         options = learning_setting(record, seed, drafter)
         prompt = seed % len(PROMPTS)
@@ -110,9 +115,14 @@ def test_fifty_settings_replay_as_they_run_under_what_learns_from_round_to_round
         sources.update(entry.source for entry in found if entry.draft_tokens)
         ended.update(entry.ended for entry in found)
         lengths |= {len(entry.draft_tokens) for entry in found}
+        asked = [entry.ended != "off" for entry in found if entry.source == "exit"][1:]
+        pauses += False in asked
+        probes += False in asked and True in asked[asked.index(False) :]
     assert sources.keys() == set(drafter.split("+"))
     assert ended["unsure"] > 0
     assert len(lengths) > 3
+    if drafter != "ngram":
+        assert pauses > probes > 3
 
 
 @pytest.mark.parametrize("drafter", ["none", "exit"])
@@ -205,10 +215,13 @@ def test_what_was_not_recorded_is_refused(changes: dict[str, object], reason: st
     assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", [{"drafter": "ngram"}, {"controller": "threshold"}])
-def test_what_learns_from_round_to_round_has_no_totals(changes: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"drafter": "ngram"}, {"controller": "threshold"}, {"never_slower": True}]
+)
+def test_what_learns_from_round_to_round_has_no_totals(changes: dict[str, Any]) -> None:
     record, _ = recorded("translator")
-    options = replace(SpeculationOptions(anneal_strength=0.5, max_draft_tokens=4), **changes)  # type: ignore[arg-type]  # options by name
+    base = SpeculationOptions(anneal_strength=0.5, max_draft_tokens=4, never_slower=False)
+    options = replace(base, **changes)
     with pytest.raises(InvalidOption, match="is replayed round by round only"):
         totals(record, [options])
 
@@ -233,6 +246,12 @@ def test_the_default_model_replays_as_it_runs(heads: str) -> None:
         options = random_setting(record, seed)
         found = replay.rounds(record, 0, options)
         assert found == real_rounds(speculator, prompt, new_tokens, options), options
-        both = replace(options, drafter="ngram+exit", controller="gammatune", longest_draft=3)
+        both = replace(
+            options,
+            drafter="ngram+exit",
+            controller="gammatune",
+            longest_draft=3,
+            never_slower=True,
+        )
         found = replay.rounds(record, 0, both)
         assert found == real_rounds(speculator, prompt, new_tokens, both), both

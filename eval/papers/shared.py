@@ -36,6 +36,7 @@ def load(draft_model: Path | None, dtype: str, **options: Any) -> Speculator:
 
     These are asked to draft whatever they think: how many is up to the controller.
     """
+    options = {"never_slower": False, **options}
     if draft_model is not None:
         return selfspec.load(draft_model=draft_model, dtype=dtype, **options)
     return selfspec.load(dtype=dtype, exit_threshold=1e-6, **options)

@@ -8,7 +8,7 @@ from selfspec.drafters.base import (
     NoDrafter,
     PacedDrafter,
 )
-from selfspec.drafters.choice import Sources, make_drafter, make_ngram
+from selfspec.drafters.choice import Sources, make_drafter, make_ngram, while_paying
 from selfspec.drafters.draft_model import (
     DraftCache,
     DraftModelDrafter,
@@ -17,10 +17,12 @@ from selfspec.drafters.draft_model import (
 )
 from selfspec.drafters.exit import ExitDrafter, known_deep
 from selfspec.drafters.ngram import NgramDrafter, SeenTextFirst
+from selfspec.drafters.paying import DraftCost, WhilePaying, heads_asked
 
 __all__ = [
     "Draft",
     "DraftCache",
+    "DraftCost",
     "DraftModelDrafter",
     "DraftWriter",
     "Drafter",
@@ -31,9 +33,12 @@ __all__ = [
     "PacedDrafter",
     "SeenTextFirst",
     "Sources",
+    "WhilePaying",
     "check_same_size",
     "check_same_tokens",
+    "heads_asked",
     "known_deep",
     "make_drafter",
     "make_ngram",
+    "while_paying",
 ]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions
 from selfspec.controllers import make_controller
-from selfspec.drafters.base import Drafter, NoDrafter
+from selfspec.drafters.base import Drafter, DraftsFrom, NoDrafter
 from selfspec.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.drafters.exit import ExitDrafter
-from selfspec.drafters.ngram import NgramDrafter, SeenTextFirst
+from selfspec.drafters.ngram import NgramDrafter, SeenTextFirst, StateT
+from selfspec.drafters.paying import DraftCost, WhilePaying
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads import ExitHeads
 from selfspec.judge import ExitJudge, spread
@@ -28,6 +29,17 @@ class Sources:
     backbone: Backbone
     heads: ExitHeads | None = None
     draft_model: DraftCache | None = None
+
+    @property
+    def token_cost(self) -> float:
+        """What the draft model takes for a token, as a share of a step of the model.
+
+        By the weights that a step reads, which is a little too much: two layers of SmolLM2-135M
+        and its unembedding are 0.26 of it and took 0.17 (eval/results/papers/gammatune).
+        """
+        if self.draft_model is None:
+            return 0.0
+        return _weights(self.draft_model.backbone) / _weights(self.backbone)
 
     @property
     def block_cost(self) -> float:
@@ -54,10 +66,19 @@ def make_drafter(
     if options.drafter == "ngram":
         return make_ngram(options, sources.block_cost, end_tokens)
     other: Drafter
+    layers: tuple[int, ...] = ()
     if options.uses("draft-model"):
         other = _draft_model(options, sources.draft_model, sampler, end_tokens)
     else:
-        other = _exit(options, sources.heads, sampler, end_tokens)
+        other, layers = _exit(options, sources.heads, sampler, end_tokens)
+    other = while_paying(
+        other,
+        options,
+        block_cost=sources.block_cost,
+        num_layers=sources.backbone.num_layers,
+        exit_layers=layers,
+        token_cost=0.0 if layers else sources.token_cost,
+    )
     if options.uses("ngram"):
         return SeenTextFirst(make_ngram(options, sources.block_cost, end_tokens), other)
     return other
@@ -76,12 +97,39 @@ def make_ngram(
     )
 
 
+def while_paying(
+    drafter: DraftsFrom[StateT],
+    options: SpeculationOptions,
+    *,
+    block_cost: float,
+    num_layers: int,
+    exit_layers: tuple[int, ...] = (),
+    token_cost: float = 0.0,
+) -> DraftsFrom[StateT]:
+    """`drafter` under the never-slower rule, or as it is where `options` switch that off.
+
+    `exit_layers`: those in use, of `num_layers`; `block_cost` as in `make_ngram`.
+    """
+    if not options.never_slower:
+        return drafter
+    cost = DraftCost(
+        row=options.row_cost,
+        block=block_cost if options.block_cost is None else options.block_cost,
+        token=token_cost,
+        head=options.head_cost,
+        exit_layers=exit_layers,
+        num_layers=num_layers,
+    )
+    return WhilePaying(drafter, cost)
+
+
 def _exit(
     options: SpeculationOptions,
     heads: ExitHeads | None,
     sampler: Sampler,
     end_tokens: Collection[int],
-) -> ExitDrafter:
+) -> tuple[ExitDrafter, tuple[int, ...]]:
+    """And the exit layers in use, up to D_max."""
     if heads is None:
         raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
     config = heads.config
@@ -94,7 +142,9 @@ def _exit(
     )
     controller = make_controller(options, options.max_draft_tokens)
     beliefs = options.acceptance != "lossless"
-    return ExitDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
+    depth = layers[-1] if options.max_draft_depth is None else options.max_draft_depth
+    drafter = ExitDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
+    return drafter, tuple(layer for layer in layers if layer <= depth)
 
 
 def _draft_model(
@@ -108,3 +158,8 @@ def _draft_model(
     controller = make_controller(options, options.max_draft_tokens)
     beliefs = options.acceptance != "lossless"
     return DraftModelDrafter(cache, sampler, controller, end_tokens, beliefs=beliefs)
+
+
+def _weights(backbone: Backbone) -> int:
+    """Bytes of a model's weights; shared ones count once."""
+    return sum(weight.numel() * weight.element_size() for weight in backbone.model.parameters())

@@ -124,7 +124,8 @@ class NgramDrafter(PacedDrafter):
 class SeenTextFirst(Generic[StateT]):
     """Text already seen where it promises more than the other drafter has been giving, else that.
 
-    What the other gives is a running mean of its accepted tokens per round.
+    What the other gives is a running mean of its accepted tokens per round that it drafts in, and
+    nothing as long as it declines to draft.
     """
 
     def __init__(self, ngram: NgramDrafter, other: DraftsFrom[StateT]) -> None:
@@ -133,12 +134,18 @@ class SeenTextFirst(Generic[StateT]):
         self._other = other
         self._other_gives = 0.0
         self._other_drafted = False
+        self._other_declines = False
 
     def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Draft:
         """A draft of one of the two."""
-        draft = self._ngram.draft(state, limit, watch, self._other_gives)
-        self._other_drafted = not draft.tokens
-        return self._other.draft(state, limit, watch) if self._other_drafted else draft
+        rival = 0.0 if self._other_declines else self._other_gives
+        draft = self._ngram.draft(state, limit, watch, rival)
+        self._other_drafted = False
+        if not draft.tokens:
+            draft = self._other.draft(state, limit, watch)
+            self._other_declines = draft.ended == "off" and not draft.tokens
+            self._other_drafted = not self._other_declines
+        return draft
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Tell the one that drafted."""

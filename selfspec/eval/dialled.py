@@ -188,7 +188,7 @@ def round_cost(drafts: int, depth_ratio: float, *, rows: int, head: float = 0.0)
 def _rig(base: Speculator, questions: Sequence[Question], sweep: Sweep, extra: int) -> _Rig:
     """Plain texts come first: the draft vocabulary must hold them."""
     backbone = Backbone(early_model(base.model, sweep.layers, extra))
-    options = SpeculationOptions(exit_threshold=_SURE, speculate=False)
+    options = SpeculationOptions(exit_threshold=_SURE, speculate=False, never_slower=False)
     plain = Speculator(backbone, base.tokenizer, None, base.label, options)
     requests = {q.id: greedy_request(plain, q.turns[0], sweep.max_new_tokens) for q in questions}
     texts = {name: decode(plain, request, options).tokens for name, request in requests.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.costs import Costs
+from selfspec.drafters import heads_asked
 from selfspec.stats import Round
 
 
@@ -23,12 +24,4 @@ def _seconds(entry: Round, exit_layers: Sequence[int], costs: Costs) -> float:
     """Passes, the logits of all rows, and the heads that were asked; seen text costs nothing."""
     passes = sum(costs.run(last - first, rows) for rows, first, last in entry.passes)
     verified = costs.logits[len(entry.draft_tokens)] + costs.round
-    return passes + verified + costs.head * _asked(entry, exit_layers)
-
-
-def _asked(entry: Round, exit_layers: Sequence[int]) -> int:
-    """Heads asked: every one up to where a draft left, all of them for a difficult token."""
-    if entry.source != "exit":
-        return 0
-    left = sum(exit_layers.index(layer) + 1 for layer in entry.exit_layers)
-    return left + (len(exit_layers) if entry.ended == "depth" else 0)
+    return passes + verified + costs.head * heads_asked(entry, exit_layers)

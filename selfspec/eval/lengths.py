@@ -58,6 +58,7 @@ class Setting(NamedTuple):
         """Keywords of `generate`."""
         return {
             "drafter": "draft-model",
+            "never_slower": False,
             "controller": self.controller,
             "max_draft_tokens": self.initial,
         } | dict([self.changed] if self.changed else [])

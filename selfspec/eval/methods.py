@@ -26,8 +26,9 @@ Setting = Mapping[str, Any]
 NO_BOUND = 1_000_000
 """W_max where there is to be none: more than any answer has tokens."""
 
-EXIT: Setting = {"drafter": "exit"}
-"""The paper's own: the defaults of heads, or what was tuned, may name another drafter."""
+EXIT: Setting = {"drafter": "exit", "never_slower": False}
+"""The paper's own, without our pauses: the defaults of heads, or what was tuned, may name another
+drafter."""
 
 ALWAYS = 1e-9
 """tau that every token reaches: no top-1 probability is smaller."""
@@ -205,6 +206,16 @@ def _rule(**setting: Any) -> Callable[[Speculator], Sequence[Setting]]:
     return settings
 
 
+def _ablated(**setting: Any) -> Callable[[Speculator], Sequence[Setting]]:
+    """Text already seen, else exit heads, without one of the rules that say when."""
+
+    def settings(speculator: Speculator) -> list[Setting]:
+        fitted_layers(speculator)
+        return [{"drafter": "ngram+exit", **setting}]
+
+    return settings
+
+
 _DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Draws from the model's whole law: lenience says nothing about greedy drafts."""
 
@@ -255,10 +266,20 @@ METHODS = {
         decode=on_our_runtime,
         settings=lambda _: [{"drafter": "ngram+exit"}],
     ),
+    "no-value-rule": Method(
+        source="ngram+exit, but whatever the text has said before is proposed in full",
+        decode=on_our_runtime,
+        settings=_ablated(row_cost=0.0, block_cost=0.0),
+    ),
+    "no-never-slower": Method(
+        source="ngram+exit, but exit heads go on drafting where that does not pay",
+        decode=on_our_runtime,
+        settings=_ablated(never_slower=False),
+    ),
     "draft-model": Method(
         source="a second, smaller model (speculative decoding as it began) on our runtime",
         decode=on_our_runtime,
-        settings=lambda _: [{"drafter": "draft-model"}],
+        settings=lambda _: [{"drafter": "draft-model", "never_slower": False}],
     ),
     "no-annealing": Method(
         source="speculation without annealing: alpha = 0 (Figure 4 of SpecBound)",

@@ -1,8 +1,8 @@
 """The rounds that a setting would have made, from a Record alone: no model, no heads.
 
-`rounds` gives what a real run gives, field by field. Controllers and drafts from text already seen
-are the runtime's own; only exit heads and the hidden cache are followed on paper. `totals` counts
-the same for thousands of settings, in eval/totals.py.
+`rounds` gives what a real run gives, field by field. Controllers, drafts from text already seen and
+the never-slower rule are the runtime's own; only exit heads and the hidden cache are followed on
+paper. `totals` counts the same for thousands of settings, in eval/totals.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from typing import NamedTuple
 from selfspec.confidence import top_probability
 from selfspec.config import SpeculationOptions
 from selfspec.controllers import DraftController, make_controller
-from selfspec.drafters import Draft, DraftsFrom, DraftWriter, NoDrafter, PacedDrafter, make_ngram
-from selfspec.drafters.ngram import SeenTextFirst
+from selfspec.drafters import (
+    Draft,
+    DraftsFrom,
+    DraftWriter,
+    NoDrafter,
+    PacedDrafter,
+    SeenTextFirst,
+    make_ngram,
+    while_paying,
+)
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import Record
 from selfspec.heads import check_exit_layers
@@ -251,7 +259,13 @@ def _drafter(
         return ngram, ()
     setting = Setting.of(record, options)
     controller = make_controller(options, options.max_draft_tokens)
-    exits = _ExitDrafter(record, setting, controller)
+    exits = while_paying(
+        _ExitDrafter(record, setting, controller),
+        options,
+        block_cost=record.info.block_cost,
+        num_layers=record.info.num_layers,
+        exit_layers=setting.layers,
+    )
     return SeenTextFirst(ngram, exits) if options.uses("ngram") else exits, setting.layers
 
 

@@ -114,6 +114,11 @@ def totals(record: Record, settings: Sequence[SpeculationOptions]) -> Totals:
                 f"drafter {options.drafter} with controller {options.controller} learns from round "
                 "to round, and is replayed round by round only. Take exit and fixed"
             )
+        if options.never_slower:
+            raise InvalidOption(
+                "never_slower learns from round to round, and is replayed round by round only. "
+                "Switch it off"
+            )
     checked = [Setting.of(record, options) for options in settings]
     board = _Board(record)
     counts = np.zeros((len(checked), len(record.prompts), board.columns), np.int32)

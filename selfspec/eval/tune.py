@@ -1,8 +1,9 @@
 """The setting that suits this machine: a record and measured costs in, options and a forecast out.
 
-Thousands of exit settings are replayed on the recorded prompts, the best of them also behind text
+Thousands of exit settings are replayed on the recorded prompts without the never-slower rule, which
+learns from round to round. The best of them are followed one by one under it, alone and behind text
 already seen. What is promised is held out: each part of the prompts is judged by the setting that
-suits the other parts best. Called by `selfspec tune`.
+the same search finds on the other parts. Called by `selfspec tune`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from selfspec.eval.trace_options import TuneOptions
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 """Candidate thresholds let this share of the places exit, of those above the recorded floor."""
 
-_BEHIND_SEEN_TEXT = 4
-"""Exit settings that are tried behind text already seen. That drafter learns from round to round,
-so its rounds are followed one by one, which takes a thousand times as long."""
+_SHORTLIST = 4
+"""Exit settings that are followed round by round, which takes a thousand times as long."""
 
 _PERCENTILE = 5.0
 """Of the prompts' own speed-ups: what `latency` looks at."""
 
 Seconds = npt.NDArray[np.float64]
+Prompts = npt.NDArray[np.bool_]
+"""Some of them, [P]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,32 +82,29 @@ Show = Callable[[int, int, str], None]
 
 def tune(record: Record, costs: Costs, options: TuneOptions, show: Show) -> Tuned:
     """Choose among all `candidates`. Raises InvalidOption for fewer than two questions."""
-    found = _replayed(record, costs, candidates(record, options.max_exit_layers), show)
-    plain = plain_seconds(record, costs)
-    best = score(found.seconds, plain, options.objective).argsort()[::-1][:_BEHIND_SEEN_TEXT]
-    found = found.joined(_behind_seen_text(record, costs, [found.settings[one] for one in best]))
-    longer = plain > 0.0  # an answer of one token is the prompt's pass alone
-    parts = folds(record, options.folds)[longer]
-    seconds, plain = found.seconds[:, longer], plain[longer]
-    held_out = cross_validated(seconds, plain, parts, options.objective)
-    chosen = int(score(seconds, plain, options.objective).argmax())
-    speculates = float(score(held_out[None], plain, options.objective)[0]) > 1.0
+    search = _Search(record, costs, options, show)
+    longer = search.plain > 0.0  # an answer of one token is the prompt's pass alone
+    parts, plain = folds(record, options.folds)[longer], search.plain[longer]
+    held_out = cross_validated(lambda some: search.seconds(search.best(some)), longer, parts)
+    setting = search.best(longer)
+    chosen = search.followed[setting]
     own = plain / held_out
+    speculates = float(score(held_out[None], plain, options.objective)[0]) > 1.0
     return Tuned(
-        options=_runtime(found.settings[chosen]) if speculates else {"speculate": False},
+        options=_runtime(setting) if speculates else {"speculate": False},
         objective=options.objective,
         speed_up=float(plain.sum() / held_out.sum()),
         percentile_5=float(np.percentile(own, _PERCENTILE)),
         worst=float(own.min()),
-        speed_up_in_sample=float(plain.sum() / seconds[chosen].sum()),
-        compression_rate=float(found.tokens[chosen] / found.rounds[chosen]),
-        settings=len(found.settings),
+        speed_up_in_sample=float(plain.sum() / chosen.seconds[longer].sum()),
+        compression_rate=chosen.tokens / chosen.rounds,
+        settings=len(search.screened) + len(search.followed),
         prompts=len(plain),
     )
 
 
 def candidates(record: Record, max_exit_layers: int) -> list[SpeculationOptions]:
-    """All settings to be replayed; neighbours differ in W_max."""
+    """All settings to be screened, without the never-slower rule; neighbours differ in W_max."""
     info = record.info
     found = []
     for alpha, count in itertools.product(
@@ -119,6 +118,7 @@ def candidates(record: Record, max_exit_layers: int) -> list[SpeculationOptions]
                     exit_threshold=taus,
                     anneal_strength=info.anneal_strengths[alpha],
                     max_draft_tokens=width,
+                    never_slower=False,
                 )
                 for taus in itertools.product(*choices)
                 for width in range(1, info.max_draft_tokens + 1)
@@ -163,80 +163,105 @@ def score(seconds: Seconds, plain: Seconds, objective: str) -> Seconds:
 
 
 def cross_validated(
-    seconds: Seconds, plain: Seconds, parts: npt.NDArray[np.int64], objective: str
+    best: Callable[[Prompts], Seconds], prompts: Prompts, parts: npt.NDArray[np.int64]
 ) -> Seconds:
-    """Seconds of each prompt, [P], under the setting that is best on the other parts."""
-    held_out = np.empty_like(plain)
+    """Seconds of each of `prompts` under what is best, [P] seconds, on those of the other parts.
+
+    `parts` [n] are those of the n prompts that `prompts` [P] names.
+    """
+    every = np.flatnonzero(prompts)
+    held_out = np.empty(len(every))
     for part in np.unique(parts):
-        inside = parts == part
-        best = score(seconds[:, ~inside], plain[~inside], objective).argmax()
-        held_out[inside] = seconds[best, inside]
+        others = np.zeros_like(prompts)
+        others[every[parts != part]] = True
+        held_out[parts == part] = best(others)[every[parts == part]]
     return held_out
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Forecasts:
-    """What S settings should do on P prompts."""
+class _Followed:
+    """What a setting should do, round by round."""
 
-    settings: Sequence[SpeculationOptions]
     seconds: Seconds
-    """[S, P]"""
-    tokens: Seconds
-    """[S], over all prompts, as are the `rounds`."""
-    rounds: Seconds
-
-    def joined(self, other: _Forecasts) -> _Forecasts:
-        """Both, these first."""
-        return _Forecasts(
-            settings=[*self.settings, *other.settings],
-            seconds=np.concatenate([self.seconds, other.seconds]),
-            tokens=np.concatenate([self.tokens, other.tokens]),
-            rounds=np.concatenate([self.rounds, other.rounds]),
-        )
+    """[P]"""
+    tokens: int
+    """Over all prompts, as are the `rounds`."""
+    rounds: int
 
 
-def _replayed(
+class _Search:
+    """For the setting that suits some prompts best; what was followed for it is kept."""
+
+    def __init__(self, record: Record, costs: Costs, options: TuneOptions, show: Show) -> None:
+        """Screens all `candidates`."""
+        self.plain = plain_seconds(record, costs)
+        self.screened = candidates(record, options.max_exit_layers)
+        self.followed: dict[SpeculationOptions, _Followed] = {}
+        self._record, self._costs, self._objective = record, costs, options.objective
+        self._seconds = _screened(record, costs, self.screened, show)
+
+    def best(self, prompts: Prompts) -> SpeculationOptions:
+        """Of the few that are best without the never-slower rule, followed with it."""
+        first = self._score(self._seconds, prompts).argsort()[::-1][:_SHORTLIST]
+        exits = [self.screened[one] for one in first]
+        settings = _to_follow(exits, self._costs, self._record.info.max_draft_tokens)
+        seconds = np.stack([self.seconds(setting) for setting in settings])
+        return settings[int(self._score(seconds, prompts).argmax())]
+
+    def seconds(self, setting: SpeculationOptions) -> Seconds:
+        """Of each prompt, [P]."""
+        if setting not in self.followed:
+            self.followed[setting] = _follow(self._record, self._costs, setting)
+        return self.followed[setting].seconds
+
+    def _score(self, seconds: Seconds, prompts: Prompts) -> Seconds:
+        return score(seconds[:, prompts], self.plain[prompts], self._objective)
+
+
+def _screened(
     record: Record, costs: Costs, settings: Sequence[SpeculationOptions], show: Show
-) -> _Forecasts:
-    """Of exit settings, thousands at a time."""
-    seconds, tokens, rounds = [], [], []
+) -> Seconds:
+    """Seconds of exit settings, [S, P]; thousands at a time."""
+    seconds = []
     done = 0
     for chunk in _chunks(settings):
         show(done, len(settings), "")
-        found = totals(record, chunk)
-        seconds.append(predicted_seconds(found, costs))
-        tokens.append(found.tokens.sum(-1))
-        rounds.append(found.rounds.sum(-1))
+        seconds.append(predicted_seconds(totals(record, chunk), costs))
         done += len(chunk)
     show(done, len(settings), "")
-    return _Forecasts(
-        settings=settings,
-        seconds=np.concatenate(seconds),
-        tokens=np.concatenate(tokens),
-        rounds=np.concatenate(rounds),
+    return np.concatenate(seconds)
+
+
+def _to_follow(
+    exits: Sequence[SpeculationOptions], costs: Costs, recorded: int
+) -> list[SpeculationOptions]:
+    """Text already seen alone, each exit setting alone, and behind text already seen.
+
+    With what rows cost here, and with the built-in reserve, which is safer where guesses get worse.
+    """
+    built_in = SpeculationOptions()
+    seen = replace(
+        built_in,
+        drafter="ngram",
+        ngram_draft_tokens=min(built_in.ngram_draft_tokens, recorded),
+        block_cost=_rounded(costs.block_cost),
+        head_cost=_rounded(costs.head_cost),
     )
+    ways = itertools.product(("exit", "ngram+exit"), exits)
+    kinds = [seen, *(replace(seen, **_exits(s), drafter=drafter) for drafter, s in ways)]
+    rows = dict.fromkeys((_rounded(costs.row_cost), built_in.row_cost))
+    return [replace(kind, row_cost=row) for kind in kinds for row in rows]
 
 
-def _behind_seen_text(
-    record: Record, costs: Costs, exits: Sequence[SpeculationOptions]
-) -> _Forecasts:
-    """Of text already seen alone, and of each exit setting where that promises less."""
-    width = min(SpeculationOptions().ngram_draft_tokens, record.info.max_draft_tokens)
-    alone = SpeculationOptions(drafter="ngram", ngram_draft_tokens=width)
-    settings = [alone, *(replace(alone, **_exits(s), drafter="ngram+exit") for s in exits)]
-    seconds, tokens, rounds = [], [], []
-    for setting in settings:
-        layers = setting.exit_layers or ()
-        every = [replay.rounds(record, prompt, setting) for prompt in range(len(record.prompts))]
-        seconds.append([forecast.seconds(entries, layers, costs) for entries in every])
-        behind = [entry for entries in every for entry in entries if not entry.prefill]
-        tokens.append(sum(len(entry.tokens) for entry in behind))
-        rounds.append(len(behind))
-    return _Forecasts(
-        settings=settings,
-        seconds=np.array(seconds),
-        tokens=np.array(tokens, np.float64),
-        rounds=np.array(rounds, np.float64),
+def _follow(record: Record, costs: Costs, setting: SpeculationOptions) -> _Followed:
+    """Round by round, on all prompts."""
+    layers = setting.exit_layers or ()
+    every = [replay.rounds(record, prompt, setting) for prompt in range(len(record.prompts))]
+    behind = [entry for entries in every for entry in entries if not entry.prefill]
+    return _Followed(
+        seconds=np.array([forecast.seconds(entries, layers, costs) for entries in every]),
+        tokens=sum(len(entry.tokens) for entry in behind),
+        rounds=len(behind),
     )
 
 
@@ -247,12 +272,23 @@ def _chunks(settings: Sequence[SpeculationOptions]) -> Iterator[Sequence[Specula
         yield settings[start : start + size]
 
 
+def _rounded(share: float) -> float:
+    """To what a measurement can tell."""
+    return round(share, 3)
+
+
 def _runtime(setting: SpeculationOptions) -> dict[str, Any]:
     """What `selfspec.tuned` keeps, ready for JSON."""
-    options: dict[str, Any] = {"speculate": True, "drafter": setting.drafter}
+    options: dict[str, Any] = {
+        "speculate": True,
+        "drafter": setting.drafter,
+        "row_cost": setting.row_cost,
+        "block_cost": setting.block_cost,
+    }
     if setting.uses("ngram"):
         options["ngram_draft_tokens"] = setting.ngram_draft_tokens
     if setting.uses("exit"):
+        options["head_cost"] = setting.head_cost
         options |= {key: _plain(value) for key, value in _exits(setting).items()}
     return options
 

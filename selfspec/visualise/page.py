@@ -40,7 +40,7 @@ def render(trace: LayerTrace, record: Record | None, costs: Costs | None) -> str
     begin = None
     if record is not None and trace.info.settings.lossless:
         _check(trace, record, costs)
-        begin = start(trace.info, record.info)
+        begin = start(trace.info, record.info, trace.rounds)
     data = page_data(trace, record if begin else None, costs, begin)
     style = _asset("page.css")
     script = "\n".join(_asset(name) for name in (*_SCRIPTS, "main.js"))

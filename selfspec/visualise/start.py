@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfspec.config import SpeculationOptions
 from selfspec.eval.record import RecordInfo
+from selfspec.stats import Round
 from selfspec.visualise.layers import TraceInfo
 
 
@@ -35,16 +37,19 @@ class Start:
             anneal_strength=info.anneal_strengths[self.alpha],
             max_draft_depth=self.depth,
             max_draft_tokens=self.width,
+            never_slower=False,  # the page replays without pauses
         )
 
 
-def start(trace: TraceInfo, record: RecordInfo) -> Start:
-    """The nearest setting that `record` reaches."""
+def start(trace: TraceInfo, record: RecordInfo, rounds: Sequence[Round] = ()) -> Start:
+    """The nearest setting that `record` reaches; `rounds` are the decode's."""
     settings, notes = trace.settings, []
     if settings.drafter != "exit":
         notes.append(f"decoded with drafts by {settings.drafter}; here exit heads alone draft")
     elif settings.controller != "fixed":
         notes.append(f"decoded with controller {settings.controller}; here W_max is fixed")
+    elif any(entry.ended == "off" and not entry.prefill for entry in rounds):
+        notes.append("decoded with pauses where drafts did not pay; here none are made")
     missing = sorted({*settings.exit_layers} - {*record.exit_layers})
     if missing:
         notes.append(f"exit layers not recorded: {', '.join(map(str, missing))}")

@@ -1,0 +1,236 @@
+"""The never-slower rule: what a draft costs, when drafting pauses, and what that can lose."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec.backbone import Backbone
+from selfspec.config import SpeculationOptions
+from selfspec.controllers import Fixed
+from selfspec.drafters import (
+    Draft,
+    DraftCache,
+    DraftCost,
+    NgramDrafter,
+    SeenTextFirst,
+    Sources,
+    WhilePaying,
+    while_paying,
+)
+from selfspec.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE
+from selfspec.generate import wrap
+from selfspec.stats import Stopwatch
+from tests import ladder
+from tests.models import make_model, random_ids
+from tests.test_ngram import Text
+
+COST = DraftCost(row=0.08, head=0.05, exit_layers=(3, 6), num_layers=12)
+
+
+# What a draft costs
+
+
+def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_were_asked() -> None:
+    draft = Draft(tokens=[1, 2], exit_layers=[3, 6], ended="width")
+    assert COST.of(draft) == pytest.approx(9 / 12 + 2 * 0.08 + 3 * 0.05)
+
+
+def test_a_difficult_token_costs_all_heads_and_no_layers() -> None:
+    assert COST.of(Draft(ended="depth")) == pytest.approx(2 * 0.05)
+    draft = Draft(tokens=[1], exit_layers=[3], ended="depth")
+    assert COST.of(draft) == pytest.approx(3 / 12 + 0.08 + 3 * 0.05)
+
+
+def test_the_second_row_may_cost_more_than_the_others() -> None:
+    cost = DraftCost(row=0.1, block=0.7)
+    drafts = [
+        Draft(tokens=[1] * count, exit_layers=[0] * count, source="ngram") for count in (0, 1, 3)
+    ]
+    assert [cost.of(draft) for draft in drafts] == pytest.approx([0.0, 0.8, 1.0])
+
+
+def test_a_draft_model_costs_its_share_of_the_weights() -> None:
+    backbone = Backbone(make_model("llama"), executor="generic")
+    second = make_model("llama", num_hidden_layers=3)
+    other = DraftCache(Backbone(second, executor="generic"))
+    share = sum(p.numel() for p in second.parameters()) / sum(
+        p.numel() for p in backbone.model.parameters()
+    )
+    sources = Sources(backbone, None, other)
+    assert 0.5 < share < 1.0
+    assert sources.token_cost == pytest.approx(share)
+    wide = Sources(backbone, None, DraftCache(Backbone(second.double(), executor="generic")))
+    assert wide.token_cost == pytest.approx(2 * share)
+    drafts = Draft(tokens=[1, 2], exit_layers=[0, 0], source="draft-model")
+    assert DraftCost(row=0.1, token=share).of(drafts) == pytest.approx(0.2 + 2 * share)
+
+
+def priced(row: float) -> DraftCost:
+    """A row is all that costs anything."""
+    return DraftCost(row=row, exit_layers=(3,), num_layers=10**9)
+
+
+# When it pauses
+
+
+class Heads:
+    """Drafts a token at layer 3; notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, int]] = []
+
+    def draft(self, state: Text, limit: int, watch: Stopwatch) -> Draft:
+        return Draft(tokens=[90], exit_layers=[3], ended="width")
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        self.heard.append((drafted, accepted))
+
+
+ONE = COST.of(Heads().draft(Text([]), 1, Stopwatch()))
+"""What a round of `Heads` costs: 0.38 plain steps."""
+
+
+def play(paying: WhilePaying[Text], right: Sequence[bool]) -> list[bool]:
+    """Which rounds drafted, where a draft would have been right or wrong."""
+    drafted = []
+    for accepted in right:
+        draft = paying.draft(Text([]), 9, Stopwatch())
+        drafted.append(bool(draft.tokens))
+        assert draft.tokens or draft.ended == "off"
+        paying.learn(len(draft.tokens), int(accepted and bool(draft.tokens)))
+    return drafted
+
+
+def runs(drafted: Sequence[bool]) -> list[int]:
+    """Lengths of what alternates: rounds that drafted, a pause, .."""
+    return [len(list(group)) for _, group in groupby(drafted)]
+
+
+def test_drafts_that_are_never_right_are_made_in_14_rounds_and_then_in_one_of_65() -> None:
+    heads = Heads()
+    drafted = play(WhilePaying(heads, COST), [False] * 2000)
+    first = math.ceil(math.log(1 + 0.5 / ONE) / math.log(16 / 15))
+    assert first == 14
+    assert runs(drafted)[:10] == [first, 8, 1, 16, 1, 32, 1, 64, 1, 64]
+    assert sum(drafted) == first + 3 + (2000 - first - 8 - 16 - 32 - 3) // 65
+    assert heads.heard == [(1, 0)] * sum(drafted)
+
+
+def test_drafts_that_pay_are_always_made() -> None:
+    dice = random.Random(0)
+    right = [dice.random() < 0.8 for _ in range(500)]
+    assert all(play(WhilePaying(Heads(), COST), right))
+
+
+def test_heads_that_become_right_are_found_again_and_tried_sooner_when_they_fail_again() -> None:
+    paying = WhilePaying(Heads(), COST)
+    play(paying, [False] * 500)
+    drafted = play(paying, [True] * 100)
+    assert runs(drafted)[1] == 100 - runs(drafted)[0]  # once found, not lost again
+    assert not drafted[0]
+    assert runs(drafted)[0] <= LONGEST_PAUSE
+    again = runs(play(paying, [False] * 100))
+    assert again[1:4] == [SHORTEST_PAUSE, 1, 2 * SHORTEST_PAUSE]
+
+
+def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_pause() -> None:
+    worst = 0.0
+    for seed in range(200):
+        dice = random.Random(seed)
+        cost = priced(dice.choice([0.02, 0.3, 1.0, 5.0, 20.0]))
+        paying, rate, gained, pauses, before = WhilePaying(Heads(), cost), 0.5, 0.0, 0, True
+        for place in range(400):
+            if place % dice.randint(5, 60) == 0:
+                rate = dice.choice([0.0, 0.1, 0.5, 1.0])
+            right = dice.random() < rate
+            (drafts,) = play(paying, [right])
+            gained += (right - cost.row) if drafts else 0.0
+            pauses += before and not drafts
+            before = drafts
+            # the pause that this round begins shows in the next one only
+            bound = 8.0 + cost.row * (pauses + 1)
+            worst = max(worst, -gained / bound)
+    assert 0.5 < worst <= 1.0
+
+
+def test_the_rule_switched_off_leaves_the_drafter_alone() -> None:
+    heads, costs = Heads(), {"block_cost": 0.0, "num_layers": 12, "exit_layers": (3,)}
+    off = SpeculationOptions(never_slower=False)
+    assert while_paying(heads, off, **costs) is heads  # type: ignore[arg-type]  # by name
+    assert isinstance(while_paying(heads, SpeculationOptions(), **costs), WhilePaying)  # type: ignore[arg-type]  # by name
+
+
+# Behind text already seen
+
+
+def test_a_pause_is_no_failure_of_the_other_drafter_and_leaves_the_field_to_seen_text() -> None:
+    heads = Heads()
+    paying = WhilePaying(heads, priced(0.9))
+    both = SeenTextFirst(NgramDrafter(Fixed(1), size=3), paying)
+    text = Text([1, 2, 3, 4, 5])
+
+    def go(accepted: int) -> Draft:
+        draft = both.draft(text, 9, Stopwatch())
+        both.learn(len(draft.tokens), min(accepted, len(draft.tokens)))
+        return draft
+
+    for _ in range(4):
+        assert go(1).source == "exit"  # 0.41 tokens a round by now
+    while go(0).tokens:  # no text matches
+        pass
+    gives = both._other_gives
+    heard = len(heads.heard)
+    go(0)
+    assert (both._other_gives, len(heads.heard)) == (gives, heard)
+    both._other_gives = 0.41  # more than the 1/4 that a match of one token promises
+    draft = both.draft(Text([*text.tokens, 1]), 9, Stopwatch())
+    assert (draft.source, draft.tokens) == ("ngram", [2])
+
+
+# Through the facade
+
+
+EAGER: dict[str, Any] = {"exit_layers": (2, 5), "exit_threshold": 0.05, "block_cost": 0.0}
+"""Heads that nobody fitted: they draft all the time, wrongly."""
+
+
+@pytest.mark.parametrize("drafter", ["exit", "draft-model"])
+def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str) -> None:
+    model = make_model("llama", torch.float64)
+    second = make_model("llama", torch.float64, num_hidden_layers=2)
+    speculator = wrap(model, heads="logit-lens", draft_model=second, drafter=drafter, **EAGER)
+    ids, count = random_ids(13), 120
+    plain = speculator.generate(ids, max_new_tokens=count, speculate=False)
+    found = {
+        switch: speculator.generate(ids, max_new_tokens=count, never_slower=switch)
+        for switch in (True, False)
+    }
+    assert found[True].token_ids == found[False].token_ids == plain.token_ids
+    assert found[False].stats.ended["off"] == 0
+    stats = found[True].stats
+    # a round costs at least half a step here: eleven rounds, then one after 8, 16, 32 and 64 more
+    assert stats.rounds - stats.ended["off"] <= 11 + 4 + 2 * stats.accepted
+
+
+def test_dearer_heads_are_paused_earlier() -> None:
+    speculator = wrap(make_model("llama", torch.float64), heads="logit-lens", **EAGER)
+    cheap, dear = (
+        speculator.generate(random_ids(13), max_new_tokens=60, head_cost=cost).stats.drafted
+        for cost in (0.0, 10.0)
+    )
+    assert cheap > dear > 0
+
+
+def test_pauses_do_not_change_the_distribution_of_samples() -> None:
+    model = make_model("llama", vocab_size=4, num_hidden_layers=2)
+    # two wrong drafts cost between 7.5 and 8.5 steps: a pause follows, where one is right none does
+    ladder.check_sampling(
+        model, random_ids(6, vocab_size=4), draws=600, length=4, head_cost=3.3, block_cost=0.0
+    )
