@@ -198,6 +198,7 @@ class _Search:
         self.screened = candidates(record, options.max_exit_layers)
         self.followed: dict[SpeculationOptions, _Followed] = {}
         self._record, self._costs, self._objective = record, costs, options.objective
+        self._show = show
         self._seconds = _screened(record, costs, self.screened, show)
 
     def best(self, prompts: Prompts) -> SpeculationOptions:
@@ -212,6 +213,8 @@ class _Search:
         """Of each prompt, [P]."""
         if setting not in self.followed:
             self.followed[setting] = _follow(self._record, self._costs, setting)
+            count = len(self.screened)
+            self._show(count, count, f"{len(self.followed)} followed round by round")
         return self.followed[setting].seconds
 
     def _score(self, seconds: Seconds, prompts: Prompts) -> Seconds:
