@@ -45,7 +45,8 @@ lint: setup
 test: lint browser
 	$(BIN)/pytest
 
-# In .venv-oldest: the oldest Python and packages that pyproject.toml allows.
+# In .venv-oldest: the oldest Python and packages that pyproject.toml allows. uv finds that Python
+# or fetches it; where it can do neither: OLDEST_PYTHON=PATH.
 OLDEST := .venv-oldest
 test-oldest: setup browser
 	$(BIN)/uv venv --quiet --clear --python "$(OLDEST_PYTHON)" $(OLDEST)
