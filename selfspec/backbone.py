@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from selfspec.executors import Executor
 from selfspec.executors.cuda_graph import CudaGraphExecutor
 from selfspec.executors.generic import FULL, SLIDING, GenericExecutor, attention_types
 from selfspec.executors.packed_cpu import PackedExecutor
+from selfspec.file_pages import FilePages
 from selfspec.head_types import Unembedding
 from selfspec.hooks import captured_outputs
 from selfspec.kv_cache import KVCache
@@ -167,9 +168,14 @@ class Backbone:
         self.executor_name = name
 
     def _packed(self) -> Executor:
-        """Raises ValueError where packed weights do not give this model's numbers."""
-        packed = PackedExecutor(self._decoder, self._lm_head)
-        check_agreement(self, packed)
+        """Raises ValueError where packed weights do not give this model's numbers.
+
+        Weights that lie in a file leave memory as soon as they are copied.
+        """
+        pages = FilePages()
+        pages.release(self.model)  # the conformance check has read all of it
+        packed = PackedExecutor(self._decoder, self._lm_head, done=pages.release)
+        check_agreement(self, packed, pages.release)
         logger.info("weights packed for the CPU: a copy of %d MB", packed.nbytes // 1_000_000)
         return packed
 
@@ -264,10 +270,13 @@ def check_conformance(backbone: Backbone) -> None:
             _require_equal(backbone.logits(hidden), logits, "the logits", backbone)
 
 
-def check_agreement(backbone: Backbone, other: Executor) -> None:
+def check_agreement(
+    backbone: Backbone, other: Executor, done: Callable[[nn.Module], object] = lambda _: None
+) -> None:
     """Raise ValueError unless `other` computes each layer, and the logits, up to rounding.
 
-    Both get the same inputs layer by layer, so that errors do not add up and none can hide.
+    Both get the same inputs layer by layer, so that errors do not add up and none can hide. Each
+    layer is handed to `done` when it has been read.
     """
     caches = KVCache(backbone.num_layers), KVCache(backbone.num_layers)
     generator = torch.Generator().manual_seed(1)
@@ -284,6 +293,7 @@ def check_agreement(backbone: Backbone, other: Executor) -> None:
                 theirs = other.run(hidden, layer, layer + 1, positions, caches[1])
                 if not _size(theirs - ours) <= bound * _size(ours - hidden):
                     raise ValueError(f"layer {layer + 1} comes out differently")
+                done(backbone.layers[layer])
                 hidden = ours
             logits = backbone._executor.logits(hidden)
             if not _size(other.logits(hidden) - logits) <= bound * _size(logits):

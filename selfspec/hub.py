@@ -44,6 +44,7 @@ DEFAULT_HEADS = "smollm2-135m-instruct"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HEADS_FILES = ("*.json", "*.safetensors", "*.md", "*.yaml")
 
+_STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
 _CONVERSION = b"1"  # raise it when _convert writes other files: old cache entries are then unused
 _STALE_S = 3600.0  # a temporary folder of this age belongs to a run that was killed
 _HUB_TIMEOUT_S = 5.0
@@ -90,16 +91,17 @@ def default_model_file() -> Path:
     return found[0]
 
 
-def resolve_model(name: str | Path | None) -> ModelFiles:
+def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles:
     """The files behind a hub id, a folder, a .gguf file, or None for the bundled default.
 
-    A GGUF file is de-quantised into the cache folder on first use. Raises ModelNotFound.
+    A GGUF file is de-quantised into the cache folder on first use, once for each `dtype`: a file
+    that needs no conversion is mapped, not read. Raises ModelNotFound.
     """
     if name is None:
-        return _from_gguf(default_model_file(), is_default=True)
+        return _from_gguf(default_model_file(), dtype, is_default=True)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return _from_gguf(path, is_default=False)
+        return _from_gguf(path, dtype, is_default=False)
     if path.is_dir():
         return _from_folder(path)
     if path.exists() or not HUB_ID.fullmatch(str(name)) or path.suffix == ".gguf":
@@ -124,7 +126,7 @@ def load_model(
     """
     target_dtype = _torch_dtype(dtype)
     target_device = _torch_device(device)
-    files = resolve_model(name)
+    files = resolve_model(name, str(target_dtype).removeprefix("torch."))
     local = Path(files.source).is_dir()
     with _no_progress_bars() if local else contextlib.nullcontext():
         model, tokenizer = _from_pretrained(
@@ -231,16 +233,18 @@ def _moved(model: Any, device: torch.device) -> Any:
 # --- GGUF -> safetensors --------------------------------------------------------------------------
 
 
-def _from_gguf(path: Path, *, is_default: bool) -> ModelFiles:
+def _from_gguf(path: Path, dtype: str, *, is_default: bool) -> ModelFiles:
     """The de-quantised copy of a GGUF file, made now unless the cache folder has it."""
-    target = cache_folder() / "models" / f"{path.stem}-{_digest(path)[:12]}"
+    stored = dtype if dtype in _STORED else "float32"
+    target = cache_folder() / "models" / f"{path.stem}-{_digest(path)[:12]}-{stored}"
     if not (target / "config.json").is_file():
         logger.info(
-            "de-quantising %s to float32, once, into %s. The weights keep their quantised values",
+            "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
             path.name,
+            stored,
             target,
         )
-        _convert_into(target, path)
+        _convert_into(target, path, stored)
     return ModelFiles(str(target), path.stem, is_default=is_default)
 
 
@@ -253,7 +257,7 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _convert_into(target: Path, gguf: Path) -> None:
+def _convert_into(target: Path, gguf: Path, dtype: str) -> None:
     """Write a folder under a temporary name and rename it: complete, or not there at all."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +266,7 @@ def _convert_into(target: Path, gguf: Path) -> None:
             prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
         ) as temporary:
             out = Path(temporary) / target.name
-            _convert(gguf, out)
+            _convert(gguf, out, dtype)
             with contextlib.suppress(FileExistsError):
                 _rename_new(out, target)
     except (OSError, SafetensorError) as error:
@@ -290,11 +294,11 @@ def _remove_stale(target: Path) -> None:
                 shutil.rmtree(folder)
 
 
-def _convert(gguf: Path, out: Path) -> None:
-    """Read a GGUF file, write it as float32 safetensors with config and tokenizer."""
+def _convert(gguf: Path, out: Path, dtype: str) -> None:
+    """Read a GGUF file, write it as safetensors in `dtype` with config and tokenizer."""
     with _no_progress_bars():
         model, tokenizer = _read_gguf(gguf)
-        model.save_pretrained(out)
+        model.to(_torch_dtype(dtype)).save_pretrained(out)
         tokenizer.save_pretrained(out)
 
 

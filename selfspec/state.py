@@ -83,7 +83,7 @@ class DecodeState:
         """Commit one token."""
         if self._length == self._buffer.shape[1]:
             self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
-        self._buffer[0, self._length] = token
+        self._buffer[0, self._length].fill_(token)  # assigning uploads (torch 2.11)
         self._committed.append(token)
         self._length += 1
 

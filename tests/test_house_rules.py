@@ -18,7 +18,10 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 FLOORS = (
     ("errors", "config"),
     ("packed_linear",),
-    ("confidence", "kv_cache", "head_types", "heads", "judge", "stats", "hub", "scores", "text"),
+    (
+        *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
+        *("scores", "text"),
+    ),
     ("executors",),
     ("backbone", "hooks"),
     ("hidden_cache",),

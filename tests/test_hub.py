@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from selfspec import hub
 from selfspec.errors import HeadsNotFound, ModelNotFound
 
-Convert = Callable[[Path, Path], None]
+Convert = Callable[[Path, Path, str], None]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """De-quantising replaced by writing two small files; the folders written to."""
     calls: list[Path] = []
 
-    def convert(gguf: Path, out: Path) -> None:
+    def convert(gguf: Path, out: Path, dtype: str) -> None:
         calls.append(out)
         out.mkdir()
         (out / "config.json").write_text("{}", encoding="utf-8")
@@ -75,6 +75,18 @@ def test_changed_gguf_file_is_converted_again(gguf: Path, conversions: list[Path
     assert len(conversions) == 2
 
 
+def test_gguf_file_is_converted_for_each_dtype(
+    gguf: Path, cache: Path, conversions: list[Path]
+) -> None:
+    asked = ("float32", "bfloat16", "float16", "float64", "bfloat16")
+    names = [Path(hub.resolve_model(gguf, dtype).source).name for dtype in asked]
+    assert [name.rpartition("-")[2] for name in names] == [
+        *("float32", "bfloat16", "float16"),
+        *("float32", "bfloat16"),  # float64 holds no more than the float32 file does
+    ]
+    assert len(conversions) == 3
+
+
 def test_conversion_says_that_weights_are_dequantised(
     gguf: Path, conversions: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,7 +98,7 @@ def test_conversion_says_that_weights_are_dequantised(
 def test_killed_conversion_leaves_nothing_half_written(
     gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(gguf: Path, out: Path) -> None:
+    def killed(gguf: Path, out: Path, dtype: str) -> None:
         out.mkdir()
         (out / "config.json").write_text("{", encoding="utf-8")
         raise KeyboardInterrupt
@@ -102,10 +114,10 @@ def test_conversion_that_another_process_finished_first_is_used(
 ) -> None:
     convert: Convert = hub._convert
 
-    def overtaken(gguf: Path, out: Path) -> None:
-        convert(gguf, out)
+    def overtaken(gguf: Path, out: Path, dtype: str) -> None:
+        convert(gguf, out, dtype)
         digest = hub._digest(gguf)[:12]
-        theirs = cache / "models" / f"toy.Q4_1-{digest}"
+        theirs = cache / "models" / f"toy.Q4_1-{digest}-{dtype}"
         theirs.mkdir()
         (theirs / "config.json").write_text("theirs", encoding="utf-8")
 
@@ -141,7 +153,7 @@ def test_damaged_gguf_file_is_named_with_the_reason(gguf: Path, cache: Path) -> 
 def test_cache_that_cannot_be_written_is_named(
     gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    def full(gguf: Path, out: Path) -> None:
+    def full(gguf: Path, out: Path, dtype: str) -> None:
         raise kind("No space left on device")
 
     monkeypatch.setattr(hub, "_convert", full)

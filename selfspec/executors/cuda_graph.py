@@ -153,7 +153,8 @@ class CudaGraphExecutor:
         count = hidden.shape[1]
         self._hidden[:, :count] = hidden
         if count < rows:
-            self._hidden[:, count:rows] = 0.0  # what lay there may be NaN, which masks let through
+            # what lay there may be NaN, which masks let through; assigning uploads (torch 2.11)
+            self._hidden[:, count:rows].zero_()
 
     def _lend(self, kv: KVCache, needed: int) -> None:
         """Have `kv` in the slots, with room for `needed` positions."""

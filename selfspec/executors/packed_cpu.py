@@ -6,7 +6,7 @@ a layer is not of this shape, the generic executor runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,13 @@ class PackedExecutor:
     min_rows = 2
     """From two rows on, results do not depend on the number of rows. The probe tests it."""
 
-    def __init__(self, decoder: Any, lm_head: nn.Linear) -> None:
-        """Copies the weights. Raises ValueError, with the reason, for layers of another shape."""
+    def __init__(
+        self, decoder: Any, lm_head: nn.Linear, done: Callable[[nn.Module], object] = lambda _: None
+    ) -> None:
+        """Copies the weights, and calls `done` with each part that has its copy.
+
+        Raises ValueError, with the reason, for layers of another shape.
+        """
         _require_llama_like(decoder, lm_head)
         attention = decoder.layers[0].self_attn
         self._decoder = decoder
@@ -76,11 +81,12 @@ class PackedExecutor:
         self._window = int(getattr(decoder.config, "sliding_window", None) or 0)
         # rotary pairs (j, j + size / 2) become neighbours: a rotation is then one complex product
         self._pairs = torch.arange(self._size).view(2, -1).T.flatten()
-        kinds = attention_types(decoder.config)
-        self._layers = [
-            self._pack(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)
-        ]
-        self._lm_head = PackedLinear.of(lm_head)
+        self._lm_head = PackedLinear.of(lm_head)  # the largest first, while there is most room
+        done(lm_head)
+        self._layers: list[PackedLayer] = []
+        for layer, kind in zip(decoder.layers, attention_types(decoder.config), strict=True):
+            self._layers.append(self._pack(layer, kind))
+            done(layer)
         self._rotations = torch.empty(0)  # [positions, size / 2], grows with the text
 
     @property

@@ -1,0 +1,100 @@
+"""Weights in a mapped file: their memory is given back, their values and the model stay."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from selfspec.backbone import Backbone
+from selfspec.eval.memory import _resident, peak_of
+from selfspec.file_pages import FilePages
+from tests.models import make_model, random_ids
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is let go")
+
+MIB = 2**20
+COUNT = 2 * MIB  # 8 MiB of float32
+
+
+class OneWeight(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> OneWeight:
+    """One parameter of ones: a private mapping of a file, as safetensors makes it; all read."""
+    path = tmp_path / "weights"
+    path.write_bytes(torch.ones(COUNT).numpy().tobytes())
+    weight = torch.from_file(str(path), shared=False, size=COUNT, dtype=torch.float32)
+    module = OneWeight(weight)
+    assert module.weight.sum() == COUNT
+    return module
+
+
+def from_files_mb() -> float:
+    return _resident("RssFile") / MIB
+
+
+def test_memory_is_given_back_and_values_come_again(mapped: OneWeight) -> None:
+    before = from_files_mb()
+    FilePages().release(mapped)
+    assert before - from_files_mb() > 7
+    assert mapped.weight.sum() == COUNT
+    assert before - from_files_mb() < 1  # read again, because somebody asked
+
+
+def test_weights_that_somebody_changed_stay(mapped: OneWeight) -> None:
+    mapped.weight[COUNT // 2] = 3.0
+    before = from_files_mb()
+    FilePages().release(mapped)
+    assert before - from_files_mb() < 1
+    assert mapped.weight.sum() == COUNT + 2
+
+
+def test_weights_in_memory_alone_stay() -> None:
+    module = nn.Linear(1024, 1024)
+    expected = module.weight.clone()
+    FilePages().release(module)
+    assert torch.equal(module.weight, expected)
+
+
+def test_without_a_list_of_mappings_nothing_is_let_go(
+    mapped: OneWeight, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("selfspec.file_pages._MAPPINGS", tmp_path / "absent")
+    before = from_files_mb()
+    FilePages().release(mapped)
+    assert before - from_files_mb() < 1
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> PreTrainedModel:
+    """A Llama of some MB as users have it: in a folder, loaded in the dtype it was saved in."""
+    config = make_model("llama").config
+    config.update({"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    return model
+
+
+def test_packing_needs_little_more_than_one_copy_and_leaves_the_model_whole(
+    loaded: PreTrainedModel,
+) -> None:
+    ids = random_ids(9)
+    logits = loaded(ids).logits
+    Backbone(make_model("llama"), executor="packed")  # what the first one loads is not counted
+    size = sum(weight.nbytes for weight in loaded.parameters())
+    assert size > 36 * MIB
+    made: list[Backbone] = []
+    memory = peak_of(lambda: made.append(Backbone(loaded, executor="packed")), torch.device("cpu"))
+    assert memory is not None
+    # measured: 1.4 times the model with all that a pass needs, and 2.3 if nothing were let go
+    assert memory.growth < 1.8 * size
+    assert torch.equal(loaded(ids).logits, logits)
