@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -213,3 +214,21 @@ def test_kernels_that_depend_on_the_number_of_rows_are_found(
         run_invariance(workplace / "out")
     drafts = json.loads((workplace / "out" / "summary.json").read_text())["drafts"]
     assert drafts["bold"]["differing"] > 0
+
+
+# --- load_memory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are Linux's")
+def test_peaks_of_loading_are_those_of_the_kernel(workplace: Path) -> None:
+    found = script("load_memory").loaded("model", "float32", "generic")
+    assert found["executor"] == "generic"
+    assert 0.0 < found["model_mb"] < 1.0
+    assert found["loading_mb"] <= found["generating_mb"]
+
+
+def test_peaks_are_shown_beside_the_weights() -> None:
+    case = {"dtype": "bfloat16", "executor": "packed", "model_mb": 200.0}
+    table = script("load_memory").table([case | {"loading_mb": 250.0, "generating_mb": 300.0}])
+    last = "| bfloat16 | packed | 200 MB | 250 MB = 1.25 x | 300 MB = 1.50 x |"
+    assert table.splitlines()[-1] == last
