@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from selfspec.executors import Executor
 from selfspec.executors.cuda_graph import CudaGraphExecutor
+from selfspec.executors.fused_cpu import FusedExecutor
 from selfspec.executors.generic import FULL, SLIDING, GenericExecutor, attention_types
 from selfspec.executors.packed_cpu import PackedExecutor
 from selfspec.file_pages import FilePages
@@ -35,7 +36,10 @@ _POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
 its trace in the rotations of accepted tokens."""
 
 
-EXECUTORS = ("auto", "generic", "packed", "cuda-graph")
+EXECUTORS = ("auto", "generic", "packed", "fused", "cuda-graph")
+
+_PACKED = {"packed": PackedExecutor, "fused": FusedExecutor}
+_PREFERRED = {False: ("fused", "packed"), True: ("cuda-graph",)}  # by whether there is a GPU
 
 _AGREEMENT = {
     torch.float64: 1e-4,  # the softmax of eager attention is float32
@@ -56,9 +60,10 @@ class Backbone:
     """
 
     def __init__(self, model: PreTrainedModel, *, executor: str = "auto") -> None:
-        """`executor`: generic, packed (copies the weights), cuda-graph, or auto.
+        """`executor`: generic, packed (copies the weights), fused (compiles too), cuda-graph, auto.
 
-        Auto is packed on a CPU and cuda-graph on a GPU, where those run, else generic.
+        Auto is fused on a CPU, packed without a compiler, cuda-graph on a GPU; generic where those
+        do not run.
         """
         refuse_unsupported(model)
         if executor not in EXECUTORS:
@@ -74,8 +79,9 @@ class Backbone:
         """One of EXECUTORS, never auto."""
         check_conformance(self)
         if executor == "auto":
-            executor = "cuda-graph" if self.device.type == "cuda" else "packed"
-            self._choose(executor, required=False)
+            for name in _PREFERRED[self.device.type == "cuda"]:
+                if self.executor_name == "generic":
+                    self._choose(name, required=False)
         elif executor != "generic":
             self._choose(executor, required=True)
 
@@ -159,22 +165,23 @@ class Backbone:
     def _choose(self, name: str, *, required: bool) -> None:
         """Go over to another executor if it gives this model's numbers."""
         try:
-            self._executor = self._packed() if name == "packed" else self._graphs(required)
+            made = _PACKED.get(name)
+            self._executor = self._packed(made) if made else self._graphs(required)
         except ValueError as reason:
             if required:
                 raise UnsupportedModel(f"the {name} executor cannot run it: {reason}") from reason
-            logger.debug("generic executor: %s", reason)
+            logger.debug("no %s executor: %s", name, reason)
             return
         self.executor_name = name
 
-    def _packed(self) -> Executor:
+    def _packed(self, kind: type[PackedExecutor]) -> Executor:
         """Raises ValueError where packed weights do not give this model's numbers.
 
         Weights that lie in a file leave memory as soon as they are copied.
         """
         pages = FilePages()
         pages.release(self.model)  # the conformance check has read all of it
-        packed = PackedExecutor(self._decoder, self._lm_head, done=pages.release)
+        packed = kind(self._decoder, self._lm_head, done=pages.release)
         check_agreement(self, packed, pages.release)
         logger.info("weights packed for the CPU: a copy of %d MB", packed.nbytes // 1_000_000)
         return packed

@@ -6,7 +6,7 @@ yet. Buffers are preallocated and grow by doubling; shortening only moves a numb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -58,6 +58,22 @@ class KVCache:
         all_values[..., start:end, :] = values
         self._lengths[layer] = end
         return all_keys[..., :seen, :], all_values[..., :seen, :]
+
+    def room(
+        self, count: int, first: int, last: int, like: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The whole buffers of layers first+1..last, with room for `count` positions more.
+
+        For code that writes there by itself and then calls `extend`. `like`: keys of no position,
+        [B, heads, 0, head_dim].
+        """
+        for layer in range(first, last):
+            start = self._lengths[layer]
+            self.check_room(start + count)
+            keys = self._room(self._keys[layer], like, start, start + count)
+            values = self._room(self._values[layer], like, start, start + count)
+            self._keys[layer], self._values[layer] = keys, values
+            yield keys, values
 
     def check_room(self, end: int) -> None:
         """Raise IndexError unless `end` positions fit the fixed slots, if there are any."""

@@ -26,13 +26,14 @@ TinyModel = Callable[..., PreTrainedModel]
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache folder of the tests' own: settings tuned on this machine must not decide a test.
 
-    De-quantised models are shared with it, because making one takes seconds.
+    De-quantised models and compiled loops are shared with it, because making them takes seconds.
     """
-    models = hub.cache_folder() / "models"
-    models.mkdir(parents=True, exist_ok=True)
     own = tmp_path_factory.mktemp("cache")
     (own / "selfspec").mkdir()
-    (own / "selfspec" / "models").symlink_to(models)
+    for name in ("models", "compiled"):
+        shared = hub.cache_folder() / name
+        shared.mkdir(parents=True, exist_ok=True)
+        (own / "selfspec" / name).symlink_to(shared)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own))
         yield

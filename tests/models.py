@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -20,6 +22,13 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+PACKED_EXECUTORS = [
+    "packed",
+    pytest.param(
+        "fused", marks=pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+    ),
+]
 
 VOCAB_SIZE = 96
 MAX_POSITIONS = 256

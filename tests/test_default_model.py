@@ -13,6 +13,7 @@ from selfspec.kv_cache import fixed_slots
 from selfspec.probe import PassShape
 from selfspec.text import encode
 from tests import ladder
+from tests.models import PACKED_EXECUTORS
 
 PROMPTS = [
     "Translate into French: The train to the coast leaves at nine in the morning.",
@@ -34,19 +35,20 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("executor", ["packed", "generic"])
+@pytest.mark.parametrize("executor", [*PACKED_EXECUTORS, "generic"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_draft_changes_one_bit_of_a_logit(dtype: str, executor: str) -> None:
     speculator = selfspec.load(dtype=dtype, executor=executor)
     for prompt in PROMPTS:
         ids = encode(speculator.tokenizer, prompt)
         fixed = PassShape(rows=6, slots=fixed_slots(ids.shape[1] + 36))
-        shape = ladder.FREE if executor == "packed" else fixed
+        shape = fixed if executor == "generic" else ladder.FREE
         ladder.check_draft_invariance(speculator.backbone, ids, shape)
 
 
-def test_no_draft_changes_one_bit_where_sums_over_slots_are_cut_anew() -> None:
-    speculator = selfspec.load(dtype="bfloat16", executor="packed")
+@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
+def test_no_draft_changes_one_bit_where_sums_over_slots_are_cut_anew(executor: str) -> None:
+    speculator = selfspec.load(dtype="bfloat16", executor=executor)
     ids = encode(speculator.tokenizer, PROMPTS[0] * 8)
     assert 160 < ids.shape[1] < 192  # some kernels cut sums of more than 192 slots in two
     ladder.check_draft_invariance(speculator.backbone, ids, ladder.FREE)
@@ -61,15 +63,17 @@ def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
     assert set(answer.stats.drafted_by_layer) == {0}
 
 
-def test_float32_tokens_equal_hugging_face_or_part_at_a_tie() -> None:
+@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
+def test_float32_tokens_equal_hugging_face_or_part_at_a_tie(executor: str) -> None:
     speculator = selfspec.load(dtype="float32")
     ids = encode(speculator.tokenizer, PROMPTS[1])
-    assert ladder.count_ties(speculator.model, ids, "packed") == 0
+    assert ladder.count_ties(speculator.model, ids, executor) == 0
 
 
-def test_bfloat16_tokens_lie_within_noise_of_the_top() -> None:
+@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
+def test_bfloat16_tokens_lie_within_noise_of_the_top(executor: str) -> None:
     speculator = selfspec.load(dtype="bfloat16")
     exact = selfspec.load(dtype="float32").model
     ids = encode(speculator.tokenizer, PROMPTS[0])
     with torch.inference_mode():
-        ladder.check_near_top(speculator.model, exact, ids, "packed")
+        ladder.check_near_top(speculator.model, exact, ids, executor)

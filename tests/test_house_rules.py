@@ -22,6 +22,7 @@ FLOORS = (
         *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
         *("scores", "text"),
     ),
+    ("compiled",),
     ("executors",),
     ("backbone", "hooks"),
     ("hidden_cache",),

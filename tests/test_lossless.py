@@ -7,7 +7,7 @@ import torch
 
 from selfspec.backbone import Backbone
 from tests import ladder
-from tests.models import FAMILIES, make_model, random_ids
+from tests.models import FAMILIES, PACKED_EXECUTORS, make_model, random_ids
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -15,7 +15,7 @@ PACKED = ["llama", "mistral", "qwen2", "qwen3"]
 """Families that the packed executor runs."""
 
 EXECUTORS = ["generic", "auto", "cuda-graph"]
-"""Auto is the packed one where it runs; the last runs uncaptured here, see test_cuda_graph.py."""
+"""Auto is the fused one where it runs; the last runs uncaptured here, see test_cuda_graph.py."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -26,10 +26,13 @@ def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype
         ladder.check_draft_invariance(backbone, random_ids(length), ladder.FIXED)
 
 
+@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", PACKED)
-def test_packed_weights_need_no_fixed_shape_for_that(family: str, dtype: torch.dtype) -> None:
-    backbone = Backbone(make_model(family, dtype), executor="packed")
+def test_packed_weights_need_no_fixed_shape_for_that(
+    family: str, dtype: torch.dtype, executor: str
+) -> None:
+    backbone = Backbone(make_model(family, dtype), executor=executor)
     for length in (1, 13):
         ladder.check_draft_invariance(backbone, random_ids(length), ladder.FREE)
 

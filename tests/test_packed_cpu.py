@@ -17,7 +17,7 @@ from selfspec.hidden_cache import HiddenCache
 from selfspec.kv_cache import KVCache
 from selfspec.packed_linear import PackedLinear
 from selfspec.probe import PassShape, check_pinned
-from tests.models import make_model, random_ids
+from tests.models import PACKED_EXECUTORS, make_model, random_ids
 
 PACKED = ["llama", "mistral", "qwen2", "qwen3"]
 
@@ -32,14 +32,15 @@ def logits(backbone: Backbone, ids: Tensor) -> Tensor:
         return backbone.logits(states)
 
 
+@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
 @pytest.mark.parametrize("family", PACKED)
-def test_logits_are_as_exact_as_the_models_own(family: str) -> None:
+def test_logits_are_as_exact_as_the_models_own(family: str, executor: str) -> None:
     # longer than the sliding window and than the block of rows that attention takes at a time
     ids = random_ids(200)
     truth = logits(Backbone(make_model(family, torch.float64)), ids)
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(family, dtype)
-        packed, generic = Backbone(model, executor="packed"), Backbone(model, executor="generic")
+        packed, generic = Backbone(model, executor=executor), Backbone(model, executor="generic")
         assert isinstance(packed._executor, PackedExecutor)
         error, usual = ((logits(b, ids) - truth).square().mean().sqrt() for b in (packed, generic))
         assert error < 2 * usual
@@ -63,22 +64,24 @@ def test_the_rows_of_a_prompt_are_not_multiplied_with_all_that_comes_behind_them
     assert first_layer[0] < 400 <= first_layer[-1]
 
 
+@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
 @pytest.mark.parametrize("family", PACKED)
 def test_a_long_prompt_runs_in_blocks_with_the_same_bits(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone, ids = Backbone(make_model(family), executor="packed"), random_ids(150)
+    backbone, ids = Backbone(make_model(family), executor=executor), random_ids(150)
     whole = logits(backbone, ids)
     monkeypatch.setattr("selfspec.executors.packed_cpu._BLOCK_ROWS", 40)
     assert torch.equal(logits(backbone, ids), whole)
 
 
+@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi3", "granite", "cohere"])
-def test_other_families_keep_their_own_layers(family: str) -> None:
+def test_other_families_keep_their_own_layers(family: str, executor: str) -> None:
     model = make_model(family)
     assert isinstance(Backbone(model)._executor, GenericExecutor)
-    with pytest.raises(UnsupportedModel, match="packed executor cannot run it"):
-        Backbone(model, executor="packed")
+    with pytest.raises(UnsupportedModel, match=f"{executor} executor cannot run it"):
+        Backbone(model, executor=executor)
 
 
 def test_float64_and_hooked_layers_keep_their_own(model: Any) -> None:
@@ -110,10 +113,11 @@ def depends_on_rows(self: PackedLinear, rows: Tensor) -> Tensor:
 exact = PackedLinear.__call__
 
 
+@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
 def test_the_probe_finds_kernels_that_depend_on_the_number_of_rows(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    executor: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = Backbone(model, executor="packed")
+    backbone = Backbone(model, executor=executor)
     check_pinned(backbone, PassShape(), 8)
     monkeypatch.setattr(PackedLinear, "__call__", depends_on_rows)
     with pytest.raises(PinnedUnavailable, match="do not treat all rows alike"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,17 +38,28 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
+class RowNorm(NamedTuple):
+    """An RMSNorm as one operation of torch, instead of the six of a module."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[T, d] -> [T, d]."""
+        return nn.functional.rms_norm(rows, self.weight.shape, self.weight, self.eps)
+
+
 @dataclass(frozen=True)
 class PackedLayer:
     """What one decoder layer computes with."""
 
     kind: str
-    input_norm: Any
+    input_norm: RowNorm
     projections: PackedLinear  # queries, keys, values
     head_norm: Tensor | None  # [heads + kv heads, head_dim]: weights of q_norm and k_norm
     head_eps: float
     output: PackedLinear
-    mlp_norm: Any
+    mlp_norm: RowNorm
     gate_up: PackedLinear
     activation: Any
     down: PackedLinear
@@ -67,7 +78,7 @@ class PackedExecutor:
 
         Raises ValueError, with the reason, for layers of another shape.
         """
-        _require_llama_like(decoder, lm_head)
+        require_llama_like(decoder, lm_head)
         attention = decoder.layers[0].self_attn
         self._decoder = decoder
         self._size = int(attention.head_dim)
@@ -206,14 +217,14 @@ class PackedExecutor:
         order = torch.cat([heads.flatten(), rest])
         return PackedLayer(
             kind=kind,
-            input_norm=_fast_norm(layer.input_layernorm),
+            input_norm=_row_norm(layer.input_layernorm),
             projections=PackedLinear.of(
                 attention.q_proj, attention.k_proj, attention.v_proj, order=order
             ),
             head_norm=self._head_norm(attention),
             head_eps=attention.q_norm.variance_epsilon if hasattr(attention, "q_norm") else 0.0,
             output=PackedLinear.of(attention.o_proj),
-            mlp_norm=_fast_norm(layer.post_attention_layernorm),
+            mlp_norm=_row_norm(layer.post_attention_layernorm),
             gate_up=PackedLinear.of(mlp.gate_proj, mlp.up_proj),
             activation=mlp.act_fn,
             down=PackedLinear.of(mlp.down_proj),
@@ -229,14 +240,11 @@ class PackedExecutor:
         return torch.cat(weights).detach().float()[:, self._pairs]
 
 
-def _fast_norm(norm: Any) -> Any:
-    """The fused RMSNorm of torch with this norm's weight, instead of six operations."""
-    weight, eps = norm.weight.detach(), norm.variance_epsilon
-    shape = tuple(weight.shape)
-    return lambda rows: nn.functional.rms_norm(rows, shape, weight, eps)
+def _row_norm(norm: Any) -> RowNorm:
+    return RowNorm(norm.weight.detach().contiguous(), float(norm.variance_epsilon))
 
 
-def _require_llama_like(decoder: Any, lm_head: Any) -> None:
+def require_llama_like(decoder: Any, lm_head: Any) -> None:
     """Raise ValueError unless this file computes what these layers compute.
 
     A look at the parts only; whether the numbers agree is for the conformance check.
