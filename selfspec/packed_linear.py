@@ -37,6 +37,7 @@ class PackedLinear:
         """[out, in] and [out]."""
         self.nbytes, self.dtype = weight.nbytes, weight.dtype
         self._bias = bias
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default  # looked up once
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
 
     @classmethod
@@ -56,7 +57,5 @@ class PackedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., in] -> [.., out], both in the weight's dtype."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._weight, self._bias, "none", [], ""
-        )
+        product: Tensor = self._multiply(rows, self._weight, self._bias, "none", [], "")
         return product
