@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from selfspec.eval.device_speed import (
 from tests.models import make_model
 
 CPU = torch.device("cpu")
-SCRIPT = Path(__file__).parents[1] / "eval" / "gpu_speed.py"
+MISSING = {"fused"} if shutil.which("c++") is None else set()
+SCRIPT = Path(__file__).parents[1] / "eval" / "step_speed.py"
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +60,27 @@ def test_a_copy_reads_and_writes() -> None:
 
 
 def test_all_decoders_and_passes_are_measured(found: DeviceSpeed) -> None:
-    assert found.token_s.keys() == {HUGGING_FACE, "generic", "cuda-graph"}
-    assert found.rows_s.keys() == {"generic", "cuda-graph"}
+    assert found.rows_s.keys() == {"generic", "packed", "fused"} - MISSING
+    assert found.token_s.keys() == {HUGGING_FACE, *found.rows_s}
     assert all(tuple(rows) == ROWS for rows in found.rows_s.values())
     assert not found.captured  # there is no GPU
     assert found.limit_s == found.step_bytes / found.bandwidth_bytes_per_s
 
 
 def test_the_page_says_what_was_timed_and_sets_it_against_the_limit(found: DeviceSpeed) -> None:
+    assert "graph" not in "\n".join(markdown(found))
     times = {HUGGING_FACE: 0.004, "generic": 0.002, "cuda-graph": 0.001}
     fixed = replace(found, step_bytes=500, bandwidth_bytes_per_s=1e6, token_s=times)
     page = "\n".join(markdown(fixed))
     assert "no graph was timed" in page
     assert "| cuda-graph | 1.000 | 2.00 | 4.00× |" in page
     assert "no graph" not in "\n".join(markdown(replace(fixed, captured=True)))
+
+
+def test_an_executor_that_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = measure(make_model("llama"), "tiny", context=20, new_tokens=3, repeats=1)
+    assert found.rows_s.keys() == {"generic", "packed"}
 
 
 def test_random_models_have_their_shape_and_never_end() -> None:
@@ -82,7 +91,7 @@ def test_random_models_have_their_shape_and_never_end() -> None:
 
 @pytest.fixture
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_speed", SCRIPT)
+    spec = importlib.util.spec_from_file_location("step_speed", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -90,9 +99,7 @@ def script() -> Any:
     return module
 
 
-def test_the_script_runs_without_a_gpu(
-    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_runs(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"dtype": "float32", "new_tokens": 2, "repeats": 1}
     script.main(output=tmp_path / "new", shape="tiny", device="cpu", context=999, **options)
     record = json.loads((tmp_path / "new" / "speed.json").read_text())

@@ -160,7 +160,7 @@ def test_another_activation_keeps_its_own() -> None:
 def test_norms_in_another_dtype_are_not_read() -> None:
     model: Any = make_model("llama", torch.bfloat16)
     model.model.layers[1].input_layernorm.float()
-    with pytest.raises(ValueError, match="those of a norm are torch.float32"):
+    with pytest.raises(ValueError, match=r"those of a norm are torch\.float32"):
         FusedExecutor(model.model, model.lm_head)
 
 

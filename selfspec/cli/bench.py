@@ -135,7 +135,7 @@ def record(
         "name": speculator.label,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "device": str(backbone.device),
-        "executor": asked.get("executor", "auto"),
+        "executor": backbone.executor_name,
         "rows_per_pass_at_least": backbone.min_rows,
         "heads": Path(asked["heads"]).name if "heads" in asked else "default",
         "head_type": None if heads is None else heads.config.head_type,

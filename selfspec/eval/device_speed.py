@@ -1,11 +1,12 @@
 """How near a plain step comes to what the device's memory allows: a model comes in, figures go out.
 
 Every weight and every kept key and value is read once per token, so no step is faster than those
-bytes at the memory's bandwidth. Called by `eval/gpu_speed.py`; runs on any device.
+bytes at the memory's bandwidth. Called by `eval/step_speed.py`; runs on any device.
 """
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +19,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from selfspec.backbone import Backbone, text_config
 from selfspec.config import SpeculationOptions
+from selfspec.errors import UnsupportedModel
 from selfspec.generate import Speculator
 from selfspec.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {
@@ -52,6 +56,9 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Models that are made here, with random weights: right for timing, and for nothing else."""
 
+EXECUTORS = {"cpu": ("generic", "packed", "fused"), "cuda": ("generic", "cuda-graph")}
+"""By kind of device; those that cannot run a model are left out."""
+
 ROWS = (1, 2, 4, 8, 16)
 HUGGING_FACE = "hugging-face"
 _COPIED = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -71,7 +78,7 @@ class DeviceSpeed:
     """Tokens in front."""
     new_tokens: int
     captured: bool
-    """Whether segments ran as CUDA graphs; without a GPU they cannot."""
+    """Whether segments ran as CUDA graphs."""
     bandwidth_bytes_per_s: float
     """Of a copy on this device, read and written bytes together."""
     step_bytes: int
@@ -104,14 +111,13 @@ def measure(
     repeats: int = 5,
     now: Callable[[], float] = time.perf_counter,
 ) -> DeviceSpeed:
-    """Plain greedy decoding by Hugging Face and by both executors in turns; then passes by rows.
+    """Plain greedy decoding by Hugging Face and by all executors in turns; then passes by rows.
 
     The model's end tokens are removed: all decoders must write as much. A context that leaves no
     room for that is shortened.
     """
     model.generation_config.eos_token_id = None
-    executors = {name: Backbone(model, executor=name) for name in ("generic", "cuda-graph")}
-    graphs: Any = executors["cuda-graph"]._executor
+    executors = dict(_executors(model))
     device = executors["generic"].device
     room = executors["generic"].max_positions - max(new_tokens, *ROWS)
     context = max(1, min(context, room))
@@ -128,12 +134,21 @@ def measure(
         parameters=sum(weight.numel() for weight in model.parameters()),
         context=context,
         new_tokens=new_tokens,
-        captured=graphs.captures,
+        captured=any(getattr(made._executor, "captures", False) for made in executors.values()),
         bandwidth_bytes_per_s=bandwidth(device, clock),
         step_bytes=step_bytes(model, context),
         token_s={name: (whole[name] - start[name]) / (new_tokens - 1) for name in decoders},
         rows_s={name: _passes(backbone, ids, clock) for name, backbone in executors.items()},
     )
+
+
+def _executors(model: PreTrainedModel) -> Iterator[tuple[str, Backbone]]:
+    """By name, all that run `model` where it is."""
+    for name in EXECUTORS[model.device.type]:
+        try:
+            yield name, Backbone(model, executor=name)
+        except UnsupportedModel as error:
+            logger.warning("%s", error)
 
 
 def step_bytes(model: PreTrainedModel, context: int) -> int:
@@ -230,9 +245,11 @@ def as_json(found: DeviceSpeed) -> dict[str, Any]:
 
 def markdown(found: DeviceSpeed) -> Iterator[str]:
     """Lines of a page."""
-    graphs = "CUDA graphs" if found.captured else "segments uncaptured: no graph was timed"
     yield f"# {found.weights}, {found.dtype}, on {found.device}\n"
-    yield f"{found.parameters:,} parameters, {found.context} tokens in front, {graphs}.\n"
+    graphs = ""
+    if "cuda-graph" in found.token_s:
+        graphs = ", CUDA graphs" if found.captured else ", segments uncaptured: no graph was timed"
+    yield f"{found.parameters:,} parameters, {found.context} tokens in front{graphs}.\n"
     yield (
         f"A step reads {found.step_bytes / 1e6:,.1f} MB; a copy here moves "
         f"{found.bandwidth_bytes_per_s / 1e9:,.1f} GB/s: at least {1e3 * found.limit_s:.3f} ms.\n"

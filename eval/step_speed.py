@@ -1,10 +1,10 @@
-"""A plain step against the memory's limit, Hugging Face and our own layers run one by one.
+"""A plain step against the memory's limit: Hugging Face's and that of every executor, in turns.
 
-    python eval/gpu_speed.py --output results/gpu                        # the default model
-    python eval/gpu_speed.py --shape llama-2-7b --output results/gpu-7b  # random weights
+    python eval/step_speed.py --output results/step                        # the default model
+    python eval/step_speed.py --shape llama-2-7b --output results/step-7b  # random weights
 
-For a GPU; where there is none it runs on the CPU, and says that no graph was timed. Nothing else
-should run on the machine. Writes `speed.json` and `speed.md`.
+On a GPU where there is one. Nothing else should run on the machine. Writes `speed.json` and
+`speed.md`.
 """
 
 from __future__ import annotations
