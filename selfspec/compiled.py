@@ -45,6 +45,14 @@ def compiled(source: Path, **constants: int) -> ctypes.CDLL:
         raise ValueError(_reason(error)) from error
 
 
+def compiler() -> str | None:
+    """What the compiler calls itself, or None if there is none."""
+    try:
+        return _compiler("--version").decode(errors="replace").partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def _make(library: Path, arguments: list[str]) -> None:
     """Under a temporary name first: nobody loads a half-written library."""
     library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -261,9 +261,9 @@ def load(
     `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
     default model unless a draft model takes their place, and plain decoding for any other.
     `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
-    cuda-graph the own layers as CUDA graphs, auto one of the last two where it can. `draft_model`:
-    a smaller one with the same tokens, which drafts. `options` are SpeculationOptions. Raises
-    ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
+    fused the same with the rest of a layer compiled, cuda-graph the own layers as CUDA graphs, auto
+    the best of these that can be had. `draft_model`: a smaller one with the same tokens, which
+    drafts. `options` are SpeculationOptions. Raises ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
     DraftModelMismatch, InvalidOption.
     """
     read = partial(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.backbone import Backbone
-from selfspec.compiled import compiled
+from selfspec.compiled import compiled, compiler
 from selfspec.errors import UnsupportedModel
 from selfspec.executors.fused_cpu import FusedExecutor, _Kernels, _Shape
 from selfspec.executors.packed_cpu import RowNorm
@@ -176,6 +176,12 @@ def test_with_one_they_run() -> None:
     backbone = Backbone(make_model("llama"))
     assert backbone.executor_name == "fused"
     assert isinstance(backbone._executor, FusedExecutor)
+
+
+def test_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (compiler() is None) == (shutil.which("c++") is None)
+    monkeypatch.setenv("CXX", "echo a compiler")
+    assert compiler() == "a compiler --version"
 
 
 @needs_compiler

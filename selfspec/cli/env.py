@@ -42,6 +42,8 @@ def machine() -> dict[str, Any]:
     """What a measured figure depends on."""
     import torch
 
+    from selfspec.compiled import compiler
+
     cuda = torch.cuda.is_available()
     return {
         **{name: _version(name) for name in PACKAGES},
@@ -50,6 +52,7 @@ def machine() -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "compiler": compiler(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "cuda": torch.version.cuda if cuda else None,
     }

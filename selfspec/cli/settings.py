@@ -19,7 +19,7 @@ LOADING = (
     Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
     Flag("attn_implementation", str, "sdpa (the default) or eager."),
     Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
-    Flag("executor", str, "auto (the default), generic, packed (CPU) or cuda-graph (GPU)."),
+    Flag("executor", str, "auto (the default), generic, packed or fused (CPU), cuda-graph (GPU)."),
 )
 
 SPECULATION = option_flags(SpeculationOptions)

@@ -94,10 +94,10 @@ inline void softmax(float* scores, long count, float scaling) {
   for (long i = 0; i < count; i++) scores[i] /= sum;
 }
 
-// The queries [GROUP, SIZE] that share a key head look at `count` keys and values, [count, SIZE]:
-// each of those is fetched once for all. `weights` has room for [GROUP, count].
-void weigh(const float* queries, const float* keys, const float* values, long count, float scaling,
-           float* __restrict weights, float* __restrict out) {
+// The queries [GROUP, SIZE] that share a key head, by its `count` keys [count, SIZE], to weights
+// [GROUP, count]. A key is fetched once for the whole group; four at a time, since their sums do
+// not wait for each other.
+void score(const float* queries, const float* keys, long count, float* __restrict weights) {
   const long fours = count - count % 4;
   for (long i = 0; i < fours; i += 4)
     for (long g = 0; g < GROUP; g++) {
@@ -114,19 +114,27 @@ void weigh(const float* queries, const float* keys, const float* values, long co
       w[0] = a, w[1] = b, w[2] = c, w[3] = d;
     }
   for (long i = fours; i < count; i++)
-    for (long g = 0; g < GROUP; g++) weights[g * count + i] = dot(queries + g * SIZE, keys + i * SIZE);
-  for (long g = 0; g < GROUP; g++) softmax(weights + g * count, count, scaling);
+    for (long g = 0; g < GROUP; g++)
+      weights[g * count + i] = dot(queries + g * SIZE, keys + i * SIZE);
+}
+
+// weights [GROUP, count] by values [count, SIZE] to out [GROUP, SIZE]; likewise.
+void mix(const float* weights, const float* values, long count, float* __restrict out) {
+  const long fours = count - count % 4;
   std::fill(out, out + GROUP * SIZE, 0.0f);
   for (long i = 0; i < fours; i += 4)
     for (long g = 0; g < GROUP; g++) {
       const float *v = values + i * SIZE, *w = weights + g * count + i;
       float* o = out + g * SIZE;
-      for (long j = 0; j < SIZE; j++)
-        o[j] += (w[0] * v[j] + w[1] * v[SIZE + j]) + (w[2] * v[2 * SIZE + j] + w[3] * v[3 * SIZE + j]);
+      for (long j = 0; j < SIZE; j++) {
+        const float first = w[0] * v[j] + w[1] * v[SIZE + j];
+        o[j] += first + (w[2] * v[2 * SIZE + j] + w[3] * v[3 * SIZE + j]);
+      }
     }
   for (long i = fours; i < count; i++)
     for (long g = 0; g < GROUP; g++)
-      for (long j = 0; j < SIZE; j++) out[g * SIZE + j] += weights[g * count + i] * values[i * SIZE + j];
+      for (long j = 0; j < SIZE; j++)
+        out[g * SIZE + j] += weights[g * count + i] * values[i * SIZE + j];
 }
 
 }  // namespace
@@ -146,7 +154,10 @@ void norm(long rows, long width, Number* hidden, const Number* added, const Numb
     for (long j = 0; j < width; j++) squares += wide(h[j]) * wide(h[j]);
     const float scale = 1 / std::sqrt(squares / width + eps);
     Number* o = out + row * width;
-    for (long j = 0; j < width; j++) o[j] = narrow(wide(narrow(wide(h[j]) * scale)) * wide(weight[j]));
+    for (long j = 0; j < width; j++) {
+      const Number normed = narrow(wide(h[j]) * scale);  // rounded here too, as the model does
+      o[j] = narrow(wide(normed) * wide(weight[j]));
+    }
   }
 }
 
@@ -159,7 +170,8 @@ void gate(long rows, long width, const Number* gate_up, Number* out) {
 #pragma omp simd
     for (long j = 0; j < width; j++) {
       const float x = wide(g[j]);
-      o[j] = narrow(wide(narrow(x / (1 + exponential(-x)))) * wide(up[j]));
+      const Number silu = narrow(x / (1 + exponential(-x)));
+      o[j] = narrow(wide(silu) * wide(up[j]));
     }
   }
 }
@@ -199,7 +211,10 @@ void attend(const Shape* s, const Number* projected, const float* norms, const f
         for (long g = 0; g < GROUP * SIZE; g += SIZE)
           turn(projected + row * width + at + g, norms ? norms + at + g : nullptr, s->eps,
                rotations + row * SIZE, queries + g);
-        weigh(queries, keys + slot, values + slot, end - first, s->scaling, weights.data(), sums);
+        score(queries, keys + slot, end - first, weights.data());
+        for (long g = 0; g < GROUP; g++)
+          softmax(weights.data() + g * (end - first), end - first, s->scaling);
+        mix(weights.data(), values + slot, end - first, sums);
         Number* o = out + row * heads * SIZE + at;
         for (long j = 0; j < GROUP * SIZE; j++) o[j] = narrow(sums[j]);
       }
