@@ -263,8 +263,8 @@ def load(
     `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
     fused the same with the rest of a layer compiled, cuda-graph the own layers as CUDA graphs, auto
     the best of these that can be had. `draft_model`: a smaller one with the same tokens, which
-    drafts. `options` are SpeculationOptions. Raises ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
-    DraftModelMismatch, InvalidOption.
+    drafts. `options` are SpeculationOptions. Raises ModelNotFound, UnsupportedModel, HeadsNotFound,
+    InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
     """
     read = partial(
         hub.load_model, dtype=dtype, device=device, attn_implementation=attn_implementation
