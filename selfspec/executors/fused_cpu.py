@@ -137,7 +137,7 @@ def _require_plain(decoder: Any, dtype: torch.dtype) -> None:
 
     A look at the parts only; whether the numbers agree is for the conformance check.
     """
-    activation = decoder.config.hidden_act
+    activation = getattr(decoder.config, "hidden_act", None)
     if activation not in ("silu", "swish"):
         raise ValueError(f"the activation is {activation}, compiled code knows silu")
     for layer in decoder.layers:
