@@ -39,7 +39,7 @@ its trace in the rotations of accepted tokens."""
 EXECUTORS = ("auto", "generic", "packed", "fused", "cuda-graph")
 
 _PACKED = {"packed": PackedExecutor, "fused": FusedExecutor}
-_PREFERRED = {False: ("fused", "packed"), True: ("cuda-graph",)}  # by whether there is a GPU
+_PREFERRED = {"cpu": ("fused", "packed"), "cuda": ("cuda-graph",)}  # the best first
 
 _AGREEMENT = {
     torch.float64: 1e-4,  # the softmax of eager attention is float32
@@ -79,7 +79,7 @@ class Backbone:
         """One of EXECUTORS, never auto."""
         check_conformance(self)
         if executor == "auto":
-            for name in _PREFERRED[self.device.type == "cuda"]:
+            for name in _PREFERRED.get(self.device.type, ()):
                 if self.executor_name == "generic":
                     self._choose(name, required=False)
         elif executor != "generic":
@@ -165,8 +165,8 @@ class Backbone:
     def _choose(self, name: str, *, required: bool) -> None:
         """Go over to another executor if it gives this model's numbers."""
         try:
-            made = _PACKED.get(name)
-            self._executor = self._packed(made) if made else self._graphs(required)
+            kind = _PACKED.get(name)
+            self._executor = self._packed(kind) if kind else self._graphs(required)
         except ValueError as reason:
             if required:
                 raise UnsupportedModel(f"the {name} executor cannot run it: {reason}") from reason
