@@ -53,3 +53,7 @@ class InvalidData(SelfspecError):
 
 class PinnedUnavailable(SelfspecError):
     """Bitwise draft invariance was asked for and the probe found it does not hold here."""
+
+
+class CannotWrite(SelfspecError):
+    """An output cannot be written, or would replace what selfspec did not write."""

@@ -17,14 +17,14 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 FLOORS = (
     ("errors", "config"),
-    ("packed_linear",),
+    ("packed_linear", "files", "untrusted"),
     (
         *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
         *("scores", "text"),
     ),
     ("compiled",),
     ("executors",),
-    ("backbone", "hooks"),
+    ("conformance", "backbone", "hooks"),
     ("hidden_cache",),
     ("state", "probe"),
     ("drafters", "controllers", "acceptance", "lossy"),

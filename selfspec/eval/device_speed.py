@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from selfspec.backbone import Backbone, text_config
+from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions
+from selfspec.conformance import text_config
 from selfspec.errors import UnsupportedModel
 from selfspec.generate import Speculator
 from selfspec.kv_cache import KVCache

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.backbone import Backbone, text_config
+from selfspec.backbone import Backbone
+from selfspec.conformance import text_config
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.head_types import DraftVocabulary, LogitLensHead, Unembedding
 from selfspec.heads import ExitHeads, HeadsConfig
