@@ -22,6 +22,8 @@ def why_unpackable(weight: Tensor) -> str | None:
         return f"weights are {weight.dtype}"
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return "this torch has no packed products"
+    if weight.dtype == torch.bfloat16 and not fast_bfloat16():
+        return "this processor has no products in bfloat16 (AVX-512 or AVX-NE-CONVERT)"
     return None
 
 
