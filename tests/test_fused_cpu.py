@@ -158,9 +158,9 @@ def test_another_activation_keeps_its_own() -> None:
 
 
 def test_norms_in_another_dtype_are_not_read() -> None:
-    model: Any = make_model("llama", torch.bfloat16)
-    model.model.layers[1].input_layernorm.float()
-    with pytest.raises(ValueError, match=r"those of a norm are torch\.float32"):
+    model: Any = make_model("llama")
+    model.model.layers[1].input_layernorm.bfloat16()
+    with pytest.raises(ValueError, match=r"those of a norm are torch\.bfloat16"):
         FusedExecutor(model.model, model.lm_head)
 
 

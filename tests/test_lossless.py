@@ -8,6 +8,7 @@ import torch
 from selfspec.backbone import Backbone
 from tests import ladder
 from tests.models import FAMILIES, PACKED_EXECUTORS, make_model, random_ids
+from tests.packing import PACKABLE
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -27,7 +28,7 @@ def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("executor", PACKED_EXECUTORS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", PACKABLE, ids=str)
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_weights_need_no_fixed_shape_for_that(
     family: str, dtype: torch.dtype, executor: str

@@ -18,6 +18,7 @@ from selfspec.kv_cache import KVCache
 from selfspec.packed_linear import PackedLinear
 from selfspec.probe import PassShape, check_pinned
 from tests.models import PACKED_EXECUTORS, make_model, random_ids
+from tests.packing import PACKABLE
 
 PACKED = ["llama", "mistral", "qwen2", "qwen3"]
 
@@ -38,7 +39,7 @@ def test_logits_are_as_exact_as_the_models_own(family: str, executor: str) -> No
     # longer than the sliding window and than the block of rows that attention takes at a time
     ids = random_ids(200)
     truth = logits(Backbone(make_model(family, torch.float64)), ids)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in PACKABLE:
         model = make_model(family, dtype)
         packed, generic = Backbone(model, executor=executor), Backbone(model, executor="generic")
         assert isinstance(packed._executor, PackedExecutor)
@@ -89,6 +90,23 @@ def test_float64_and_hooked_layers_keep_their_own(model: Any) -> None:
     hooked: Any = make_model("llama")
     hooked.model.layers[2].mlp.register_forward_hook(lambda *_: None)
     assert isinstance(Backbone(hooked)._executor, GenericExecutor)
+
+
+@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
+def test_where_a_processor_cannot_multiply_bfloat16_layers_keep_their_own(
+    executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.packed_linear.fast_bfloat16", lambda: False)
+    model = make_model("llama", torch.bfloat16)
+    with pytest.raises(UnsupportedModel, match="this processor has no products in bfloat16"):
+        Backbone(model, executor=executor)
+    assert isinstance(Backbone(make_model("llama"), executor=executor)._executor, PackedExecutor)
+    speculator = wrap(model, heads="logit-lens", exit_threshold=0.05)
+    assert speculator.backbone.executor_name == "generic"
+    plain = speculator.generate(random_ids(9), max_new_tokens=20, pinned=True, speculate=False)
+    drafted = speculator.generate(random_ids(9), max_new_tokens=20, pinned=True)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.drafted > 0
 
 
 def test_an_executor_that_computes_something_else_is_not_chosen(

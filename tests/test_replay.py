@@ -24,6 +24,7 @@ from selfspec.generate import Speculator, acceptance_rule
 from selfspec.stats import Round, Stopwatch
 from selfspec.text import Prompt
 from tests.models import random_ids
+from tests.packing import PINNED_DTYPE
 from tests.records import KINDS, NEW_TOKENS, OPTIONS, PROMPTS, recorded
 from tests.test_default_model import pytestmark as default_model
 
@@ -234,9 +235,9 @@ def test_what_learns_from_round_to_round_has_no_totals(changes: dict[str, Any]) 
     ],
 )
 def test_the_default_model_replays_as_it_runs(heads: str) -> None:
-    """In bfloat16, from packed weights: rows round alike, however many run together."""
+    """From packed weights: rows round alike, however many run together."""
     prompt, new_tokens = "Translate into French: The train leaves at nine.", 12
-    speculator = selfspec.load(heads=heads)
+    speculator = selfspec.load(heads=heads, dtype=PINNED_DTYPE)
     recorder = Recorder(
         speculator, RecordOptions(max_new_tokens=new_tokens, max_draft_tokens=3, min_threshold=0.25)
     )
