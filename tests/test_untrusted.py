@@ -1,0 +1,201 @@
+"""Bounded reading: what is refused, with a line that names the file, and what is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfspec import untrusted
+from selfspec.errors import InvalidData
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 13)
+)
+"""Nested aliases: 8 to the 13th values."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "file"
+
+
+def put(file: Path, content: str | bytes) -> Path:
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (BOMB, "expands to more than 100000 values"),
+        ("a: &a [*a]", "stands for nothing finished"),
+        ("[" * 10_000, "nested too deeply"),
+        ("a: 1\nb: 2\na: 3", "has the key 'a' twice"),
+        ("x: 1" + ":10" * 10_000, "a word of more than"),
+        ("- a\n" * 200_000, "expands to more than"),
+        ("a: b\n" * 300_000, "more than 1048576 bytes"),
+        ("a: 2024-99-99", "a value that YAML cannot read"),
+        ("a: " + "9" * 9000, "a value that YAML cannot read"),
+        ("a: !!float x", "a value that YAML cannot read"),
+        ("a: !!bool x", "a value that YAML cannot read"),
+        ("a: !!int ''", "a value that YAML cannot read"),
+        ("a: !!timestamp x", "a value that YAML cannot read"),
+        ("a: !!python/object/apply:os.getcwd []", "is not YAML"),
+        ("? [a]\n: b", "is not YAML"),
+        ("a: 1\n---\nb: 2", "is not YAML"),
+        ("a: \x00", "is not YAML"),
+        (b"a: \xff", "not UTF-8: byte 3"),
+    ],
+)
+def test_yaml_is_bounded_before_it_is_built(file: Path, content: str | bytes, words: str) -> None:
+    with pytest.raises(InvalidData, match=words) as caught:
+        untrusted.read_yaml(put(file, content))
+    assert "\n" not in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        ("", None),
+        ("# nothing\n", None),
+        (b"\xef\xbb\xbfa: 1", {"a": 1}),
+        ("a: &x [1, 2]\nb: *x\nc: *x", {"a": [1, 2], "b": [1, 2], "c": [1, 2]}),
+        ("a: 'text'\nb: |\n  lines\n", {"a": "text", "b": "lines\n"}),
+    ],
+)
+def test_plain_yaml_is_read(file: Path, content: str | bytes, value: Any) -> None:
+    assert untrusted.read_yaml(put(file, content)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[" * 65 + "[1]" + "]" * 65, "nested too deeply"),
+        ('{"a": ' * 70 + "1" + "}" * 70, "nested too deeply"),
+        ('"\\ud800"', "lone surrogate"),
+        ('{"\\uDFFF": 1}', "lone surrogate"),
+        ("9" * 9000, "is not JSON"),
+    ],
+)
+def test_json_is_bounded(text: str, words: str) -> None:
+    with pytest.raises(InvalidData, match=words):
+        untrusted.parse_json(text, "it")
+
+
+def test_json_within_the_bounds_is_read() -> None:
+    assert untrusted.parse_json('{"a": "\\ud83d\\ude00", "b": [[1], [2]]}', "it") == {
+        "a": "\U0001f600",
+        "b": [[1], [2]],
+    }
+    wide = json.dumps([[n] for n in range(1000)])
+    assert len(untrusted.parse_json(wide, "it")) == 1000
+
+
+def test_lines_come_with_their_numbers_and_without_blank_ones(file: Path) -> None:
+    put(file, b'\xef\xbb\xbf1\r\n\n  \n"\xe2\x80\xa8"\n3')
+    assert list(untrusted.json_lines(file)) == [(1, "1\r"), (4, '"\u2028"'), (5, "3")]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("1\n" + "2" * 20 + "\n", "line 2 has more than 10 bytes"),
+        (b"1\n\xff\n", "line 2 is not UTF-8"),
+        ("1\n2\n3\n4\n", "has 4 lines or more"),
+    ],
+)
+def test_lines_are_bounded(file: Path, content: str | bytes, words: str) -> None:
+    with pytest.raises(InvalidData, match=words):
+        list(untrusted.json_lines(put(file, content), most_line_bytes=10, most_lines=4))
+
+
+@pytest.mark.parametrize(
+    "read", [untrusted.read_text, untrusted.read_json, untrusted.read_yaml, untrusted.json_lines]
+)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing", "is not there"),
+        (".", "is a folder"),
+        ("file/below", "cannot read"),
+        ("x" * 5000, "cannot read"),
+        ("zero\0byte", "cannot read"),
+        ("loop", "cannot read"),
+        ("/dev/zero", "is a device"),
+    ],
+)
+def test_what_is_no_file_is_named(tmp_path: Path, read: Any, name: str, words: str) -> None:
+    put(tmp_path / "file", "1")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InvalidData, match=words):
+        list(read(tmp_path / name))
+
+
+def test_a_pipe_is_read_and_one_without_a_writer_is_empty(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "silent")
+    assert untrusted.read_text(tmp_path / "silent") == ""
+    reader, writer = os.pipe()
+    os.write(writer, b"text")
+    os.close(writer)
+    try:
+        assert untrusted.read_text(Path(f"/dev/fd/{reader}")) == "text"
+    finally:
+        os.close(reader)
+
+
+def tensors(head: Any, data: bytes = b"", size: int | None = None) -> bytes:
+    packed = head if isinstance(head, bytes) else json.dumps(head).encode()
+    return struct.pack("<Q", len(packed) if size is None else size) + packed + data
+
+
+def entry(shape: list[int], end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234",
+        tensors(b"", size=2**63),
+        tensors(b"", size=99_000_000),
+        tensors(b"{", size=1),
+        tensors(b"[" * 100_000),
+        tensors(b'{"__metadata__":' + b'{"a":' * 500 + b"1" + b"}" * 501),
+        tensors(entry([2], 8), b"1234"),
+        tensors(entry([3], 8), b"12345678"),
+        tensors(entry([2**62, 8], 8), b"12345678"),
+        tensors(entry([-1], 8), b"12345678"),
+        tensors(entry([2], 8, "X"), b"12345678"),
+        tensors({"__metadata__": {"a": 1}}),
+        tensors(entry([2], 8), b"12345678 and more"),
+    ],
+)
+def test_a_damaged_file_of_tensors_is_refused(file: Path, content: bytes) -> None:
+    with pytest.raises(InvalidData, match="of tensors"):
+        untrusted.check_safetensors(put(file, content))
+
+
+def test_a_header_that_takes_the_library_long_is_refused_unread(file: Path) -> None:
+    put(file, tensors(b"{}", size=untrusted.MOST_HEADER_BYTES + 1))
+    with pytest.raises(InvalidData, match="says that its header has 16777217 bytes"):
+        untrusted.check_safetensors(file)
+
+
+def test_a_pipe_is_no_file_of_tensors(file: Path) -> None:
+    os.mkfifo(file)
+    with pytest.raises(InvalidData, match="is a pipe"):
+        untrusted.check_safetensors(file)
+
+
+def test_a_whole_file_of_tensors_is_taken(file: Path) -> None:
+    untrusted.check_safetensors(put(file, tensors(entry([2], 8), b"12345678")))
