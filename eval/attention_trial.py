@@ -1,6 +1,6 @@
 r"""Whether a deep-fused head should also attend to earlier deep states: a trial, not a head type.
 
-    python eval/attention_trial.py --cache features --held-out held-out --tokens 200000 \
+    python -m eval.attention_trial --cache features --held-out held-out --tokens 200000 \
         --output eval/results/heads/attention.json
 
 Two heads on the embedding learn from the same batches in the same order: the deep-fused head as it

@@ -1,6 +1,6 @@
 """Whether drafts move any bit of any logit, on many real prompts and as users run it: no padding.
 
-    python eval/draft_invariance.py --limit 12 --output eval/results/draft-invariance-bf16
+    python -m eval.draft_invariance --limit 12 --output eval/results/draft-invariance-bf16
 
 Each prompt is decoded plainly, with the default drafts, and with drafts that fill every pass
 whatever they are worth; the target logits of all committed tokens are compared as bits. First turns

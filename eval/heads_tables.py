@@ -2,7 +2,7 @@ r"""What decides how often exit heads are right: their kind, their text, their d
 
     selfspec data --from question_dev.jsonl --regenerate --max-new-tokens 96 --output answers.jsonl
     selfspec cache --data answers.jsonl --exit-layers 0,4,8,12,20 --deep --output held-out
-    python eval/heads_tables.py --cache features --held-out held-out --work /tmp/heads \\
+    python -m eval.heads_tables --cache features --held-out held-out --work /tmp/heads \\
         --output eval/results/heads
 
 Fits heads of each kind to a part of a feature cache (made with --deep), heads of one kind to

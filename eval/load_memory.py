@@ -1,6 +1,6 @@
 """How much memory loading a model takes at most, beyond what importing the libraries takes. Linux.
 
-    python eval/load_memory.py --output eval/results/load-memory
+    python -m eval.load_memory --output eval/results/load-memory
 
 Each case runs in a process of its own, which loads the model and writes a few tokens; the peak is
 the kernel's (VmHWM). With the generic executor there is no packed copy. Writes `summary.json` and

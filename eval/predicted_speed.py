@@ -3,7 +3,7 @@
 Records prompts, takes the fastest predicted setting and nine random ones, then runs them all and
 plain decoding, per prompt in random order. Writes `summary.json` and `table.md`:
 
-    python eval/predicted_speed.py --limit 6 --output eval/results/predicted-bf16
+    python -m eval.predicted_speed --limit 6 --output eval/results/predicted-bf16
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plain step against the memory's limit: Hugging Face's and that of every executor, in turns.
 
-    python eval/step_speed.py --output results/step                        # the default model
-    python eval/step_speed.py --shape llama-2-7b --output results/step-7b  # random weights
+    python -m eval.step_speed --output results/step                        # the default model
+    python -m eval.step_speed --shape llama-2-7b --output results/step-7b  # random weights
 
 On a GPU where there is one. Nothing else should run on the machine. Writes `speed.json` and
 `speed.md`.
@@ -16,9 +16,9 @@ from typing import Annotated
 import torch
 import typer
 
+from eval.device_speed import SHAPES, as_json, markdown, measure, random_model
 from selfspec.cli.env import machine
 from selfspec.eval.answers import replace
-from selfspec.eval.device_speed import SHAPES, as_json, markdown, measure, random_model
 from selfspec.hub import load_model
 
 

@@ -1,6 +1,6 @@
 """What `selfspec tune` chooses, against the best of a grid of settings that are really run.
 
-    python eval/tuned_against_grid.py --limit 12 --output eval/results/tuned-bf16
+    python -m eval.tuned_against_grid --limit 12 --output eval/results/tuned-bf16
 
 Tunes on some questions of the six tasks; then plain decoding, the tuned setting and all points of a
 grid answer others, per prompt in random order. The grid's best is named twice: with hindsight, on

@@ -1,6 +1,6 @@
 """Whether two runs of one `selfspec bench` command say the same.
 
-    python eval/two_runs.py eval/results/first eval/results/second
+    python -m eval.two_runs eval/results/first eval/results/second
 
 Each speed-up, by group of answers, task, method and base, has a 95 % interval in both runs: do they
 overlap? And how far apart are the ratios themselves? Groups of one prompt have no interval and are

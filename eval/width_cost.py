@@ -1,6 +1,6 @@
 """What a wider draft vocabulary costs: a draft token's time, over the width of the heads.
 
-    python eval/width_cost.py --output eval/results/heads
+    python -m eval.width_cost --output eval/results/heads
 
 Times untrained deep-fused heads on the embedding (time does not depend on what was learned), as
 `selfspec tune` does, interleaved with whole steps. Writes `width.json` and `width.md`. Coverage

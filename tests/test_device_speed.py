@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import json
 import shutil
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec.eval.device_speed import (
+from eval.device_speed import (
     HUGGING_FACE,
     ROWS,
     DeviceSpeed,
@@ -28,7 +28,6 @@ from tests.models import make_model
 
 CPU = torch.device("cpu")
 MISSING = {"fused"} if shutil.which("c++") is None else set()
-SCRIPT = Path(__file__).parents[1] / "eval" / "step_speed.py"
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +90,7 @@ def test_random_models_have_their_shape_and_never_end() -> None:
 
 @pytest.fixture
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("step_speed", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("eval.step_speed")
 
 
 def test_the_script_runs(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

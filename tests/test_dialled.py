@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.backbone import Backbone
-from selfspec.errors import InvalidOption, UnsupportedModel
-from selfspec.eval.dialled import (
+from eval.dialled.early import DialledHead, dialled_heads, early_model, small_vocabulary
+from eval.dialled.report import markdown, save_figure
+from eval.dialled.runs import (
     Dial,
     Point,
     Run,
@@ -23,8 +23,8 @@ from selfspec.eval.dialled import (
     points,
     round_cost,
 )
-from selfspec.eval.dialled_report import markdown, save_figure
-from selfspec.eval.early import DialledHead, dialled_heads, early_model, small_vocabulary
+from selfspec.backbone import Backbone
+from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.eval.suites import Question
 from selfspec.generate import wrap
 from selfspec.head_types import DraftVocabulary, LogitLensHead

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eval.papers.divergence import acceptance, committed, random_laws, total_variation
 from selfspec.acceptance import SpeculativeSampling
-from selfspec.eval.divergence import acceptance, committed, random_laws, total_variation
 from tests.laws import DRAFTS, TARGETS, LoadedSampler, enumerate_law, make_sampler, one_round
 
 

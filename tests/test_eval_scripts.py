@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -21,17 +21,10 @@ from selfspec.packed_linear import PackedLinear
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
-FOLDER = Path(__file__).parents[1] / "eval"
-
 
 def script(name: str) -> ModuleType:
     """A script as a module."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"eval.{name}")
 
 
 @pytest.fixture

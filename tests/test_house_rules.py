@@ -160,6 +160,16 @@ def test_runtime_needs_no_training_or_plotting_packages() -> None:
     assert not found
 
 
+def test_nothing_that_ships_needs_the_laboratory() -> None:
+    found = {
+        (path.name, name)
+        for path, tree in TREES.items()
+        for name in imported(tree)
+        if name.split(".")[0] in ("eval", "tests", "training")
+    }
+    assert not found
+
+
 @pytest.mark.parametrize("module", ["selfspec", "selfspec.hub", "selfspec.cli.main"])
 def test_import_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; print({{'torch', 'transformers'}} & sys.modules.keys())"

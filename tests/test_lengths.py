@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eval.papers.lengths import CONTROLLERS, Chains, Setting, gains, replayed
+from eval.papers.prices import counts
 from selfspec.drafters import DraftCache
-from selfspec.eval.lengths import CONTROLLERS, Chains, Setting, gains, replayed
-from selfspec.eval.prices import counts
 from selfspec.generate import Speculator, wrap
 from tests.models import make_model, random_ids
 

@@ -15,7 +15,6 @@ from selfspec.generate import Speculator, wrap
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
-SCRIPTS = Path(__file__).parents[1] / "eval" / "papers"
 TASKS = ("math", "translation", "summary")
 
 
@@ -38,15 +37,14 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ]
     suite = tmp_path / "suite.jsonl"
     suite.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.setattr(importlib.import_module("shared"), "load", tiny)
+    monkeypatch.setattr(importlib.import_module("eval.papers.shared"), "load", tiny)
     output = tmp_path / "out"
     return {"suite": str(suite), "output": output, "draft_model": Path("small"), "new_tokens": 12}
 
 
 def run(name: str, asked: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The summary that a script wrote; a second run finds everything and writes the same."""
-    script = importlib.import_module(name)
+    script = importlib.import_module(f"eval.papers.{name}")
     output = asked["output"]
     script.main(**asked, **more)
     texts = {path.name: path.read_bytes() for path in output.iterdir() if path.suffix != ".png"}
@@ -54,7 +52,7 @@ def run(name: str, asked: dict[str, Any], **more: Any) -> dict[str, Any]:
     assert {name: (output / name).read_bytes() for name in texts} == texts
     assert [path.stem for path in output.glob("*.png")] == [name.replace("_", "-")]
     summary: dict[str, Any] = json.loads(texts["summary.json"])
-    assert summary["command"].startswith("python eval/papers/")
+    assert summary["command"].startswith("python -m eval.papers.")
     return summary
 
 
@@ -110,11 +108,11 @@ def test_lenience_moves_the_law_by_more_the_lower_it_is(asked: dict[str, Any]) -
     assert not live["l = 0.1"]["lossless"]
     assert live["l = 0.1"]["acceptance_rate"] > live["l = 1"]["acceptance_rate"]
     with pytest.raises(InvalidOption, match="hold no 1"):
-        importlib.import_module("lenience").main(**asked, leniences="0.5")
+        importlib.import_module("eval.papers.lenience").main(**asked, leniences="0.5")
 
 
 def test_a_folder_of_another_run_is_not_gone_on_with(asked: dict[str, Any]) -> None:
-    script = importlib.import_module("lenience")
+    script = importlib.import_module("eval.papers.lenience")
     script.main(**asked, limit=1, leniences="1")
     with pytest.raises(InvalidOption, match="cannot resume"):
         script.main(**asked, limit=1, leniences="1", max_draft_tokens=3)

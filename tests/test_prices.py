@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.backbone import Backbone
-from selfspec.costs import Costs
-from selfspec.errors import InvalidOption
-from selfspec.eval.prices import (
+from eval.papers.prices import (
     Prices,
     RoundCounts,
     by_drafts,
@@ -18,6 +15,9 @@ from selfspec.eval.prices import (
     prices,
     total,
 )
+from selfspec.backbone import Backbone
+from selfspec.costs import Costs
+from selfspec.errors import InvalidOption
 from selfspec.generate import wrap
 from tests.models import make_model, random_ids
 

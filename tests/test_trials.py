@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from eval.papers.trials import by_label, read, run
 from selfspec.errors import InvalidData
 from selfspec.eval.suites import Question
-from selfspec.eval.trials import by_label, read, run
 from selfspec.generate import Speculator, wrap
 from tests.models import make_model
 from tests.talks import make_tokenizer

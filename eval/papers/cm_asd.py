@@ -1,6 +1,6 @@
 r"""CM-ASD's experiment: speed and quality of translations and summaries, for several tolerances.
 
-    python eval/papers/cm_asd.py --suite spec-bench --questions question_dev.jsonl \
+    python -m eval.papers.cm_asd --suite spec-bench --questions question_dev.jsonl \
         --output eval/results/papers/cm-asd
 
 Beside plain decoding and lossless speculation with the same draft lengths, CM-ASD's verification in
@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import lossy
-import shared
 import typer
 
+from eval.papers import lossy, shared, trials
 from selfspec.config import READINGS
-from selfspec.eval import trials
 from selfspec.eval.suites import SIX_TASKS
 
 NOTE = """\

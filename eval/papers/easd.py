@@ -1,7 +1,7 @@
 r"""EASD's experiment: answers to sums with known results, over tau_H and tau_O.
 
     selfspec calibrate --entropy --data validation.jsonl.gz --max-tokens 20000
-    python eval/papers/easd.py --draft-model draft-model --entropy-threshold 4.1 \
+    python -m eval.papers.easd --draft-model draft-model --entropy-threshold 4.1 \
         --suite spec-bench --questions question_dev.jsonl --output eval/results/papers/easd
 
 Against plain decoding and lossless speculation. The penalty needs drafts where the drafter wavers,
@@ -17,11 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import lossy
-import shared
 import typer
 
-from selfspec.eval import trials
+from eval.papers import lossy, shared, trials
 from selfspec.eval.quality import expected_number, final_number
 from selfspec.eval.suites import SIX_TASKS, Question
 from selfspec.eval.tables import Table

@@ -1,6 +1,6 @@
 r"""GammaTune's experiment: five controllers from twelve initial lengths each (its table 2).
 
-    python eval/papers/gammatune.py --draft-model draft-model \
+    python -m eval.papers.gammatune --draft-model draft-model \
         --output eval/results/papers/gammatune
 
 The drafter is a draft model, as in the document: its drafts cost time, so their number matters.
@@ -19,14 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import shared
 import typer
 
-from selfspec.drafters import DraftCache
-from selfspec.eval.answers import ANSWERS, Answer, drop_unfinished
-from selfspec.eval.bench import Bench
-from selfspec.eval.contenders import Contender
-from selfspec.eval.lengths import (
+from eval.papers import shared
+from eval.papers.lengths import (
     CONTROLLERS,
     INITIAL_LENGTHS,
     SETTINGS,
@@ -37,8 +33,12 @@ from selfspec.eval.lengths import (
     gains,
     replayed,
 )
+from eval.papers.prices import Prices, RoundCounts, by_drafts, total
+from selfspec.drafters import DraftCache
+from selfspec.eval.answers import ANSWERS, Answer, drop_unfinished
+from selfspec.eval.bench import Bench
+from selfspec.eval.contenders import Contender
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.prices import Prices, RoundCounts, by_drafts, total
 from selfspec.eval.suites import SIX_TASKS, Question, spread
 from selfspec.eval.tables import Table
 from selfspec.generate import Speculator

@@ -1,6 +1,6 @@
 r"""Lenience: speed against divergence (the blog's knob, without a table there).
 
-    python eval/papers/lenience.py --draft-model draft-model --output eval/results/papers/lenience
+    python -m eval.papers.lenience --draft-model draft-model --output eval/results/papers/lenience
 
 Three views of the same rule. Laws over a tiny vocabulary, drawn at random: share of drafts that
 stay and total variation, by the closed form. The default model and its draft model: the same at
@@ -16,16 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import lossy
-import shared
 import torch
 import typer
 from torch import Tensor
 
+from eval.papers import lossy, shared, trials
+from eval.papers.divergence import acceptance, committed, random_laws, total_variation
+from eval.papers.prices import Prices
 from selfspec.errors import InvalidOption
-from selfspec.eval import trials
-from selfspec.eval.divergence import acceptance, committed, random_laws, total_variation
-from selfspec.eval.prices import Prices
 from selfspec.eval.reference import block_logits
 from selfspec.eval.suites import SIX_TASKS
 from selfspec.eval.tables import Table

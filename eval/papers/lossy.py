@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from selfspec.eval import prices, quality, trials
-from selfspec.eval.prices import Prices
+from eval.papers import prices, trials
+from eval.papers.prices import Prices
+from selfspec.eval import quality
 from selfspec.eval.reference import log_likelihood
 from selfspec.eval.suites import Question
 from selfspec.eval.tables import Table

@@ -15,10 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import selfspec
+from eval.papers import prices
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
 from selfspec.errors import SelfspecError
-from selfspec.eval import prices, results, tables
+from selfspec.eval import results, tables
 from selfspec.eval.answers import replace as write_whole
 from selfspec.eval.suites import Question, load_suite, spread
 from selfspec.generate import Speculator
@@ -62,7 +63,7 @@ def progress(name: str, unit: str = "questions") -> AbstractContextManager[Any]:
 def command() -> str:
     """As it was given; of a path elsewhere only the name."""
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return shlex.join(["python", f"eval/papers/{Path(sys.argv[0]).name}", *words])
+    return shlex.join(["python", "-m", f"eval.papers.{Path(sys.argv[0]).stem}", *words])
 
 
 def begin(output: Path, speculator: Speculator | None) -> None:

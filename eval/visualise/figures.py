@@ -1,6 +1,6 @@
 r"""Figures over the answers to a suite: what layers know, where tokens leave, what is kept.
 
-    python eval/visualise/figures.py --limit 12 --max-new-tokens 48 \\
+    python -m eval.visualise.figures --limit 12 --max-new-tokens 48 \\
         --output eval/results/visualise/default
 
 Writes `traces/ID.jsonl` (with --keep), four pictures, and `figures.json` with their numbers and

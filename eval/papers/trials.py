@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.papers.prices import RoundCounts, counts
 from selfspec.errors import InvalidData
 from selfspec.eval.answers import drop_unfinished
-from selfspec.eval.prices import RoundCounts, counts
 from selfspec.eval.suites import Question
 from selfspec.generate import Speculator
 from selfspec.text import encode

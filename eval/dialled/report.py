@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from selfspec.eval.dialled import Point
+from eval.dialled.runs import Point
 
 NOTE = """\
 Synthetic: a model that answers early by construction, and a head that is wrong where it is told to

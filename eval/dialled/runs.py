@@ -19,10 +19,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from eval.dialled.early import DialledHead, dialled_heads, early_model, small_vocabulary
 from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions
 from selfspec.eval.decoding import decode, greedy_request
-from selfspec.eval.early import DialledHead, dialled_heads, early_model, small_vocabulary
 from selfspec.eval.suites import Question
 from selfspec.generate import Speculator
 from selfspec.request import Request

@@ -1,6 +1,6 @@
 """The regime of large models, dialled in: measured speed-up beside SpecBound's formula.
 
-    python eval/dialled.py --output eval/results/dialled
+    python -m eval.dialled --output eval/results/dialled
 
 Makes a model that answers early from the default one, turns acceptance, depth and draft length, and
 times plain decoding and speculation in turns. Nothing else should run on the machine. Writes
@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import track
 
 import selfspec
+from eval.dialled import runs as dialled
+from eval.dialled.report import markdown, save_figure
 from selfspec.cli.env import machine
-from selfspec.eval import dialled
-from selfspec.eval.dialled_report import markdown, save_figure
 from selfspec.eval.suites import SIX_TASKS, load_suite
 
 BUILT_IN = dialled.Sweep()

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eval.papers.prices import RoundCounts
 from selfspec.confidence import top_probability
 from selfspec.config import SpeculationOptions
 from selfspec.controllers import make_controller
 from selfspec.drafters import DraftCache
 from selfspec.drafters.base import DraftWriter, PacedDrafter
-from selfspec.eval.prices import RoundCounts
 from selfspec.scores import Choice
 
 CONTROLLERS = ("fixed", "heuristic", "threshold", "gammatune", "gammatune-plus")

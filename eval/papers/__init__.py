@@ -1,0 +1,1 @@
+"""The documents' experiments at our size; README.md says which script is whose."""

@@ -1,0 +1,1 @@
+"""Figures of the default heads over several prompts; README.md says how they were made."""
