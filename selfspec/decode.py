@@ -87,11 +87,12 @@ def verify(state: DecodeState, draft: Draft) -> Tensor:
     """
     ids = state.waiting_ids
     pending = torch.cat([ids, ids.new_tensor([draft.tokens])], dim=1) if draft.tokens else ids
-    missing = pending[:, state.hidden.pushed :]
+    schedule = state.hidden.schedule
+    missing = pending[:, schedule.pushed :]
     if missing.shape[1]:
         state.hidden.push(state.backbone.embed(missing))
-    if state.hidden.pushed != pending.shape[1]:
-        raise InvalidDraft(f"{state.hidden.pushed} rows were queued for {pending.shape[1]} tokens")
+    if schedule.pushed != pending.shape[1]:
+        raise InvalidDraft(f"{schedule.pushed} rows were queued for {pending.shape[1]} tokens")
     judged = len(draft.tokens) + 1
     hidden = state.hidden.advance_all()[:, -judged:]
     state.keep_outputs(hidden)
@@ -125,6 +126,6 @@ def commit(
         accepted=accepted,
         ended=draft.ended,
         prefill=prefill,
-        passes=state.hidden.passes,
+        passes=state.hidden.schedule.passes,
         stop_reason=reason,
     )

@@ -21,7 +21,7 @@ def cache(watched: WatchedBackbone) -> Iterator[HiddenCache]:
 
 
 def test_boundaries_are_the_embedding_the_exit_layers_and_the_end(cache: HiddenCache) -> None:
-    assert cache.depths == (0, 2, 4, 6, 8)
+    assert cache.schedule.depths == (0, 2, 4, 6, 8)
 
 
 def test_pushed_rows_wait_in_order_and_stay_when_looked_at(
@@ -32,7 +32,7 @@ def test_pushed_rows_wait_in_order_and_stay_when_looked_at(
     cache.push(embedded[:, 2:])
     assert torch.equal(cache.rows(0), embedded)
     assert torch.equal(cache.rows(0), embedded)
-    assert cache.pushed == 3
+    assert cache.schedule.pushed == 3
 
 
 def test_segments_one_by_one_give_the_bits_of_all_layers_at_once(
@@ -66,7 +66,7 @@ def test_advance_can_skip_boundaries_in_one_pass(
 ) -> None:
     cache.push(watched.embed(random_ids(2)))
     hidden = cache.advance(0, 3)
-    assert cache.passes == [(2, 0, 6)]
+    assert cache.schedule.passes == [(2, 0, 6)]
     assert torch.equal(cache.rows(3), hidden)
 
 
@@ -75,7 +75,7 @@ def test_rows_that_wait_nowhere_else_run_to_the_end_in_one_pass(
 ) -> None:
     cache.push(watched.embed(random_ids(4)))
     assert cache.advance_all().shape == (1, 4, 32)
-    assert cache.passes == [(4, 0, 8)]
+    assert cache.schedule.passes == [(4, 0, 8)]
 
 
 def test_rows_in_all_queues_join_on_their_way_down(
@@ -88,9 +88,9 @@ def test_rows_in_all_queues_join_on_their_way_down(
         for boundary in range(depth):
             cache.advance(boundary)
     cache.push(embedded[:, 3:])
-    cache.passes.clear()
+    cache.schedule.passes.clear()
     found = cache.advance_all()
-    assert cache.passes == [(1, 0, 2), (2, 2, 4), (3, 4, 6), (4, 6, 8)]
+    assert cache.schedule.passes == [(1, 0, 2), (2, 2, 4), (3, 4, 6), (4, 6, 8)]
     # float64; largest difference measured: 1.1e-14
     assert (found - whole).abs().max() < 1e-13
 
@@ -100,10 +100,10 @@ def test_clear_drops_rows_and_passes_but_not_the_list_handed_out(
 ) -> None:
     cache.push(watched.embed(random_ids(2)))
     cache.advance(0)
-    passes = cache.passes
+    passes = cache.schedule.passes
     cache.push(watched.embed(random_ids(1)))
     cache.clear()
-    assert (cache.pushed, cache.passes) == (0, [])
+    assert (cache.schedule.pushed, cache.schedule.passes) == (0, [])
     assert passes == [(2, 0, 2)]
     cache.push(watched.embed(random_ids(3)))
     assert cache.rows(0).shape[1] == 3
@@ -146,6 +146,6 @@ def test_padding_leaves_no_trace_in_queues_keys_or_counts(watched: WatchedBackbo
     cache.push(embedded)
     assert torch.equal(cache.advance(0), expected)
     assert torch.equal(cache.rows(1), expected)
-    assert cache.passes == [(3, 0, 2)]
+    assert cache.schedule.passes == [(3, 0, 2)]
     assert [kv.length(layer) for layer in range(8)] == [3, 3, 0, 0, 0, 0, 0, 0]
     assert watched.runs[-1] == ([0, 1, 2, 3], 0, 2)

@@ -19,7 +19,17 @@ FLOORS = (
     ("errors", "config"),
     ("packed_linear", "files", "untrusted"),
     (
-        *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
+        *(
+            "schedule",
+            "confidence",
+            "file_pages",
+            "kv_cache",
+            "head_types",
+            "heads",
+            "judge",
+            "stats",
+            "hub",
+        ),
         *("scores", "text"),
     ),
     ("compiled",),

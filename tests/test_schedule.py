@@ -47,7 +47,7 @@ class ScriptedHeads:
     def unembed(self, hidden: Tensor) -> Tensor:
         assert hidden.shape == (1, 32)
         # rows entered since the round began: the newest token's, then one per draft
-        step = self.state.hidden.pushed - 1
+        step = self.state.hidden.schedule.pushed - 1
         self.seen.append((step, self.layer, hidden))
         token = self.decide(step, self.layer)
         logits = torch.zeros(1, VOCAB_SIZE)
@@ -233,8 +233,8 @@ def test_between_rounds_every_layer_holds_all_ids_but_the_newest(
     for entry in decode(state, coin_tosses(state, truth, seed), max_length=45):
         assert lengths(state) == [state.length - 1] * 8
         assert state.waiting_ids.tolist() == [[int(state.ids[0, -1])]]
-        assert state.hidden.pushed == 0
-        assert state.hidden.passes == []
+        assert state.hidden.schedule.pushed == 0
+        assert state.hidden.schedule.passes == []
         kept.add((entry.accepted, len(entry.draft_tokens)))
     assert state.ids[0].tolist() == truth[:45]
     # the rounds were of many kinds: kept all, kept a part, kept none
@@ -253,7 +253,7 @@ def test_an_error_in_any_pass_of_a_round_leaves_what_is_committed(
         next(loop)
     assert state.ids[0].tolist() == truth[:6]
     assert set(lengths(state)) == {5}
-    assert state.hidden.pushed == 0
+    assert state.hidden.schedule.pushed == 0
     watched.passes_until_error = -1
     for _ in decode(state, scripted([None] * 8), max_length=20):
         pass
@@ -267,7 +267,7 @@ def test_an_error_in_the_prompts_pass_leaves_empty_caches(
     watched.passes_until_error = 1
     with pytest.raises(RuntimeError, match="out of memory"):
         next(decode(state, scripted([])))
-    assert (lengths(state), state.hidden.pushed, state.length) == ([0] * 8, 0, 5)
+    assert (lengths(state), state.hidden.schedule.pushed, state.length) == ([0] * 8, 0, 5)
     watched.passes_until_error = -1
     for _ in decode(state, scripted([None] * 8), max_length=20):
         pass

@@ -76,7 +76,7 @@ class ExitDrafter(PacedDrafter):
         Whether to exit is decided from the context alone, before a token is drawn: a decision that
         saw the drawn token would bias the output.
         """
-        for boundary, layer in enumerate(state.hidden.depths[1:-1]):
+        for boundary, layer in enumerate(state.hidden.schedule.depths[1:-1]):
             hidden = state.hidden.advance(boundary)[:, -1]  # [1, d]: the row being drafted
             watch.lap("draft")
             head = self._heads[layer]

@@ -1,8 +1,8 @@
 """The rounds that a setting would have made, from a Record alone: no model, no heads.
 
-`rounds` gives what a real run gives, field by field. Controllers, drafts from text already seen and
-the never-slower rule are the runtime's own; only exit heads and the hidden cache are followed on
-paper. `totals` counts the same for thousands of settings, in eval/totals.py.
+`rounds` gives what a real run gives, field by field. Controllers, drafts from text already seen,
+the never-slower rule and the schedule are the runtime's own; only exit heads are followed on paper.
+`totals` counts the same for thousands of settings, in eval/totals.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from selfspec.drafters import (
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import Record
 from selfspec.heads import check_exit_layers
-from selfspec.hidden_cache import Pass
 from selfspec.judge import spread
+from selfspec.schedule import Pass, Schedule
 from selfspec.scores import Choice
 from selfspec.stats import Round, StopReason, Stopwatch
 
@@ -99,46 +99,6 @@ def _check_controller(record: Record, options: SpeculationOptions) -> None:
         )
 
 
-class _Queues:
-    """How many rows wait at each boundary: HiddenCache without hidden states."""
-
-    def __init__(self, layers: tuple[int, ...], num_layers: int) -> None:
-        self.depths = (0, *layers, num_layers)
-        self.clear()
-
-    def clear(self) -> None:
-        """Nothing waits, and nothing has run."""
-        self.waiting = [0] * len(self.depths)
-        self.pushed = 0
-        self.passes: list[Pass] = []
-
-    def push(self, rows: int) -> None:
-        """Queue rows at boundary 0."""
-        self.waiting[0] += rows
-        self.pushed += rows
-
-    def advance(self, boundary: int, until: int) -> None:
-        """Take all rows at `boundary` to boundary `until` in one pass."""
-        rows, first, last = self.waiting[boundary], self.depths[boundary], self.depths[until]
-        if first != last:
-            self.passes.append(Pass(rows, first, last))
-        self.waiting[boundary] = 0
-        self.waiting[until] += rows
-
-    def advance_all(self) -> None:
-        """Take all rows to boundary L; a pass goes on until it meets other rows."""
-        end = len(self.depths) - 1
-        boundary = self._next_waiting(0)
-        while boundary < end:
-            until = self._next_waiting(boundary + 1)
-            self.advance(boundary, until)
-            boundary = until
-
-    def _next_waiting(self, boundary: int) -> int:
-        end = len(self.depths) - 1
-        return next((b for b in range(boundary, end) if self.waiting[b]), end)
-
-
 class _State:
     """What drafters see of a sequence: DecodeState without a model."""
 
@@ -147,7 +107,7 @@ class _State:
         self.answer: list[int] = record.answers[places.start : places.stop].tolist()
         self.known = 1
         """Committed tokens of the answer."""
-        self.queues = _Queues(layers, record.info.num_layers)
+        self.schedule = Schedule(layers, record.info.num_layers)
         self._record = record
         self._places = places
         self._context = record.context(prompt)
@@ -190,8 +150,8 @@ class _ExitDrafter(PacedDrafter):
         writer = DraftWriter(self, limit, source="exit")
         node = state.root
         while writer.room:
-            state.queues.push(1)
-            found = self._first_exit(state.queues, node)
+            state.schedule.push(1)
+            found = self._first_exit(state.schedule, node)
             if found is None:
                 writer.stop("depth")
                 break
@@ -199,12 +159,12 @@ class _ExitDrafter(PacedDrafter):
             node = found.child
         return writer.draft
 
-    def _first_exit(self, queues: _Queues, node: int) -> _Exit | None:
+    def _first_exit(self, schedule: Schedule, node: int) -> _Exit | None:
         """The first confident layer at a node; None: difficult token."""
         record, setting = self._record, self._setting
         asked = zip(setting.layers, setting.columns, setting.thresholds, strict=True)
         for boundary, (layer, column, tau) in enumerate(asked):
-            queues.advance(boundary, boundary + 1)
+            schedule.advance(boundary)
             confidence = float(record.confidence[node, column, setting.alpha])
             if confidence >= tau:
                 token, child = record.tokens[node, column], record.children[node, column]
@@ -233,7 +193,7 @@ def rounds(record: Record, prompt: int, options: SpeculationOptions) -> list[Rou
         )
     ]
     while state.known < len(state.answer):
-        state.queues.clear()
+        state.schedule.clear()
         draft = drafter.draft(state, info.max_new_tokens - state.known - 1, watch)
         entry = _verified(state, draft)
         state.known += len(entry.tokens)
@@ -272,8 +232,9 @@ def _drafter(
 def _verified(state: _State, draft: Draft) -> Round:
     """One verification; what it commits is the recorded answer's."""
     tokens, following = draft.tokens, state.answer[state.known :]
-    state.queues.push(len(tokens) + 1 - state.queues.pushed)
-    state.queues.advance_all()
+    state.schedule.push(len(tokens) + 1 - state.schedule.pushed)
+    for boundary, until in state.schedule.finish():
+        state.schedule.advance(boundary, until)
     accepted = 0
     while accepted < min(len(tokens), len(following)) and tokens[accepted] == following[accepted]:
         accepted += 1
@@ -284,5 +245,5 @@ def _verified(state: _State, draft: Draft) -> Round:
         source=draft.source,
         accepted=accepted,
         ended=draft.ended,
-        passes=state.queues.passes,
+        passes=state.schedule.passes,
     )

@@ -149,7 +149,7 @@ class Explorer:
         state.hidden.clear()  # rows of other branches; their keys and values stay
         state.hidden.push(state.backbone.embed(state.ids.new_tensor([[token]])))
         said = []
-        for boundary, layer in enumerate(state.hidden.depths[1:-1]):
+        for boundary, layer in enumerate(state.hidden.schedule.depths[1:-1]):
             hidden = state.hidden.advance(boundary)[:, -1]
             head = self._heads[layer]
             features = head.features(hidden, deep)
