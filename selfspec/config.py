@@ -274,6 +274,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """What a value must hold, and how an error says so."""
 
+_MOST_LISTED = 16
+"""Known names that an error lists."""
+
 OPTION_NAMES = frozenset(entry.name for entry in fields(SpeculationOptions))
 """Every SpeculationOptions field."""
 
@@ -370,7 +373,11 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
     for key in values:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(names)}"
+            hint = f"Known: {', '.join(names[:_MOST_LISTED])}"
+            if len(names) > _MOST_LISTED:
+                hint = f"Leave it out: it is like none of the {len(names)} known ones"
+            if near:
+                hint = f"Did you mean {near[0]}?"
             raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
 
 

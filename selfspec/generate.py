@@ -347,7 +347,9 @@ def active_layers(heads: ExitHeads | None, options: SpeculationOptions) -> tuple
         )
     depth = options.max_draft_depth
     if depth is not None and depth not in layers:
-        raise InvalidOption(f"max_draft_depth {depth} is not among the exit layers {list(layers)}")
+        raise InvalidOption(
+            f"max_draft_depth {depth} is not among the exit layers {list(layers)}. Give one of them"
+        )
     return tuple(layer for layer in layers if depth is None or layer <= depth)
 
 
@@ -361,7 +363,9 @@ def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> Acceptance
     if sampler.do_sample:
         return SpeculativeSampling(sampler, options.lenience)
     if options.lenience < 1.0:
-        raise InvalidOption("lenience below 1 needs do_sample: greedy drafts match or do not")
+        raise InvalidOption(
+            "lenience below 1 needs do_sample: greedy drafts match or do not. Leave one out"
+        )
     return GreedyMatch(sampler)
 
 

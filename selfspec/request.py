@@ -42,16 +42,22 @@ _NO_MAX_LENGTH = 20
 _LENGTHS = ("max_new_tokens", "max_length", "generation_config")
 """Keywords that say how long an answer may get."""
 
+_SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Keywords that are probabilities."""
+
 _LEAST = {
     **dict.fromkeys(("max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(_SHARES, 0.0),
     **dict.fromkeys(("max_length", "max_new_tokens", "num_return_sequences"), 1),
     "seed": -(2**63),
 }
 """Least values that transformers or torch would not check, or in many lines."""
 
+_MOST = {**dict.fromkeys(_SHARES, 1.0), "seed": 2**64 - 1}
+
 _TOKENS = (
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
-    *("forced_bos_token_id", "forced_eos_token_id"),
+    *("forced_bos_token_id", "forced_eos_token_id", "eos_token_id"),
 )
 """Keywords that name tokens, all of which must exist."""
 
@@ -123,11 +129,7 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     check_keys(options, hints, "option")
     given = {name: value for name, value in options.items() if value is not None}
     check_types(given, hints)
-    for name, least in _LEAST.items():
-        if name in given and given[name] < least:
-            raise InvalidOption(f"{name} is {shown(given[name])}, expected at least {least}")
-    if given.get("seed", 0) >= 2**64:
-        raise InvalidOption(f"seed is {shown(given['seed'])}, expected less than 2**64")
+    _check_ranges(given)
     if not isinstance(given.get("generation_config", GenerationConfig()), GenerationConfig):
         found = shown(given["generation_config"])
         raise InvalidOption(f"generation_config is {found}, expected a GenerationConfig")
@@ -135,12 +137,7 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     for name in ("logits_processor", "stopping_criteria"):
         for entry in given.get(name, ()):
             _check_function(name, entry)
-    for name in _TOKENS:
-        for token in _flat(given.get(name, ())):
-            if not 0 <= token < vocab_size:
-                raise InvalidOption(
-                    f"{name} holds {shown(token)}, expected ids in 0..{vocab_size - 1}"
-                )
+    _check_tokens(given, vocab_size)
 
 
 def check_streamer(streamer: object) -> None:
@@ -165,8 +162,7 @@ def prepare(
     model, rest = backbone.model, dict(options)
     seed = rest.pop("seed", None)
     criteria = StoppingCriteriaList(rest.pop("stopping_criteria", None) or [])
-    strings = rest.pop("stop_strings", None) or model.generation_config.stop_strings
-    if strings:
+    if (strings := _strings_of(model, rest)) not in (None, []):
         criteria.append(stop_strings(tokenizer, strings))
     if rest.get("attention_mask") is not None:
         left_padding(input_ids, rest["attention_mask"])
@@ -259,10 +255,20 @@ def stop_strings(
     """The criterion for `strings`. Raises InvalidOption without a tokenizer, or for other types."""
     if tokenizer is None:
         raise InvalidOption("stop_strings need a tokenizer. Give one to selfspec.wrap")
-    listed = [strings] if isinstance(strings, str) else list(strings)
+    listed = strings if isinstance(strings, list | tuple) else [strings]
     if not all(isinstance(text, str) and text for text in listed):
         raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")
-    return StopStringCriteria(tokenizer=tokenizer, stop_strings=listed)
+    return StopStringCriteria(tokenizer=tokenizer, stop_strings=list(listed))
+
+
+def _strings_of(model: PreTrainedModel, options: dict[str, Any]) -> Any:
+    """Stop strings, taken out of `options`: a keyword's, else a config's, else the model's own."""
+    if options.get("stop_strings") is not None:
+        return options.pop("stop_strings")
+    options.pop("stop_strings", None)
+    given: Any = options.get("generation_config")
+    own: Any = model.generation_config
+    return getattr(given, "stop_strings", None) or own.stop_strings
 
 
 def _check_room(backbone: Backbone, length: int) -> None:
@@ -329,6 +335,27 @@ def _says(criterion: Any, ids: Tensor) -> bool:
     return found
 
 
+def _check_ranges(given: Mapping[str, Any]) -> None:
+    """Raise InvalidOption for numbers that make no sense."""
+    for name, least in _LEAST.items():
+        if name in given and given[name] < least:
+            raise InvalidOption(f"{name} is {shown(given[name])}, expected at least {least}")
+    for name, most in _MOST.items():
+        if name in given and given[name] > most:
+            raise InvalidOption(f"{name} is {shown(given[name])}, expected at most {most}")
+
+
+def _check_tokens(given: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise InvalidOption for tokens that do not exist."""
+    for name in _TOKENS:
+        for token in _flat(given.get(name, ())):
+            # -1 is how some say that there is no end token
+            if not (-1 if name == "eos_token_id" else 0) <= token < vocab_size:
+                raise InvalidOption(
+                    f"{name} holds {shown(token)}, expected ids in 0..{vocab_size - 1}"
+                )
+
+
 def _check_function(option: str, entry: Any) -> None:
     """Raise InvalidOption unless `entry` can be called with ids and scores."""
     if not callable(entry) or isinstance(entry, type):
@@ -337,7 +364,7 @@ def _check_function(option: str, entry: Any) -> None:
         inspect.signature(entry).bind("ids", "scores")
     except TypeError as error:
         raise InvalidOption(
-            f"{option}: {called(entry)} is no function of ids and scores"
+            f"{option}: {called(entry)} is called with ids and scores. Give a function of two"
         ) from error
     except ValueError:  # built in, without a signature
         return
