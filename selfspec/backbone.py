@@ -89,8 +89,13 @@ class Backbone:
 
     @property
     def max_positions(self) -> int:
-        """Positions the model was made for."""
+        """Positions the model was made for; where they are rotations, a text may go on."""
         return int(self.config.max_position_embeddings)
+
+    @property
+    def hard_limit(self) -> int | None:
+        """Positions that the model can compute, if there is an end: learned ones are a table."""
+        return None if hasattr(self._decoder, "rotary_emb") else self.max_positions
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,14 +139,9 @@ class Backbone:
         return self._finish(executor.logits(hidden))
 
     def check_ids(self, ids: Tensor) -> None:
-        """Raise InvalidPrompt unless `ids` [B, T] hold 1..max_positions-1 ids of the vocabulary."""
+        """Raise InvalidPrompt unless `ids` [B, T] hold ids of the vocabulary, at least one."""
         if ids.numel() == 0:
             raise InvalidPrompt("the prompt is empty. Give at least one token")
-        if ids.shape[-1] >= self.max_positions:
-            raise InvalidPrompt(
-                f"the prompt has {ids.shape[-1]} tokens, the model reads {self.max_positions} "
-                "and needs room for at least one more. Shorten the prompt"
-            )
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
             raise InvalidPrompt(

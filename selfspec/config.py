@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from selfspec.errors import InvalidOption
+from selfspec.option_types import annotations_of, check_types, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,6 +159,7 @@ class SpeculationOptions:
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no model could make sense of."""
+        check_types(vars(self), annotations_of(SpeculationOptions))
         _require(bool(self.thresholds), "exit_threshold", self.exit_threshold, "or one per layer")
         for tau in self.thresholds:
             _require(0.0 < tau <= 1.0, "exit_threshold", tau, "in (0, 1]")
@@ -231,6 +233,8 @@ class SpeculationOptions:
 
     def updated(self, values: Mapping[str, Any]) -> SpeculationOptions:
         """A copy with `values` replaced. Raises InvalidOption for a key that does not exist."""
+        if not isinstance(values, Mapping):
+            raise InvalidOption(f"options are {shown(values)}, expected names and values")
         check_keys(values, OPTION_NAMES, "option")
         lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
         return replace(self, **{**values, **lists})
@@ -266,8 +270,12 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "entropy_threshold": (lambda value: value is None or value >= 0.0, "at least 0"),
     "overlap_threshold": _PROBABILITY,
     "overlap_tokens": _AT_LEAST_1,
+    "pinned_rows": (lambda value: 1 <= value <= 1024, "in [1, 1024]"),
 }
 """What a value must hold, and how an error says so."""
+
+_MOST_LISTED = 16
+"""Known names that an error lists."""
 
 OPTION_NAMES = frozenset(entry.name for entry in fields(SpeculationOptions))
 """Every SpeculationOptions field."""
@@ -301,7 +309,7 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: float
     no_repeat_ngram_size: int
     bad_words_ids: list[list[int]]
-    sequence_bias: list[list[Any]]
+    sequence_bias: list[list[Any]] | dict[tuple[int, ...], float]
     suppress_tokens: list[int]
     begin_suppress_tokens: list[int]
     forced_bos_token_id: int
@@ -364,8 +372,12 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
     names = sorted(known)
     for key in values:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(names)}"
+            near = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"Known: {', '.join(names[:_MOST_LISTED])}"
+            if len(names) > _MOST_LISTED:
+                hint = f"Leave it out: it is like none of the {len(names)} known ones"
+            if near:
+                hint = f"Did you mean {near[0]}?"
             raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
 
 

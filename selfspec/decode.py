@@ -11,6 +11,8 @@ Plain decoding is the same loop with a drafter that proposes nothing.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 
@@ -23,6 +25,8 @@ from selfspec.errors import InvalidDraft
 from selfspec.state import DecodeState
 from selfspec.stats import Round, StopReason, Stopwatch
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StopRule:
@@ -33,14 +37,27 @@ class StopRule:
     end_tokens: Collection[int] = ()
     criteria: Callable[[Tensor], bool] | None = None
     """Anything else: gets all committed ids, [1, n]."""
+    made_for: int | None = None
+    """Ids, padding included, that the model was made for: behind them a line is logged."""
 
     def reason(self, state: DecodeState, token: int) -> StopReason | None:
         """Why the sequence ends with its newest `token`, or None."""
+        if self.made_for is not None and state.length == self.made_for + 1:
+            remind(self.made_for - state.pad)
         if token in self.end_tokens:
             return "eos"
         if self.criteria is not None and self.criteria(state.ids):
             return "stop"
         return "length" if state.length >= self.max_length else None
+
+
+@functools.cache
+def remind(positions: int) -> None:
+    """Log, once, that a text goes on behind the positions that its model was made for."""
+    logger.warning(
+        "the text goes beyond the %d positions that the model was made for: it may get worse",
+        positions,
+    )
 
 
 @torch.inference_mode()

@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 from selfspec import hub, tuned
 from selfspec.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
 from selfspec.backbone import Backbone, fingerprint
-from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check_keys
+from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions
 from selfspec.decode import rounds
 from selfspec.drafters import (
     DraftCache,
@@ -39,7 +39,14 @@ from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
 from selfspec.kv_cache import KVCache, fixed_slots
 from selfspec.lossy import LOSSY
 from selfspec.probe import PassShape, PinnedProbe
-from selfspec.request import Request, from_prepared, prepare, stop_strings
+from selfspec.request import (
+    Request,
+    check_options,
+    check_streamer,
+    from_prepared,
+    prepare,
+    stop_strings,
+)
 from selfspec.scores import Sampler
 from selfspec.session import Session
 from selfspec.state import DecodeState
@@ -129,6 +136,8 @@ class Speculator:
         `speculation` overrides this speculator's options.
         """
         options = self.options.updated(speculation)
+        check_streamer(streamer)
+        ends_at = stop_strings(self.tokenizer, strings) if strings else None
 
         def custom_generate(
             model: PreTrainedModel,
@@ -140,8 +149,8 @@ class Speculator:
         ) -> Tensor | GenerateDecoderOnlyOutput:
             if model is not self.model:
                 raise InvalidOption("this custom_generate belongs to another model")
-            if strings:
-                stopping_criteria.append(stop_strings(self.tokenizer, strings))
+            if ends_at is not None:
+                stopping_criteria.append(ends_at)
             request = from_prepared(
                 self.backbone,
                 input_ids,
@@ -160,7 +169,7 @@ class Speculator:
         self, prompt: Prompt, options: GenerateOptions
     ) -> tuple[Request, SpeculationOptions, BaseStreamer | None]:
         """One call's keywords, sorted: for Hugging Face, for speculation, and who listens."""
-        check_keys(options, GenerateOptions.__annotations__, "option")
+        check_options(options, self.backbone.vocab_size)
         rest: dict[str, Any] = dict(options)
         speculation = self.options.updated({k: rest.pop(k) for k in OPTION_NAMES & rest.keys()})
         streamer = rest.pop("streamer", None)
@@ -180,7 +189,7 @@ class Speculator:
         """A stream that decodes one row of `request`, in `state` and `draft_cache` if given."""
         drafting = options.speculate and options.drafter != "none" and not self._disabled
         options = replace(options, speculate=drafting)
-        sampler = request.sampler.for_row(row)
+        sampler, stop = request.sampler_for(row), request.stop_for(row)
         rule = acceptance_rule(sampler, options)
         if state is None:
             state = self.state(request, options, row)
@@ -196,8 +205,8 @@ class Speculator:
             pinned=self._is_pinned(options),
         )
         watch = Stopwatch()
-        drafter = self.drafter(sampler, request.stop.end_tokens, options, draft_cache)
-        entries = rounds(state, drafter, rule, request.stop, watch)
+        drafter = self.drafter(sampler, stop.end_tokens, options, draft_cache)
+        entries = rounds(state, drafter, rule, stop, watch)
         if streamer is not None:
             streamer.put(request.input_ids[row : row + 1].cpu())
         return Stream(entries, stats, watch, self.tokenizer, streamer)
@@ -338,7 +347,9 @@ def active_layers(heads: ExitHeads | None, options: SpeculationOptions) -> tuple
         )
     depth = options.max_draft_depth
     if depth is not None and depth not in layers:
-        raise InvalidOption(f"max_draft_depth {depth} is not among the exit layers {list(layers)}")
+        raise InvalidOption(
+            f"max_draft_depth {depth} is not among the exit layers {list(layers)}. Give one of them"
+        )
     return tuple(layer for layer in layers if depth is None or layer <= depth)
 
 
@@ -352,7 +363,9 @@ def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> Acceptance
     if sampler.do_sample:
         return SpeculativeSampling(sampler, options.lenience)
     if options.lenience < 1.0:
-        raise InvalidOption("lenience below 1 needs do_sample: greedy drafts match or do not")
+        raise InvalidOption(
+            "lenience below 1 needs do_sample: greedy drafts match or do not. Leave one out"
+        )
     return GreedyMatch(sampler)
 
 

@@ -92,9 +92,11 @@ def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
     for layer in layers:
         if layer not in choice:
             listed = f"{choice[0]}..{choice[-1]}" if len(choice) > 12 else choice
-            raise InvalidOption(f"exit layer {layer} is not among {listed}")
+            raise InvalidOption(f"exit layer {layer} is not among {listed}. Give one that is")
     if not layers or layers != sorted(set(layers)):
-        raise InvalidOption(f"exit layers {layers} must be rising, without repeats, at least one")
+        raise InvalidOption(
+            f"exit layers {layers} must be rising, without repeats, at least one. Give them so"
+        )
 
 
 class ExitHeads(nn.Module):

@@ -6,25 +6,16 @@ plain decoding calls them; so processors that keep state across calls see what t
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-_STATEFUL = (
-    "SynthIDTextWatermarkLogitsProcessor",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-)
-"""Keep state across calls: shown the committed tokens only, never a draft."""
-
-
-_CALLS_THE_USER = ("PrefixConstrainedLogitsProcessor",)
-"""Hand each prefix to a function of the user's own, which may keep state."""
+from selfspec.errors import InvalidOption
+from selfspec.one_row import STATELESS, called, processor_for
 
 
 class Choice(NamedTuple):
@@ -52,8 +43,15 @@ class Sampler:
         return not self.do_sample and not self.processors
 
     def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Processed scores of the token after `ids` [1, n]; [1, V] -> [1, V]."""
-        return self.processors(ids, logits) if self.processors else logits  # type: ignore[arg-type]  # annotated LongTensor upstream
+        """Processed scores of the token after `ids` [1, n]; [1, V] -> [1, V].
+
+        Raises InvalidOption for what a processor of transformers refuses, and for results of
+        another shape. What a processor of the user's raises goes on as it is.
+        """
+        scores = logits
+        for processor in self.processors:
+            scores = _processed(processor, ids, scores)
+        return scores
 
     def probs(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Distribution of the token after `ids` [1, n]; [1, V] -> [V], float32."""
@@ -68,8 +66,14 @@ class Sampler:
         return Choice(int(scores.argmax(-1)), None, probs)
 
     def draw(self, probs: Tensor) -> int:
-        """One token from [V]."""
-        return int(torch.multinomial(probs, 1, generator=self.generator))
+        """One token from [V]. Raises InvalidOption where [V] is no law."""
+        try:
+            return int(torch.multinomial(probs, 1, generator=self.generator))
+        except RuntimeError as error:
+            raise InvalidOption(
+                "the scores hold no law to draw from: all tokens are ruled out, or a number is NaN "
+                "or infinite. Check temperature, guidance_scale and logits_processor"
+            ) from error
 
     def uniform(self, device: torch.device) -> Tensor:
         """One number from [0, 1), a tensor without dimensions."""
@@ -80,32 +84,41 @@ class Sampler:
         kept = [p for p in self.processors if is_stateless(p)]
         return Sampler(LogitsProcessorList(kept), self.do_sample, self.generator)
 
-    def for_row(self, row: int) -> Sampler:
-        """The choice for one row of a batch, decoded alone: what processors hold per row is cut."""
-        return replace(self, processors=LogitsProcessorList(_cut(p, row) for p in self.processors))
+    def for_row(self, row: int, rows: int) -> Sampler:
+        """The choice for one row of a batch of `rows`, which is decoded alone.
 
-
-def _cut(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """Hugging Face's repetition penalty skips the padding of each row: keep that of `row`."""
-    lengths = getattr(processor, "prompt_ignore_length", None)
-    if not isinstance(lengths, Tensor):
-        return processor
-    alone = copy.copy(processor)
-    alone.prompt_ignore_length = lengths[row : row + 1]  # type: ignore[attr-defined]  # only some processors have it
-    return alone
+        Raises InvalidOption for a processor that is not known to treat each row by itself.
+        """
+        if rows == 1:
+            return self
+        alone = [processor_for(processor, row, rows) for processor in self.processors]
+        return replace(self, processors=LogitsProcessorList(alone))
 
 
 def is_stateless(processor: object) -> bool:
-    """Whether calls do not affect each other: Hugging Face's own processors, but for a few.
+    """Whether calls do not affect each other: most of Hugging Face's own processors.
 
     The user's own code is taken to keep state. Leaving one out on the draft side costs
     acceptance, never correctness: the target side always runs all of them.
     """
     kind = type(processor)
-    own = kind.__module__ == logits_process.__name__
-    return own and kind.__name__ not in (*_STATEFUL, *_CALLS_THE_USER)
+    return kind.__module__ == logits_process.__name__ and kind.__name__ in STATELESS
 
 
-def stateful(processors: Sequence[object]) -> list[str]:
-    """Names of processors whose state would leak from one sequence of a batch to the next."""
-    return [type(p).__name__ for p in processors if type(p).__name__ in _STATEFUL]
+def _processed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    """[1, n], [1, V] -> [1, V]."""
+    try:
+        found = processor(ids, scores)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if type(processor).__module__ != logits_process.__name__:
+            raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InvalidOption(
+            f"{called(processor)} refuses: {reason}. Change its option, or leave it out"
+        ) from error
+    if not isinstance(found, Tensor) or found.shape != scores.shape:
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise InvalidOption(
+            f"{called(processor)} gives {shape}, expected scores of shape {list(scores.shape)}"
+        )
+    return found

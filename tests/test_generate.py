@@ -313,13 +313,6 @@ def test_a_loop_of_another_model_is_refused(speculator: Speculator) -> None:
         other.generate(random_ids(4), custom_generate=speculator.hf())
 
 
-def test_decoding_stops_where_the_context_ends(speculator: Speculator) -> None:
-    limit = speculator.backbone.max_positions
-    answer = speculator.generate(random_ids(limit - 6), max_new_tokens=50)
-    assert len(answer.token_ids) == 6
-    assert answer.stop_reason == "length"
-
-
 def test_later_turns_run_only_what_is_new_and_say_the_same(speculator: Speculator) -> None:
     session = speculator.session()
     first = random_ids(13)

@@ -16,21 +16,11 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 FLOORS = (
-    ("errors", "config"),
+    ("errors", "config", "option_types"),
     ("packed_linear", "files", "untrusted"),
     (
-        *(
-            "schedule",
-            "confidence",
-            "file_pages",
-            "kv_cache",
-            "head_types",
-            "heads",
-            "judge",
-            "stats",
-            "hub",
-        ),
-        *("scores", "text"),
+        *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
+        *("schedule", "scores", "text", "one_row"),
     ),
     ("compiled",),
     ("executors",),
@@ -39,7 +29,7 @@ FLOORS = (
     ("state", "probe"),
     ("drafters", "controllers", "acceptance", "lossy"),
     ("decode",),
-    ("request", "stream", "costs", "tuned"),
+    ("keywords", "request", "stream", "costs", "tuned"),
     ("session", "generate"),
     ("__init__",),
     ("training", "eval"),

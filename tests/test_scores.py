@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation import logits_process
 from transformers.generation.logits_process import (
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
@@ -17,7 +16,6 @@ from transformers.generation.logits_process import (
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from selfspec.acceptance import GreedyMatch
@@ -28,7 +26,7 @@ from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 from selfspec.heads import logit_lens
 from selfspec.judge import ExitJudge
-from selfspec.scores import Sampler, is_stateless, stateful
+from selfspec.scores import Sampler, is_stateless
 from selfspec.state import DecodeState
 from selfspec.stats import Round, Stopwatch
 from tests.models import VOCAB_SIZE, random_ids
@@ -147,16 +145,6 @@ def test_a_certain_token_is_always_drawn() -> None:
 
 
 # Which processors keep state
-
-
-def test_the_processors_named_stateful_exist_under_these_names(backbone: Backbone) -> None:
-    guidance = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, backbone.model)
-    found = stateful([watermark(), TemperatureLogitsWarper(0.5), guidance, Note()])
-    assert found == [
-        "SynthIDTextWatermarkLogitsProcessor",
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    ]
-    assert all(hasattr(logits_process, name) for name in found)
 
 
 @pytest.mark.parametrize(

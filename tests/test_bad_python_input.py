@@ -1,0 +1,394 @@
+"""Careless and hostile input through the Python API: each gives one line, never a raw error."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from selfspec.config import SpeculationOptions
+from selfspec.errors import InvalidOption, InvalidPrompt, SelfspecError
+from selfspec.generate import Speculator, wrap
+from tests.models import make_model, random_ids
+from tests.test_text import byte_level_bpe
+
+VOCAB = 280
+TEMPLATE = (
+    "{% if messages[0].role == 'robot' %}{{ raise_exception('no robots\nplease') }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+IDS = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("llama", vocab_size=VOCAB, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def speculator(model: Any) -> Speculator:
+    tokenizer = byte_level_bpe()
+    tokenizer.chat_template = TEMPLATE
+    return wrap(model, tokenizer, heads="logit-lens", exit_layers=(2, 5), exit_threshold=0.05)
+
+
+def check(error: SelfspecError) -> None:
+    """One line that says what was found and what to do."""
+    text = str(error)
+    assert text
+    assert "\n" not in text
+    assert len(text) < 400
+    assert re.search(
+        r"expected|Did you mean|Known:|(\.|, or|:) ?(Give|Use|Leave|Shorten|Change|Check|Pad|Raise"
+        r"|Lower|Remove|Make|Fit|Run|change|leave|go on)",
+        text,
+    ), text
+
+
+# Prompts
+
+
+class Strange:
+    """Its repr fails."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+PROMPTS: dict[str, Any] = {
+    "none": None,
+    "number": 5,
+    "float": 1.5,
+    "bool": True,
+    "bytes": b"hello",
+    "dict": {"input_ids": IDS},
+    "set": {1, 2},
+    "generator": (token for token in IDS),
+    "function": len,
+    "object": Strange(),
+    "numpy": np.array(IDS),
+    "numpy floats": np.array([1.0]),
+    "empty text": "",
+    "blanks": " \n\t ",
+    "half a character": "\ud800",
+    "half a character within": "hello \udfff there",
+    "empty list": [],
+    "empty tuple": (),
+    "floats": [1.0, 2.0],
+    "bools": [True, False],
+    "text and ids": ["hello", 5],
+    "ids and text": [5, "hello"],
+    "ids and none": [5, None],
+    "ids and messages": [5, {"role": "user", "content": "hi"}],
+    "messages and ids": [*user("hi"), 5],
+    "several texts": ["hello", "there"],
+    "lists of ids": [[1, 2], [3, 4]],
+    "ragged lists": [[1, 2], [3]],
+    "nested lists": [[[1]]],
+    "tensors in a list": [torch.tensor(1)],
+    "nones": [None],
+    "negative id": [-1, 5],
+    "id beyond the vocabulary": [5, VOCAB],
+    "id beyond 32 bits": [2**40],
+    "id beyond 64 bits": [2**64],
+    "id below 64 bits": [-(2**70)],
+    "float tensor": torch.tensor([1.0, 2.0]),
+    "half tensor": torch.tensor([1.0]).half(),
+    "complex tensor": torch.tensor([1j]),
+    "bool tensor": torch.tensor([True, False]),
+    "tensor without dimensions": torch.tensor(5),
+    "tensor of three dimensions": torch.ones(1, 2, 3, dtype=torch.long),
+    "empty tensor": torch.empty(0, dtype=torch.long),
+    "tensor of empty rows": torch.empty(2, 0, dtype=torch.long),
+    "tensor of no rows": torch.empty(0, 3, dtype=torch.long),
+    "negative tensor": torch.tensor([[-5]]),
+    "tensor beyond the vocabulary": torch.tensor([[VOCAB]]),
+    "meta tensor": torch.empty(1, 3, dtype=torch.long, device="meta"),
+    "sparse tensor": torch.tensor([[1, 0, 2]]).to_sparse(),
+    "several rows": torch.tensor([IDS, IDS]),
+    "message without role": [{"content": "hi"}],
+    "message without content": [{"role": "user"}],
+    "empty message": [{}],
+    "role of a number": [{"role": 3, "content": "hi"}],
+    "content of a number": user(3),
+    "content of none": user(None),
+    "content of parts": user([{"type": "text", "text": "hi"}]),
+    "content of bytes": user(b"hi"),
+    "content with half a character": user("\ud800"),
+    "message and none": [*user("hi"), None],
+    "message and text": [*user("hi"), "hello"],
+    "message and list": [*user("hi"), ["user", "hello"]],
+    "a role the template refuses": [{"role": "robot", "content": "hi"}],
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("call", ["generate", "stream", "session"])
+def test_what_is_no_prompt_is_refused_in_one_line(
+    name: str, call: str, speculator: Speculator
+) -> None:
+    start: dict[str, Callable[..., Any]] = {
+        "generate": speculator.generate,
+        "stream": speculator.stream,
+        "session": speculator.session().generate,
+    }
+    with pytest.raises((InvalidPrompt, InvalidOption)) as caught:
+        start[call](PROMPTS[name], max_new_tokens=2)
+    check(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(PROMPTS.keys() - {"several rows"}))
+def test_what_is_no_batch_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
+    with pytest.raises(InvalidPrompt) as caught:
+        speculator.generate_batch(PROMPTS[name], max_new_tokens=2)
+    check(caught.value)
+
+
+@pytest.mark.parametrize("prompt", ["hello", user("hi"), "x" * 50])
+def test_words_without_a_tokenizer_are_refused_in_one_line(prompt: Any, model: Any) -> None:
+    with pytest.raises(InvalidPrompt) as caught:
+        wrap(model, heads="logit-lens").generate(prompt)
+    check(caught.value)
+
+
+def test_raw_is_for_text(speculator: Speculator) -> None:
+    with pytest.raises(InvalidPrompt, match="raw is for text"):
+        speculator.generate(user("hi"), raw=True)
+
+
+# Options of generate
+
+NAN, INF = math.nan, math.inf
+
+
+def options(name: str, *values: Any, **others: Any) -> list[dict[str, Any]]:
+    return [{name: value} | others for value in values]
+
+
+def too_many(_one: Any, _two: Any, _three: Any) -> None:
+    """No processor takes three things."""
+
+
+OPTIONS: list[dict[str, Any]] = [
+    *options("max_new_tokens", "5", 0, -1, 2.5, NAN, INF, True, [5], {}),
+    *options("max_length", "5", 0, -3, 2, 9.5),
+    *options("min_new_tokens", "5", -1, 1.5),
+    *options("min_length", "5", -1),
+    *options("max_time", "5", -1.0, NAN, INF, -1),
+    *options("num_return_sequences", "2", 0, -1, 2, 1.5),
+    *options("do_sample", "yes", 1, 0.5),
+    *options("temperature", "1", 0.0, -1.0, NAN, INF, True, do_sample=True),
+    *options("temperature", 1e-42, do_sample=True),
+    *options("top_k", "5", -1, 2.5, 0.5, do_sample=True),
+    *options("top_p", "x", -0.1, 1.5, NAN, do_sample=True),
+    *options("min_p", "x", -0.1, 1.5, NAN, do_sample=True),
+    *options("typical_p", "x", -0.1, NAN, do_sample=True),
+    *options("epsilon_cutoff", "x", NAN, do_sample=True),
+    *options("eta_cutoff", "x", NAN, do_sample=True),
+    *options("repetition_penalty", "x", 0.0, -1.0, NAN, INF),
+    *options("no_repeat_ngram_size", "x", -1, 1.5),
+    *options("bad_words_ids", 5, [], [5], [["a"]], [[-1]], [[VOCAB]], [[1.5]], "word"),
+    *options("sequence_bias", 5, [], [[5, 1.0]], [[[VOCAB], 1.0]], [[[5]]], {}, "x"),
+    *options("suppress_tokens", 5, ["a"], [VOCAB], [-1], [1.5]),
+    *options("begin_suppress_tokens", 5, ["a"], [VOCAB], [10**30]),
+    *options("forced_bos_token_id", "a", VOCAB, -1, 1.5),
+    *options("forced_eos_token_id", "a", VOCAB, -1, [VOCAB], 1.5),
+    *options("eos_token_id", "a", 1.5, ["a"], [[1]], VOCAB + 3),
+    *options("pad_token_id", "a", 1.5, [1]),
+    *options("exponential_decay_length_penalty", 5, (1,), ("a", 1.0), (1, "a"), (1, 2.0)),
+    *options("renormalize_logits", "x", 1),
+    *options("remove_invalid_values", "x"),
+    *options("guidance_scale", "x", NAN, INF),
+    *options("watermarking_config", "x", 5, object()),
+    *options("stop_strings", 5, [5], [""], [None], "", b"x", do_sample=True),
+    *options("stopping_criteria", 5, [5], ["x"], [None], [too_many], [InvalidOption], "x"),
+    *options("logits_processor", 5, [5], ["x"], [None], [too_many], [InvalidOption], "x"),
+    *options("prefix_allowed_tokens_fn", 5, "x", lambda _row, _ids: []),
+    *options("prefix_allowed_tokens_fn", lambda _row, _ids: [VOCAB], lambda _row, _ids: ["a"]),
+    *options("attention_mask", 5, "x", [1, 1, 1], torch.ones(1, 9), torch.ones(3)),
+    *options("attention_mask", torch.zeros(1, 3), torch.tensor([[1, 1, 0]]), np.ones((1, 3))),
+    *options("attention_mask", torch.full((1, 3), 2), torch.tensor([[0.5, 1.0, 1.0]])),
+    *options("attention_mask", torch.tensor([[NAN, 1.0, 1.0]]), torch.tensor([[1, 0, 1]])),
+    *options("attention_mask", torch.ones(1, 3, 3)),
+    *options("generation_config", 5, "x", {}, {"max_new_tokens": 3}),
+    *options("streamer", 5, "x", print, object()),
+    *options("seed", "x", 1.5, NAN, 2**64, -(2**64), True),
+    *options("raw", "x", 1),
+    # of ours, for one call
+    *options("speculate", "no", 1),
+    *options("drafter", "none at all", 5, ["exit"], "draft-model", "ngram+draft-model"),
+    *options("exit_layers", 5, "2", [99], [0], [2.5], ["2"], [], [5, 2], [2, 2], [-1]),
+    *options("exit_threshold", "x", 0.0, 1.5, NAN, [], [0.5, 0.5, 0.5], ["x"]),
+    *options("anneal_strength", "x", -1.0, NAN, INF),
+    *options("max_draft_depth", "x", 99, 0, 1.5, 3),
+    *options("max_draft_tokens", "6", 0, -1, 2.5, True),
+    *options("controller", "fast", 5),
+    *options("shortest_draft", 0, "x", 99, 1.5),
+    *options("longest_draft", 0, "x", -1),
+    *options("controller_threshold", 1.5, "x", NAN),
+    *options("gammatune_rate", 0.0, "x"),
+    *options("confidence_weights", 0.4, [1.0], [0.5, 0.5, 0.5], ["a", "b", "c"], [NAN, 0.5, 0.5]),
+    *options("ngram_size", 0, "x"),
+    *options("row_cost", NAN, -1.0, "x", 2.0),
+    *options("block_cost", NAN, -1.0, "x"),
+    *options("acceptance", "always", 5, "easd"),
+    *options("lenience", 0.0, 2.0, "x", 0.5),
+    *options("entropy_threshold", -1.0, "x"),
+    *options("pinned", "x", 1),
+    *options("pinned_rows", 0, -1, 10**9, "x", 1, pinned=True),
+    # that do not exist
+    *options("max_tokens", 5),
+    *options("temprature", 0.5),
+    *options("exit_layer", 5),
+    *options("num_beams", 2),
+    *options("pixel_values", torch.zeros(1)),
+    *options("position_ids", torch.arange(3)),
+    *options("inputs_embeds", torch.zeros(1, 3, 32)),
+    *options("force_words_ids", [[5]]),
+    *options("past_key_values", ()),
+]
+
+
+@pytest.mark.parametrize("values", OPTIONS, ids=str)
+def test_options_that_make_no_sense_are_refused_in_one_line(
+    values: dict[str, Any], speculator: Speculator
+) -> None:
+    given = {"max_new_tokens": 4} | values
+    if "max_length" in values:
+        del given["max_new_tokens"]
+    with pytest.raises(SelfspecError) as caught:
+        speculator.generate(torch.tensor([IDS]), **given)
+    check(caught.value)
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(PROMPTS) > 50
+    assert len(OPTIONS) > 200
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {"max_new_tokens": "5"},
+    {"max_new_tokens": 2.5},
+    {"temperature": "hot", "do_sample": True},
+    {"top_k": "x", "do_sample": True},
+    {"stop_strings": ["x", ""]},
+    {"stop_strings": 5},
+    {"num_return_sequences": 3},
+    {"eos_token_id": "x"},
+    {"bad_words_ids": "x"},
+    {"guidance_scale": "x"},
+    {"num_beams": 3},
+    {"cache_implementation": "static"},
+    {"output_scores": True},
+]
+
+
+@pytest.mark.parametrize("values", CONFIGS, ids=str)
+def test_a_config_that_makes_no_sense_is_refused_in_one_line(
+    values: dict[str, Any], speculator: Speculator
+) -> None:
+    config = GenerationConfig(max_new_tokens=3)
+    for name, value in values.items():
+        setattr(config, name, value)
+    with pytest.raises(SelfspecError) as caught:
+        speculator.generate(torch.tensor([IDS]), generation_config=config)
+    check(caught.value)
+
+
+# What holds for a whole speculator
+
+LOOPS: list[dict[str, Any]] = [
+    {"streamer": 5},
+    {"strings": 5},
+    {"strings": [5]},
+    {"strings": [""]},
+    {"max_draft_tokens": "6"},
+    {"exit_treshold": 0.5},
+    {"drafter": "fast"},
+    {"temperature": 0.5},
+]
+
+
+@pytest.mark.parametrize("values", LOOPS, ids=str)
+def test_a_loop_for_hugging_face_is_refused_in_one_line(
+    values: dict[str, Any], speculator: Speculator
+) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        speculator.hf(**values)
+    check(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *options("exit_layers", 5, [99], "2"),
+        *options("exit_threshold", "x", 2.0, [0.5, 0.5, 0.5]),
+        *options("drafter", "fast", None),
+        *options("max_draft_tokens", None, "6", 1.5),
+        *options("max_tokens", 5),
+        *options("executor", "fast", 5, None),
+    ],
+    ids=str,
+)
+def test_wrapping_with_options_that_make_no_sense_is_refused_in_one_line(
+    values: dict[str, Any], model: Any
+) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        wrap(model, **({"heads": "logit-lens", "exit_layers": [2, 5]} | values))
+    check(caught.value)
+
+
+@pytest.mark.parametrize("values", [None, 5, "speculate", ["speculate"], [("speculate", 1)]])
+def test_options_are_updated_from_names_and_values_only(values: Any) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        SpeculationOptions().updated(values)
+    check(caught.value)
+
+
+# Nothing is lost by it
+
+
+def test_after_bad_input_a_speculator_and_its_session_answer_as_before(
+    speculator: Speculator,
+) -> None:
+    session, ids = speculator.session(), random_ids(9, vocab_size=VOCAB)
+    expected = session.generate(ids, max_new_tokens=6).token_ids
+    for prompt in (None, [VOCAB], "\ud800"):
+        with pytest.raises(SelfspecError):
+            session.generate(prompt, max_new_tokens=3)  # type: ignore[arg-type]  # the mistake
+    with pytest.raises(SelfspecError):
+        session.generate(ids, prefix_allowed_tokens_fn=lambda _row, _ids: [])
+    assert session.generate(ids, max_new_tokens=6).token_ids == expected
+    assert speculator.generate(ids, max_new_tokens=6).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        IDS,
+        tuple(IDS),
+        torch.tensor(IDS),
+        torch.tensor([IDS], dtype=torch.int32),
+        torch.tensor([IDS], dtype=torch.uint8),
+    ],
+    ids=repr,
+)
+def test_ids_of_any_whole_type_are_read(prompt: Any, speculator: Speculator) -> None:
+    expected = speculator.generate(torch.tensor([IDS]), max_new_tokens=4).token_ids
+    assert speculator.generate(prompt, max_new_tokens=4).token_ids == expected
+
+
+def test_a_message_of_a_call_needs_no_content(speculator: Speculator) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    messages: Any = [*user("hi"), call, *user("and?")]
+    assert speculator.generate(messages, max_new_tokens=2).token_ids

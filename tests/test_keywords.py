@@ -1,0 +1,316 @@
+"""Every keyword of Hugging Face's generation has its effect here, changes nothing, or is refused.
+
+The tables are held against transformers itself: a field that a later version adds fails a test.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, WatermarkingConfig
+from transformers.utils.generic import TransformersKwargs
+
+from selfspec.errors import InvalidOption
+from selfspec.generate import Speculator, wrap
+from selfspec.keywords import (
+    HONOURED,
+    NEUTRAL,
+    REFUSED,
+    refuse_model_keywords,
+    refuse_other_decoding,
+)
+from tests.models import make_model, random_ids
+
+LENGTH = 9
+
+
+@pytest.fixture(scope="module")
+def exact() -> Any:
+    """The tiny Llama in float64."""
+    return make_model("llama", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def speculator(exact: Any) -> Speculator:
+    return wrap(exact, heads="logit-lens", exit_layers=(2, 5), exit_threshold=0.05)
+
+
+def fields() -> set[str]:
+    return set(vars(GenerationConfig()))
+
+
+# GenerationConfig
+
+
+def test_every_field_of_transformers_config_is_sorted() -> None:
+    assert fields() <= HONOURED | NEUTRAL | REFUSED.keys(), "new: does it change what is decoded?"
+
+
+def test_no_field_is_sorted_twice() -> None:
+    assert not HONOURED & NEUTRAL
+    assert not REFUSED.keys() & (HONOURED | NEUTRAL)
+
+
+def test_the_defaults_of_transformers_pass() -> None:
+    config = GenerationConfig()
+    refuse_other_decoding(config)
+    config.update(**GenerationConfig._get_default_generation_params())
+    refuse_other_decoding(config)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_field_of_another_way_of_decoding_is_refused_by_name(name: str) -> None:
+    config = GenerationConfig()
+    setattr(config, name, 7)
+    with pytest.raises(InvalidOption, match=f"^{name}=7 is not supported. Leave it out"):
+        refuse_other_decoding(config)
+
+
+def test_a_field_that_only_a_later_transformers_knows_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = GenerationConfig.__init__
+
+    def later(self: Any, **options: Any) -> None:
+        original(self, **options)
+        self.dream_tokens = None
+
+    monkeypatch.setattr(GenerationConfig, "__init__", later)
+    config = GenerationConfig()
+    refuse_other_decoding(config)
+    config.dream_tokens = 3  # type: ignore[attr-defined]  # made up
+    with pytest.raises(InvalidOption, match=r"^dream_tokens=3 is not known here. Leave it out"):
+        refuse_other_decoding(config)
+
+
+def test_what_some_model_wrote_into_its_config_is_passed_over(
+    speculator: Speculator, exact: Any
+) -> None:
+    config = GenerationConfig(max_new_tokens=5, chat_format="chatml", max_window_size=24000)
+    answer = speculator.generate(random_ids(LENGTH), generation_config=config)
+    expected = exact.generate(random_ids(LENGTH), generation_config=config)
+    assert answer.token_ids == expected[0, LENGTH:].tolist()
+
+
+NEUTRAL_VALUES: dict[str, Any] = {
+    "early_stopping": True,
+    "length_penalty": 2.0,
+    "diversity_penalty": 0.5,
+    "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "heuristic",
+    "assistant_confidence_threshold": 0.9,
+    "max_matching_ngram_size": 2,
+    "assistant_lookbehind": 3,
+    "target_lookbehind": 3,
+    "disable_compile": True,
+    "low_memory": True,
+    "prefill_chunk_size": 4,
+    "decoder_start_token_id": 3,
+    "bos_token_id": 3,
+    "max_cache_len": 99,
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL_VALUES)
+def test_a_neutral_field_changes_no_token_of_transformers_own(
+    name: str, speculator: Speculator, exact: Any
+) -> None:
+    ids, options = random_ids(LENGTH), {name: NEUTRAL_VALUES[name], "max_new_tokens": 8}
+    plain = exact.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(exact.generate(ids, do_sample=False, **options), plain)
+    found = exact.generate(ids, do_sample=False, custom_generate=speculator.hf(), **options)
+    assert torch.equal(found, plain)
+
+
+HONOURED_VALUES: dict[str, Any] = {
+    "max_length": LENGTH + 3,
+    "max_new_tokens": 2,
+    "min_length": LENGTH + 8,
+    "min_new_tokens": 8,
+    "repetition_penalty": 3.0,
+    "encoder_repetition_penalty": 9.0,
+    "no_repeat_ngram_size": 1,
+    "bad_words_ids": [[token] for token in range(0, 90, 2)],
+    "suppress_tokens": list(range(60)),
+    "begin_suppress_tokens": list(range(80)),
+    "sequence_bias": [[[4], 90.0]],
+    "guidance_scale": 3.0,
+    "watermarking_config": WatermarkingConfig(bias=20.0),
+    "forced_eos_token_id": 3,
+    "exponential_decay_length_penalty": (1, 9.0),
+    "eos_token_id": list(range(60)),
+}
+"""Fields with a value that changes the answer to this prompt, if greedy."""
+
+
+@pytest.mark.parametrize("name", HONOURED_VALUES)
+@pytest.mark.parametrize("through", ["keyword", "config", "hf"])
+def test_a_field_that_is_honoured_has_the_effect_it_has_in_transformers(
+    name: str, through: str, speculator: Speculator, exact: Any
+) -> None:
+    ids, end = random_ids(LENGTH), {"eos_token_id": 95, "max_new_tokens": 10}
+    if name.startswith("min_"):
+        end["eos_token_id"] = 82  # which comes third
+    if name == "max_length":
+        del end["max_new_tokens"]
+    options = end | {name: HONOURED_VALUES[name]}
+    expected = exact.generate(ids, do_sample=False, **options)[0, LENGTH:].tolist()
+    assert expected != exact.generate(ids, do_sample=False, **end)[0, LENGTH:].tolist()
+    if through == "hf":
+        found = exact.generate(ids, do_sample=False, custom_generate=speculator.hf(), **options)
+        assert found[0, LENGTH:].tolist() == expected
+        return
+    if through == "config" or name.startswith("encoder"):  # which are no keywords of ours
+        options = {"generation_config": GenerationConfig(**options)}
+    assert speculator.generate(ids, **options).token_ids == expected
+
+
+# Constrained and beam search: moved out of transformers, and nothing that a loop could honour
+
+CONSTRAINED: list[dict[str, Any]] = [
+    {"force_words_ids": [[5, 6]]},
+    {"constraints": [3]},
+    {"force_words_ids": [[5]], "num_beams": 2},
+    {"num_beams": 4},
+    {"num_beams": 4, "num_beam_groups": 2},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"dola_layers": "high"},
+    {"prompt_lookup_num_tokens": 3},
+    {"assistant_early_exit": 2},
+    {"use_mtp": True},
+    {"is_assistant": True},
+]
+
+
+@pytest.mark.parametrize("options", CONSTRAINED, ids=str)
+@pytest.mark.parametrize("through", ["hf", "hf config", "config"])
+def test_constraints_and_other_searches_are_refused_by_name(
+    options: dict[str, Any], through: str, speculator: Speculator, exact: Any
+) -> None:
+    names = "|".join(options)
+    config = GenerationConfig(max_new_tokens=4, **options)
+    if through == "config":
+        options = {"generation_config": config}
+        call = partial(speculator.generate, random_ids(4), **options)
+    else:
+        given = options if through == "hf" else {"generation_config": config}
+        call = partial(exact.generate, random_ids(4), custom_generate=speculator.hf(), **given)
+    with pytest.raises(InvalidOption, match=rf"^({names})=.* is not supported. Leave it out"):
+        call()
+
+
+# Keywords of the model's forward
+
+
+def forward_keywords(exact: Any) -> list[str]:
+    """All that transformers lets through to a decoder's forward."""
+    own = set(inspect.signature(exact.forward).parameters) - {"kwargs", "input_ids"}
+    return sorted(own | set(TransformersKwargs.__annotations__))
+
+
+UNDERSTOOD = {
+    *("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"),
+    *("output_hidden_states", "output_attentions", "output_router_logits", "is_causal"),
+}
+
+
+def test_every_keyword_of_the_forward_is_understood_or_refused(exact: Any) -> None:
+    for name in forward_keywords(exact):
+        value = torch.ones(1, LENGTH)
+        if name in UNDERSTOOD:
+            continue
+        with pytest.raises(InvalidOption, match=f"^{name} is not supported"):
+            refuse_model_keywords({name: value}, random_ids(LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("inputs_embeds", torch.ones(1, LENGTH, 32, dtype=torch.float64)),
+        ("labels", random_ids(LENGTH)),
+        ("position_ids", torch.arange(LENGTH)[None] + 3),
+        ("position_ids", torch.zeros(1, LENGTH, dtype=torch.long)),
+        ("position_ids", torch.arange(LENGTH + 2)[None]),
+        ("is_causal", False),
+        ("seq_idx", torch.zeros(1, LENGTH, dtype=torch.int)),
+        ("cu_seq_lens_q", torch.tensor([0, LENGTH])),
+        ("max_length_q", 4),
+        ("output_router_logits", True),
+        ("debug_io", True),
+        ("mm_encoder_outputs", torch.ones(1)),
+    ],
+)
+def test_hf_refuses_what_it_would_ignore(
+    name: str, value: Any, speculator: Speculator, exact: Any
+) -> None:
+    with pytest.raises(InvalidOption, match=f"^{name}") as caught:
+        exact.generate(
+            random_ids(LENGTH),
+            max_new_tokens=3,
+            custom_generate=speculator.hf(),
+            **{name: value},
+        )
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "token_type_ids", "encoder_outputs", "anything"])
+def test_keywords_of_other_models_are_refused_where_a_model_takes_them(name: str) -> None:
+    with pytest.raises(InvalidOption, match=f"^{name} is not supported"):
+        refuse_model_keywords({name: torch.zeros(1, 3)}, random_ids(3))
+
+
+def test_a_filled_cache_is_refused_and_an_empty_one_is_not(
+    speculator: Speculator, exact: Any
+) -> None:
+    ids, options = random_ids(LENGTH), {"max_new_tokens": 4, "do_sample": False}
+    cache = DynamicCache()
+    exact(ids[:, :-1], past_key_values=cache)
+    with pytest.raises(InvalidOption, match=r"^past_key_values"):
+        exact.generate(ids, past_key_values=cache, custom_generate=speculator.hf(), **options)
+    expected = exact.generate(ids, **options)
+    loop = speculator.hf()
+    found = exact.generate(ids, past_key_values=DynamicCache(), custom_generate=loop, **options)
+    assert torch.equal(found, expected)
+
+
+PASSED: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "a mask of ones": lambda ids: {"attention_mask": torch.ones_like(ids)},
+    "a mask of booleans": lambda ids: {"attention_mask": torch.ones_like(ids).bool()},
+    "positions from 0": lambda ids: {"position_ids": torch.arange(ids.shape[1])[None]},
+    "logits to keep": lambda ids: {"logits_to_keep": 1},
+    "use_cache": lambda ids: {"use_cache": True},
+    "a dynamic cache": lambda ids: {"cache_implementation": "dynamic"},
+    "nothing": lambda ids: {"token_type_ids": None, "output_attentions": None},
+}
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_keywords_that_say_what_is_so_anyway_pass(
+    name: str, speculator: Speculator, exact: Any
+) -> None:
+    ids = random_ids(LENGTH)
+    given = PASSED[name](ids) | {"max_new_tokens": 8, "do_sample": False}
+    expected = exact.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(exact.generate(ids, custom_generate=speculator.hf(), **given), expected)
+
+
+def test_positions_behind_padding_pass_and_others_do_not(
+    speculator: Speculator, exact: Any
+) -> None:
+    ids = torch.cat([random_ids(LENGTH), random_ids(LENGTH, seed=1)])
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    expected = exact.generate(ids, **options)
+    found = exact.generate(ids, position_ids=places, custom_generate=speculator.hf(), **options)
+    assert torch.equal(found, expected)
+    wrong = torch.arange(LENGTH).expand(2, -1)
+    with pytest.raises(InvalidOption, match=r"^position_ids"):
+        exact.generate(ids, position_ids=wrong, custom_generate=speculator.hf(), **options)
