@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from selfspec import hub
-from selfspec.backbone import Backbone, fingerprint
+from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions, check_keys
 from selfspec.errors import InvalidOption
 from selfspec.heads import ExitHeads, check_exit_layers
@@ -57,7 +57,7 @@ def conditions(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
     """What a tuned setting holds for; another value of any of these needs another setting."""
     return {
         "heads": heads_hash(heads),
-        "base": heads.config.base_fingerprint or fingerprint(backbone.unembedding.weight),
+        "base": heads.config.base_fingerprint or backbone.fingerprint,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "executor": backbone.executor_name,
         "processor": processor(backbone.device),

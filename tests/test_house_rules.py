@@ -17,10 +17,10 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 FLOORS = (
     ("errors", "config"),
-    ("packed_linear", "files", "untrusted"),
+    ("packed_linear", "files", "untrusted", "weight_files", "heads_folder"),
     (
         *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
-        *("scores", "text"),
+        *("scores", "text", "fingerprint"),
     ),
     ("compiled",),
     ("executors",),

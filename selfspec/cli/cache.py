@@ -36,7 +36,6 @@ def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
     training.require(asked, "data", "output")
     options = training.options_of(CacheOptions, asked)
     base = training.load_base(asked)
-    from selfspec.backbone import fingerprint
     from selfspec.training import cache as store
     from selfspec.training.sources import StreamSource
 
@@ -46,7 +45,7 @@ def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
     size_of = spec.bytes_per_token(base.backbone.hidden_size, base.backbone.dtype.itemsize)
     described = {
         "base_model": base.name,
-        "base_fingerprint": fingerprint(base.backbone.unembedding.weight),
+        "base_fingerprint": base.backbone.fingerprint,
         "dtype": str(base.backbone.dtype).removeprefix("torch."),
         "data": Path(asked["data"]).name,
     }

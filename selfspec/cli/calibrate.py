@@ -47,14 +47,13 @@ def calibrate(
         raise InvalidOption(f"precision is {asked['precision']}, expected in (0, 1]")
     folder = hub.resolve_heads(asked["heads"])
     base = training.load_base(asked)
-    from selfspec.backbone import Backbone, fingerprint
+    from selfspec.backbone import Backbone
     from selfspec.costs import measure
     from selfspec.heads import ExitHeads
     from selfspec.training import calibrate as measuring
 
-    unembedding = base.backbone.unembedding
     heads = ExitHeads.from_pretrained(
-        folder, unembedding, fingerprint(unembedding.weight), base.name
+        folder, base.backbone.unembedding, base.backbone.fingerprint, base.name
     )
     found = measuring.calibrate(
         heads,

@@ -57,7 +57,6 @@ def data(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
 def run(asked: dict[str, Any], options: DataOptions) -> Counts:
     """Load, begin or continue the file, write."""
     base = training.load_base(asked)
-    from selfspec.backbone import fingerprint
     from selfspec.training import selfgen
     from selfspec.training.records import machine
     from selfspec.training.writer import Writer
@@ -69,7 +68,7 @@ def run(asked: dict[str, Any], options: DataOptions) -> Counts:
         "skip_bad_rows": asked.get("skip_bad_rows", False),
         "model": base.name,
         "dtype": str(base.backbone.dtype).removeprefix("torch."),
-        "fingerprint": fingerprint(base.backbone.unembedding.weight),
+        "fingerprint": base.backbone.fingerprint,
     }
     del recorded["tokens"]  # a file may grow
     writer = Writer(Path(asked["output"]), recorded, machine())

@@ -41,12 +41,10 @@ def calibrate_entropy(asked: dict[str, Any], *, as_json: bool) -> None:
 
 def _store(folder: Path, base: training.Base, value: float) -> None:
     """Add it to the defaults of the heads. Raises HeadsMismatch for those of another model."""
-    from selfspec.backbone import fingerprint
     from selfspec.heads import ExitHeads
 
-    unembedding = base.backbone.unembedding
     heads = ExitHeads.from_pretrained(
-        folder, unembedding, fingerprint(unembedding.weight), base.name
+        folder, base.backbone.unembedding, base.backbone.fingerprint, base.name
     )
     defaults = heads.config.defaults | {"entropy_threshold": value}
     heads.config = replace(heads.config, defaults=defaults)

@@ -57,7 +57,7 @@ class Base(NamedTuple):
 
 def load_base(asked: dict[str, Any]) -> Base:
     """The model that the flags ask for; this is where torch is imported."""
-    from selfspec import hub
+    from selfspec import fingerprint, hub
     from selfspec.backbone import Backbone
     from selfspec.training.processes import Processes
 
@@ -68,7 +68,8 @@ def load_base(asked: dict[str, Any]) -> Base:
         device=asked.get("device", processes.device),
     )
     # the generic executor: the packed one runs single sequences only
-    backbone = Backbone(model, executor="generic")
+    known = fingerprint.of_loaded(model, files.stamps)
+    backbone = Backbone(model, executor="generic", fingerprint=known)
     return Base(backbone, tokenizer, asked.get("base_model", files.label), processes)
 
 
@@ -90,10 +91,9 @@ def read(
 
 def cache_source(path: str, base: Base) -> CacheSource:
     """The whole features that `selfspec cache` wrote for this model. Raises InvalidData."""
-    from selfspec.backbone import fingerprint
     from selfspec.training.cache import CacheSource
 
-    source = CacheSource(Path(path), fingerprint(base.backbone.unembedding.weight))
+    source = CacheSource(Path(path), base.backbone.fingerprint)
     source.check()
     return source
 

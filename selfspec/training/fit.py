@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone, fingerprint
+from selfspec.backbone import Backbone
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads import ExitHeads, HeadsConfig, check_exit_layers, possible_exit_layers
 from selfspec.stats import Stopwatch
@@ -92,6 +92,11 @@ class _Course:
     entries: list[dict[str, Any]] = field(default_factory=list)
     best: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By layer, its entry of the best epoch."""
+
+    @property
+    def validated(self) -> int:
+        """Epochs that are closed: all their steps done, and measured."""
+        return int(self.entries[-1]["epoch"]) if self.entries else 0
 
     def record(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -170,11 +175,13 @@ class _Fit:
     def run(self, progress: Callable[[Progress], None]) -> Fitted:
         """All that is left to do."""
         course = self._course
-        while course.step < self._steps and not self._out_of_patience():
-            epoch, place = divmod(course.step, self._steps_per_epoch)
+        while course.validated < self._job.options.epochs and not self._out_of_patience():
+            # not from the steps alone: a fit can be killed between an epoch's last one and its end
+            epoch = course.validated
+            place = course.step - epoch * self._steps_per_epoch
             order = self._order(epoch)
             self._watch.start()
-            for start in range(place * self._job.options.accumulate, len(order), self._stride):
+            for start in range(place * self._stride, len(order), self._stride):
                 progress(self._step(order[start : start + self._stride], epoch))
                 if course.step % self._job.options.checkpoint_steps == 0:
                     self._save()
@@ -283,8 +290,11 @@ def _description(job: Job) -> dict[str, Any]:
     options = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(job.options).items()}
     return {
         **options,
-        "model": fingerprint(job.backbone.unembedding.weight),
-        "data": [job.train.source.digest, job.train.positions],
+        "model": job.backbone.fingerprint,
+        "dtype": str(job.backbone.dtype).removeprefix("torch."),
+        "data": job.train.description(),
+        "validation": job.validation.description(),
+        "special_ids": sorted(job.special_ids),
     }
 
 
@@ -304,7 +314,7 @@ def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> Heads
     backbone, options = job.backbone, job.options
     return HeadsConfig(
         base_model=job.base_model,
-        base_fingerprint=fingerprint(backbone.unembedding.weight),
+        base_fingerprint=backbone.fingerprint,
         hidden_size=backbone.hidden_size,
         num_layers=backbone.num_layers,
         vocab_size=backbone.vocab_size,
