@@ -23,6 +23,12 @@ from selfspec.untrusted import parse_json, read_json
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+FILES_OF_A_FIT = (
+    *("README.md", CONFIG_FILE, "curves.png", "metrics.json", "metrics.jsonl"),
+    *(WEIGHTS_FILE, "run.yaml"),
+)
+"""What `fit` writes."""
+
 FORMAT_VERSION = 2
 """1: `base_fingerprint` is that of the unembedding alone."""
 

@@ -35,6 +35,15 @@ def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
     asked = merged(config, flags, FLAGS)
     training.require(asked, "data", "output")
     options = training.options_of(CacheOptions, asked)
+    from selfspec.training import cache as store
+
+    store.check_output(asked["output"])
+    with training.writing(asked["output"]):
+        run(asked, options)
+
+
+def run(asked: dict[str, Any], options: CacheOptions) -> None:
+    """Load, compute, write."""
     base = training.load_base(asked)
     from selfspec.training import cache as store
     from selfspec.training.sources import StreamSource

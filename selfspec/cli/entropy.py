@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ def calibrate_entropy(asked: dict[str, Any], *, as_json: bool) -> None:
     """Measure tau_H; with --heads it becomes one of their defaults, else it is only printed."""
     training.require(asked, "data")
     folder = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
+    stored = folder is not None and not asked.get("dry_run", False)
+    with training.writing_heads(folder) if folder and stored else nullcontext():
+        _calibrate(asked, folder, stored=stored, as_json=as_json)
+
+
+def _calibrate(asked: dict[str, Any], folder: Path | None, *, stored: bool, as_json: bool) -> None:
     base = training.load_base(asked)
     from selfspec.training import entropy
 
@@ -25,7 +32,6 @@ def calibrate_entropy(asked: dict[str, Any], *, as_json: bool) -> None:
         found = entropy.calibrated(
             base.backbone, texts, batch_tokens, lambda done, total: show(done, total, "")
         )
-    stored = folder is not None and not asked.get("dry_run", False)
     if folder is not None and stored:
         _store(folder, base, found.entropy_threshold)
     if as_json:
@@ -48,4 +54,4 @@ def _store(folder: Path, base: training.Base, value: float) -> None:
     )
     defaults = heads.config.defaults | {"entropy_threshold": value}
     heads.config = replace(heads.config, defaults=defaults)
-    heads.save(folder)
+    heads.config.write(folder)

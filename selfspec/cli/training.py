@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -73,6 +74,33 @@ def load_base(asked: dict[str, Any]) -> Base:
     return Base(backbone, tokenizer, asked.get("base_model", files.label), processes)
 
 
+@contextmanager
+def writing(output: str) -> Iterator[None]:
+    """While open, this command alone writes `output`; of several processes the first sees to it.
+
+    Raises CannotWrite while another command writes there.
+    """
+    from selfspec import files
+
+    if int(os.environ.get("RANK", "0")):
+        yield
+        return
+    with files.locked(Path(output).absolute()):
+        yield
+
+
+@contextmanager
+def writing_heads(folder: Path) -> Iterator[None]:
+    """The same for what is added to a folder of heads. Raises CannotWrite for any other folder."""
+    from selfspec import files
+    from selfspec.heads_folder import CONFIG_FILE, is_heads_folder
+
+    names = {CONFIG_FILE, "calibration.json"}
+    files.check_folder(folder, names, is_heads_folder, overwrite=True)
+    with writing(str(folder)):
+        yield
+
+
 def read(
     path: str, base: Base, asked: dict[str, Any], batch_tokens: int, max_tokens: int | None = None
 ) -> list[Conversation]:
@@ -93,7 +121,8 @@ def cache_source(path: str, base: Base) -> CacheSource:
     """The whole features that `selfspec cache` wrote for this model. Raises InvalidData."""
     from selfspec.training.cache import CacheSource
 
-    source = CacheSource(Path(path), base.backbone.fingerprint)
+    sizes = base.backbone.hidden_size, base.backbone.vocab_size
+    source = CacheSource(Path(path), base.backbone.fingerprint, sizes)
     source.check()
     return source
 

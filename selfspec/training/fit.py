@@ -7,7 +7,7 @@ step is in `trainer`. Called by `selfspec fit`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -56,7 +56,7 @@ class Job:
     validation: Selection
     """Batches with targets."""
     options: FitOptions
-    special_ids: Iterable[int] = ()
+    special_ids: Collection[int] = ()
     """Always in the draft vocabulary."""
     data: str = ""
     """Name of the text, for the record."""
@@ -103,10 +103,36 @@ class _Course:
         return asdict(self)
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> _Course:
-        """The inverse of `record`, after JSON made text of the layers."""
+    def of(cls, record: Any, layers: Sequence[int]) -> _Course:
+        """The inverse of `record`, after JSON made text of the layers.
+
+        Raises ValueError, KeyError, TypeError or AttributeError for what `record` never gives.
+        """
         layered = {name: {int(k): v for k, v in record[name].items()} for name in ("sums", "best")}
-        return cls(**record | layered)
+        course = cls(**record | layered)
+        if list(course.sums) != list(layers) or not set(course.best) <= set(layers):
+            raise ValueError("it is of other exit layers")
+        for entry in (*course.entries, *course.best.values()):
+            numbers = [entry["train_loss"], entry["agreement"], entry["positions"]]
+            if type(entry["epoch"]) is not int or entry["layer"] not in layers:
+                raise ValueError("an entry without epoch and layer")
+            if not all(math.isfinite(number) for number in numbers):
+                raise ValueError("an entry that is not finite")
+        if not all(math.isfinite(total) for total in course.sums.values()):
+            raise ValueError("a loss that is not finite")
+        return course
+
+    def check(self, steps_per_epoch: int, epochs: int) -> None:
+        """Raise ValueError unless steps, positions and entries can be those of one fit."""
+        if type(self.step) is not int or type(self.positions) is not int:
+            raise ValueError("steps and positions are no whole numbers")
+        if len(self.entries) != self.validated * len(self.sums) or self.validated > epochs:
+            raise ValueError(f"{len(self.entries)} entries for {self.validated} epochs")
+        if self.validated and set(self.best) != set(self.sums):
+            raise ValueError("no best epoch")
+        place = self.step - self.validated * steps_per_epoch
+        if not 0 <= place <= steps_per_epoch or (place > 0) != (self.positions > 0):
+            raise ValueError(f"{self.step} steps, {self.validated} epochs measured")
 
 
 def fit(
@@ -275,10 +301,18 @@ class _Fit:
             return
         tensors, record = found
         checkpoint.require_same(path, record["job"], _description(self._job))
-        self._course = _Course.of(record["course"])
+        epochs = self._job.options.epochs
+        try:
+            self._course = _Course.of(record.get("course"), self._layers)
+            self._course.check(self._steps_per_epoch, epochs)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise checkpoint.damaged(path, f"its course makes no sense: {error}") from error
+        best = {f"best.{name}": p for name, p in self._best.named_parameters()}
+        expected = self._trainer.expected_tensors(self._course.step) | best
+        checkpoint.check_tensors(path, tensors, expected)
         self._trainer.restore(tensors, self._course.step)
-        for name, parameter in self._best.named_parameters():
-            parameter.copy_(tensors[f"best.{name}"])
+        for name, parameter in best.items():
+            parameter.copy_(tensors[name])
 
 
 def _better(entry: dict[str, Any], best: dict[str, Any]) -> bool:

@@ -25,9 +25,6 @@ from selfspec.untrusted import read_json
 FILES = ("README.md", "config.json", "metrics.json", "model.safetensors", "run.yaml")
 """What a folder of fitted heads holds at least."""
 
-ALL_FILES = (*FILES, "metrics.jsonl", curves.FILE)
-"""What a fit writes."""
-
 _PACKAGES = ("torch", "transformers", "safetensors")
 
 _CARD = """\
