@@ -7,14 +7,15 @@ everything above; only this file and `executors/` know how transformers builds a
 
 from __future__ import annotations
 
-import hashlib
 import logging
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec import fingerprint as fingerprints
 from selfspec.conformance import (
     check_agreement,
     check_conformance,
@@ -46,16 +47,20 @@ class Backbone:
     Raises UnsupportedModel if the pieces do not give exactly what `model.forward` gives.
     """
 
-    def __init__(self, model: PreTrainedModel, *, executor: str = "auto") -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, executor: str = "auto", fingerprint: str | None = None
+    ) -> None:
         """`executor`: generic, packed (copies the weights), fused (compiles too), cuda-graph, auto.
 
         Auto is fused on a CPU, packed without a compiler, cuda-graph on a GPU; generic where those
-        do not run.
+        do not run. `fingerprint`: of `model`, from a caller who knows it.
         """
         refuse_unsupported(model)
         if executor not in EXECUTORS:
             raise InvalidOption(f"executor is {executor!r}, expected {', '.join(EXECUTORS)}")
         self.model = model
+        if fingerprint is not None:
+            self.fingerprint = fingerprint
         self.config = text_config(model)
         decoder: Any = model.get_decoder()
         self._decoder = decoder
@@ -121,6 +126,11 @@ class Backbone:
     def unembedding(self) -> Unembedding:
         """The model's own way from a hidden state to logits, shared with exit heads."""
         return Unembedding(self._lm_head.weight, self._decoder.norm, self._finish)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all weights of the model; "" where they cannot be read."""
+        return fingerprints.of(self.model)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [B, T, d] hidden states at boundary 0."""
@@ -199,14 +209,3 @@ class Backbone:
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # Gemma
             logits = torch.tanh(logits / cap) * cap
         return logits.float()
-
-
-def fingerprint(weight: Tensor) -> str:
-    """sha256 of an unembedding [V, d] rounded to bfloat16, as float32 bytes.
-
-    Rounded so that one model has one fingerprint, in whichever dtype it was loaded.
-    """
-    digest = hashlib.sha256()
-    for rows in weight.detach().split(8192):
-        digest.update(rows.bfloat16().float().cpu().contiguous().numpy())
-    return digest.hexdigest()

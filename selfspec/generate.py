@@ -21,9 +21,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import Unpack
 
-from selfspec import hub, tuned
+from selfspec import fingerprint, hub, tuned
 from selfspec.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
-from selfspec.backbone import Backbone, fingerprint
+from selfspec.backbone import Backbone
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions
 from selfspec.decode import rounds
 from selfspec.drafters import (
@@ -285,15 +285,12 @@ def load(
         check_same_tokens(tokenizer, other, draft_files.label)
     if heads is None and files.is_default and second is None:
         heads = hub.DEFAULT_HEADS
-    return wrap(
-        loaded,
-        tokenizer,
-        heads=heads,
-        label=files.label,
-        executor=executor,
-        draft_model=second,
-        **options,
-    )
+    known = None  # asked for here, where nobody can have changed the model since it was read
+    if heads is not None and not isinstance(heads, ExitHeads):
+        known = fingerprint.of_loaded(loaded, files.stamps)
+    backbone = Backbone(loaded, executor=executor, fingerprint=known)
+    drafting = None if second is None else Backbone(second, executor=executor)
+    return _speculator(backbone, tokenizer, heads, files.label, drafting, options)
 
 
 def wrap(
@@ -313,17 +310,28 @@ def wrap(
     DraftModelMismatch, InvalidOption.
     """
     backbone = Backbone(model, executor=executor)
+    drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
     label = label or model.config.name_or_path or type(model).__name__
+    return _speculator(backbone, tokenizer, heads, label, drafting, options)
+
+
+def _speculator(
+    backbone: Backbone,
+    tokenizer: PreTrainedTokenizerBase | None,
+    heads: str | Path | ExitHeads | None,
+    label: str,
+    second: Backbone | None,
+    options: dict[str, Any],
+) -> Speculator:
+    """Heads, their settings, and a draft model beside a model that is cut open."""
     fitted = _find_heads(backbone, heads, label)
     base = SpeculationOptions()
-    if fitted is None and draft_model is None and options.get("drafter", "exit") == "exit":
+    if fitted is None and second is None and options.get("drafter", "exit") == "exit":
         logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
     elif fitted is not None:
         fitted.pack()
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
-    second = None
-    if draft_model is not None:
-        second = Backbone(draft_model, executor=executor)
+    if second is not None:
         check_same_size(backbone, second, tokenizer)
         base = base.updated({"drafter": "draft-model"})
     return Speculator(backbone, tokenizer, fitted, label, base.updated(options), second)
@@ -388,5 +396,6 @@ def _find_heads(
     if heads == LOGIT_LENS:
         return logit_lens(backbone.unembedding, backbone.num_layers, label)
     folder = hub.resolve_heads(heads)
-    unembedding = backbone.unembedding
-    return ExitHeads.from_pretrained(folder, unembedding, fingerprint(unembedding.weight), label)
+    return ExitHeads.from_pretrained(
+        folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers
+    )

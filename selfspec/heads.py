@@ -1,14 +1,17 @@
 """The exit heads of one model, one per exit layer, and the folder they are kept in.
 
 A folder holds `config.json` and `model.safetensors`: no pickle, and never the model's unembedding.
-Called by the facade and the exit drafter; made by `selfspec.training`.
+What a stranger's folder may hold is checked in `heads_folder`. Called by the facade and the exit
+drafter; made by `selfspec.training`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from selfspec import files
 from selfspec.config import check_keys
-from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidHeads, InvalidOption
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
+from selfspec.fingerprint import UNKNOWN, unembedding_fingerprint
 from selfspec.head_types import HEAD_TYPES, DraftVocabulary, ExitHead, Unembedding
+from selfspec.heads_folder import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    METADATA,
+    WEIGHTS_FILE,
+    as_json,
+    read_config,
+)
 from selfspec.packed_linear import PackedLinear, fast_bfloat16, why_unpackable
 
-FORMAT_VERSION = 1
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +60,8 @@ class HeadsConfig:
     """SpeculationOptions that suit these heads."""
     training: dict[str, Any] = field(default_factory=dict)
     """Tokens, data, steps, seed, versions."""
+    weights: str | None = None
+    """Hash of the weights that this belongs to, for folders half replaced by a killed run."""
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -64,21 +77,57 @@ class HeadsConfig:
 
     @classmethod
     def read(cls, folder: Path) -> HeadsConfig:
-        """From `folder/config.json`. Raises HeadsNotFound or InvalidHeads."""
-        path = Path(folder) / CONFIG_FILE
-        if not path.is_file():
-            raise HeadsNotFound(f"no {CONFIG_FILE} in {folder}. Expected a folder of exit heads")
+        """From a folder. Raises HeadsNotFound or InvalidHeads."""
+        values = read_config(folder)
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            version = values.get("format_version")
-            if version != FORMAT_VERSION:
-                raise InvalidHeads(
-                    f"{path} has format version {version}, this selfspec reads {FORMAT_VERSION}"
-                )
             check_keys(values, (entry.name for entry in fields(cls)), "key")
-            return cls(**values | {"exit_layers": tuple(values["exit_layers"])})
-        except (ValueError, KeyError, TypeError, AttributeError, InvalidOption) as error:
+            return cls(**values)
+        except InvalidOption as error:
+            path = Path(folder) / CONFIG_FILE
             raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
+
+    def write(self, folder: Path) -> None:
+        """Replace `config.json`; the weights stay. Raises CannotWrite."""
+        files.write(Path(folder) / CONFIG_FILE, as_json(asdict(self)))
+
+    def require_model(
+        self, folder: Path, weight: Tensor, fingerprint: str, name: str, num_layers: int | None
+    ) -> None:
+        """Raise HeadsMismatch unless the model called `name` is the one they were fitted to.
+
+        Heads of format version 1 know its unembedding alone: a warning says so. Where there is no
+        fingerprint, sizes decide, with a warning too.
+        """
+        found = unembedding_fingerprint(weight) if self.format_version == 1 else fingerprint
+        known = UNKNOWN not in (found, self.base_fingerprint)
+        if known and found != self.base_fingerprint:
+            raise HeadsMismatch(
+                f"{folder} fits {self.base_model} ({self.base_fingerprint[:12]}), the model is "
+                f"{name} ({found[:12]}). Fit heads for it: selfspec fit"
+            )
+        sizes = (self.vocab_size, self.hidden_size, num_layers and self.num_layers)
+        if sizes != (*weight.shape, num_layers):
+            raise HeadsMismatch(
+                f"{folder} fits {self.base_model} with (tokens, width, layers) "
+                f"{(self.vocab_size, self.hidden_size, self.num_layers)}, {name} has "
+                f"{(*weight.shape, num_layers)}. Fit heads for it: selfspec fit"
+            )
+        if not known:
+            logger.warning(
+                "whether %s fit %s is not known: one of them has no fingerprint. Where drafts are "
+                "seldom accepted, fit heads for it: selfspec fit",
+                folder,
+                name,
+            )
+        elif self.format_version == 1:
+            logger.warning(
+                "%s were fitted by an earlier selfspec: that %s has the unembedding of their model "
+                "is known, not that its layers are the same. If they are, run: selfspec heads "
+                "stamp %s; if not: selfspec fit",
+                folder,
+                name,
+                folder,
+            )
 
 
 def possible_exit_layers(head_type: str, num_layers: int) -> range:
@@ -146,42 +195,46 @@ class ExitHeads(nn.Module):
         for head in heads:
             head.unembed_with(packed)
 
-    def save(self, folder: Path) -> None:
-        """Write `config.json` and `model.safetensors`, both under temporary names first."""
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        weights, config = folder / f"{WEIGHTS_FILE}.new", folder / f"{CONFIG_FILE}.new"
-        try:
-            save_file(_shared_ids_once(tensors), weights)
-            weights.chmod(0o644)  # safetensors makes files that only their owner can read
-            config.write_text(json.dumps(asdict(self.config), indent=2) + "\n", encoding="utf-8")
-            weights.replace(folder / WEIGHTS_FILE)
-            config.replace(folder / CONFIG_FILE)
-        finally:
-            weights.unlink(missing_ok=True)
-            config.unlink(missing_ok=True)
+    def save(self, folder: Path, others: Mapping[str, bytes | str] | None = None) -> None:
+        """Write `config.json`, `model.safetensors` and the files `others` by name.
+
+        All are complete under temporary names before the weights take their place; then come the
+        config and the others. The weights repeat the config, so that a kill at any moment leaves
+        the heads from before or these. Raises CannotWrite.
+        """
+        tensors = _shared_ids_once({k: t.contiguous() for k, t in self.state_dict().items()})
+        self.config = replace(self.config, weights=_hash(tensors))
+        config = as_json(asdict(self.config))
+        with ExitStack() as written:  # which closes in reverse order
+            for name, content in (dict(others or {}) | {CONFIG_FILE: config}).items():
+                new = written.enter_context(files.replacing(Path(folder) / name))
+                new.write_bytes(content.encode() if isinstance(content, str) else content)
+            new = written.enter_context(files.replacing(Path(folder) / WEIGHTS_FILE))
+            save_file(tensors, new, {METADATA: config})
 
     @classmethod
     def from_pretrained(
-        cls, folder: Path, unembedding: Unembedding, base_fingerprint: str, base_model: str
+        cls,
+        folder: Path,
+        unembedding: Unembedding,
+        base_fingerprint: str,
+        base_model: str,
+        num_layers: int | None = None,
     ) -> ExitHeads:
         """Heads from `folder`, for the model with `base_fingerprint`, in its dtype and device.
 
-        Raises HeadsNotFound, InvalidHeads (damaged or foreign file), HeadsMismatch (other model).
+        Raises HeadsNotFound, InvalidHeads (damaged or foreign file), HeadsMismatch (other model;
+        other number of layers, where it is given).
         """
         config = HeadsConfig.read(folder)
-        if config.base_fingerprint != base_fingerprint:
-            raise HeadsMismatch(
-                f"{folder} fits {config.base_model} ({config.base_fingerprint[:12]}), the model is "
-                f"{base_model} ({base_fingerprint[:12]}). Fit heads for it: selfspec fit"
-            )
+        config.require_model(folder, unembedding.weight, base_fingerprint, base_model, num_layers)
         path = Path(folder) / WEIGHTS_FILE
         try:
-            tensors = load_file(path)
+            tensors = _read_tensors(path, config)
             draft_ids = tensors.pop(_DRAFT_IDS, None)
             heads = cls(config, unembedding, draft_ids)
             heads.load_state_dict(_with_draft_ids(tensors, heads))
-        except (OSError, SafetensorError, RuntimeError) as error:
+        except (OSError, SafetensorError, RuntimeError, InvalidOption) as error:
             reason = str(error).splitlines()[0]
             raise InvalidHeads(f"{path} does not hold the heads of its config: {reason}") from error
         return heads.eval().requires_grad_(False)
@@ -210,6 +263,39 @@ def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> Ex
     return ExitHeads(config, unembedding).eval()
 
 
+def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
+    """All of a weights file. Raises what `from_pretrained` catches, and InvalidHeads.
+
+    Sizes of the config must not ask for more than the file holds, before any head is built.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file")
+    tensors = load_file(path)
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    if (config.inner_size or 0) * config.hidden_size > numbers:
+        raise InvalidHeads(
+            f"{path} does not hold the heads of its config: inner_size is {config.inner_size}, "
+            f"the file holds {numbers} numbers"
+        )
+    for name, tensor in tensors.items():
+        if name == _DRAFT_IDS:
+            continue
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise InvalidHeads(f"{path}: {name} is {tensor.dtype}, expected floating numbers")
+        if not bool(tensor.isfinite().all()):
+            raise InvalidHeads(f"{path}: {name} holds numbers that are not finite. Fit again")
+    return tensors
+
+
+def _hash(tensors: Mapping[str, Tensor]) -> str:
+    """Of names and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def _shared_ids_once(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Replace the heads' `..draft_ids` by one tensor."""
     kept = {name: t for name, t in tensors.items() if not name.endswith(f".{_DRAFT_IDS}")}
@@ -229,6 +315,8 @@ def _checked_draft_ids(
     ids: Tensor | None, config: HeadsConfig, unembedding: Unembedding
 ) -> Tensor | None:
     """Draft ids as int64 on the model's device. Raises InvalidHeads if they do not fit."""
+    if ids is not None and (ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64)):
+        raise InvalidHeads(f"draft vocabulary is {ids.dtype} {list(ids.shape)}, expected whole ids")
     if (0 if ids is None else len(ids)) != (config.draft_vocab_size or 0):
         raise InvalidHeads(
             f"a draft vocabulary of {0 if ids is None else len(ids)} tokens, "

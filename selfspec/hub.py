@@ -20,13 +20,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from selfspec import weight_files
 from selfspec.errors import HeadsNotFound, InvalidOption, ModelNotFound
 
 if TYPE_CHECKING:
@@ -56,12 +57,13 @@ class ModelFiles:
 
     source: str
     """What `from_pretrained` gets: a folder, or a hub id."""
-
     label: str
     """The name for people: file stem, folder name or hub id."""
-
     is_default: bool
     """True for the bundled model, which has heads under `DEFAULT_HEADS`."""
+
+    stamps: tuple[weight_files.FileStamp, ...] = ()
+    """Of the weights' files before they were read; none where they are not known."""
 
 
 def cache_folder() -> Path:
@@ -127,17 +129,17 @@ def load_model(
     target_dtype = _torch_dtype(dtype)
     target_device = _torch_device(device)
     files = resolve_model(name, str(target_dtype).removeprefix("torch."))
-    local = Path(files.source).is_dir()
-    with _no_progress_bars() if local else contextlib.nullcontext():
+    stamps = weight_files.of_folder(Path(files.source))
+    with _no_progress_bars() if Path(files.source).is_dir() else contextlib.nullcontext():
         model, tokenizer = _from_pretrained(
             files.source,
             dtype=target_dtype,
             attn_implementation=attn_implementation,
             device_map="auto" if target_device is None else None,
         )
-    if target_device is not None:
-        model = _moved(model, target_device)
-    return model.eval(), tokenizer, files
+    model = model if target_device is None else _moved(model, target_device)
+    stamps = stamps or weight_files.of_snapshot(files.source, model.config)
+    return model.eval(), tokenizer, replace(files, stamps=stamps)
 
 
 def _from_folder(path: Path) -> ModelFiles:

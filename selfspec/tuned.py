@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from selfspec import hub
-from selfspec.backbone import Backbone, fingerprint
+from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions, check_keys
-from selfspec.errors import InvalidOption
+from selfspec.errors import InvalidData, InvalidOption
+from selfspec.files import write as write_file
 from selfspec.heads import ExitHeads, check_exit_layers
+from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ def conditions(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
     """What a tuned setting holds for; another value of any of these needs another setting."""
     return {
         "heads": heads_hash(heads),
-        "base": heads.config.base_fingerprint or fingerprint(backbone.unembedding.weight),
+        "base": heads.config.base_fingerprint or backbone.fingerprint,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "executor": backbone.executor_name,
         "processor": processor(backbone.device),
@@ -79,8 +81,8 @@ def read(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
     if not folder().is_dir() or not (file := path(backbone, heads)).is_file():
         return {}
     try:
-        options = _checked(json.loads(file.read_text(encoding="utf-8")), heads)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidOption) as error:
+        options = _checked(read_json(file), heads)
+    except (ValueError, KeyError, TypeError, AttributeError, InvalidOption, InvalidData) as error:
         reason = hub.first_line(error)
         logger.warning("ignored %s: %s. Run selfspec tune again, or with --forget", file, reason)
         return {}
@@ -99,10 +101,7 @@ def write(
         "options": dict(options),
         "found": dict(found),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    new.replace(file)
+    write_file(file, json.dumps(values, indent=2) + "\n")
     return file
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfspec.backbone import Backbone, fingerprint
+from selfspec.backbone import Backbone
 from selfspec.cli.calibrate import described
 from selfspec.config import SpeculationOptions
 from selfspec.costs import Costs
@@ -150,8 +150,7 @@ def test_calibrated_heads_carry_settings_that_the_runtime_takes(
     records.write(tmp_path, result, {})
     found = calibrate.calibrate(result.heads, job.validation, FLAT)
     calibrate.write(result.heads, tmp_path, found, {"data": "talks"})
-    weight = backbone.unembedding.weight
-    loaded = ExitHeads.from_pretrained(tmp_path, backbone.unembedding, fingerprint(weight), "tiny")
+    loaded = ExitHeads.from_pretrained(tmp_path, backbone.unembedding, backbone.fingerprint, "tiny")
     options = SpeculationOptions().updated(loaded.config.defaults)
     assert options.exit_layers == found.setting.exit_layers
     assert options.thresholds == found.setting.exit_threshold

@@ -221,7 +221,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     (workplace / "wrong.yaml").write_text("epoch: 3\n")
     (workplace / "list.yaml").write_text("- epochs\n")
     (workplace / "half").mkdir()
-    (workplace / "half" / "manifest.json").write_text('{"format_version": 1}')
+    (workplace / "half" / "manifest.json").write_text('{"format_version": 2}')
     assert main(arguments) == 2
     (line,) = [text for text in capsys.readouterr().err.splitlines() if "error" in text]
     assert reason in line

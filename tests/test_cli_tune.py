@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from selfspec import tuned
-from selfspec.backbone import fingerprint
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.eval.record import Record
@@ -28,8 +27,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_model("llama")
     model.save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
-    unembedding = wrap(model).backbone.unembedding
-    base = fingerprint(unembedding.weight)
+    backbone = wrap(model).backbone
+    unembedding, base = backbone.unembedding, backbone.fingerprint
     for name in ("heads", "others"):
         heads = make_heads("translator", unembedding, base_fingerprint=base, exit_layers=(2, 5))
         (train(heads) if name == "others" else heads).save(folder / name)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfspec.backbone import Backbone, fingerprint
+from selfspec.backbone import Backbone
 from selfspec.cli.main import main
 from selfspec.generate import load
 from selfspec.heads import HeadsConfig
@@ -59,8 +59,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_tokenizer().save_pretrained(tmp_path / "model")
     lines = [json.dumps({"input_ids": list(t.ids), "answer_start": 5}) for t in make_talks(model)]
     (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n")
-    unembedding = Backbone(model).unembedding
-    digest = fingerprint(unembedding.weight)
+    backbone = Backbone(model)
+    unembedding, digest = backbone.unembedding, backbone.fingerprint
     defaults = {"exit_layers": [2], "exit_threshold": 0.1}
     heads = make_heads("translator", unembedding, base_fingerprint=digest, defaults=defaults)
     heads.save(tmp_path / "heads")

@@ -288,7 +288,7 @@ def test_a_checkpoint_of_another_job_is_refused(
         fit(make_job(backbone, talks, workplace=tmp_path), stop_after(3))
     with pytest.raises(InvalidOption, match=f"unfinished run with {named}"):
         fit(make_job(backbone, talks, workplace=tmp_path, **change))
-    with pytest.raises(InvalidOption, match="unfinished run with data"):
+    with pytest.raises(InvalidOption, match="unfinished run with another data"):
         fit(make_job(backbone, talks[1:], workplace=tmp_path))
 
 

@@ -43,7 +43,8 @@ def test_model_loads_in_eval_mode_with_the_dtype_asked_for(folder: Path, dtype: 
     assert str(model.dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
     assert not model.training
     assert tokenizer("w3")["input_ids"] == [3]
-    assert files == hub.ModelFiles(str(folder), "tiny", is_default=False)
+    assert (files.source, files.label, files.is_default) == (str(folder), "tiny", False)
+    assert [Path(path).name for path, _, _ in files.stamps] == ["config.json", "model.safetensors"]
 
 
 def test_attention_implementation_reaches_the_model(folder: Path) -> None:

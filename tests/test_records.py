@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from selfspec.backbone import Backbone, fingerprint
+from selfspec.backbone import Backbone
 from selfspec.errors import HeadsMismatch
 from selfspec.heads import ExitHeads
 from selfspec.training import curves, records
@@ -44,9 +44,7 @@ def test_a_written_folder_gives_the_same_bits_back(
     records.write(tmp_path, result, {"epochs": 2})
     assert {file.name for file in tmp_path.iterdir()} == FILES
     unembedding = backbone.unembedding
-    loaded = ExitHeads.from_pretrained(
-        tmp_path, unembedding, fingerprint(unembedding.weight), "tiny"
-    )
+    loaded = ExitHeads.from_pretrained(tmp_path, unembedding, backbone.fingerprint, "tiny")
     hidden = torch.randn(7, backbone.hidden_size).to(dtype)
     for layer in LAYERS:
         assert torch.equal(loaded[layer](hidden, -hidden), result.heads[layer](hidden, -hidden))
@@ -57,9 +55,7 @@ def test_heads_of_another_model_are_refused(tmp_path: Path, talks: list[Conversa
     backbone, other = Backbone(make_model("llama")), Backbone(make_model("mistral", vocab_size=97))
     records.write(tmp_path, fitted(backbone, talks), {})
     with pytest.raises(HeadsMismatch, match="fits tiny"):
-        ExitHeads.from_pretrained(
-            tmp_path, other.unembedding, fingerprint(other.unembedding.weight), "other"
-        )
+        ExitHeads.from_pretrained(tmp_path, other.unembedding, other.fingerprint, "other")
 
 
 def test_the_card_and_the_run_are_made_from_the_records(

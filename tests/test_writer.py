@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.training.writer import Counts, Writer
 
 OPTIONS = {"seed": 0, "shard": "1/1", "pair": (0.8, 1.0)}
@@ -102,7 +102,7 @@ def test_an_option_that_is_gone_is_another_option(tmp_path: Path) -> None:
 def test_a_file_of_another_origin_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("mine")
-    with pytest.raises(InvalidOption, match=r"a\.jsonl exists and there is no a\.jsonl\.run\.json"):
+    with pytest.raises(CannotWrite, match=r"a\.jsonl exists and there is no a\.jsonl\.run\.json"):
         opened(path)
     assert path.read_text() == "mine"
 
@@ -135,12 +135,12 @@ def test_other_versions_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidOption, match="cannot write"):
+    with pytest.raises(CannotWrite, match="cannot write"):
         opened(tmp_path / "file" / "a.jsonl")
     writer = opened(tmp_path / "a.jsonl")
     writer.output.unlink()
     writer.output.mkdir()
-    with pytest.raises(InvalidOption, match="cannot write"):
+    with pytest.raises(CannotWrite, match="cannot write"):
         writer.append(["{}"], 0, Counts())
 
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +22,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from selfspec import hub
+from selfspec import files, hub
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
 from selfspec.errors import InvalidOption, SelfspecError
@@ -56,7 +54,8 @@ def main(
     )
     if output.exists():
         raise InvalidOption(f"{output} is there already. Give another --output")
-    whole, tokenizer, files = hub.load_model(model)
+    files.check_folder(output, (), lambda _: False)
+    whole, tokenizer, loaded_from = hub.load_model(model)
     limits = {
         "vocab_size": whole.get_output_embeddings().weight.shape[0],
         "max_length": batch_tokens,
@@ -65,7 +64,7 @@ def main(
     held_out = read_conversations(validation, tokenizer, max_tokens=validation_tokens, **limits)
     talks = read_conversations(data, tokenizer, **limits)
     small = draft_model.cut(whole, layers)
-    found: dict[str, Any] = {"command": command(), "base": files.label}
+    found: dict[str, Any] = {"command": command(), "base": loaded_from.label}
     found |= {"options": asdict(options), "machine": machine()}
     found["answer_tokens_held_out"] = sum(len(talk.answer_ids) for talk in held_out)
     found["agreement_before"] = draft_model.agreement(small, held_out, batch_tokens)
@@ -73,13 +72,10 @@ def main(
         draft_model.fit(small, talks, options, show)
     small = small.to(torch.bfloat16)
     found["agreement_after"] = draft_model.agreement(small, held_out, batch_tokens)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as new:
-        fresh = Path(new) / output.name
+    with files.replacing_folder(output) as fresh:
         small.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         (fresh / "fit.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        shutil.move(fresh, output)
     print(f"agreement {found['agreement_before']:.1%} -> {found['agreement_after']:.1%}")
 
 

@@ -35,8 +35,16 @@ def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
     asked = merged(config, flags, FLAGS)
     training.require(asked, "data", "output")
     options = training.options_of(CacheOptions, asked)
+    from selfspec.training import cache as store
+
+    store.check_output(asked["output"])
+    with training.writing(asked["output"]):
+        run(asked, options)
+
+
+def run(asked: dict[str, Any], options: CacheOptions) -> None:
+    """Load, compute, write."""
     base = training.load_base(asked)
-    from selfspec.backbone import fingerprint
     from selfspec.training import cache as store
     from selfspec.training.sources import StreamSource
 
@@ -46,7 +54,7 @@ def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
     size_of = spec.bytes_per_token(base.backbone.hidden_size, base.backbone.dtype.itemsize)
     described = {
         "base_model": base.name,
-        "base_fingerprint": fingerprint(base.backbone.unembedding.weight),
+        "base_fingerprint": base.backbone.fingerprint,
         "dtype": str(base.backbone.dtype).removeprefix("torch."),
         "data": Path(asked["data"]).name,
     }

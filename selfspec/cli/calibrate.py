@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec import hub
@@ -46,15 +47,24 @@ def calibrate(
     if not 0.0 < asked.get("precision", 1.0) <= 1.0:
         raise InvalidOption(f"precision is {asked['precision']}, expected in (0, 1]")
     folder = hub.resolve_heads(asked["heads"])
+    if asked.get("dry_run", False):
+        found = run(asked, folder)
+    else:
+        with training.writing_heads(folder):
+            found = run(asked, folder)
+    common.emit(json.dumps(found.record()) + "\n" if as_json else described(found))
+
+
+def run(asked: dict[str, Any], folder: Path) -> Calibration:
+    """Load, measure, and write where it is wanted."""
     base = training.load_base(asked)
-    from selfspec.backbone import Backbone, fingerprint
+    from selfspec.backbone import Backbone
     from selfspec.costs import measure
     from selfspec.heads import ExitHeads
     from selfspec.training import calibrate as measuring
 
-    unembedding = base.backbone.unembedding
     heads = ExitHeads.from_pretrained(
-        folder, unembedding, fingerprint(unembedding.weight), base.name
+        folder, base.backbone.unembedding, base.backbone.fingerprint, base.name
     )
     found = measuring.calibrate(
         heads,
@@ -65,7 +75,7 @@ def calibrate(
     )
     if not asked.get("dry_run", False):
         measuring.write(heads, folder, found, {name: asked[name] for name in sorted(asked)})
-    common.emit(json.dumps(found.record()) + "\n" if as_json else described(found))
+    return found
 
 
 def features(asked: dict[str, Any], base: training.Base, heads: ExitHeads) -> Selection:

@@ -56,8 +56,15 @@ def data(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
 
 def run(asked: dict[str, Any], options: DataOptions) -> Counts:
     """Load, begin or continue the file, write."""
+    from selfspec.training.writer import check_output
+
+    check_output(asked["output"])
+    with training.writing(asked["output"]):
+        return _run(asked, options)
+
+
+def _run(asked: dict[str, Any], options: DataOptions) -> Counts:
     base = training.load_base(asked)
-    from selfspec.backbone import fingerprint
     from selfspec.training import selfgen
     from selfspec.training.records import machine
     from selfspec.training.writer import Writer
@@ -69,11 +76,17 @@ def run(asked: dict[str, Any], options: DataOptions) -> Counts:
         "skip_bad_rows": asked.get("skip_bad_rows", False),
         "model": base.name,
         "dtype": str(base.backbone.dtype).removeprefix("torch."),
-        "fingerprint": fingerprint(base.backbone.unembedding.weight),
+        "fingerprint": base.backbone.fingerprint,
     }
     del recorded["tokens"]  # a file may grow
     writer = Writer(Path(asked["output"]), recorded, machine())
     rates = Rates(writer.counts.answer_tokens)
+    if options.tokens is not None and rates.written >= options.tokens:
+        common.note(
+            f"selfspec: {asked['output']} is finished: it holds {rates.written:,} answer tokens. "
+            "Raise --tokens to go on"
+        )
+        return writer.counts
     with training.progress_bar("data", "answer tokens") as show:
 
         def count(tokens: int) -> None:

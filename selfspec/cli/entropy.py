@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ def calibrate_entropy(asked: dict[str, Any], *, as_json: bool) -> None:
     """Measure tau_H; with --heads it becomes one of their defaults, else it is only printed."""
     training.require(asked, "data")
     folder = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
+    stored = folder is not None and not asked.get("dry_run", False)
+    with training.writing_heads(folder) if folder and stored else nullcontext():
+        _calibrate(asked, folder, stored=stored, as_json=as_json)
+
+
+def _calibrate(asked: dict[str, Any], folder: Path | None, *, stored: bool, as_json: bool) -> None:
     base = training.load_base(asked)
     from selfspec.training import entropy
 
@@ -25,7 +32,6 @@ def calibrate_entropy(asked: dict[str, Any], *, as_json: bool) -> None:
         found = entropy.calibrated(
             base.backbone, texts, batch_tokens, lambda done, total: show(done, total, "")
         )
-    stored = folder is not None and not asked.get("dry_run", False)
     if folder is not None and stored:
         _store(folder, base, found.entropy_threshold)
     if as_json:
@@ -41,13 +47,11 @@ def calibrate_entropy(asked: dict[str, Any], *, as_json: bool) -> None:
 
 def _store(folder: Path, base: training.Base, value: float) -> None:
     """Add it to the defaults of the heads. Raises HeadsMismatch for those of another model."""
-    from selfspec.backbone import fingerprint
     from selfspec.heads import ExitHeads
 
-    unembedding = base.backbone.unembedding
     heads = ExitHeads.from_pretrained(
-        folder, unembedding, fingerprint(unembedding.weight), base.name
+        folder, base.backbone.unembedding, base.backbone.fingerprint, base.name
     )
     defaults = heads.config.defaults | {"entropy_threshold": value}
     heads.config = replace(heads.config, defaults=defaults)
-    heads.save(folder)
+    heads.config.write(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ FILES = (
     Flag("output", str, "Folder to write the heads to. Required."),
     Flag("validation", str, "Conversations to measure agreement on; else a 20th of the data."),
     Flag("preset", str, f"Options under those given: {', '.join(PRESETS)}."),
-    Flag("overwrite", bool, "Start over where the output holds an unfinished fit."),
+    Flag("overwrite", bool, "Start over where the output holds a fit, and replace it."),
     Flag("keep_features", bool, "With --data: compute features once and keep them in memory."),
     *training.MODEL,
     training.SKIP_BAD_ROWS,
@@ -58,12 +57,33 @@ def fit(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
 
 def run(asked: dict[str, Any], options: FitOptions) -> Fitted:
     """Load, fit, write."""
-    from selfspec.training import fit, records
+    with training.writing(check_output(asked)):
+        check_output(asked)  # another fit may have ended since
+        return _run(asked, options)
+
+
+def check_output(asked: dict[str, Any]) -> str:
+    """The output, if heads may be written there. Raises CannotWrite."""
+    from selfspec import files
+    from selfspec.heads_folder import FILES_OF_A_FIT, is_heads_folder
+    from selfspec.training import checkpoint
+
+    name: str = asked["output"]
+    # a fit that was killed while it wrote has its checkpoint still, and goes on
+    begun = bool(name) and (Path(name) / UNFINISHED / checkpoint.FILE).is_file()
+    overwrite = begun or asked.get("overwrite", False)
+    files.check_folder(name, FILES_OF_A_FIT, is_heads_folder, overwrite=overwrite)
+    return name
+
+
+def _run(asked: dict[str, Any], options: FitOptions) -> Fitted:
+    from selfspec.training import checkpoint, fit, records
 
     output = Path(asked["output"])
+    workplace = output / UNFINISHED
     if asked.get("overwrite"):
-        shutil.rmtree(output / UNFINISHED, ignore_errors=True)
-    job = prepared(asked, options, output / UNFINISHED)
+        checkpoint.remove(workplace)
+    job = prepared(asked, options, workplace)
     with training.progress_bar("fit", "steps") as show:
 
         def advance(progress: Progress) -> None:
@@ -75,7 +95,7 @@ def run(asked: dict[str, Any], options: FitOptions) -> Fitted:
         named = {flag.name: asked.get(flag.name) for flag in (*FILES, *_TEXT)}
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(job.options).items()}
         records.write(output, fitted, {**named, "base_model": job.base_model, **plain})
-        shutil.rmtree(output / UNFINISHED, ignore_errors=True)
+        checkpoint.remove(workplace)
     return fitted
 
 

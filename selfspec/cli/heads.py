@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,6 +79,32 @@ def check(
     if problems:
         raise typer.Exit(1)
     common.emit(f"OK: {found.name} fit {speculator.label}\n")
+
+
+@app.command()
+def stamp(
+    folder: Folder,
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="The model they were fitted to; else the bundled default."),
+    ] = None,
+) -> None:
+    """Say that heads of an earlier selfspec belong to a model: they knew its unembedding alone."""
+    found = hub.resolve_heads(folder)
+    from selfspec import generate
+    from selfspec.heads_folder import FORMAT_VERSION
+    from selfspec.training import records
+
+    speculator = generate.load(model, heads=found, executor="generic")
+    base = speculator.backbone.fingerprint
+    if speculator.heads is None or not base:
+        raise InvalidOption(f"{speculator.label} has no fingerprint. Load it from its own files")
+    records.redescribe(
+        found,
+        replace(speculator.heads.config, base_fingerprint=base, format_version=FORMAT_VERSION),
+    )
+    common.emit(f"{found}: of {speculator.label} ({base[:12]})\n")
 
 
 @app.command()

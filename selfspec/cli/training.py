@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -57,7 +58,7 @@ class Base(NamedTuple):
 
 def load_base(asked: dict[str, Any]) -> Base:
     """The model that the flags ask for; this is where torch is imported."""
-    from selfspec import hub
+    from selfspec import fingerprint, hub
     from selfspec.backbone import Backbone
     from selfspec.training.processes import Processes
 
@@ -68,8 +69,36 @@ def load_base(asked: dict[str, Any]) -> Base:
         device=asked.get("device", processes.device),
     )
     # the generic executor: the packed one runs single sequences only
-    backbone = Backbone(model, executor="generic")
+    known = fingerprint.of_loaded(model, files.stamps)
+    backbone = Backbone(model, executor="generic", fingerprint=known)
     return Base(backbone, tokenizer, asked.get("base_model", files.label), processes)
+
+
+@contextmanager
+def writing(output: str) -> Iterator[None]:
+    """While open, this command alone writes `output`; of several processes the first sees to it.
+
+    Raises CannotWrite while another command writes there.
+    """
+    from selfspec import files
+
+    if int(os.environ.get("RANK", "0")):
+        yield
+        return
+    with files.locked(Path(output).absolute()):
+        yield
+
+
+@contextmanager
+def writing_heads(folder: Path) -> Iterator[None]:
+    """The same for what is added to a folder of heads. Raises CannotWrite for any other folder."""
+    from selfspec import files
+    from selfspec.heads_folder import CONFIG_FILE, is_heads_folder
+
+    names = {CONFIG_FILE, "calibration.json"}
+    files.check_folder(folder, names, is_heads_folder, overwrite=True)
+    with writing(str(folder)):
+        yield
 
 
 def read(
@@ -90,10 +119,10 @@ def read(
 
 def cache_source(path: str, base: Base) -> CacheSource:
     """The whole features that `selfspec cache` wrote for this model. Raises InvalidData."""
-    from selfspec.backbone import fingerprint
     from selfspec.training.cache import CacheSource
 
-    source = CacheSource(Path(path), fingerprint(base.backbone.unembedding.weight))
+    sizes = base.backbone.hidden_size, base.backbone.vocab_size
+    source = CacheSource(Path(path), base.backbone.fingerprint, sizes)
     source.check()
     return source
 

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from selfspec.errors import InvalidData, InvalidOption, SelfspecError
+from selfspec import files
+from selfspec.errors import InvalidData, InvalidOption
 from selfspec.training.features import Features, FeatureSpec
 from selfspec.training.processes import Processes
 from selfspec.training.sources import FeatureSource
+from selfspec.untrusted import read_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: `base_fingerprint` was that of the unembedding alone."""
+
 MANIFEST = "manifest.json"
 
 Progress = Callable[[int, bool], None]
@@ -60,6 +65,23 @@ def identity(source: FeatureSource, base: dict[str, str], size_of: int) -> dict[
     }
 
 
+def check_output(name: str) -> Path:
+    """The folder, if features may be written there: new, free of such files, or a feature cache.
+
+    Raises CannotWrite.
+    """
+    folder = Path(name)
+    shards = [path.name for path in folder.glob("shard-*")] if name and folder.is_dir() else []
+    return files.check_folder(name, {MANIFEST, *shards}, _is_ours, overwrite=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return "shards" in read_manifest(folder)
+    except InvalidData:
+        return False
+
+
 def write(
     folder: Path,
     source: FeatureSource,
@@ -69,8 +91,8 @@ def write(
 ) -> None:
     """Fill `folder`; goes on where a killed run of the same `manifest` was.
 
-    Raises InvalidOption for a folder of other features, SelfspecError when a shard cannot be
-    written (what is there stays).
+    Raises InvalidOption for a folder of other features, CannotWrite when a shard cannot be written
+    (what is there stays).
     """
     processes = processes or Processes()
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,17 +110,24 @@ def write(
     processes.wait()
     if processes.is_main:
         hashes = [_hash_of(_shard(folder, number)) for number in range(len(manifest["shards"]))]
-        _replace(folder / MANIFEST, manifest | {"sha256": hashes})
+        _save(folder / MANIFEST, manifest | {"sha256": hashes})
 
 
 class CacheSource:
     """Batches from a cache folder."""
 
-    def __init__(self, folder: Path, fingerprint: str | None = None) -> None:
-        """Raises InvalidData if it is incomplete, damaged, or of a model without `fingerprint`."""
+    def __init__(
+        self, folder: Path, fingerprint: str | None = None, sizes: tuple[int, int] | None = None
+    ) -> None:
+        """Raises InvalidData if it is incomplete, damaged, or of a model without `fingerprint`.
+
+        `sizes`: the model's hidden size and number of tokens, to which all features must keep.
+        """
+        self._model_sizes = sizes
         self.manifest = read_manifest(folder)
         if "sha256" not in self.manifest:
             raise InvalidData(f"{folder} is unfinished. Run the selfspec cache command again")
+        check_manifest(self.manifest, folder / MANIFEST)
         if fingerprint not in (None, self.manifest["base_fingerprint"]):
             raise InvalidData(
                 f"{folder} holds features of {self.manifest['base_model']} "
@@ -121,7 +150,7 @@ class CacheSource:
         paths = list(dict.fromkeys(self._places.values()))
         for path, expected in zip(paths, self.manifest["sha256"], strict=True):
             if not path.is_file() or sha256(path) != expected:
-                raise InvalidData(f"{path} is damaged. Run the selfspec cache command again")
+                raise _damaged(path, "its bytes are not those that were written")
 
     def batch(self, index: int) -> Features:
         """Batch `index`."""
@@ -129,38 +158,128 @@ class CacheSource:
         try:
             with safe_open(path, "pt") as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  # no dict
-                return Features.of({n.removeprefix(prefix): file.get_tensor(n) for n in names})
-        except (OSError, SafetensorError) as error:
-            raise InvalidData(f"{path} is damaged: {error}. Run selfspec cache again") from error
+                tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in names}
+            check_tensors(tensors, self.spec, self._model_sizes)
+            return Features.of(tensors)
+        except (OSError, SafetensorError, InvalidData) as error:
+            raise _damaged(path, error) from error
 
     def token_counts(self) -> Counter[int]:
         """How often each token is to be predicted."""
         counts: Counter[int] = Counter()
-        for index, path in self._places.items():
-            with safe_open(path, "pt") as file:
-                counts.update(file.get_tensor(f"{index}.following").tolist())
+        for index in self._places:
+            counts.update(self.batch(index).following.tolist())
         return counts
 
     def _sizes_of(self, index: int) -> int:
         path = self._places[index]
         try:
             with safe_open(path, "pt") as file:
-                return int(file.get_slice(f"{index}.following").get_shape()[0])
-        except (OSError, SafetensorError) as error:
-            raise InvalidData(f"{path} is damaged: {error}. Run selfspec cache again") from error
+                (size,) = file.get_slice(f"{index}.following").get_shape()
+                return int(size)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise _damaged(path, error) from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Raises InvalidData for a folder without one that this version reads."""
     path = folder / MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidData(f"{folder} is no feature cache: cannot read {path}: {error}") from error
-    if version != FORMAT_VERSION:
-        raise InvalidData(f"{path} has format version {version}, expected {FORMAT_VERSION}")
+        manifest = read_json(path)
+    except InvalidData as error:
+        raise InvalidData(f"{folder} is no feature cache: {error}") from error
+    if not isinstance(manifest, dict) or "format_version" not in manifest:
+        raise InvalidData(f"{folder} is no feature cache: {path} has no format version")
+    version = manifest["format_version"]
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise InvalidData(
+            f"{path} has format version {reprlib.repr(version)}, expected {FORMAT_VERSION}. Run "
+            "selfspec cache with another --output"
+        )
     return manifest
+
+
+def check_manifest(manifest: dict[str, Any], path: Path) -> None:
+    """Raise InvalidData unless a finished manifest has what `identity` gives."""
+    texts = ("base_model", "base_fingerprint", "dtype", "data", "digest")
+    for name in texts:
+        text = manifest.get(name)
+        if not isinstance(text, str) or not text.isprintable() or len(text) > 1000:
+            raise InvalidData(f"{path}: {name} is {reprlib.repr(text)}, expected a line of text")
+    spec, shards = manifest.get("spec"), manifest.get("shards")
+    layers = spec.get("layers") if isinstance(spec, dict) else None
+    if (
+        not isinstance(spec, dict)
+        or spec.keys() != {"layers", "deep", "top_k"}
+        or not (_are_counts(layers) and layers and layers == sorted(set(layers)))
+        or type(spec["deep"]) is not bool
+        or not _are_counts([spec["top_k"]])
+    ):
+        raise InvalidData(f"{path}: spec is {reprlib.repr(spec)}, expected layers, deep, top_k")
+    if not (isinstance(shards, list) and shards and all(_are_counts(part) for part in shards)):
+        raise InvalidData(f"{path}: shards is {reprlib.repr(shards)}, expected lists of batches")
+    numbers = [index for part in shards for index in part]
+    conversations: Any = manifest.get("conversations")
+    hashes: Any = manifest.get("sha256")
+    same = _are_counts(conversations) and len(conversations) == len(numbers)
+    if not same or numbers != list(range(len(numbers))):
+        raise InvalidData(f"{path}: shards and conversations are not those of the same batches")
+    texts_only = isinstance(hashes, list) and all(isinstance(text, str) for text in hashes)
+    if not texts_only or len(hashes) != len(shards):
+        raise InvalidData(f"{path}: sha256 is {reprlib.repr(hashes)}, expected one per shard")
+
+
+def check_tensors(
+    tensors: dict[str, Tensor], spec: FeatureSpec, sizes: tuple[int, int] | None
+) -> None:
+    """Raise InvalidData unless a batch is one of `spec`; `sizes` as `CacheSource` has it."""
+    following = tensors.get("following")
+    if following is None or following.dim() != 1:
+        raise InvalidData("a batch has no following tokens")
+    count, hidden = len(following), tensors.get(f"hidden.{spec.layers[0]}")
+    width = sizes[0] if sizes else 0 if hidden is None else hidden.shape[-1]
+    expected: dict[str, tuple[int, ...]]
+    expected = {f"hidden.{layer}": (count, width) for layer in spec.layers}
+    expected |= {"following": (count,), "continues": (count,)}
+    expected |= {"deep": (count, width)} if spec.deep else {}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    tops = {found.pop(name, None) for name in ("top_ids", "top_log_probs")}
+    if found != expected:
+        raise InvalidData(f"a batch holds {reprlib.repr(found)}, expected {expected}")
+    if len(tops) != 1 or (spec.top_k > 0) != (None not in tops):
+        raise InvalidData("a batch lacks the likeliest tokens, or has some too many")
+    for name, tensor in tensors.items():
+        kinds = _KINDS.get(name, _NUMBERS)
+        if tensor.dtype not in kinds:
+            raise InvalidData(f"{name} is {tensor.dtype}")
+        wrong = tensor.isnan() if kinds is not _NUMBERS else ~tensor.isfinite()
+        if bool(wrong.any()):
+            raise InvalidData(f"{name} holds numbers that are not finite")
+    for name in ("following", "top_ids"):
+        ids = tensors.get(name)
+        if ids is not None and ids.numel() and sizes:
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= sizes[1]:
+                raise InvalidData(f"{name} holds token ids outside 0..{sizes[1] - 1}")
+
+
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_KINDS = {
+    "following": (torch.int64,),
+    "continues": (torch.bool,),
+    "top_ids": (torch.int32,),
+    "top_log_probs": (torch.float16,),  # which may be too small for it: minus infinity
+}
+
+
+def _are_counts(values: Any) -> bool:
+    """Whether it is a list of whole numbers, none below 0."""
+    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+
+
+def _damaged(path: Path, reason: object) -> InvalidData:
+    words = " ".join(str(reason).split())
+    return InvalidData(f"{path} is damaged: {words}. Run the selfspec cache command again")
 
 
 def sha256(path: Path) -> str:
@@ -187,9 +306,8 @@ def _cut(sizes: Sequence[int], size_of: int) -> list[list[int]]:
 
 def _claim(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest, or find the same one there."""
-    path = folder / MANIFEST
-    if not path.exists():
-        _replace(path, manifest)
+    if not (folder / MANIFEST).exists():
+        _save(folder / MANIFEST, manifest)
         return
     found = read_manifest(folder)
     for name in _IDENTITY:
@@ -214,29 +332,23 @@ def _write_shard(
         tensors |= {f"{index}.{name}": tensor.cpu().contiguous() for name, tensor in named}
         if progress:
             progress(len(features), True)
-    new = path.with_name(path.name + ".new")
-    try:
+    with files.replacing(path) as new:
         save_file(tensors, new)
-        new.chmod(0o644)  # safetensors makes files that only their owner can read
         digest = sha256(new)
-        new.replace(path)
-        _replace(_hash_path(path), {"sha256": digest})
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise SelfspecError(
-            f"cannot write {path}: {error}. What was written before stays: make room and run the "
-            "same command again"
-        ) from error
+    _save(_hash_path(path), {"sha256": digest})
 
 
 def _is_whole(path: Path) -> bool:
-    return _hash_path(path).is_file() and path.is_file() and sha256(path) == _hash_of(path)
+    return path.is_file() and _hash_of(path) == sha256(path)
 
 
-def _hash_of(path: Path) -> str:
-    found: str = json.loads(_hash_path(path).read_text(encoding="utf-8"))["sha256"]
-    return found
+def _hash_of(path: Path) -> str | None:
+    """What a shard's record says; None where there is none that can be read."""
+    try:
+        found = read_json(_hash_path(path))["sha256"]
+    except (InvalidData, LookupError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _hash_path(path: Path) -> Path:
@@ -247,7 +359,5 @@ def _shard(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
 
 
-def _replace(path: Path, value: dict[str, Any]) -> None:
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+def _save(path: Path, value: dict[str, Any]) -> None:
+    files.write(path, json.dumps(value, indent=1) + "\n")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec import files
 from selfspec.costs import Costs
 from selfspec.heads import ExitHeads
 from selfspec.training.cost_model import Exits, Setting, best_setting, exits
@@ -116,16 +117,17 @@ def calibrate(
 
 
 def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any]) -> None:
-    """Put temperatures and defaults into the heads' config, and the record beside it."""
+    """Put temperatures and defaults into the heads' config, and the record beside it.
+
+    The weights stay as they are. Raises CannotWrite.
+    """
     heads.config = replace(
         heads.config,
         temperatures={str(k): entry.temperature for k, entry in found.reliabilities.items()},
         defaults=heads.config.defaults | found.defaults(),
     )
-    new = folder / f"{RECORD}.new"
-    new.write_text(json.dumps({"run": run, **found.record()}, indent=2) + "\n", encoding="utf-8")
-    new.replace(folder / RECORD)
-    heads.save(folder)
+    files.write(folder / RECORD, json.dumps({"run": run, **found.record()}, indent=2) + "\n")
+    heads.config.write(folder)
 
 
 def _candidates(confidence: Tensor, right: Tensor, precision: float | None) -> list[float]:

@@ -7,6 +7,9 @@ randomness of a fit, the order of batches, follows from its seed and step, so no
 from __future__ import annotations
 
 import json
+import reprlib
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +18,76 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from selfspec.errors import InvalidOption, SelfspecError
+from selfspec import files
+from selfspec.errors import InvalidData, InvalidOption
+from selfspec.untrusted import parse_json
 
 FILE = "checkpoint.safetensors"
+
+_RECORD = "selfspec"  # what marks a file as ours has to stand near its beginning
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-    """Replace the checkpoint at `path`. Raises SelfspecError when it cannot be written."""
-    new = path.with_name(path.name + ".new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(whole, new, {"record": json.dumps(record)})
-        new.replace(path)
-    except (OSError, SafetensorError) as error:
-        new.unlink(missing_ok=True)
-        raise SelfspecError(
-            f"cannot write {path}: {error}. The checkpoint before it is whole: free some space and "
-            "run the same command again"
-        ) from error
+    """Replace the checkpoint at `path`. Raises CannotWrite, with the one before it whole."""
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    with files.replacing(path) as new:
+        save_file(whole, new, {_RECORD: json.dumps(record)})
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Tensors and record, or None where there is no checkpoint. Raises SelfspecError if damaged."""
+    """Tensors and record, or None where there is no checkpoint. Raises InvalidData if damaged."""
     if not path.is_file():
         return None
     try:
         with safe_open(path, "pt") as file:
-            record = json.loads(file.metadata()["record"])
-            return {name: file.get_tensor(name) for name in file.keys()}, record  # noqa: SIM118  # no dict
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise SelfspecError(f"{path} is no checkpoint: {error}. Remove it to start over") from error
+            record = parse_json((file.metadata() or {})[_RECORD], "its record")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+    except (OSError, SafetensorError, InvalidData, KeyError, RuntimeError) as error:
+        raise damaged(path, error) from error
+    if not isinstance(record, dict) or not isinstance(record.get("job"), dict):
+        raise damaged(path, "it does not say of what")
+    return tensors, record
+
+
+def damaged(path: Path, reason: object) -> InvalidData:
+    """What to raise for a file that a fit cannot go on from."""
+    words = " ".join(str(reason).split())
+    return InvalidData(f"{path} is no checkpoint: {words}. Remove it to start over")
+
+
+def remove(workplace: Path) -> None:
+    """Delete the checkpoint, and its folder if nothing else is in it. Raises CannotWrite."""
+    path = workplace / FILE
+    if not path.is_symlink() and path.is_file():
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        workplace.rmdir()
+
+
+def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise InvalidData unless names and shapes are those of `expected`, and all is finite."""
+    if found.keys() != expected.keys():
+        names = sorted(found.keys() ^ expected.keys())
+        raise damaged(path, f"tensors of other names, such as {names[0][:80]!r}")
+    for name, tensor in found.items():
+        if tensor.shape != expected[name].shape or not tensor.is_floating_point():
+            raise damaged(path, f"{name} is {tensor.dtype} {list(tensor.shape)}")
+        if not bool(tensor.isfinite().all()):
+            raise damaged(path, f"{name} holds numbers that are not finite")
 
 
 def require_same(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Raise InvalidOption naming the first entry in which two descriptions of a run differ."""
     for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
+        before, now = found.get(name), expected.get(name)
+        if before != now:
+            plain = isinstance(now, str | int | float | None)
+            words = f"{name} {reprlib.repr(before)}, not {now}" if plain else f"another {name}"
             raise InvalidOption(
-                f"{path} belongs to an unfinished run with {name} {found.get(name)}, not "
-                f"{expected.get(name)}. Give the same options, another --output, or --overwrite"
+                f"{path} belongs to an unfinished run with {words}. Give the same options, another "
+                "--output, or --overwrite"
             )
 
 
@@ -67,6 +98,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> di
         state = optimizer.state.get(parameter, {})
         named |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS if moment in state}
     return named
+
+
+def moments(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors of the shapes of AdamW's moments, by the names that `optimizer_tensors` gives."""
+    learning = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    return {f"{moment}.{name}": p.detach() for name, p in learning for moment in _MOMENTS}
 
 
 def restore_optimizer(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
+from io import BytesIO
 from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
+
+FILE = "curves.png"
 
 
 class Curve(NamedTuple):
@@ -36,13 +38,13 @@ def curves(entries: Sequence[dict[str, Any]]) -> list[Curve]:
     ]
 
 
-def save(entries: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw loss and agreement by epoch; without matplotlib a notice takes the picture's place."""
+def picture(entries: Sequence[dict[str, Any]]) -> bytes | None:
+    """Loss and agreement by epoch; without matplotlib a notice takes the picture's place."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.info("no %s: it needs matplotlib (pip install 'selfspec[train]')", path.name)
-        return
+        logger.info("no %s: it needs matplotlib (pip install 'selfspec[train]')", FILE)
+        return None
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     loss, agreement = figure.subplots(1, 2)
     for curve in curves(entries):
@@ -53,6 +55,6 @@ def save(entries: Sequence[dict[str, Any]], path: Path) -> None:
     for axes in (loss, agreement):
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.legend(loc="outside right center", frameon=False)
-    new = path.with_name("new-" + path.name)
-    figure.savefig(new, dpi=120)
-    new.replace(path)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=120)
+    return drawn.getvalue()

@@ -7,7 +7,7 @@ step is in `trainer`. Called by `selfspec fit`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone, fingerprint
+from selfspec.backbone import Backbone
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads import ExitHeads, HeadsConfig, check_exit_layers, possible_exit_layers
 from selfspec.stats import Stopwatch
@@ -56,7 +56,7 @@ class Job:
     validation: Selection
     """Batches with targets."""
     options: FitOptions
-    special_ids: Iterable[int] = ()
+    special_ids: Collection[int] = ()
     """Always in the draft vocabulary."""
     data: str = ""
     """Name of the text, for the record."""
@@ -93,15 +93,46 @@ class _Course:
     best: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By layer, its entry of the best epoch."""
 
+    @property
+    def validated(self) -> int:
+        """Epochs that are closed: all their steps done, and measured."""
+        return int(self.entries[-1]["epoch"]) if self.entries else 0
+
     def record(self) -> dict[str, Any]:
         """Ready for JSON."""
         return asdict(self)
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> _Course:
-        """The inverse of `record`, after JSON made text of the layers."""
+    def of(cls, record: Any, layers: Sequence[int]) -> _Course:
+        """The inverse of `record`, after JSON made text of the layers.
+
+        Raises ValueError, KeyError, TypeError or AttributeError for what `record` never gives.
+        """
         layered = {name: {int(k): v for k, v in record[name].items()} for name in ("sums", "best")}
-        return cls(**record | layered)
+        course = cls(**record | layered)
+        if list(course.sums) != list(layers) or not set(course.best) <= set(layers):
+            raise ValueError("it is of other exit layers")
+        for entry in (*course.entries, *course.best.values()):
+            numbers = [entry["train_loss"], entry["agreement"], entry["positions"]]
+            if type(entry["epoch"]) is not int or entry["layer"] not in layers:
+                raise ValueError("an entry without epoch and layer")
+            if not all(math.isfinite(number) for number in numbers):
+                raise ValueError("an entry that is not finite")
+        if not all(math.isfinite(total) for total in course.sums.values()):
+            raise ValueError("a loss that is not finite")
+        return course
+
+    def check(self, steps_per_epoch: int, epochs: int) -> None:
+        """Raise ValueError unless steps, positions and entries can be those of one fit."""
+        if type(self.step) is not int or type(self.positions) is not int:
+            raise ValueError("steps and positions are no whole numbers")
+        if len(self.entries) != self.validated * len(self.sums) or self.validated > epochs:
+            raise ValueError(f"{len(self.entries)} entries for {self.validated} epochs")
+        if self.validated and set(self.best) != set(self.sums):
+            raise ValueError("no best epoch")
+        place = self.step - self.validated * steps_per_epoch
+        if not 0 <= place <= steps_per_epoch or (place > 0) != (self.positions > 0):
+            raise ValueError(f"{self.step} steps, {self.validated} epochs measured")
 
 
 def fit(
@@ -170,11 +201,13 @@ class _Fit:
     def run(self, progress: Callable[[Progress], None]) -> Fitted:
         """All that is left to do."""
         course = self._course
-        while course.step < self._steps and not self._out_of_patience():
-            epoch, place = divmod(course.step, self._steps_per_epoch)
+        while course.validated < self._job.options.epochs and not self._out_of_patience():
+            # not from the steps alone: a fit can be killed between an epoch's last one and its end
+            epoch = course.validated
+            place = course.step - epoch * self._steps_per_epoch
             order = self._order(epoch)
             self._watch.start()
-            for start in range(place * self._job.options.accumulate, len(order), self._stride):
+            for start in range(place * self._stride, len(order), self._stride):
                 progress(self._step(order[start : start + self._stride], epoch))
                 if course.step % self._job.options.checkpoint_steps == 0:
                     self._save()
@@ -268,10 +301,18 @@ class _Fit:
             return
         tensors, record = found
         checkpoint.require_same(path, record["job"], _description(self._job))
-        self._course = _Course.of(record["course"])
+        epochs = self._job.options.epochs
+        try:
+            self._course = _Course.of(record.get("course"), self._layers)
+            self._course.check(self._steps_per_epoch, epochs)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise checkpoint.damaged(path, f"its course makes no sense: {error}") from error
+        best = {f"best.{name}": p for name, p in self._best.named_parameters()}
+        expected = self._trainer.expected_tensors(self._course.step) | best
+        checkpoint.check_tensors(path, tensors, expected)
         self._trainer.restore(tensors, self._course.step)
-        for name, parameter in self._best.named_parameters():
-            parameter.copy_(tensors[f"best.{name}"])
+        for name, parameter in best.items():
+            parameter.copy_(tensors[name])
 
 
 def _better(entry: dict[str, Any], best: dict[str, Any]) -> bool:
@@ -283,8 +324,11 @@ def _description(job: Job) -> dict[str, Any]:
     options = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(job.options).items()}
     return {
         **options,
-        "model": fingerprint(job.backbone.unembedding.weight),
-        "data": [job.train.source.digest, job.train.positions],
+        "model": job.backbone.fingerprint,
+        "dtype": str(job.backbone.dtype).removeprefix("torch."),
+        "data": job.train.description(),
+        "validation": job.validation.description(),
+        "special_ids": sorted(job.special_ids),
     }
 
 
@@ -304,7 +348,7 @@ def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> Heads
     backbone, options = job.backbone, job.options
     return HeadsConfig(
         base_model=job.base_model,
-        base_fingerprint=fingerprint(backbone.unembedding.weight),
+        base_fingerprint=backbone.fingerprint,
         hidden_size=backbone.hidden_size,
         num_layers=backbone.num_layers,
         vocab_size=backbone.vocab_size,

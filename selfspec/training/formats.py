@@ -8,13 +8,15 @@ and `selfgen`.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import logging
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +35,12 @@ _SHAREGPT_ROLES = _ROLES | {"human": "user", "gpt": "assistant", "chatgpt": "ass
 _FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".txt")
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the mark that some editors put in front, and white space
 _EXPECTED = "input_ids and answer_start, messages, conversations, turns or text"
+
+_MOST_LINE = 16 << 20
+"""Bytes of a line, and of blank ones in a row."""
+
+_MOST_ARRAY = 1 << 30
+"""Bytes of a .json file that is one array: it is read as a whole."""
 
 T = TypeVar("T")
 
@@ -159,22 +167,45 @@ def _record(row: Any) -> dict[str, Any]:
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Lines that hold anything. Raises InvalidData if the file cannot be read."""
-    opened = gzip.open if path.suffix == ".gz" else open
+    with _opened(path) as file:
+        blank = 0
+        for number in itertools.count(1):
+            line = file.readline(_MOST_LINE + 1)
+            if not line:
+                return
+            if len(line) > _MOST_LINE:
+                raise InvalidData(f"{path}, line {number} has more than {_MOST_LINE} bytes")
+            blank = 0 if line.strip() else blank + len(line)
+            if blank > _MOST_LINE:
+                raise InvalidData(f"{path}, line {number}: only blank lines for {blank} bytes")
+            if not blank:
+                yield f"line {number}", line
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Raises InvalidData for what is no file, cannot be read, or is damaged further on."""
+    opened: Any = gzip.open if path.suffix == ".gz" else open
     try:
+        if path.exists() and not path.is_file():
+            raise InvalidData(f"cannot read {path}: it is a device or a pipe, expected a file")
         with opened(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"line {number}", line
-    except (OSError, EOFError, zlib.error) as error:
-        raise InvalidData(f"cannot read {path}: {error}") from error
+            yield file
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise InvalidData(f"cannot read {path}: {reason}") from error
 
 
 def _json_file(path: Path) -> Iterator[tuple[str, Any]]:
     """The items of one array, as ShareGPT comes; many files named .json hold lines instead."""
-    lines = list(_lines(path))
-    whole = b"".join(line for _, line in lines)
-    if not whole.lstrip(_BLANK).startswith(b"["):
-        yield from lines
+    with _opened(path) as file:
+        begin = file.read(_MOST_LINE)
+        if not begin.lstrip(_BLANK).startswith(b"["):
+            whole = b""
+        elif len(whole := begin + file.read(_MOST_ARRAY - len(begin) + 1)) > _MOST_ARRAY:
+            raise InvalidData(f"{path} has more than {_MOST_ARRAY} bytes. Give it as .jsonl")
+    if not whole:
+        yield from _lines(path)
         return
     try:
         items = json.loads(whole)

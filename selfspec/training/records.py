@@ -1,8 +1,7 @@
 """Writes a folder of fitted heads: heads, metrics, the run that made them, and a card.
 
 Comes in: what `fit` gave and the options it ran with. Goes out: a folder for people and for
-`ExitHeads.from_pretrained`. Called by `selfspec fit`. Every file is
-written under a temporary name and renamed; the heads come last.
+`ExitHeads.from_pretrained`. Called by `selfspec fit`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from typing import Any
 import torch
 import yaml
 
+from selfspec import files
 from selfspec.heads import HeadsConfig
 from selfspec.training import curves
 from selfspec.training.fit import Fitted
+from selfspec.untrusted import read_json
 
 FILES = ("README.md", "config.json", "metrics.json", "model.safetensors", "run.yaml")
 """What a folder of fitted heads holds at least."""
@@ -51,16 +52,26 @@ Text of another kind than the conversations has lower shares.
 
 
 def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
-    """Write all files of `folder`; `run` holds the options of the command, ready for YAML."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write all files of `folder`; `run` holds the options of the command, ready for YAML.
+
+    Raises CannotWrite; `ExitHeads.save` says what is there then.
+    """
     described = {"run": dict(run), "machine": machine()}
-    lines = "".join(json.dumps(entry) + "\n" for entry in fitted.epochs)
-    _replace(folder / "metrics.json", json.dumps(fitted.metrics, indent=2) + "\n")
-    _replace(folder / "metrics.jsonl", lines)
-    _replace(folder / "run.yaml", yaml.safe_dump(described, sort_keys=False))
-    _replace(folder / "README.md", card(fitted.heads.config, fitted.metrics))
-    curves.save(fitted.epochs, folder / "curves.png")
-    fitted.heads.save(folder)
+    picture = curves.picture(fitted.epochs)
+    others = {
+        "README.md": card(fitted.heads.config, fitted.metrics),
+        "run.yaml": yaml.safe_dump(described, sort_keys=False),
+        "metrics.jsonl": "".join(json.dumps(entry) + "\n" for entry in fitted.epochs),
+        "metrics.json": json.dumps(fitted.metrics, indent=2) + "\n",
+    }
+    fitted.heads.save(folder, others if picture is None else others | {curves.FILE: picture})
+
+
+def redescribe(folder: Path, config: HeadsConfig) -> None:
+    """Give the folder another config, and the card that follows from it. Raises CannotWrite."""
+    config.write(folder)
+    if (folder / "metrics.json").is_file():
+        files.write(folder / "README.md", card(config, read_json(folder / "metrics.json")))
 
 
 def card(config: HeadsConfig, metrics: Mapping[str, Any]) -> str:
@@ -111,9 +122,3 @@ def _row(layer: str, shares: Mapping[str, float | None]) -> str:
     names = ("agreement", "agreement_top_25", "agreement_top_10", "agreement_second")
     known = [value for name in names if (value := shares[name]) is not None]
     return " | ".join([f"| {layer}", *(f"{100 * value:.1f} %" for value in known)]) + " |"
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)

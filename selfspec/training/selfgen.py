@@ -26,6 +26,7 @@ from selfspec.training.data_options import DataOptions
 from selfspec.training.formats import Message
 from selfspec.training.turns import Turns, end_ids
 from selfspec.training.writer import Counts, Writer
+from selfspec.untrusted import read_text
 
 Record = dict[str, Any]
 
@@ -33,6 +34,10 @@ _PATIENCE = 3  # batches in a row without a usable user turn: no more are to be 
 
 _TALK_TOKENS, _FEWEST_TALKS = 64, 16
 """The last batch is small where few tokens are missing: a conversation gives about a hundred."""
+
+
+_MOST_OPENINGS = 1 << 20
+"""Bytes of a file of openings."""
 
 
 class Source(Protocol):
@@ -64,11 +69,14 @@ def batch_seed(seed: int, index: int) -> int:
 
 def read_openings(path: Path | None) -> tuple[str, ...]:
     """The openings of a file, or the built-in ones. Raises InvalidData if there are none."""
-    file = resources.files(__package__).joinpath("openings.txt") if path is None else path
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidData(f"cannot read the openings {path}: {error}") from error
+    if path is None:
+        built_in = resources.files(__package__).joinpath("openings.txt")
+        lines = built_in.read_text(encoding="utf-8").splitlines()
+    else:
+        try:
+            lines = read_text(path, _MOST_OPENINGS).removeprefix("\ufeff").splitlines()
+        except InvalidData as error:
+            raise InvalidData(f"cannot read the openings: {error}") from error
     # a blank at the end is a token of its own, behind which most models write a number
     texts = (line.strip(" \t").replace("\\n", "\n") for line in lines if line[:1] != "#")
     openings = tuple(text for text in texts if text)

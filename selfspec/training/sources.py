@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -91,6 +91,16 @@ class Selection(NamedTuple):
     def conversations(self) -> int:
         """Conversations in all."""
         return sum(self.source.conversations[index] for index in self.indices)
+
+    def description(self) -> dict[str, Any]:
+        """What tells it from any other selection, ready for JSON."""
+        spec = self.source.spec
+        return {
+            "text": self.source.digest,
+            "batches": hashlib.sha256(repr(list(self.indices)).encode()).hexdigest(),
+            "answer_tokens": self.positions,
+            "features": [list(spec.layers), spec.deep, spec.top_k],
+        }
 
     def batches(self) -> Iterator[Features]:
         """In order."""

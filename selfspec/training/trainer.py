@@ -92,6 +92,11 @@ class Trainer:
         named = {f"heads.{k}": t.detach() for k, t in self.heads.named_parameters()}
         return named | checkpoint.optimizer_tensors(self._optimizer, self.heads)
 
+    def expected_tensors(self, step: int) -> dict[str, Tensor]:
+        """What `tensors` gives after `step` steps, by name; only the shapes are right."""
+        named = {f"heads.{k}": t.detach() for k, t in self.heads.named_parameters()}
+        return named | (checkpoint.moments(self.heads) if step else {})
+
     def restore(self, tensors: dict[str, Tensor], step: int) -> None:
         """Go back to where `tensors` were taken, after `step` steps."""
         with torch.no_grad():

@@ -10,13 +10,17 @@ import gzip
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec import files
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.training.formats import Reader
+from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +68,15 @@ class Writer:
     ) -> None:
         """Begin a file, or continue one that was begun with the same options.
 
-        Raises InvalidOption for other options and for a file of another origin, InvalidData for
-        one that lost lines.
+        Raises InvalidOption for other options, CannotWrite for a file of another origin,
+        InvalidData for one that lost lines.
         """
-        self.output = output
-        self._record = output.with_name(output.name + ".run.json")
+        self.output = check_output(output)
+        self._record = _record_of(output)
         plain = json.loads(json.dumps(dict(options)))  # as it will be read: lists, no tuples
         self._state: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
+            "made_by": "selfspec data",
             "options": plain,
             "versions": dict(versions),
             "counts": asdict(Counts()),
@@ -82,9 +87,10 @@ class Writer:
             if self._record.exists():
                 self._resume(plain)
             else:
-                self._begin()
+                self._save()
+                self.output.touch()
         except OSError as error:
-            raise InvalidOption(f"cannot write {output}: {error}") from error
+            raise _cannot_write(output, error) from error
 
     @property
     def batches(self) -> int:
@@ -97,35 +103,27 @@ class Writer:
         return Counts(**self._state["counts"])
 
     def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
-        """Add a batch. Raises InvalidOption if the disk does not take it."""
+        """Add a batch. Raises CannotWrite if the disk is full; earlier batches stay whole."""
         block = "".join(f"{line}\n" for line in lines).encode()
         if block and self.output.suffix == ".gz":
             block = gzip.compress(block, mtime=0)  # members in a row are one file, and no clock
+        size = self._state["bytes"]
         try:
             with self.output.open("ab") as file:
                 file.write(block)
                 file.flush()
                 os.fsync(file.fileno())
-            self._state["seeds"].append(seed)
-            self._state["bytes"] += len(block)
-            self._state["counts"] = asdict(counts)
-            self._save()
-        except OSError as error:
-            raise InvalidOption(f"cannot write {self.output}: {error}") from error
+            state = {"seeds": [*self._state["seeds"], seed], "counts": asdict(counts)}
+            files.write(self._record, _as_json(self._state | state | {"bytes": size + len(block)}))
+            self._state |= state | {"bytes": size + len(block)}
+        except (OSError, CannotWrite) as error:
+            with suppress(OSError):
+                os.truncate(self.output, size)  # gives back what a full disk took of the batch
+            raise _cannot_write(self.output, error) from error
 
     def records(self) -> Iterator[dict[str, Any]]:
         """What is written so far."""
         return iter(Reader(self.output, lambda record: record))
-
-    def _begin(self) -> None:
-        if self.output.exists():
-            raise InvalidOption(
-                f"{self.output} exists and there is no {self._record.name} to continue it by. "
-                "Give another --output"
-            )
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        self._save()
-        self.output.touch()
 
     def _resume(self, options: dict[str, Any]) -> None:
         """Take over what is recorded and cut off what a killed run wrote behind it."""
@@ -149,16 +147,30 @@ class Writer:
                 f"{self.output} has {size} bytes, its record says {found['bytes']}. Delete both to "
                 "start over"
             )
+        self._require_line_end(found["bytes"])
         os.truncate(self.output, found["bytes"])
         self._state = found
+
+    def _require_line_end(self, size: int) -> None:
+        """Raise InvalidData unless whole batches end behind `size` bytes: a cut elsewhere loses."""
+        with self.output.open("rb") as file:
+            if self.output.suffix == ".gz":
+                whole = _ends_whole(file, size)
+            else:
+                file.seek(max(0, size - 1))
+                whole = size == 0 or file.read(1) == b"\n"
+        if not whole:
+            raise InvalidData(
+                f"{self._record} says that {size} bytes of {self.output.name} are whole, but no "
+                "line ends there. Give another --output"
+            )
 
     def _read(self) -> dict[str, Any]:
         """The record. Raises InvalidData if it is none of this format."""
         try:
-            found = json.loads(self._record.read_bytes())
-            fits = found["format_version"] == FORMAT_VERSION and found.keys() == self._state.keys()
-            fits = fits and found["counts"].keys() == {entry.name for entry in fields(Counts)}
-        except (ValueError, LookupError, TypeError, AttributeError):
+            found = read_json(self._record)
+            fits = _is_record(found, self._state.keys())
+        except InvalidData:
             fits = False
         if not fits:
             raise InvalidData(
@@ -169,10 +181,76 @@ class Writer:
 
     def _save(self) -> None:
         """Replace the record: it is always whole."""
-        new = self._record.with_name(self._record.name + ".new")
-        with new.open("w", encoding="utf-8") as file:
-            json.dump(self._state, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._record)
+        files.write(self._record, _as_json(self._state))
+
+
+def check_output(output: str | Path) -> Path:
+    """The name of a file that is new, or that its record lets `Writer` continue.
+
+    Asked before a model is loaded. Raises CannotWrite.
+    """
+    path = Path(output)
+    try:
+        record = _record_of(path) if path.name else path
+        if not path.name or not (path.exists() or record.exists() or path.is_symlink()):
+            return files.check_file(output)
+        for name in (path, record):
+            if name.is_symlink() or (name.exists() and not name.is_file()):
+                raise CannotWrite(f"{name} is a link, a folder or a device. Name a file")
+        if not record.exists():
+            raise CannotWrite(
+                f"{path} exists and there is no {record.name} to continue it by. Give another "
+                "--output"
+            )
+    except (OSError, ValueError) as error:
+        raise _cannot_write(path, error) from error
+    return path
+
+
+def _ends_whole(file: IO[bytes], size: int) -> bool:
+    """Whether the first `size` bytes are gzip members from end to end."""
+    member, inside = zlib.decompressobj(wbits=31), False
+    try:
+        while size > 0 and (block := file.read(min(size, 1 << 16))):
+            size -= len(block)
+            while block:
+                member.decompress(block)
+                block, inside = member.unused_data, not member.eof
+                if member.eof:
+                    member = zlib.decompressobj(wbits=31)
+    except zlib.error:
+        return False
+    return not inside
+
+
+def _record_of(output: Path) -> Path:
+    return output.with_name(output.name + ".run.json")
+
+
+def _as_json(state: Mapping[str, Any]) -> str:
+    return json.dumps(state, indent=1) + "\n"
+
+
+def _cannot_write(path: Path, error: Exception) -> CannotWrite:
+    if isinstance(error, CannotWrite):
+        return error
+    reason = getattr(error, "strerror", None) or str(error)
+    return CannotWrite(
+        f"cannot write {path}: {reason}. What was written before is whole: make room, or name "
+        "another place, and run the same command again"
+    )
+
+
+def _is_record(found: Any, keys: Collection[str]) -> bool:
+    """Whether JSON is what `Writer` saves, with counts that can be counts."""
+    if not isinstance(found, dict) or found.keys() != set(keys):
+        return False
+    counts, seeds = found["counts"], found["seeds"]
+    if not (isinstance(counts, dict) and isinstance(seeds, list)):
+        return False
+    if not (isinstance(found["options"], dict) and isinstance(found["versions"], dict)):
+        return False
+    numbers = [found["format_version"], found["bytes"], *counts.values(), *seeds]
+    whole = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+    names = counts.keys() == {entry.name for entry in fields(Counts)}
+    return whole and names and found["format_version"] == FORMAT_VERSION

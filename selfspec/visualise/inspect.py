@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from selfspec.backbone import Backbone, fingerprint
+from selfspec.backbone import Backbone
 from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.record import Record
@@ -68,7 +68,7 @@ def inspect(
     return LayerTrace(
         info=TraceInfo(
             base_model=speculator.label,
-            base=fingerprint(speculator.backbone.unembedding.weight),
+            base=speculator.backbone.fingerprint,
             heads="" if speculator.heads is None else heads_hash(speculator.heads),
             dtype=str(speculator.backbone.dtype).removeprefix("torch."),
             executor=speculator.backbone.executor_name,

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selfspec.backbone import Backbone
-from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidHeads
+from selfspec.errors import CannotWrite, HeadsMismatch, HeadsNotFound, InvalidHeads
 from selfspec.head_types import Unembedding
-from selfspec.heads import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, ExitHeads
+from selfspec.heads import ExitHeads
+from selfspec.heads_folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE
 from tests.heads.kinds import DRAFT_IDS, FINGERPRINT, TRAINED, make_heads, train
 from tests.models import make_model
 
@@ -113,7 +114,7 @@ def fail(*_: object, **__: object) -> None:
     raise OSError("no space left on device")
 
 
-def half_written(_tensors: object, path: Path) -> None:
+def half_written(_tensors: object, path: Path, _metadata: object) -> None:
     path.write_bytes(b"half")
     raise OSError("no space left on device")
 
@@ -122,9 +123,9 @@ def half_written(_tensors: object, path: Path) -> None:
     ("target", "action"),
     [
         ("selfspec.heads.save_file", half_written),
-        ("selfspec.heads.json.dumps", fail),
-        ("pathlib.Path.write_text", fail),
+        ("pathlib.Path.write_bytes", fail),
         ("pathlib.Path.replace", fail),
+        ("os.fsync", fail),
     ],
 )
 def test_a_failed_save_leaves_no_file_and_keeps_the_old_ones(
@@ -139,7 +140,7 @@ def test_a_failed_save_leaves_no_file_and_keeps_the_old_ones(
     newer = train(train(make_heads("low-rank-draft", unembedding)))
     with monkeypatch.context() as patch:
         patch.setattr(target, action)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(CannotWrite, match="no space left"):
             newer.save(saved)
     assert torch.equal(load(saved, unembedding)[2](hidden), before)
     assert {path.name for path in saved.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
@@ -241,8 +242,8 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"format_version": 2}, "has format version 2, this selfspec reads 1"),
-        ({"format_version": None}, "has format version None, this selfspec reads 1"),
+        ({"format_version": 3}, "has format version 3, this selfspec reads 1 to 2"),
+        ({"format_version": None}, "has format version None, this selfspec reads 1 to 2"),
         ({"exit_layer": [2]}, "unknown key 'exit_layer'. Did you mean exit_layers?"),
         ({"exit_layers": [0, 2]}, "exit layer 0 is not among [1, 2, 3, 4, 5]"),
         ({"exit_layers": [2, 6]}, "exit layer 6 is not among [1, 2, 3, 4, 5]"),
@@ -274,4 +275,4 @@ def test_a_config_that_is_no_config_is_refused(
 
 
 def test_the_saved_config_says_its_format_version(saved: Path) -> None:
-    assert json.loads((saved / CONFIG_FILE).read_text())["format_version"] == FORMAT_VERSION == 1
+    assert json.loads((saved / CONFIG_FILE).read_text())["format_version"] == FORMAT_VERSION == 2

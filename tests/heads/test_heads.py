@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from selfspec.backbone import Backbone
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.head_types import HEAD_TYPES, Unembedding
-from selfspec.heads import WEIGHTS_FILE, ExitHeads, check_exit_layers, logit_lens
+from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
+from selfspec.heads_folder import WEIGHTS_FILE
 from tests.heads.kinds import DRAFT_IDS, KINDS, TRAINED, make_config, make_heads, train
 from tests.models import FAMILIES, VOCAB_SIZE, make_model, random_ids
 

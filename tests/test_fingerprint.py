@@ -1,0 +1,295 @@
+"""A base model is told from another by all of its weights, and hashed once per file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from selfspec import fingerprint, generate, hub, weight_files
+from selfspec.backbone import Backbone
+from selfspec.cli.main import main
+from selfspec.errors import HeadsMismatch
+from selfspec.fingerprint import UNKNOWN, unembedding_fingerprint
+from selfspec.heads import ExitHeads, HeadsConfig
+from tests.heads.kinds import make_heads, train
+from tests.models import make_model
+from tests.talks import make_tokenizer
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def moved(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The same model with one number of one weight changed."""
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[0].add_(0.5)
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_model_has_one_fingerprint_in_every_dtype(dtype: torch.dtype) -> None:
+    small = make_model("llama")
+    with torch.no_grad():
+        small.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(2.0**-18)
+    expected = fingerprint.of(small)
+    assert fingerprint.of(small.to(dtype)) == expected  # type: ignore[arg-type]  # typed as a mixin
+
+
+def names_of(model: PreTrainedModel) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("name", names_of(make_model("qwen3")))
+def test_every_weight_counts(name: str) -> None:
+    assert fingerprint.of(moved(make_model("qwen3"), name)) != fingerprint.of(make_model("qwen3"))
+
+
+def test_kept_buffers_count_and_others_do_not() -> None:
+    model, same = make_model("llama"), make_model("llama")
+    model.register_buffer("kept", torch.ones(3, dtype=torch.int64))
+    assert fingerprint.of(model) != fingerprint.of(same)
+    same.register_buffer("lost", torch.ones(3), persistent=False)
+    assert fingerprint.of(same) == fingerprint.of(make_model("llama"))
+
+
+def test_tied_weights_count_once() -> None:
+    tied = make_model("llama", tie_word_embeddings=True)
+    seen: list[int] = []
+    original = fingerprint._of_tensor
+
+    def watched(weight: torch.Tensor) -> str:
+        seen.append(weight.data_ptr())
+        return original(weight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprint, "_of_tensor", watched)
+        fingerprint.of(tied)
+    assert len(seen) == len(set(seen)) == len(names_of(tied))
+
+
+def test_weights_that_lie_otherwise_in_memory_are_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("llama")
+    expected = fingerprint.of(model)
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert isinstance(layer, nn.Linear)
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    monkeypatch.setattr(fingerprint, "_BLOCK", 7)
+    assert fingerprint.of(model) == expected
+
+
+class Strange(torch.Tensor):
+    """As quantised weights come: a subclass."""
+
+
+def as_subclass(model: PreTrainedModel) -> None:
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    layer.weight = nn.Parameter(torch.zeros(64, 32).as_subclass(Strange))
+
+
+def on_meta(model: PreTrainedModel) -> None:
+    model.get_submodule("model.layers.0.mlp.up_proj").to("meta")
+
+
+def packed(model: PreTrainedModel) -> None:
+    torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
+
+
+@pytest.mark.parametrize("change", [as_subclass, on_meta, packed])
+def test_what_cannot_be_read_has_no_fingerprint_and_the_log_says_why(
+    change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("llama")
+    change(model)
+    with caplog.at_level(logging.WARNING):
+        assert fingerprint.of(model) == UNKNOWN
+    assert "What fits it is not checked" in caplog.messages[0]
+    assert unembedding_fingerprint(torch.zeros(3, 2, device="meta")) == UNKNOWN
+
+
+# --- once per file --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model on disk, and a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_model("llama").save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was hashed."""
+    found: list[str] = []
+    original = fingerprint.of
+
+    def watched(model: nn.Module) -> str:
+        found.append(original(model))
+        return found[-1]
+
+    monkeypatch.setattr(fingerprint, "of", watched)
+    return found
+
+
+def loaded(folder: Path, dtype: str = "float32") -> str:
+    model, _, files = hub.load_model(folder, dtype=dtype, device="cpu")
+    return fingerprint.of_loaded(model, files.stamps)
+
+
+def test_a_file_is_hashed_once_and_again_when_it_changes(folder: Path, hashed: list[str]) -> None:
+    first = loaded(folder)
+    assert loaded(folder) == first == hashed[0]
+    assert len(hashed) == 1
+    assert loaded(folder, "bfloat16") == first
+    assert len(hashed) == 2  # another dtype may have other numbers
+    moved(make_model("llama"), "model.layers.3.mlp.up_proj.weight").save_pretrained(folder)
+    assert loaded(folder) != first
+    os.utime(folder / "model.safetensors", ns=(0, 0))
+    loaded(folder)
+    assert len(hashed) == 4
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_not_kept(
+    folder: Path, hashed: list[str]
+) -> None:
+    model, _, files = hub.load_model(folder, dtype="float32", device="cpu")
+    os.utime(folder / "model.safetensors", ns=(0, 0))
+    for _ in range(2):
+        fingerprint.of_loaded(model, files.stamps)
+    assert len(hashed) == 2
+    assert not (hub.cache_folder() / "fingerprints").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{", '{"selfspec": 3}', '{"selfspec": "KEY", "fingerprint": "x"}', "\0", "[[[["],
+)
+def test_a_damaged_entry_is_made_again(folder: Path, hashed: list[str], content: str) -> None:
+    first = loaded(folder)
+    (entry,) = (hub.cache_folder() / "fingerprints").iterdir()
+    key = json.dumps(json.loads(entry.read_text())["selfspec"])
+    entry.write_text(content.replace('"KEY"', key))
+    assert loaded(folder) == first
+    assert len(hashed) == 2
+    assert json.loads(entry.read_text())["fingerprint"] == first
+
+
+def test_a_cache_folder_that_takes_no_files_costs_time_only(
+    folder: Path, hashed: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert loaded(folder) == loaded(folder)
+    assert len(hashed) == 2
+
+
+def test_an_adapter_beside_a_model_makes_its_files_unknown(folder: Path) -> None:
+    assert len(weight_files.of_folder(folder)) == 2
+    (folder / "adapter_config.json").write_text("{}")
+    assert weight_files.of_folder(folder) == ()
+    assert weight_files.stamps([folder / "nowhere"]) == ()
+
+
+def test_a_model_that_was_changed_after_loading_is_hashed(folder: Path) -> None:
+    loaded(folder)  # the cache knows the file
+    model, tokenizer, _ = hub.load_model(folder, dtype="float32", device="cpu")
+    model.get_parameter("model.layers.0.mlp.up_proj.weight").data.mul_(2)
+    wrapped = generate.wrap(model, tokenizer, heads="logit-lens")
+    assert wrapped.backbone.fingerprint == fingerprint.of(model) != loaded(folder)
+
+
+def test_a_backbone_asks_once_and_only_when_it_must(folder: Path, hashed: list[str]) -> None:
+    plain = generate.load(folder, dtype="float32", device="cpu")
+    assert not hashed
+    assert plain.backbone.fingerprint == plain.backbone.fingerprint
+    assert len(hashed) == 1
+    again = generate.load(folder, dtype="float32", device="cpu", heads="logit-lens")
+    assert again.backbone.fingerprint == plain.backbone.fingerprint
+    assert len(hashed) == 2  # what was asked for later may have been changed: it was not kept
+    generate.load(folder, dtype="float32", device="cpu", heads="logit-lens")
+    assert len(hashed) == 2
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+def saved_heads(place: Path, backbone: Backbone, **values: Any) -> Path:
+    values = {"base_fingerprint": backbone.fingerprint} | values
+    train(make_heads("translator", backbone.unembedding, **values)).save(place)
+    return place
+
+
+def test_heads_of_another_fine_tune_with_the_same_unembedding_are_refused(tmp_path: Path) -> None:
+    base = Backbone(make_model("llama"), executor="generic")
+    heads = saved_heads(tmp_path / "heads", base)
+    assert generate.wrap(base.model, heads=heads).heads is not None
+    other = moved(make_model("llama"), "model.layers.2.mlp.down_proj.weight")
+    assert torch.equal(Backbone(other).unembedding.weight, base.unembedding.weight)
+    with pytest.raises(HeadsMismatch, match=r"fits tiny .* the model is other"):
+        generate.wrap(other, heads=heads, label="other")
+
+
+def old_heads(place: Path, backbone: Backbone) -> Path:
+    """As format version 1 has them."""
+    base = unembedding_fingerprint(backbone.unembedding.weight)
+    return saved_heads(place, backbone, base_fingerprint=base, format_version=1)
+
+
+def test_heads_made_before_are_read_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = Backbone(make_model("llama"), executor="generic")
+    heads = old_heads(tmp_path / "heads", base)
+    with caplog.at_level(logging.WARNING):
+        assert generate.wrap(base.model, heads=heads, label="tiny").heads is not None
+    (line,) = [entry for entry in caplog.messages if "earlier selfspec" in entry]
+    assert f"selfspec heads stamp {heads}" in line
+    stranger = make_model("llama")
+    with torch.no_grad():
+        stranger.get_output_embeddings().weight.mul_(2)
+    with pytest.raises(HeadsMismatch, match="the model is stranger"):
+        generate.wrap(stranger, heads=heads, label="stranger")
+
+
+def test_stamped_heads_belong_to_the_whole_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = Backbone(make_model("llama"), executor="generic")
+    heads = old_heads(tmp_path / "heads", base)
+    before = ExitHeads.from_pretrained(heads, base.unembedding, "", "tiny").state_dict()
+    assert main(["heads", "stamp", str(heads), "--model", str(folder)]) == 0
+    config = HeadsConfig.read(heads)
+    assert config.format_version == 2
+    # the command loads in bfloat16
+    assert config.base_fingerprint == base.fingerprint
+    loaded = ExitHeads.from_pretrained(heads, base.unembedding, base.fingerprint, "tiny")
+    assert all(torch.equal(before[name], t) for name, t in loaded.state_dict().items())
+    assert asdict(loaded.config) == asdict(config)
+    assert "of model" in capsys.readouterr().out
+
+
+def test_where_there_is_no_fingerprint_sizes_decide_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = Backbone(make_model("llama"), executor="generic")
+    heads = saved_heads(tmp_path / "heads", base, base_fingerprint="")
+    with caplog.at_level(logging.WARNING):
+        generate.wrap(base.model, heads=heads)
+    assert [
+        entry
+        for entry in caplog.messages
+        if "is not known: one of them has no fingerprint" in entry
+    ]
+    shallow = make_model("llama", num_hidden_layers=5)
+    with pytest.raises(HeadsMismatch, match=r"\(96, 32, 6\), .* has \(96, 32, 5\)"):
+        generate.wrap(shallow, heads=heads, label="shallow")
