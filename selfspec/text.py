@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -10,6 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidPrompt
+
+_MOST_TEMPLATE_LINES = 2_000_000
+"""A conversation of a hundred turns takes some thousand."""
 
 Prompt = str | list[dict[str, str]] | list[int] | Tensor
 """A question in words, a conversation, or token ids ([P] or [B, P])."""
@@ -37,10 +44,49 @@ def encode(
         raise InvalidPrompt("messages need a chat template, the tokenizer has none. Give text")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return _ids(
-        tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        templated(
+            tokenizer, messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     )
+
+
+def templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **options: Any) -> Any:
+    """What `apply_chat_template` gives; a template is a program from outside.
+
+    Raises InvalidPrompt for messages that it does not take, for its own mistakes, and for one that
+    runs without end.
+    """
+    try:
+        with _ended():
+            return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise InvalidPrompt(
+            f"the chat template does not take these messages: {reason or type(error).__name__}. "
+            "Give other messages, or a raw prompt"
+        ) from error
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    """Stops a template after as many lines as none needs, with a ValueError."""
+    lines = itertools.count()
+
+    def line(*_: Any) -> Any:
+        if next(lines) > _MOST_TEMPLATE_LINES:
+            raise ValueError(f"it went on for more than {_MOST_TEMPLATE_LINES} lines")
+        return line
+
+    def call(frame: FrameType, *_: Any) -> Any:
+        """Only the lines of templates are followed."""
+        return line() if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _ids(encoded: Any) -> Tensor:

@@ -19,8 +19,9 @@ import torch
 from selfspec import hub
 from selfspec.backbone import Backbone, fingerprint
 from selfspec.config import SpeculationOptions, check_keys
-from selfspec.errors import InvalidOption
+from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads import ExitHeads, check_exit_layers
+from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,16 @@ def read(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
     if not folder().is_dir() or not (file := path(backbone, heads)).is_file():
         return {}
     try:
-        options = _checked(json.loads(file.read_text(encoding="utf-8")), heads)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidOption) as error:
+        options = _checked(read_json(file), heads)
+    except (
+        InvalidData,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        InvalidOption,
+    ) as error:
         reason = hub.first_line(error)
         logger.warning("ignored %s: %s. Run selfspec tune again, or with --forget", file, reason)
         return {}

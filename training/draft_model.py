@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +26,7 @@ from selfspec import hub
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
 from selfspec.errors import InvalidOption, SelfspecError
+from selfspec.files import check_folder, replacing_folder
 from selfspec.training import draft_model
 from selfspec.training.data import read_conversations
 
@@ -54,6 +53,7 @@ def main(
         learning_rate=learning_rate,
         seed=seed,
     )
+    check_folder(output, (), lambda _: False)
     if output.exists():
         raise InvalidOption(f"{output} is there already. Give another --output")
     whole, tokenizer, files = hub.load_model(model)
@@ -73,13 +73,10 @@ def main(
         draft_model.fit(small, talks, options, show)
     small = small.to(torch.bfloat16)
     found["agreement_after"] = draft_model.agreement(small, held_out, batch_tokens)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as new:
-        fresh = Path(new) / output.name
-        small.save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        (fresh / "fit.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        shutil.move(fresh, output)
+    with replacing_folder(output) as new:
+        small.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        (new / "fit.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(f"agreement {found['agreement_before']:.1%} -> {found['agreement_after']:.1%}")
 
 
