@@ -23,6 +23,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import selfspec
+from selfspec.files import write
 from selfspec.head_types import DeepFusedHead, DraftVocabulary, Unembedding
 from selfspec.training.cache import CacheSource
 from selfspec.training.data import draft_vocabulary, special_ids
@@ -81,7 +82,7 @@ def main(
         seconds = time.perf_counter() - start
         found[name] = {"agreement": agreement(head, measured.batches()), "seconds": seconds}
         print(name, found[name])
-    output.write_text(json.dumps(found, indent=2) + "\n")
+    write(output, json.dumps(found, indent=2) + "\n")
 
 
 def fit(

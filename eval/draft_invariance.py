@@ -26,6 +26,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.eval.compare import Bits
 from selfspec.eval.decoding import decode_recorded, greedy_request
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite
+from selfspec.files import write
 from selfspec.generate import Speculator
 
 
@@ -60,8 +61,8 @@ def main(
         "drafts": {name: asdict(bits) for name, bits in found.items()},
     }
     output.mkdir(parents=True, exist_ok=True)
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    (output / "table.md").write_text(table(len(asked), dtype, found), encoding="utf-8")
+    write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write(output / "table.md", table(len(asked), dtype, found))
     print(table(len(asked), dtype, found))
     if any(bits.differing for bits in found.values()):
         raise SystemExit(1)

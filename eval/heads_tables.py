@@ -21,6 +21,8 @@ from typing import Annotated, Any
 
 import typer
 
+from selfspec.files import write
+
 KINDS = ("linear", "translator", "low-rank", "mlp", "deep-fused")
 KIND_LAYERS = (4, 12, 20)
 WIDTHS = (4096, 8192, 16384, 32768)
@@ -46,8 +48,8 @@ def main(
         found = measured(folder, held_out)
         rows.append({"table": table, "name": name, **found})
         output.mkdir(parents=True, exist_ok=True)
-        (output / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
-        (output / "table.md").write_text(markdown(rows))
+        write(output / "table.json", json.dumps(rows, indent=2) + "\n")
+        write(output / "table.md", markdown(rows))
 
     for kind in KINDS:
         layers = ((0,) if kind == "deep-fused" else ()) + KIND_LAYERS

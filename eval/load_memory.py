@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from selfspec.cli.env import machine
+from selfspec.files import write
 
 EXECUTORS = ("auto", "generic")
 
@@ -36,8 +37,8 @@ def main(
         found = pool.starmap(loaded, [(model, *case) for case in cases], chunksize=1)
     summary = {"command": f"python {shlex.join(sys.argv)}", "machine": machine(), "cases": found}
     output.mkdir(parents=True, exist_ok=True)
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    (output / "table.md").write_text(table(found), encoding="utf-8")
+    write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write(output / "table.md", table(found))
     print(table(found))
 
 

@@ -30,6 +30,7 @@ from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
 from selfspec.eval.trace import record
 from selfspec.eval.trace_options import RecordOptions
 from selfspec.eval.tune import candidates
+from selfspec.files import write
 from selfspec.generate import Speculator
 from selfspec.tuned import conditions
 
@@ -71,8 +72,8 @@ def main(
     facts = {"costs": asdict(costs), "machine": machine(speculator), "nodes": len(made.tokens)}
     output.mkdir(parents=True, exist_ok=True)
     summary = json.dumps({"settings": results, **facts}, indent=2)
-    (output / "summary.json").write_text(summary + "\n", encoding="utf-8")
-    (output / "table.md").write_text(table(results), encoding="utf-8")
+    write(output / "summary.json", summary + "\n")
+    write(output / "table.md", table(results))
     print(table(results))
 
 

@@ -18,7 +18,7 @@ import typer
 
 from eval.device_speed import SHAPES, as_json, markdown, measure, random_model
 from selfspec.cli.env import machine
-from selfspec.eval.answers import replace
+from selfspec.files import write
 from selfspec.hub import load_model
 
 
@@ -48,8 +48,8 @@ def main(
     page = "\n".join(markdown(found)) + "\n"
     output.mkdir(parents=True, exist_ok=True)
     record = {"machine": machine(), **as_json(found)}
-    replace(output / "speed.json", json.dumps(record, indent=2) + "\n")
-    replace(output / "speed.md", page)
+    write(output / "speed.json", json.dumps(record, indent=2) + "\n")
+    write(output / "speed.md", page)
     print(page, end="")
 
 

@@ -31,7 +31,6 @@ from selfspec.costs import measure
 from selfspec.errors import HeadsNotFound
 from selfspec.eval import results
 from selfspec.eval.answers import ANSWERS, Answer, failures
-from selfspec.eval.answers import replace as write
 from selfspec.eval.bench import Bench
 from selfspec.eval.contenders import Contender, candidates, swept
 from selfspec.eval.metrics import SpeedUp, speed_up
@@ -41,6 +40,7 @@ from selfspec.eval.summary import seconds_by_prompt
 from selfspec.eval.trace import record
 from selfspec.eval.trace_options import RecordOptions, TuneOptions
 from selfspec.eval.tune import Tuned, tune
+from selfspec.files import write
 from selfspec.generate import Speculator
 
 TAUS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)

@@ -19,6 +19,7 @@ import typer
 import selfspec
 from selfspec.cli.env import machine
 from selfspec.costs import measure
+from selfspec.files import write
 from selfspec.heads import ExitHeads, HeadsConfig
 
 WIDTHS = "4096,8192,16384,24576,32768"
@@ -51,8 +52,8 @@ def main(
         rows.append({"width": width, "draft_s": costs.head, "share_of_step": share})
     output.mkdir(parents=True, exist_ok=True)
     found = {"machine": machine(), "widths": rows}
-    (output / "width.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    (output / "width.md").write_text(table(rows), encoding="utf-8")
+    write(output / "width.json", json.dumps(found, indent=2) + "\n")
+    write(output / "width.md", table(rows))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -11,11 +11,12 @@ import logging
 import os
 import shlex
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 
+from selfspec import files
+from selfspec.errors import CannotWrite
 from selfspec.hub import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def compiled(source: Path, **constants: int) -> ctypes.CDLL:
         if not library.exists():
             _make(library, arguments)
         return ctypes.CDLL(str(library))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError, CannotWrite) as error:
         raise ValueError(_reason(error)) from error
 
 
@@ -54,12 +55,10 @@ def compiler() -> str | None:
 
 
 def _make(library: Path, arguments: list[str]) -> None:
-    """Under a temporary name first: nobody loads a half-written library."""
+    """Whole, or not there: nobody loads a half-written library."""
     library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        new = Path(folder) / library.name
+    with files.replacing(library) as new:
         _compiler(*arguments, "-o", str(new))
-        new.replace(library)
     logger.info("compiled %s", library)
 
 
@@ -83,7 +82,7 @@ def _openmp() -> Path:
     return found[0]
 
 
-def _reason(error: OSError | subprocess.SubprocessError) -> str:
+def _reason(error: OSError | subprocess.SubprocessError | CannotWrite) -> str:
     """The last line that a compiler that failed had to say, or the error's own words."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]

@@ -8,6 +8,7 @@ device, a link or, unless `overwrite` says so, a finished result. Called by ever
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import shutil
@@ -111,6 +112,22 @@ def write(path: Path, content: str | bytes) -> None:
         new.write_bytes(data)
 
 
+def append(path: Path, line: str) -> None:
+    """Add a line to a file, whole or not at all; the line feed is added. Raises CannotWrite."""
+    with _explained(path):
+        _refuse_special(path)
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("ab", buffering=0) as file:
+                data = f"{line}\n".encode()
+                while data:
+                    data = data[file.write(data) :]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            raise
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`, with the same suffix, whose file then takes its place.
@@ -145,9 +162,11 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     try:
         with _explained(folder):
             _refuse_special(folder)
+            _sweep_folders(folder)
             new.mkdir(parents=True)
             yield new
             for file in new.rglob("*"):
+                file.chmod(0o755 if file.is_dir() else 0o644)
                 _to_disk(file)
             if folder.exists():
                 folder.rename(old)
@@ -161,17 +180,25 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(output: Path) -> Iterator[None]:
+def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
     """While open, no other process may write `output`, a file or a folder.
 
-    A lock ends with its process, however that ends. Raises CannotWrite while another one holds it.
+    A lock ends with its process, however that ends. Raises CannotWrite while another one holds it,
+    unless told to `wait` for that.
     """
     place = output.with_name(f".{output.name[:100]}.lock")
+    if output.is_dir() and not os.access(place.parent, os.W_OK):
+        place = output / ".lock"
+    lock = FileLock(place, timeout=-1 if wait else 0)
     with _explained(output):
+        _refuse_special(output)
         place.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(place, timeout=0)
+        _refuse_special(place)
         try:
             lock.acquire()
+            while not place.exists():  # the one before took it away between our open and our lock
+                lock.release()
+                lock.acquire()
         except Timeout as error:
             raise CannotWrite(
                 f"{output} is being written by another process. Wait for it, or name another output"
@@ -179,6 +206,8 @@ def locked(output: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        with contextlib.suppress(OSError):  # Windows removes no open files
+            place.unlink(missing_ok=True)
         lock.release()
 
 
@@ -191,7 +220,10 @@ def _named(path: str | Path) -> Path:
         raise CannotWrite("the output's name is empty. Name a file or a folder")
     if "\0" in str(path):
         raise CannotWrite(f"the output's name {str(path)!r} holds a zero byte. Name another one")
-    return Path(path).expanduser()
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # ~ of somebody who is not here
+        raise CannotWrite(f"there is no home folder for {path}. Name another place") from error
 
 
 def _refuse_special(path: Path) -> None:
@@ -209,7 +241,10 @@ def _refuse_special(path: Path) -> None:
 
 def _require_writable(folder: Path) -> None:
     """Raise CannotWrite unless `folder`, or the nearest one around it that exists, takes files."""
-    near = next(entry for entry in (folder, *folder.absolute().parents) if entry.exists())
+    try:
+        near = next(entry for entry in (folder, *folder.absolute().parents) if entry.exists())
+    except OSError as error:
+        raise CannotWrite(f"cannot write into {folder}: {error.strerror}") from error
     if not near.is_dir():
         raise CannotWrite(f"cannot write into {folder}: {near} is a file. Name another place")
     if not os.access(near, os.W_OK | os.X_OK):
@@ -239,6 +274,19 @@ def _sweep(path: Path) -> None:
                 left.unlink()
 
 
+def _sweep_folders(folder: Path) -> None:
+    """As `_sweep` for a folder; one that was moved aside and never replaced comes back first."""
+    for kind in ("old", "new"):
+        for left in folder.parent.glob(f".{glob.escape(folder.name[:100])}.*.{kind}"):
+            with contextlib.suppress(OSError, ValueError):
+                if _runs(int(left.name.split(".")[-2])):
+                    continue
+                if kind == "old" and not folder.exists():
+                    left.rename(folder)
+                elif time.time() - left.stat().st_mtime > _STALE_S:
+                    shutil.rmtree(left)
+
+
 def _runs(process: int) -> bool:
     try:
         os.kill(process, 0)
@@ -251,9 +299,12 @@ def _runs(process: int) -> bool:
 
 def _to_disk(path: Path) -> None:
     """Have the system write out a file or a folder's entries, where it can."""
-    with contextlib.suppress(PermissionError):  # Windows opens no folders
+    try:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+    except OSError as error:
+        if not path.is_dir() or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise  # Windows opens no folders, and some file systems write out none

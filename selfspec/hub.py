@@ -12,11 +12,7 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import ssl
-import struct
-import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -25,10 +21,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
-from selfspec import weight_files
-from selfspec.errors import HeadsNotFound, InvalidOption, ModelNotFound
+from selfspec import files, weight_files
+from selfspec.errors import CannotWrite, HeadsNotFound, InvalidData, InvalidOption, ModelNotFound
+from selfspec.gguf_header import check_gguf
+from selfspec.model_folder import check_model_folder
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +43,6 @@ HEADS_FILES = ("*.json", "*.safetensors", "*.md", "*.yaml")
 
 _STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
 _CONVERSION = b"1"  # raise it when _convert writes other files: old cache entries are then unused
-_STALE_S = 3600.0  # a temporary folder of this age belongs to a run that was killed
 _HUB_TIMEOUT_S = 5.0
 
 
@@ -69,7 +64,19 @@ class ModelFiles:
 def cache_folder() -> Path:
     """The folder for files that can be made again: $XDG_CACHE_HOME or ~/.cache, then selfspec."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "selfspec"
+    return local_path(base) / "selfspec"
+
+
+def local_path(name: str | Path) -> Path:
+    """A name as a path, `~` replaced. Raises InvalidOption where there is no such home folder."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (RuntimeError, ValueError) as error:
+        raise InvalidOption(f"{str(name)!r} names no file: {first_line(error)}") from error
+    except OSError as error:
+        raise InvalidOption(f"cannot use {str(name)!r}: {error.strerror}") from error
+    return path
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -101,7 +108,7 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
     """
     if name is None:
         return _from_gguf(default_model_file(), dtype, is_default=True)
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_file() and path.suffix == ".gguf":
         return _from_gguf(path, dtype, is_default=False)
     if path.is_dir():
@@ -144,6 +151,7 @@ def load_model(
 
 def _from_folder(path: Path) -> ModelFiles:
     if (path / "config.json").is_file():
+        check_model_folder(path)
         return ModelFiles(str(path), path.resolve().name, is_default=False)
     inside = sorted(file.name for file in path.glob("*.gguf"))
     hint = f"It holds {inside[0]}: name that file" if inside else "Is it the right folder?"
@@ -186,22 +194,23 @@ def _from_pretrained(source: str, **options: Any) -> tuple[Any, Any]:
     """Model and tokenizer as transformers loads them. Raises ModelNotFound with the reason."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    load: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, use_safetensors=True, trust_remote_code=False, **options
+        model, found = load(
+            source,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
         )
-    except _load_errors() as error:
+    except Exception as error:  # an odd config makes transformers fail anywhere, with anything
         raise ModelNotFound(f"cannot load {source}: {first_line(error)}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ModelNotFound(
+            f"{source} lacks {len(missing)} weights, {missing[0]} among them. Is the file whole?"
+        )
     return model, tokenizer
-
-
-def _load_errors() -> tuple[type[Exception], ...]:
-    """What transformers, gguf and safetensors raise on files that are missing or damaged."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    builtin = (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError)
-    return (*builtin, struct.error, SafetensorError, StrictDataclassError)
 
 
 def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -240,60 +249,44 @@ def _from_gguf(path: Path, dtype: str, *, is_default: bool) -> ModelFiles:
     stored = dtype if dtype in _STORED else "float32"
     target = cache_folder() / "models" / f"{path.stem}-{_digest(path)[:12]}-{stored}"
     if not (target / "config.json").is_file():
-        logger.info(
-            "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
-            path.name,
-            stored,
-            target,
-        )
-        _convert_into(target, path, stored)
+        _convert_once(target, path, stored)
     return ModelFiles(str(target), path.stem, is_default=is_default)
 
 
 def _digest(path: Path) -> str:
     """Sha256 of the file: 0.05 s for the default model, and the same in every environment."""
     digest = hashlib.sha256(_CONVERSION)
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {error.strerror}") from error
     return digest.hexdigest()
 
 
-def _convert_into(target: Path, gguf: Path, dtype: str) -> None:
-    """Write a folder under a temporary name and rename it: complete, or not there at all."""
+def _convert_once(target: Path, gguf: Path, dtype: str) -> None:
+    """Make the folder, whole or not at all; of several processes the first one does."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(target)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
-        ) as temporary:
-            out = Path(temporary) / target.name
-            _convert(gguf, out, dtype)
-            with contextlib.suppress(FileExistsError):
-                _rename_new(out, target)
-    except (OSError, SafetensorError) as error:
+        check_gguf(gguf)
+        with files.locked(target, wait=True):
+            if (target / "config.json").is_file():
+                return
+            logger.info(
+                "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
+                gguf.name,
+                dtype,
+                target,
+            )
+            with files.replacing_folder(target) as new:
+                _convert(gguf, new, dtype)
+    except InvalidData as error:
+        raise ModelNotFound(f"cannot load {gguf}: {error}") from error
+    except CannotWrite as error:
         raise ModelNotFound(
-            f"cannot write the de-quantised model: {first_line(error)}. "
+            f"cannot write the de-quantised model: {first_line(error.__cause__ or error)}. "
             "Set XDG_CACHE_HOME to a folder with room for it"
         ) from error
-
-
-def _rename_new(out: Path, target: Path) -> None:
-    """Rename a folder. Raises FileExistsError if another process was first; its copy is as good."""
-    try:
-        out.rename(target)
-    except OSError as error:
-        if (target / "config.json").is_file():
-            raise FileExistsError(str(target)) from error
-        raise
-
-
-def _remove_stale(target: Path) -> None:
-    """Delete what killed runs left behind under temporary names of the same target."""
-    for folder in target.parent.glob(f".{target.name}-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _STALE_S:
-                shutil.rmtree(folder)
 
 
 def _convert(gguf: Path, out: Path, dtype: str) -> None:
@@ -317,7 +310,7 @@ def _read_gguf(gguf: Path) -> tuple[Any, Any]:
             folder, gguf_file=name, dtype=torch.float32, **options
         )
         return model, AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    except _load_errors() as error:
+    except Exception as error:  # as above: the file says what is built
         raise ModelNotFound(f"cannot read {gguf} as GGUF: {first_line(error)}") from error
 
 
@@ -344,7 +337,7 @@ def resolve_heads(name: str | Path) -> Path:
 
     Raises HeadsNotFound with the names that exist.
     """
-    path = Path(name).expanduser()
+    path = local_path(name)
     if (path / "config.json").is_file():
         return path
     for folder in list_heads():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,6 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidPrompt
 from selfspec.option_types import shown
+
+_MOST_TEMPLATE_LINES = 2_000_000
+"""A conversation of a hundred turns takes some thousand."""
 
 Prompt = str | list[dict[str, str]] | list[int] | Tensor
 """A question in words, a conversation, or token ids ([P] or [B, P])."""
@@ -45,22 +52,15 @@ def encode(
         raise InvalidPrompt("messages need a chat template, the tokenizer has none. Give text")
     if raw and messages is not None:
         raise InvalidPrompt("raw is for text, the prompt is messages. Leave raw out, or give text")
-    return _templated(tokenizer, messages or [{"role": "user", "content": prompt}])
-
-
-def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[Any]) -> Tensor:
-    """Messages through the chat template, [1, P]. Raises InvalidPrompt where it refuses them."""
-    try:
-        return _ids(
-            tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+    return _ids(
+        templated(
+            tokenizer,
+            messages or [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
         )
-    except Exception as error:  # a template is a program of the model's author
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise InvalidPrompt(
-            f"the chat template refuses these messages: {reason}. Change them, or give raw text"
-        ) from error
+    )
 
 
 def _checked_ids(ids: Tensor) -> Tensor:
@@ -113,6 +113,45 @@ def _check_text(text: str, where: str) -> None:
         raise InvalidPrompt(
             f"{where} is no Unicode text: character {error.start} is half of one. Remove it"
         ) from error
+
+
+def templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **options: Any) -> Any:
+    """What `apply_chat_template` gives; a template is a program from outside.
+
+    Raises InvalidPrompt for messages that it does not take, for its own mistakes, and for one that
+    runs without end.
+    """
+    try:
+        with _ended():
+            return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise InvalidPrompt(
+            f"the chat template does not take these messages: {reason or type(error).__name__}. "
+            "Give other messages, or a raw prompt"
+        ) from error
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    """Stops a template after as many lines as none needs, with a ValueError."""
+    lines = itertools.count()
+
+    def line(*_: Any) -> Any:
+        if next(lines) > _MOST_TEMPLATE_LINES:
+            raise ValueError(f"it went on for more than {_MOST_TEMPLATE_LINES} lines")
+        return line
+
+    def call(frame: FrameType, *_: Any) -> Any:
+        """Only the lines of templates are followed."""
+        return line() if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _ids(encoded: Any) -> Tensor:

@@ -49,8 +49,6 @@ def open_bytes(path: Path) -> IO[bytes]:
     """
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    except FileNotFoundError as error:
-        raise InvalidData(f"{path} is not there") from error
     except OSError as error:
         raise InvalidData(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # a zero byte in the name
@@ -251,8 +249,8 @@ def _require_single_keys(root: yaml.Node, path: Path) -> None:
 # --- weights --------------------------------------------------------------------------------------
 
 
-def check_safetensors(path: Path) -> None:
-    """Raise InvalidData unless `path` is a whole file of tensors whose header is small.
+def check_safetensors(path: Path) -> int:
+    """How many tensors a file holds. Raises InvalidData unless it is whole, its header small.
 
     The library itself checks names, shapes, types and places against the file's size; headers of
     up to 100 MB, which it takes half a minute to read, are refused here.
@@ -269,8 +267,8 @@ def check_safetensors(path: Path) -> None:
             f"{MOST_HEADER_BYTES}"
         )
     try:
-        with safe_open(path, "numpy"):
-            pass
+        with safe_open(path, "numpy") as opened:
+            return len(opened.keys())
     except (SafetensorError, OSError) as error:
         words = " ".join(str(error).split())
         raise InvalidData(f"{path} is no whole file of tensors: {words}") from error

@@ -107,7 +107,7 @@ def test_a_page_of_a_kept_trace_replays_nothing(workplace: Path, tmp_path: Path)
         (["a", "--html", "page"], "expected a name that ends in .html"),
         (["a", "--png", "nowhere/map.png"], "--png nowhere/map.png: there is no folder nowhere"),
         (["a", "--output", "nowhere/t.jsonl"], "there is no folder nowhere. Make it first"),
-        (["a", "--output", "model"], "--output model is a folder"),
+        (["a", "--output", "model"], "model is a folder. Name a file"),
         (["a", "--svg", "map.png"], "expected a name that ends in .svg"),
         (["a", "--exit-layers", "2,9"], "exit layer 9 is not among"),
         (["a", "--heads", "nowhere"], "nowhere"),
@@ -136,7 +136,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     [
         (["future.jsonl"], "future.jsonl, line 1: format version 9, this selfspec reads 1"),
         (["nowhere.jsonl"], "cannot read nowhere.jsonl"),
-        (["model/config.json"], "model/config.json, line 1 is no line of a trace"),
+        (["model/config.json"], "model/config.json, line 1 is no line of a trace: it is not JSON"),
         (["long.jsonl", "--all-layers"], "--all-layers means nothing with --from"),
         (["long.jsonl", "--max-new-tokens", "3"], "--max-new-tokens means nothing with --from"),
     ],

@@ -93,7 +93,7 @@ def test_a_long_answer_takes_several_pages(tmp_path: Path) -> None:
     roots = drawn(trace, tmp_path, tokens_a_page=3)
     names = ["map-1.svg", "map-2.svg", "map-3.svg"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert [path.name for path in pages(trace, Path("map.svg"), 3)] == names
+    assert [path.name for path in pages(len(trace.places), Path("map.svg"), 3)] == names
     shown = [[text for name, text in texts(r).items() if name[:5] == "token"] for r in roots]
     assert shown == [["t0", "t1", "t2"], ["t3", "t4", "t5"], ["t6"]]
 

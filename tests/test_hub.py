@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
+import shutil
+import struct
 import time
 import urllib.error
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from selfspec import hub
+from selfspec import files, hub
 from selfspec.errors import HeadsNotFound, ModelNotFound
 
 Convert = Callable[[Path, Path, str], None]
@@ -31,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def gguf(tmp_path: Path) -> Path:
     path = tmp_path / "toy.Q4_1.gguf"
-    path.write_bytes(b"GGUF" * 100)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
     return path
 
 
@@ -42,7 +45,6 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def convert(gguf: Path, out: Path, dtype: str) -> None:
         calls.append(out)
-        out.mkdir()
         (out / "config.json").write_text("{}", encoding="utf-8")
         (out / "model.safetensors").write_bytes(gguf.read_bytes())
 
@@ -70,7 +72,7 @@ def test_gguf_file_is_converted_once(gguf: Path, cache: Path, conversions: list[
 
 def test_changed_gguf_file_is_converted_again(gguf: Path, conversions: list[Path]) -> None:
     before = hub.resolve_model(gguf)
-    gguf.write_bytes(gguf.read_bytes()[:-1] + b"X")
+    gguf.write_bytes(gguf.read_bytes() + b"X")
     assert hub.resolve_model(gguf).source != before.source
     assert len(conversions) == 2
 
@@ -99,7 +101,6 @@ def test_killed_conversion_leaves_nothing_half_written(
     gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(gguf: Path, out: Path, dtype: str) -> None:
-        out.mkdir()
         (out / "config.json").write_text("{", encoding="utf-8")
         raise KeyboardInterrupt
 
@@ -112,34 +113,35 @@ def test_killed_conversion_leaves_nothing_half_written(
 def test_conversion_that_another_process_finished_first_is_used(
     gguf: Path, cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert: Convert = hub._convert
+    """While this one waits for its turn, the folder appears."""
+    locked = files.locked
 
-    def overtaken(gguf: Path, out: Path, dtype: str) -> None:
-        convert(gguf, out, dtype)
-        digest = hub._digest(gguf)[:12]
-        theirs = cache / "models" / f"toy.Q4_1-{digest}-{dtype}"
-        theirs.mkdir()
-        (theirs / "config.json").write_text("theirs", encoding="utf-8")
+    @contextlib.contextmanager
+    def after_them(target: Path, *, wait: bool = False) -> Iterator[None]:
+        with locked(target, wait=wait):
+            target.mkdir()
+            (target / "config.json").write_text("theirs", encoding="utf-8")
+            yield
 
-    monkeypatch.setattr(hub, "_convert", overtaken)
+    monkeypatch.setattr(files, "locked", after_them)
     source = Path(hub.resolve_model(gguf).source)
     assert (source / "config.json").read_text(encoding="utf-8") == "theirs"
     assert entries(cache) == [source.name]
+    assert conversions == []
 
 
 def test_leftovers_of_killed_runs_are_removed_once_stale(
     gguf: Path, cache: Path, conversions: list[Path]
 ) -> None:
     target = cache / "models" / Path(hub.resolve_model(gguf).source).name
-    for age_s, name in ((10 * hub._STALE_S, "old"), (0.0, "running")):
-        left = target.parent / f".{target.name}-{name}"
+    gone = 2**22 + 1  # above every process id
+    for age_s, process in ((3600.0, gone), (0.0, gone + 1)):
+        left = target.parent / f".{target.name}.{process}.new"
         left.mkdir()
         os.utime(left, (time.time() - age_s,) * 2)
-    (target / "config.json").unlink()
-    (target / "model.safetensors").unlink()
-    target.rmdir()
+    shutil.rmtree(target)
     hub.resolve_model(gguf)
-    assert entries(cache) == [f".{target.name}-running", target.name]
+    assert entries(cache) == [f".{target.name}.{gone + 1}.new", target.name]
 
 
 def test_damaged_gguf_file_is_named_with_the_reason(gguf: Path, cache: Path) -> None:

@@ -91,5 +91,5 @@ def test_a_missing_file_and_another_encoding_are_refused(tmp_path: Path) -> None
     with pytest.raises(InvalidData, match=r"cannot read .*: No such file"):
         LayerTrace.load(tmp_path / "nothing")
     (tmp_path / "latin").write_bytes(b"\xe4")
-    with pytest.raises(InvalidData, match=r"cannot read .*: not UTF-8"):
+    with pytest.raises(InvalidData, match=r"latin, line 1 is not UTF-8"):
         LayerTrace.load(tmp_path / "latin")

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidData, InvalidOption
+from selfspec.errors import (
+    CannotWrite,
+    HeadsMismatch,
+    HeadsNotFound,
+    InvalidData,
+    InvalidOption,
+)
 from selfspec.eval.record import ARRAYS_FILE, INFO_FILE, NONE, Record
 from selfspec.eval.suites import Question
 from selfspec.eval.trace import Recorder, record
@@ -44,9 +50,18 @@ def test_what_was_saved_loads_equal(saved: Path) -> None:
 
 def test_a_folder_that_is_there_stays_as_it_is(saved: Path) -> None:
     before = (saved / INFO_FILE).read_bytes()
-    with pytest.raises(InvalidOption, match="record is there already"):
+    with pytest.raises(CannotWrite, match=r"holds record\.\w+ already. Give --overwrite"):
         recorded("low-rank").record.save(saved)
     assert (saved / INFO_FILE).read_bytes() == before
+    recorded("low-rank").record.save(saved, overwrite=True)
+    assert (saved / INFO_FILE).read_bytes() != before
+
+
+def test_a_folder_with_more_than_a_record_is_never_replaced(saved: Path) -> None:
+    (saved / "notes.txt").write_text("mine")
+    with pytest.raises(CannotWrite, match="which selfspec did not write"):
+        recorded("low-rank").record.save(saved, overwrite=True)
+    assert (saved / "notes.txt").read_text() == "mine"
 
 
 def edited(**values: Any) -> Callable[[Path], None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from selfspec.errors import InvalidOption
+from selfspec.errors import CannotWrite, InvalidOption
 from selfspec.eval import results
 from selfspec.eval.answers import Answer, Run
 from selfspec.eval.summary import summarise
@@ -37,6 +37,8 @@ def test_a_finished_run_comes_back_as_it_was_written(
 def test_starting_over_removes_what_a_bench_writes_and_nothing_else(tmp_path: Path) -> None:
     for name in (*results.FILES, "notes.txt"):
         (tmp_path / name).write_text("old")
+    results.begin(tmp_path, RECORD, resume=False)
+    (tmp_path / results.SUMMARY).write_text("old")
     results.check_free(tmp_path, overwrite=True, resume=False)
     results.begin(tmp_path, RECORD, resume=False)
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "notes.txt"}
@@ -50,9 +52,18 @@ def test_a_folder_with_other_files_is_free(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", results.FILES)
 def test_one_file_of_a_bench_is_enough_to_ask(name: str, tmp_path: Path) -> None:
+    results.begin(tmp_path, RECORD, resume=False)
     (tmp_path / name).touch()
     with pytest.raises(InvalidOption, match="holds results"):
         results.check_free(tmp_path, overwrite=False, resume=False)
+
+
+@pytest.mark.parametrize("name", results.FILES)
+def test_a_file_of_somebody_else_stays_whatever_was_said(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    for overwrite in (True, False):
+        with pytest.raises(CannotWrite, match=f"holds {name}, which selfspec did not write"):
+            results.check_free(tmp_path, overwrite=overwrite, resume=not overwrite)
 
 
 def test_going_on_keeps_what_is_there(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from selfspec import files, hub
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
 from selfspec.errors import InvalidOption, SelfspecError
+from selfspec.files import check_folder, replacing_folder
 from selfspec.training import draft_model
 from selfspec.training.data import read_conversations
 
@@ -52,6 +53,7 @@ def main(
         learning_rate=learning_rate,
         seed=seed,
     )
+    check_folder(output, (), lambda _: False)
     if output.exists():
         raise InvalidOption(f"{output} is there already. Give another --output")
     files.check_folder(output, (), lambda _: False)
@@ -72,10 +74,10 @@ def main(
         draft_model.fit(small, talks, options, show)
     small = small.to(torch.bfloat16)
     found["agreement_after"] = draft_model.agreement(small, held_out, batch_tokens)
-    with files.replacing_folder(output) as fresh:
-        small.save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        (fresh / "fit.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    with replacing_folder(output) as new:
+        small.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        (new / "fit.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(f"agreement {found['agreement_before']:.1%} -> {found['agreement_after']:.1%}")
 
 

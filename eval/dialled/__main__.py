@@ -25,6 +25,7 @@ from eval.dialled import runs as dialled
 from eval.dialled.report import markdown, save_figure
 from selfspec.cli.env import machine
 from selfspec.eval.suites import SIX_TASKS, load_suite
+from selfspec.files import write
 
 BUILT_IN = dialled.Sweep()
 
@@ -71,7 +72,7 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     options = {"model": base.label, "dtype": dtype, "suite": suite, "limit": limit, **asdict(sweep)}
     described = json.loads(json.dumps({"options": options, "machine": machine()}))
-    (output / "run.yaml").write_text(yaml.safe_dump(described, sort_keys=False))
+    write(output / "run.yaml", yaml.safe_dump(described, sort_keys=False))
     runs = list(
         track(
             dialled.measure(base, questions, sweep),
@@ -82,10 +83,10 @@ def main(
     )
     found = dialled.points(runs)
     lines = "".join(json.dumps(asdict(run)) + "\n" for run in runs)
-    (output / "runs.jsonl").write_text(lines)
+    write(output / "runs.jsonl", lines)
     summary = [asdict(point) for point in found]
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    (output / "table.md").write_text(markdown(found))
+    write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write(output / "table.md", markdown(found))
     save_figure(found, output / "dialled.png")
     print(markdown(found))
 

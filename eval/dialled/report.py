@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.dialled.runs import Point
+from selfspec import files
 
 NOTE = """\
 Synthetic: a model that answers early by construction, and a head that is wrong where it is told to
@@ -67,9 +68,8 @@ def save_figure(points: Sequence[Point], path: Path) -> None:
     panels[0].set_ylabel("speed-up over plain decoding")
     figure.legend(loc="outside right center", frameon=False)
     figure.suptitle("Synthetic early model")
-    new = path.with_name("new-" + path.name)
-    figure.savefig(new, dpi=120)
-    new.replace(path)
+    with files.replacing(path) as new:
+        figure.savefig(new, dpi=120, metadata={"Software": "selfspec"})
 
 
 def _chosen(points: Sequence[Point], ratio: float, width: int) -> list[Point]:

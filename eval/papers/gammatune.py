@@ -34,6 +34,7 @@ from eval.papers.lengths import (
     replayed,
 )
 from eval.papers.prices import Prices, RoundCounts, by_drafts, total
+from selfspec import files
 from selfspec.drafters import DraftCache
 from selfspec.eval.answers import ANSWERS, Answer, drop_unfinished
 from selfspec.eval.bench import Bench
@@ -120,8 +121,7 @@ def replay(
                 continue
             rounds = replayed_question(speculator, question, new_tokens)
             record = {s.label: asdict(rounds[s]) for s in EVERY}
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"id": question.id, "rounds": record}) + "\n")
+            files.append(path, json.dumps({"id": question.id, "rounds": record}))
             found[question.id] = rounds
         show(len(questions), len(questions), "")
     return found

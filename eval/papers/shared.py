@@ -16,12 +16,13 @@ from matplotlib.figure import Figure
 
 import selfspec
 from eval.papers import prices
+from selfspec import files
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
 from selfspec.errors import SelfspecError
 from selfspec.eval import results, tables
-from selfspec.eval.answers import replace as write_whole
 from selfspec.eval.suites import Question, load_suite, spread
+from selfspec.files import write as write_whole
 from selfspec.generate import Speculator
 
 STEP_COSTS = (4, 10)
@@ -119,9 +120,8 @@ def draw(panel: Axes, lines: Lines, title: str, along: str, up: str) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Under another name, then renamed."""
-    new = path.with_name("new-" + path.name)
-    figure.savefig(new, dpi=120)
-    new.replace(path)
+    with files.replacing(path) as new:
+        figure.savefig(new, dpi=120, metadata={"Software": "selfspec"})
 
 
 def one_line(run: Any) -> None:

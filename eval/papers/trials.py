@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from eval.papers.prices import RoundCounts, counts
+from selfspec import files
 from selfspec.errors import InvalidData
 from selfspec.eval.answers import drop_unfinished
 from selfspec.eval.suites import Question
 from selfspec.generate import Speculator
 from selfspec.text import encode
+from selfspec.untrusted import json_lines, parse_json
 
 TRIALS = "trials.jsonl"
 
@@ -90,10 +92,10 @@ def read(path: Path) -> list[Trial]:
     if not path.exists():
         return []
     trials = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in json_lines(path):
         try:
-            trials.append(_parsed(json.loads(line)))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            trials.append(_parsed(parse_json(line, "the line")))
+        except (InvalidData, ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidData(f"{path}, line {number} is no trial: {error}") from error
     return trials
 
@@ -123,8 +125,7 @@ def _whole(
 
 
 def _append(path: Path, trial: Trial) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(trial)) + "\n")  # ASCII: one line stays one line
+    files.append(path, json.dumps(asdict(trial)))
 
 
 def _parsed(record: dict[str, Any]) -> Trial:

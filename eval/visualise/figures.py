@@ -20,6 +20,7 @@ from rich.progress import track
 
 import selfspec
 from selfspec.eval.suites import SIX_TASKS, load_suite
+from selfspec.files import write
 from selfspec.visualise import figures
 from selfspec.visualise.inspect import inspect
 
@@ -57,7 +58,7 @@ def main(
         "executor": info.executor,
     }
     found = {**made, **figures.save_all(traces, output)}
-    (output / "figures.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write(output / "figures.json", json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

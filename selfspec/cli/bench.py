@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from selfspec import files
 from selfspec.cli import common, env, training
 from selfspec.cli.flags import Flag, merged, option_flags, typed, with_flags
 from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
@@ -55,8 +56,10 @@ def bench(
     from selfspec.eval.quality import check_packages
     from selfspec.eval.suites import load_suite
 
-    folder, resume = Path(asked["output"]), asked.get("resume", False)
-    results.check_free(folder, overwrite=asked.get("overwrite", False), resume=resume)
+    resume = asked.get("resume", False)
+    folder = results.check_free(
+        asked["output"], overwrite=asked.get("overwrite", False), resume=resume
+    )
     suite = load_suite(options.suite, Path(options.questions) if options.questions else None)
     speculator = common.load(Settings(picked(asked, LOADING), picked(asked, SPECULATION)))
     from selfspec.eval import bench as measuring
@@ -68,10 +71,11 @@ def bench(
         check_packages()
     tuning = any(len(entries) > 1 for entries in grid.values())
     questions = measuring.parted(suite, options, tuning=tuning)
-    results.begin(folder, record(asked, options, speculator, questions), resume=resume)
-    runner = measuring.Bench(speculator=speculator, options=options)
-    summary = measured(runner, grid, moved, questions, folder)
-    text = results.write(folder, summary)
+    with files.locked(folder):
+        results.begin(folder, record(asked, options, speculator, questions), resume=resume)
+        runner = measuring.Bench(speculator=speculator, options=options)
+        summary = measured(runner, grid, moved, questions, folder)
+        text = results.write(folder, summary)
     common.emit(json.dumps(summary) + "\n" if as_json else text)
     for line in summary["failures"]:
         common.note(f"failed: {line}")

@@ -5,7 +5,6 @@ Results go to standard output through `emit`, everything else to standard error 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.errors import InvalidPrompt, SelfspecError
+from selfspec import untrusted
+from selfspec.cli import streams
+from selfspec.errors import CannotWrite, InvalidData, InvalidPrompt, SelfspecError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+MOST_PROMPT_BYTES = 4 << 20
+"""About a million tokens, more than any model takes."""
+
+_LONGEST_LINE = 2000
+"""Characters of an error: a name or a value in it may be of any length."""
 
 ConfigFile = Annotated[
     Path | None,
@@ -46,14 +53,19 @@ def load(settings: Settings) -> Speculator:
 
 
 def emit(text: str) -> None:
-    """Write results at once. Leaves quietly when nobody reads them any more."""
+    """Write results at once. Leaves quietly when nobody reads them any more.
+
+    Raises CannotWrite where standard output takes nothing.
+    """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # what is still buffered would raise again when the interpreter shuts down
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.silence(sys.stdout)
         raise typer.Exit(PIPE_CLOSED) from None
+    except OSError as error:
+        streams.silence(sys.stdout)
+        raise CannotWrite(f"cannot write standard output: {error.strerror}") from error
 
 
 def rendered(grid: Table) -> str:
@@ -84,8 +96,10 @@ def note(text: str) -> None:
 
 
 def complain(error: SelfspecError | str) -> None:
-    """Write an error as its one line."""
-    note(f"selfspec: error: {error}")
+    """Write an error as its one line, without what would move a terminal's cursor."""
+    words = " ".join(str(error).split())
+    words = words if len(words) <= _LONGEST_LINE else f"{words[:_LONGEST_LINE]} …"
+    note("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words))
 
 
 def read_prompt(prompt: str | None, file: Path | None, *, raw: bool) -> str:
@@ -128,9 +142,13 @@ def _read(file: Path | None) -> str:
     if file is None and sys.stdin.isatty():
         raise InvalidPrompt("no prompt. Give one as an argument, with --file, or through a pipe")
     try:
-        data = sys.stdin.buffer.read() if file is None else file.read_bytes()
+        if file is not None:
+            return untrusted.read_bytes(file, MOST_PROMPT_BYTES).decode("utf-8")
+        data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)
+        if len(data) > MOST_PROMPT_BYTES:
+            raise InvalidPrompt(f"the prompt has more than {MOST_PROMPT_BYTES} bytes")
         return data.decode("utf-8")
-    except OSError as error:
+    except (OSError, InvalidData) as error:
         raise InvalidPrompt(f"cannot read the prompt: {error}") from error
     except UnicodeDecodeError as error:
         raise InvalidPrompt(f"the prompt is not UTF-8: byte {error.start} is wrong") from error

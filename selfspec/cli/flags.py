@@ -20,7 +20,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import typer
 
 from selfspec.config import check_keys
-from selfspec.errors import InvalidOption
+from selfspec.errors import InvalidData, InvalidOption
+from selfspec.untrusted import read_yaml
 
 Command = Callable[..., None]
 
@@ -122,14 +123,10 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 def _read_yaml(file: Path, known: Iterable[str]) -> dict[str, Any]:
     """Option names and values; dashes count as underscores. Raises InvalidOption."""
-    import yaml
-
     try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(f"cannot read the config {file}: {error}") from error
-    except yaml.YAMLError as error:
-        raise InvalidOption(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+        loaded = read_yaml(file)
+    except InvalidData as error:
+        raise InvalidOption(f"cannot take the config: {error}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec import hub
+from selfspec import files, hub
 from selfspec.cli import common
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
 
@@ -116,19 +115,13 @@ def pull(
     from selfspec.heads import HeadsConfig
 
     HeadsConfig.read(source)  # nothing else is taken over
-    target = hub.pulled_heads() / (Path(name).name or source.resolve().name)
+    target = hub.pulled_heads() / _last_name(name, source)
     if target.resolve() == source.resolve():
         common.emit(f"{target.name} is there already: {target}\n")
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="pull-") as new:
-        fresh = Path(new) / target.name
-        fresh.mkdir()
+    with files.locked(target, wait=True), files.replacing_folder(target) as new:
         for file in sorted({path for kind in hub.HEADS_FILES for path in source.glob(kind)}):
-            shutil.copyfile(file, fresh / file.name)
-        if target.exists():
-            target.rename(Path(new) / "before")
-        fresh.rename(target)
+            shutil.copyfile(file, new / file.name)
     common.emit(f"{target.name}: {target}\n")
 
 
@@ -175,6 +168,16 @@ def table(rows: list[dict[str, Any]]) -> str:
         size = f"{row['size_bytes'] / 1e6:.1f}"
         grid.add_row(row["name"], row["base_model"], layers, row["head_type"], size)
     return common.rendered(grid)
+
+
+def _last_name(name: str, source: Path) -> str:
+    """How pulled heads are called: the last part of their id or folder. Raises InvalidOption."""
+    path = Path(name).expanduser()
+    last = path.name if path.name != ".." else ""
+    last = last or path.resolve().name
+    if not last:
+        raise InvalidOption(f"{source} has no name to find it by. Give another folder")
+    return last
 
 
 def _words(value: Any) -> str:

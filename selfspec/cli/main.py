@@ -1,105 +1,92 @@
-"""The `selfspec` command. Errors become one line on standard error; `--debug` shows more.
+"""Runs a command: errors become one line on standard error, and an exit code.
 
-Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted, 141 nobody reads the output.
+Exit codes: 0 done, 1 a check failed, 2 bad input, 70 a bug of selfspec, 130 interrupted, 141 nobody
+reads the output. `--debug` shows tracebacks. Nothing else is imported before Ctrl-C is minded.
 """
 
 from __future__ import annotations
 
-import logging
+import signal
 import sys
 from collections.abc import Sequence
-from importlib import metadata
-from typing import Annotated
 
-import typer
-
-from selfspec.cli import (
-    bench,
-    cache,
-    calibrate,
-    chat,
-    common,
-    data,
-    env,
-    fit,
-    generate,
-    heads,
-    report,
-    trace,
-    tune,
-    verify,
-)
-from selfspec.errors import SelfspecError
-
-app = typer.Typer(
-    name="selfspec",
-    rich_markup_mode=None,  # plain help: brackets mean ranges here, not markup
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(env.env)
-app.command()(data.data)
-app.command()(cache.cache)
-app.command()(fit.fit)
-app.command()(calibrate.calibrate)
-app.command()(trace.trace)
-app.command()(tune.tune)
-app.command()(bench.bench)
-app.command()(report.report)
-app.command()(verify.verify)
-app.add_typer(heads.app, name="heads")
-
-
-@app.callback(invoke_without_command=True)
-def selfspec(
-    context: typer.Context,
-    *,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[  # noqa: ARG001  # read by run(), listed here for --help
-        bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")
-    ] = False,
-) -> None:
-    """Faster generation from a frozen decoder: exit heads draft, the deep layers check."""
-    log_to_stderr()
-    if version:
-        common.emit(metadata.version("selfspec") + "\n")
-    elif context.invoked_subcommand is None:
-        common.emit(context.get_help() + "\n")
-
-
-def log_to_stderr() -> None:
-    """Show what the package logs, from notices up, as plain lines on standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("selfspec: %(message)s"))
-    logger = logging.getLogger("selfspec")
-    logger.setLevel(logging.INFO)
-    logger.handlers[:] = [handler]
+BUG = 70  # EX_SOFTWARE, as sysexits.h has it
 
 
 def main(arguments: Sequence[str], *, debug: bool = False) -> int:
-    """Run one command and give its exit code; `debug` lets errors through."""
+    """Run one command and give its exit code; `debug` shows the tracebacks of errors."""
     try:
-        code = app(args=list(arguments), prog_name="selfspec", standalone_mode=False)
-    except typer.TyperException as error:
-        if debug:
-            raise
-        common.complain(error.format_message())
-        return error.exit_code
-    except SelfspecError as error:
-        if debug:
-            raise
-        common.complain(error)
-        return 2
-    except typer.Abort:
-        code = common.INTERRUPTED
-    if code == common.INTERRUPTED:
-        common.note("\nselfspec: interrupted")
-    return int(code or 0)
+        return _run(list(arguments), debug=debug)
+    except KeyboardInterrupt:
+        return _interrupted()
 
 
 def run() -> None:
     """Entry point of the console script."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    sys.exit(main(arguments, debug=len(arguments) < len(sys.argv) - 1))
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    arguments = [word for word in given[:end] if word != "--debug"] + given[end:]
+    code = 130
+    try:
+        from selfspec.cli import streams
+
+        streams.repair()
+        code = main(arguments, debug=len(arguments) < len(given))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is to end
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def _run(arguments: list[str], *, debug: bool) -> int:
+    """A command's own exit code, or that of its error."""
+    import typer
+
+    from selfspec.cli import common
+
+    try:
+        from selfspec.cli.app import app
+
+        code = int(app(args=arguments, prog_name="selfspec", standalone_mode=False) or 0)
+    except typer.Abort:  # the end of input, where a line was asked for
+        code = common.INTERRUPTED
+    except SystemExit as error:  # typer's own, where its help is not read to the end
+        return (
+            common.PIPE_CLOSED if isinstance(error.__context__, OSError) else int(error.code or 0)
+        )
+    except Exception as error:  # noqa: BLE001  # the top: every error ends here, as a line
+        return _explained(error, arguments, debug=debug)
+    return _interrupted() if code == common.INTERRUPTED else code
+
+
+def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
+    """Say an error on one line; its exit code."""
+    import typer
+
+    from selfspec.cli import common, streams, unexpected
+    from selfspec.errors import SelfspecError
+
+    if unexpected.interrupted(error):
+        return _interrupted()
+    if debug:
+        import traceback
+
+        common.note("".join(traceback.format_exception(error)).rstrip())
+    if isinstance(error, typer.TyperException):
+        common.complain(error.format_message())
+        return error.exit_code
+    if isinstance(error, OSError) and not error.filename:
+        streams.silence(sys.stdout)  # what is kept back would fail again
+    words = str(error) if isinstance(error, SelfspecError) else unexpected.refused(error)
+    if words is not None:
+        common.complain(words)
+        return 2
+    common.complain(unexpected.bug(error, arguments))
+    return BUG
+
+
+def _interrupted() -> int:
+    from selfspec.cli import common
+
+    common.note("\nselfspec: interrupted")
+    return common.INTERRUPTED

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selfspec import files
 from selfspec.cli import common, training
 from selfspec.cli.flags import Flag
 from selfspec.cli.settings import LOADING, Settings
@@ -29,13 +30,14 @@ SUITE = (
 
 def keep(prompt: str | None, asked: dict[str, Any], *, as_json: bool) -> None:
     """Decode plainly, record what every exit layer would have drafted, write `asked["record"]`."""
-    folder = Path(asked["record"])
-    if folder.exists():
-        raise InvalidOption(f"{folder} is there already. Name another folder for the record")
+    from selfspec.eval import record
+
+    folder = record.check_free(asked["record"], overwrite=asked.get("overwrite", False))
     options = training.options_of(RecordOptions, asked)
     chosen = questions(asked) if prompt is None else [alone(prompt, asked)]
-    found = made(load(asked), chosen, options)
-    found.save(folder)
+    with files.locked(folder):
+        found = made(load(asked), chosen, options)
+        found.save(folder, overwrite=asked.get("overwrite", False))
     common.emit(json.dumps(facts(found)) + "\n" if as_json else described(found, folder))
 
 

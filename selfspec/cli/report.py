@@ -13,14 +13,23 @@ Folders = Annotated[
     list[Path], typer.Argument(metavar="DIR..", help="Results folders of selfspec bench.")
 ]
 Output = Annotated[
-    Path, typer.Option("--output", metavar="DIR", help="Folder to write the report to.")
+    str, typer.Option("--output", metavar="DIR", help="Folder to write the report to.")
 ]
 
 
-def report(folders: Folders, *, output: Output) -> None:
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the report that the output holds.")
+]
+
+
+def report(folders: Folders, *, output: Output, overwrite: Overwrite = False) -> None:
     """Gather tables and figures of measured runs into one report."""
+    from selfspec import files
     from selfspec.eval import report as reporting
     from selfspec.eval import results
 
-    pages = reporting.write([results.read(folder) for folder in folders], output)
+    place = reporting.check_free(output, len(folders), overwrite=overwrite)
+    runs = [results.read(folder) for folder in folders]
+    with files.locked(place):
+        pages = reporting.write(runs, place)
     common.emit("".join(f"{page}\n" for page in pages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from selfspec import files
 from selfspec.cli import common, recording
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
 from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, sorted_settings
@@ -34,16 +36,20 @@ PICTURES = (
     Flag("png", str, "File for the heat map, tokens by layers; a long answer takes several."),
     Flag("svg", str, "The same as SVG."),
 )
+OVERWRITE = Flag("overwrite", bool, "Replace what an earlier trace wrote there.")
 VIEW = (
     Flag("html", str, "File for a page to explore, which replays other settings by itself."),
     Flag("output", str, "File to keep the trace in, one JSON record per line."),
     *PICTURES,
     Flag("all_layers", bool, "Look at layers without heads too, through the logit lens."),
 )
+TARGETS = {flag.name for flag in VIEW} - {"all_layers"}
+"""Flags that name files to write."""
 ONLY_VIEW = (*VIEW, *(flag for flag in _LOOKING if flag.name not in _SHARED_NAMES))
 """Flags that mean nothing with --record."""
 FLAGS = (
     *VIEW,
+    OVERWRITE,
     Flag("record", str, "Folder for a record of a prompt or suite, which selfspec tune reads."),
     *LOADING,
     *_LOOKING,
@@ -73,18 +79,21 @@ def trace(
     if prompt is not None and kept is not None:
         raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
     if kept is not None:
-        others = tuple(flag for flag in FLAGS if flag not in PICTURES and flag.name != "html")
+        shown = (*PICTURES, OVERWRITE)
+        others = tuple(flag for flag in FLAGS if flag not in shown and flag.name != "html")
         refuse(asked, others, "with --from: the answer is written already")
     if "record" in asked:
         refuse(asked, ONLY_VIEW, "with --record")
         recording.keep(prompt, asked, as_json=as_json)
         return
     refuse(asked, ONLY_RECORD, "without --record")
-    for name in ("output", "html", "png", "svg"):
-        if name in asked:
-            check_target(name, Path(asked[name]))
-    found = read(kept) if kept is not None else looked(prompt, asked)
-    write(found, asked, as_json=as_json)
+    check_targets(asked)
+    with contextlib.ExitStack() as stack:
+        for name in TARGETS & asked.keys():
+            stack.enter_context(files.locked(asked[name]))
+        found = read(kept) if kept is not None else looked(prompt, asked)
+        write(found, asked)
+    show(found.trace, as_json=as_json)
 
 
 def refuse(asked: dict[str, Any], flags: tuple[Flag, ...], where: str) -> None:
@@ -94,19 +103,37 @@ def refuse(asked: dict[str, Any], flags: tuple[Flag, ...], where: str) -> None:
             raise InvalidOption(f"{flag.long_name} means nothing {where}. Leave it out")
 
 
+def check_targets(asked: dict[str, Any]) -> None:
+    """Make paths of the outputs' names, before any work. Raises InvalidOption, CannotWrite."""
+    for name in sorted(TARGETS & asked.keys()):
+        path = files.check_file(asked[name], overwrite=asked.get("overwrite", False))
+        check_target(name, path)
+        if path in asked.values():
+            raise InvalidOption(f"{path} is named for two outputs. Name another file")
+        asked[name] = path
+    most = min(asked.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS), _MOST_CHECKED)
+    for name in {flag.name for flag in PICTURES} & asked.keys():
+        from selfspec.visualise import heat_map
+
+        for page in heat_map.possible_pages(asked[name], most):
+            files.check_file(page, overwrite=asked.get("overwrite", False))
+
+
 def check_target(name: str, path: Path) -> None:
-    """Raise InvalidOption, before any work, where no such file can be written."""
+    """Raise InvalidOption where the folder is missing, or the suffix does not say the kind."""
     flag = f"--{name}"
     if not path.parent.is_dir():
         raise InvalidOption(f"{flag} {path}: there is no folder {path.parent}. Make it first")
-    if path.is_dir():
-        raise InvalidOption(f"{flag} {path} is a folder. Give a file in it")
     if name == "output":
         return
     if path.suffix != f".{name}":
         raise InvalidOption(f"{flag} {path}: expected a name that ends in .{name}")
     if name != "html" and importlib.util.find_spec("matplotlib") is None:
         raise InvalidOption(f"{flag} needs matplotlib. Install it: pip install 'selfspec[eval]'")
+
+
+_MOST_CHECKED = 10_000
+"""Tokens: pages of longer answers are looked at when they are drawn."""
 
 
 class Seen(NamedTuple):
@@ -166,34 +193,39 @@ def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict
     return Seen(found, record, costs)
 
 
-def write(seen: Seen, asked: dict[str, Any], *, as_json: bool) -> None:
-    """Keep the trace, draw it, show it."""
+def write(seen: Seen, asked: dict[str, Any]) -> None:
+    """Keep the trace, draw it."""
     found = seen.trace
     if "output" in asked:
-        found.save(Path(asked["output"]))
+        found.save(asked["output"])
     for flag in PICTURES:
         if flag.name in asked:
-            draw(found, Path(asked[flag.name]))
+            draw(found, asked[flag.name], overwrite=asked.get("overwrite", False))
     if "html" in asked:
-        from selfspec.eval.answers import replace
         from selfspec.visualise.page import render
 
-        replace(Path(asked["html"]), render(*seen))
+        files.write(asked["html"], render(*seen))
+
+
+def show(found: LayerTrace, *, as_json: bool) -> None:
+    """The trace on standard output."""
     if as_json:
         common.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
     else:
-        from selfspec.visualise.terminal import show
+        from selfspec.visualise import terminal
 
-        common.emit(common.printed(lambda console: show(found, console)))
+        common.emit(common.printed(lambda console: terminal.show(found, console)))
 
 
-def draw(found: LayerTrace, path: Path) -> None:
-    """The heat map; says which files it took."""
+def draw(found: LayerTrace, path: Path, *, overwrite: bool) -> None:
+    """The heat map; says which files it took. None is written if one may not be."""
     from selfspec.visualise import heat_map
 
-    files = heat_map.save(found, path)
-    if len(files) > 1:
+    for page in heat_map.pages(len(found.places), path):
+        files.check_file(page, overwrite=overwrite)
+    made = heat_map.save(found, path)
+    if len(made) > 1:
         common.note(
-            f"selfspec: {len(found.places)} tokens take {len(files)} pages: "
-            f"{files[0]} to {files[-1].name}"
+            f"selfspec: {len(found.places)} tokens take {len(made)} pages: "
+            f"{made[0]} to {made[-1].name}"
         )

@@ -11,8 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from selfspec import files
 from selfspec.errors import InvalidData
 from selfspec.eval.quality import Quality
+from selfspec.untrusted import json_lines, parse_json, read_bytes
+
+_MOST_BYTES = 1 << 30
+"""Of a file of answers: thousands of long ones have a tenth."""
 
 ANSWERS, TUNING = "answers.jsonl", "tuning.jsonl"
 """Files of a results folder: what is reported, and what settings were chosen on."""
@@ -69,9 +74,8 @@ class Answer:
 
 
 def append(path: Path, answer: Answer) -> None:
-    """Add one line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
+    """Add one line. Raises CannotWrite."""
+    files.append(path, json.dumps(asdict(answer), ensure_ascii=False))
 
 
 def read(path: Path) -> list[Answer]:
@@ -82,12 +86,10 @@ def read(path: Path) -> list[Answer]:
     if not path.exists():
         return []
     answers = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line:
-            continue
+    for number, line in json_lines(path):
         try:
-            answers.append(_parsed(json.loads(line)))
-        except (ValueError, TypeError, LookupError) as error:
+            answers.append(_parsed(parse_json(line, "the line")))
+        except (InvalidData, ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidData(f"{path}, line {number} is no answer of a bench: {error}") from error
     return answers
 
@@ -96,17 +98,10 @@ def drop_unfinished(path: Path) -> None:
     """Cut off a last line that a killed run left half-written."""
     if not path.exists():
         return
-    data = path.read_bytes()
+    data = read_bytes(path, _MOST_BYTES)
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
-        replace(path, data[:whole].decode("utf-8"))
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+        files.write(path, data[:whole])
 
 
 def failures(answers: Iterable[Answer]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from selfspec import files
 from selfspec.eval.methods import EXIT
 from selfspec.eval.suites import OVERALL
 from selfspec.eval.summary import ALL, BASES
@@ -296,6 +297,5 @@ def _legend(axes: Axes) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    new = path.with_name("new-" + path.name)
-    figure.savefig(new, dpi=120)
-    new.replace(path)
+    with files.replacing(path) as new:
+        figure.savefig(new, dpi=120, metadata={"Software": "selfspec"})

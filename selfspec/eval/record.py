@@ -8,7 +8,6 @@ there. A draft that a setting may take leads to a child node, where drafting goe
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,11 +18,13 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from selfspec import files
 from selfspec.backbone import Backbone
 from selfspec.config import check_keys
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidOption
 from selfspec.heads import ExitHeads
 from selfspec.tuned import conditions
+from selfspec.untrusted import check_safetensors, read_json
 
 FORMAT_VERSION = 2
 INFO_FILE = "record.json"
@@ -131,36 +132,34 @@ class Record:
                     f"found {found[name][:12]}. Record again: selfspec trace --record"
                 )
 
-    def save(self, folder: Path) -> None:
-        """Write a new folder, under a temporary name first. Raises InvalidOption if it exists."""
-        if folder.exists():
-            raise InvalidOption(f"{folder} is there already. Name another folder for the record")
-        folder.parent.mkdir(parents=True, exist_ok=True)
+    def save(self, folder: Path, *, overwrite: bool = False) -> None:
+        """Write a folder; one that is there has to be a record's. Raises CannotWrite."""
+        check_free(folder, overwrite=overwrite)
         values = {
+            "made_by": "selfspec",
             "format_version": FORMAT_VERSION,
             **asdict(self.info),
             "prompts": [asdict(prompt) for prompt in self.prompts],
         }
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS}
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as new:
-            fresh = Path(new) / folder.name
-            fresh.mkdir()
-            save_file(arrays, fresh / ARRAYS_FILE)
-            (fresh / INFO_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            fresh.rename(folder)
+        with files.replacing_folder(folder) as new:
+            save_file(arrays, new / ARRAYS_FILE)
+            (new / INFO_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Record:
         """From a folder. Raises InvalidData: file, reason."""
         path = folder / INFO_FILE
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
+            values.pop("made_by", None)
             version = values.pop("format_version")
             if version != FORMAT_VERSION:
                 raise InvalidData(f"has format version {version}, this reads {FORMAT_VERSION}")
             prompts = tuple(PromptInfo(**entry) for entry in values.pop("prompts"))
             info = _info(values)
             path = folder / ARRAYS_FILE
+            check_safetensors(path)
             arrays = load_file(path)
             _check_arrays(arrays, info, prompts)
         except OSError as error:
@@ -176,6 +175,18 @@ class Record:
         ) as error:
             raise InvalidData(f"{path} is no record: {error}. Make one: selfspec trace") from error
         return cls(info=info, prompts=prompts, **arrays)
+
+
+def check_free(folder: str | Path, *, overwrite: bool) -> Path:
+    """The folder. Raises CannotWrite unless a record may be written there."""
+
+    def is_record(folder: Path) -> bool:
+        names = {entry.name for entry in folder.iterdir()}
+        return names <= {INFO_FILE, ARRAYS_FILE} and files.written_here(folder / INFO_FILE)
+
+    folder = files.check_folder(folder, (), lambda _: False)
+    there = [entry.name for entry in folder.iterdir()] if folder.exists() else []
+    return files.check_folder(folder, there, is_record, overwrite=overwrite)
 
 
 _ARRAYS = {

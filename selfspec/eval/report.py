@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from selfspec import files
+from selfspec.errors import InvalidData
 from selfspec.eval import tables
-from selfspec.eval.answers import replace
 from selfspec.eval.results import Results
 from selfspec.eval.tables import Table
 
@@ -44,6 +45,12 @@ _STYLE = (
 )
 
 
+MARKDOWN, HTML = "report.md", "report.html"
+
+PICTURES = ("methods", "ablation", "sweeps", "trade", "profile", "acceptance")
+"""Names of pictures, behind the number of their run."""
+
+
 class Picture(NamedTuple):
     """A figure that lies beside the report."""
 
@@ -61,16 +68,38 @@ class Section(NamedTuple):
 
 
 def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
-    """Write pictures, `report.md` and `report.html` to `folder`; returns the last two."""
-    folder.mkdir(parents=True, exist_ok=True)
-    sections = [
-        Section(run.name, described(run), tables.tables(run.summary), pictures(run, folder, number))
-        for number, run in enumerate(runs, start=1)
-    ]
-    pages = folder / "report.md", folder / "report.html"
-    replace(pages[0], as_markdown(sections))
-    replace(pages[1], as_html(sections))
+    """Write pictures, `report.md` and `report.html` to `folder`; returns the last two.
+
+    Raises InvalidData for results that lack what a report shows, CannotWrite.
+    """
+    sections = [section(run, folder, number) for number, run in enumerate(runs, start=1)]
+    pages = folder / MARKDOWN, folder / HTML
+    files.write(pages[0], as_markdown(sections))
+    files.write(pages[1], as_html(sections))
     return pages
+
+
+def check_free(folder: str | Path, runs: int, *, overwrite: bool) -> Path:
+    """The folder. Raises CannotWrite unless a report of so many runs may be written to `folder`."""
+    numbered = (f"{n}-{name}.png" for n in range(1, runs + 1) for name in PICTURES)
+    return files.check_folder(
+        folder,
+        (MARKDOWN, HTML, *numbered),
+        lambda folder: files.written_here(folder / HTML) and (folder / HTML).exists(),
+        overwrite=overwrite,
+    )
+
+
+def section(run: Results, folder: Path, number: int) -> Section:
+    """A run's words and tables; its pictures are written. Raises InvalidData."""
+    try:
+        made = tables.tables(run.summary)
+        return Section(run.name, described(run), made, pictures(run, folder, number))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InvalidData(
+            f"the results {run.name} lack what a report shows: {type(error).__name__} {error}. "
+            "Measure again: selfspec bench"
+        ) from error
 
 
 def described(run: Results) -> list[str]:
@@ -158,7 +187,8 @@ def as_html(sections: Sequence[Section]) -> str:
             alt = html.escape(picture.title)
             parts += [_tag("h3", picture.title)]
             parts += [f'<p><img alt="{alt}" src="data:image/png;base64,{data}"></p>']
-    head = f'<meta charset="utf-8">{_tag("title", TITLE)}<style>{_STYLE}</style>'
+    head = '<meta charset="utf-8"><meta name="generator" content="selfspec">'
+    head += f"{_tag('title', TITLE)}<style>{_STYLE}</style>"
     body = "\n".join(parts)
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
 

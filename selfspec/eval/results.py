@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.eval.answers import ANSWERS, TUNING, replace
+from selfspec.eval.answers import ANSWERS, TUNING
 from selfspec.eval.tables import as_csv, markdown, tables
+from selfspec.untrusted import read_json, read_yaml
 
 RUN, SUMMARY = "run.yaml", "summary.json"
 FILES = (RUN, ANSWERS, TUNING, SUMMARY, "table.md", "table.csv")
@@ -28,12 +30,18 @@ class Results(NamedTuple):
     summary: dict[str, Any]
 
 
-def check_free(folder: Path, *, overwrite: bool, resume: bool) -> None:
-    """Raise InvalidOption where there are results already and nobody said what to do with them."""
+def check_free(folder: str | Path, *, overwrite: bool, resume: bool) -> Path:
+    """The folder. Raises CannotWrite, InvalidOption for results that nobody gave up."""
     if overwrite and resume:
         raise InvalidOption("--overwrite and --resume at once, expected one")
-    if not (overwrite or resume) and any((folder / name).exists() for name in FILES):
+
+    def is_run(folder: Path) -> bool:
+        return (folder / RUN).exists() and files.written_here(folder / RUN)
+
+    folder = files.check_folder(folder, FILES, is_run, overwrite=True)
+    if is_run(folder) and not (overwrite or resume):
         raise InvalidOption(f"{folder} holds results. Give --resume, --overwrite or another folder")
+    return folder
 
 
 def begin(folder: Path, run: Mapping[str, Any], *, resume: bool) -> None:
@@ -44,35 +52,40 @@ def begin(folder: Path, run: Mapping[str, Any], *, resume: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUN
     if resume and path.exists():
-        earlier = yaml.safe_load(path.read_text(encoding="utf-8"))
+        earlier = _mapping(read_yaml(path), path)
         for part, values in run.items():
             for name, value in values.items():
-                if (before := earlier.get(part, {}).get(name)) != value:
+                if (before := _mapping(earlier.get(part), path).get(name)) != value:
                     raise InvalidOption(
                         f"cannot resume {folder}: {part} {name} was {before}, now it is {value}"
                     )
         return
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
-    replace(path, yaml.safe_dump(dict(run), sort_keys=False, allow_unicode=True))
+    text = yaml.safe_dump(dict(run), sort_keys=False, allow_unicode=True)
+    files.write(path, f"# written by selfspec bench\n{text}")
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> str:
     """Write the figures as JSON, Markdown and CSV; returns the Markdown."""
     text = "\n".join(markdown(table) for table in tables(summary))
-    replace(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    replace(folder / "table.csv", as_csv(summary))
-    replace(folder / "table.md", text)
+    files.write(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    files.write(folder / "table.csv", as_csv(summary))
+    files.write(folder / "table.md", text)
     return text
 
 
 def read(folder: Path) -> Results:
     """Raises InvalidData where a finished run is expected and is none."""
     try:
-        run = yaml.safe_load((folder / RUN).read_text(encoding="utf-8"))
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InvalidData(
-            f"{folder} holds no finished run of selfspec bench: {' '.join(str(error).split())}"
-        ) from error
+        run = _mapping(read_yaml(folder / RUN), folder / RUN)
+        summary = _mapping(read_json(folder / SUMMARY), folder / SUMMARY)
+    except InvalidData as error:
+        raise InvalidData(f"{folder} holds no finished run of selfspec bench: {error}") from error
     return Results(folder.resolve().name, run, summary)
+
+
+def _mapping(values: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise InvalidData(f"{path} has a {type(values).__name__}, expected names and values")
+    return values

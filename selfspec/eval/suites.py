@@ -5,7 +5,6 @@ Called by every command of evaluation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from selfspec.config import check_keys
 from selfspec.errors import InvalidData, InvalidOption
+from selfspec.untrusted import json_lines, parse_json
 
 SIX_TASKS = "six-tasks"
 SPEC_BENCH = "spec-bench"
@@ -23,6 +23,9 @@ TASKS = ("math", "chat", "QA", "RAG", "summary", "translation")
 
 OVERALL = "overall"
 """What tables call all groups together."""
+
+_MOST_QUESTIONS = 1_000_000
+"""Lines of a file; Spec-Bench has 480."""
 
 _CATEGORIES = {
     "math_reasoning": "math",
@@ -95,18 +98,11 @@ def _file(name: str, questions: Path | None) -> Path:
 
 def _questions(file: Path) -> Iterator[Question]:
     """One per line. Raises InvalidData: file, line, reason."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise InvalidData(f"cannot read {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidData(f"{file} is not UTF-8: byte {error.start} is wrong") from error
     seen: set[str] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in json_lines(file, most_lines=_MOST_QUESTIONS):
+        record = parse_json(line, f"{file}, line {number}")
         try:
-            question = _parsed(line, str(number))
+            question = _parsed(record, str(number))
             if question.id in seen:
                 raise InvalidData(f"has the id {question.id} of an earlier line")
         except InvalidData as error:
@@ -117,12 +113,8 @@ def _questions(file: Path) -> Iterator[Question]:
         raise InvalidData(f"{file} holds no questions")
 
 
-def _parsed(line: str, number: str) -> Question:
+def _parsed(record: Any, number: str) -> Question:
     """A line of any of the formats. Raises InvalidData with the reason alone."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidData(f"is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise InvalidData(f"holds a {type(record).__name__}, expected an object")
     turns = [record["prompt"]] if "prompt" in record else record.get("turns")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.figure import Figure
 
+from selfspec import files
 from selfspec.stats import GenerationStats
 from selfspec.training.reliability import calibration_error
 from selfspec.visualise.layers import LayerTrace, Place
@@ -307,6 +308,5 @@ def save_all(traces: Sequence[LayerTrace], folder: Path) -> dict[str, object]:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    new = path.with_name(f"new-{path.name}")
-    figure.savefig(new, dpi=130)
-    new.replace(path)
+    with files.replacing(path) as new:
+        figure.savefig(new, dpi=130, metadata={"Software": "selfspec"})

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
+from selfspec import files
 from selfspec.visualise.fonts import drawable, families, fitting
 from selfspec.visualise.layers import LayerTrace, Place
 from selfspec.visualise.texts import PART_OF_CHARACTER, visible
@@ -101,34 +102,36 @@ def cells(trace: LayerTrace, place: Place) -> list[Cell]:
     return [*found, last]
 
 
-def pages(trace: LayerTrace, path: Path, tokens_a_page: int = TOKENS_A_PAGE) -> list[Path]:
+def pages(tokens: int, path: Path, tokens_a_page: int = TOKENS_A_PAGE) -> list[Path]:
     """The files that `save` will write: `path`, or path-1, path-2, .. for a long answer."""
-    count = -(-len(trace.places) // tokens_a_page)
+    count = -(-tokens // tokens_a_page)
     if count <= 1:
         return [path]
     return [path.with_stem(f"{path.stem}-{number}") for number in range(1, count + 1)]
 
 
-def save(trace: LayerTrace, path: Path, tokens_a_page: int = TOKENS_A_PAGE) -> list[Path]:
-    """Draw all pages, as PNG or SVG by the path's suffix; returns the files.
+def possible_pages(path: Path, most_tokens: int) -> list[Path]:
+    """All files that `save` may write for an answer of so many tokens."""
+    return [path, *pages(most_tokens, path)]
 
-    Each is written under another name first.
-    """
-    files = pages(trace, path, tokens_a_page)
+
+def save(trace: LayerTrace, path: Path, tokens_a_page: int = TOKENS_A_PAGE) -> list[Path]:
+    """Draw all pages, as PNG or SVG by the path's suffix; returns the files. Raises CannotWrite."""
+    made = pages(len(trace.places), path, tokens_a_page)
     style: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text: it can be searched, and read back by tests
         "svg.hashsalt": "selfspec",  # the same picture gives the same file
         "font.family": families("DejaVu Sans"),
     }
     with mpl.rc_context(style):
-        for number, file in enumerate(files):
+        for number, file in enumerate(made):
             shown = trace.places[number * tokens_a_page : (number + 1) * tokens_a_page]
             figure = _draw(trace, shown)
-            new = file.with_name(f"new-{file.name}")
-            dated = {"Date": None} if file.suffix == ".svg" else None
-            figure.savefig(new, dpi=130, metadata=dated)
-            new.replace(file)
-    return files
+            svg = file.suffix == ".svg"
+            by = {"Creator": "selfspec", "Date": None} if svg else {"Software": "selfspec"}
+            with files.replacing(file) as new:
+                figure.savefig(new, dpi=130, metadata=by)
+    return made
 
 
 def _draw(trace: LayerTrace, places: Sequence[Place]) -> Figure:

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from selfspec import files
 from selfspec.errors import InvalidData
 from selfspec.stats import Round
+from selfspec.untrusted import json_lines, parse_json
 
 FORMAT_VERSION = 1
 
@@ -118,39 +120,27 @@ class LayerTrace:
     """Of each round's draft tokens."""
 
     def save(self, path: Path) -> None:
-        """Write a file, under another name first."""
-        new = path.with_name(path.name + ".new")
-        try:
-            with new.open("w", encoding="utf-8") as file:
-                for record in self.lines():
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        """Write a file. Raises CannotWrite."""
+        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in self.lines())
+        files.write(path, "".join(lines))
 
     def lines(self) -> list[dict[str, Any]]:
         """Ready for JSON: what each line of a file holds."""
-        head = {"format_version": FORMAT_VERSION, "type": "info", **asdict(self.info)}
+        head = {"made_by": "selfspec", "format_version": FORMAT_VERSION, "type": "info"}
         places = [{"type": "place", **asdict(place)} for place in self.places]
         rounds = [
             {"type": "round", **asdict(entry), "draft_texts": texts}
             for entry, texts in zip(self.rounds, self.draft_texts, strict=True)
         ]
-        return [head, *places, *rounds]
+        return [head | asdict(self.info), *places, *rounds]
 
     @classmethod
     def load(cls, path: Path) -> LayerTrace:
         """From a file. Raises InvalidData: file, line, reason."""
-        try:
-            # only here a line ends: a token may well be U+2028
-            lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise InvalidData(f"cannot read {path}: {reason}") from error
         reader = _Reader()
-        for number, line in enumerate(lines, start=1):
+        for number, line in json_lines(path):
             try:
-                reader.line(json.loads(line), first=number == 1)
+                reader.line(_parsed(line), first=number == 1)
             except InvalidData as error:
                 raise InvalidData(f"{path}, line {number}: {error}") from error
             except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -162,6 +152,17 @@ class LayerTrace:
             return reader.trace()
         except InvalidData as error:
             raise InvalidData(f"{path}: {error}") from error
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """Raises ValueError."""
+    try:
+        values = parse_json(line, "it")
+    except InvalidData as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a {type(values).__name__}")
+    return values
 
 
 class _Reader:
@@ -179,6 +180,7 @@ class _Reader:
         if first != (kind == "info"):
             raise InvalidData(f"found {kind!r}, the first line must be 'info' and no other")
         if kind == "info":
+            values.pop("made_by", None)
             version = values.pop("format_version")
             if version != FORMAT_VERSION:
                 raise InvalidData(

@@ -1,0 +1,76 @@
+"""The commands of `selfspec` and its help; `main` runs them."""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from selfspec.cli import (
+    bench,
+    cache,
+    calibrate,
+    chat,
+    common,
+    data,
+    env,
+    fit,
+    generate,
+    heads,
+    report,
+    trace,
+    tune,
+    verify,
+)
+
+app = typer.Typer(
+    name="selfspec",
+    rich_markup_mode=None,  # plain help: brackets mean ranges here, not markup
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(env.env)
+app.command()(data.data)
+app.command()(cache.cache)
+app.command()(fit.fit)
+app.command()(calibrate.calibrate)
+app.command()(trace.trace)
+app.command()(tune.tune)
+app.command()(bench.bench)
+app.command()(report.report)
+app.command()(verify.verify)
+app.add_typer(heads.app, name="heads")
+
+
+@app.callback(invoke_without_command=True)
+def selfspec(
+    context: typer.Context,
+    *,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[  # noqa: ARG001  # read by run(), listed here for --help
+        bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")
+    ] = False,
+) -> None:
+    """Faster generation from a frozen decoder: exit heads draft, the deep layers check.
+
+    Exit codes: 0 done, 1 a check failed, 2 bad input, 70 a bug of selfspec, 130 stopped by Ctrl-C,
+    141 nobody reads the output.
+    """
+    log_to_stderr()
+    if version:
+        common.emit(metadata.version("selfspec") + "\n")
+    elif context.invoked_subcommand is None:
+        common.emit(context.get_help() + "\n")
+
+
+def log_to_stderr() -> None:
+    """Show what the package logs, from notices up, as plain lines on standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("selfspec: %(message)s"))
+    logger = logging.getLogger("selfspec")
+    logger.setLevel(logging.INFO)
+    logger.handlers[:] = [handler]
