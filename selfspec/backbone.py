@@ -20,7 +20,6 @@ from selfspec.conformance import (
     check_conformance,
     evaluation,
     refuse_unsupported,
-    text_config,
 )
 from selfspec.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from selfspec.executors import Executor
@@ -31,6 +30,7 @@ from selfspec.executors.packed_cpu import PackedExecutor
 from selfspec.file_pages import FilePages
 from selfspec.head_types import Unembedding
 from selfspec.kv_cache import KVCache
+from selfspec.parts import parts_of
 
 EXECUTORS = ("auto", "generic", "packed", "fused", "cuda-graph")
 
@@ -56,11 +56,10 @@ class Backbone:
         if executor not in EXECUTORS:
             raise InvalidOption(f"executor is {executor!r}, expected {', '.join(EXECUTORS)}")
         self.model = model
-        self.config = text_config(model)
-        decoder: Any = model.get_decoder()
-        self._decoder = decoder
-        self._lm_head = model.get_output_embeddings()
-        self._generic = GenericExecutor(decoder, self._lm_head)
+        self._decoder = parts_of(model)
+        self.config: Any = self._decoder.config
+        self._lm_head: Any = model.get_output_embeddings()
+        self._generic = GenericExecutor(self._decoder, self._lm_head)
         self._executor: Executor = self._generic
         self.executor_name = "generic"
         """One of EXECUTORS, never auto."""
@@ -93,6 +92,11 @@ class Backbone:
         return int(self.config.max_position_embeddings)
 
     @property
+    def position_limit(self) -> int | None:
+        """Positions that the model can read at all; None where positions are rotated."""
+        return self.max_positions if self._decoder.rotary_emb is None else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of hidden states."""
         return self.model.dtype
@@ -100,7 +104,7 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         """Where token ids enter."""
-        return self._decoder.embed_tokens.weight.device  # type: ignore[no-any-return]  # untyped module attribute
+        return self._decoder.embed_tokens.weight.device  # type: ignore[return-value]  # untyped module attribute
 
     @property
     def min_rows(self) -> int:
@@ -110,18 +114,22 @@ class Backbone:
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, for hooks."""
-        return self._decoder.layers  # type: ignore[no-any-return]  # untyped module attribute
+        return self._decoder.layers
 
     @property
     def unembedding(self) -> Unembedding:
         """The model's own way from a hidden state to logits, shared with exit heads."""
-        return Unembedding(self._lm_head.weight, self._decoder.norm, self._finish)
+        head = self._lm_head
+        return Unembedding(
+            head.weight, self._decoder.norm, self._finish, getattr(head, "bias", None)
+        )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[B, T] ids -> [B, T, d] hidden states at boundary 0."""
-        embedded: Tensor = self._decoder.embed_tokens(ids)
-        scale = getattr(self.config, "embedding_multiplier", None)  # Granite
-        return embedded if scale is None else embedded * scale
+        """[B, T] ids -> [B, T, d] hidden states at boundary 0.
+
+        Positions, learned ones too, enter where layers run.
+        """
+        return self._decoder.embed(ids)
 
     def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
         """Layers first+1..last on [B, T, d] at `positions` [B, T]; appends T positions to `kv`."""
@@ -192,7 +200,7 @@ class Backbone:
 
     def _finish(self, logits: Tensor) -> Tensor:
         """The scalings that some families put behind lm_head, then float32."""
-        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
+        if (divisor := self._decoder.logits_divisor) is not None:  # Granite
             logits = logits / divisor
         if (factor := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * factor

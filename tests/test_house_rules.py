@@ -22,7 +22,7 @@ FLOORS = (
         *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
         *("scores", "text"),
     ),
-    ("compiled",),
+    ("compiled", "parts"),
     ("executors",),
     ("conformance", "backbone", "hooks"),
     ("hidden_cache",),

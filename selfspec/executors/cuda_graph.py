@@ -204,9 +204,9 @@ def _require_capturable(decoder: Any, lm_head: nn.Module) -> None:
     attention = decoder.config._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise ValueError(f"attention is {attention}, expected sdpa or eager")
-    devices = {weight.device for part in (decoder, lm_head) for weight in part.parameters()}
+    devices = {weight.device for part in (decoder.module, lm_head) for weight in part.parameters()}
     if len(devices) != 1:
         raise ValueError(f"weights are on {len(devices)} devices, expected one")
-    for name, part in [*decoder.named_modules(), ("lm_head", lm_head)]:
+    for name, part in [*decoder.module.named_modules(), ("lm_head", lm_head)]:
         if hooked(part):
             raise ValueError(f"{name or 'the decoder'} has hooks")
