@@ -95,11 +95,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "cohere": (CohereConfig, {"logit_scale": 1.5}),
     "gpt_neox": (GPTNeoXConfig, {"bias": True}),  # other names, residuals side by side
-    "gpt2": (GPT2Config, {}),  # learned positions
 }
 """Config class and what makes the family special: sliding windows, soft-capping, scalings."""
 
 BREADTH: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "gpt2": (GPT2Config, {}),  # learned positions
     "phi": (PhiConfig, {}),  # lm_head with a bias
     "persimmon": (PersimmonConfig, {}),
     "nanochat": (NanoChatConfig, {}),  # the final norm on embeddings too
