@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions
-from selfspec.conformance import text_config
 from selfspec.errors import UnsupportedModel
 from selfspec.generate import Speculator
 from selfspec.kv_cache import KVCache
+from selfspec.parts import text_config
 
 logger = logging.getLogger(__name__)
 

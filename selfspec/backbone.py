@@ -21,7 +21,6 @@ from selfspec.conformance import (
     check_conformance,
     evaluation,
     refuse_unsupported,
-    text_config,
 )
 from selfspec.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from selfspec.executors import Executor
@@ -32,6 +31,7 @@ from selfspec.executors.packed_cpu import PackedExecutor
 from selfspec.file_pages import FilePages
 from selfspec.head_types import Unembedding
 from selfspec.kv_cache import KVCache
+from selfspec.parts import parts_of
 
 EXECUTORS = ("auto", "generic", "packed", "fused", "cuda-graph")
 
@@ -61,11 +61,10 @@ class Backbone:
         self.model = model
         if fingerprint is not None:
             self.fingerprint = fingerprint
-        self.config = text_config(model)
-        decoder: Any = model.get_decoder()
-        self._decoder = decoder
-        self._lm_head = model.get_output_embeddings()
-        self._generic = GenericExecutor(decoder, self._lm_head)
+        self._decoder = parts_of(model)
+        self.config: Any = self._decoder.config
+        self._lm_head: Any = model.get_output_embeddings()
+        self._generic = GenericExecutor(self._decoder, self._lm_head)
         self._executor: Executor = self._generic
         self.executor_name = "generic"
         """One of EXECUTORS, never auto."""
@@ -98,9 +97,9 @@ class Backbone:
         return int(self.config.max_position_embeddings)
 
     @property
-    def hard_limit(self) -> int | None:
-        """Positions that the model can compute, if there is an end: learned ones are a table."""
-        return None if hasattr(self._decoder, "rotary_emb") else self.max_positions
+    def position_limit(self) -> int | None:
+        """Positions that the model can read at all; None where positions are rotated."""
+        return self.max_positions if self._decoder.rotary_emb is None else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,7 +109,7 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         """Where token ids enter."""
-        return self._decoder.embed_tokens.weight.device  # type: ignore[no-any-return]  # untyped module attribute
+        return self._decoder.embed_tokens.weight.device  # type: ignore[return-value]  # untyped module attribute
 
     @property
     def min_rows(self) -> int:
@@ -120,12 +119,15 @@ class Backbone:
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, for hooks."""
-        return self._decoder.layers  # type: ignore[no-any-return]  # untyped module attribute
+        return self._decoder.layers
 
     @property
     def unembedding(self) -> Unembedding:
         """The model's own way from a hidden state to logits, shared with exit heads."""
-        return Unembedding(self._lm_head.weight, self._decoder.norm, self._finish)
+        head = self._lm_head
+        return Unembedding(
+            head.weight, self._decoder.norm, self._finish, getattr(head, "bias", None)
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -133,10 +135,11 @@ class Backbone:
         return fingerprints.of(self.model)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[B, T] ids -> [B, T, d] hidden states at boundary 0."""
-        embedded: Tensor = self._decoder.embed_tokens(ids)
-        scale = getattr(self.config, "embedding_multiplier", None)  # Granite
-        return embedded if scale is None else embedded * scale
+        """[B, T] ids -> [B, T, d] hidden states at boundary 0.
+
+        Positions, learned ones too, enter where layers run.
+        """
+        return self._decoder.embed(ids)
 
     def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
         """Layers first+1..last on [B, T, d] at `positions` [B, T]; appends T positions to `kv`."""
@@ -202,7 +205,7 @@ class Backbone:
 
     def _finish(self, logits: Tensor) -> Tensor:
         """The scalings that some families put behind lm_head, then float32."""
-        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
+        if (divisor := self._decoder.logits_divisor) is not None:  # Granite
             logits = logits / divisor
         if (factor := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * factor

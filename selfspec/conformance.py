@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.errors import UnsupportedModel
 from selfspec.executors import Executor
-from selfspec.executors.generic import FULL, SLIDING, attention_types
+from selfspec.executors.generic import MASKS, attention_types
 from selfspec.hooks import captured_outputs
 from selfspec.kv_cache import KVCache
+from selfspec.parts import text_config
 
 if TYPE_CHECKING:
     from selfspec.backbone import Backbone
@@ -40,18 +41,9 @@ _AGREEMENT = {
 gives 1.5e-6 and 0.023 on the default model; a forgotten factor or norm gives more than this."""
 
 
-def text_config(model: PreTrainedModel) -> Any:
-    """The decoder's own config; typed Any because its fields differ by family."""
-    return model.config.get_text_config(decoder=True)
-
-
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel, by name, for what would pass a short check and still go wrong."""
     config, name = text_config(model), type(model).__name__
-    decoder = None if model.config.is_encoder_decoder else model.get_decoder()
-    missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(decoder, part)]
-    if missing or model.get_output_embeddings() is None:
-        raise UnsupportedModel(f"{name} is not a decoder with {missing or ['lm_head']} to cut open")
     rope = getattr(config, "rope_parameters", None) or {}
     rope_types = {rope.get("rope_type")} | {
         value.get("rope_type") for value in rope.values() if isinstance(value, dict)
@@ -60,7 +52,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{name} uses {found.pop()} RoPE, whose rotations depend on rejected drafts"
         )
-    if others := set(attention_types(config)) - {FULL, SLIDING}:
+    if others := set(attention_types(config)) - MASKS.keys():
         raise UnsupportedModel(f"{name} has {others.pop()} layers, which cannot be rewound")
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModel(f"{name} shares keys and values between layers")

@@ -29,6 +29,8 @@ class Unembedding(NamedTuple):
     """The final norm."""
     finish: Callable[[Tensor], Tensor]
     """What the model does behind the matrix product (scaling, soft-capping); gives float32."""
+    bias: Tensor | None = None
+    """[V], added to the matrix product where lm_head has one."""
 
 
 class DraftVocabulary(NamedTuple):
@@ -38,12 +40,17 @@ class DraftVocabulary(NamedTuple):
     """[V_draft] ids of the model, rising; None: all."""
     rows: Tensor
     """[V_draft, d]: their rows of the frozen unembedding."""
+    bias: Tensor | None = None
+    """[V_draft]: their entries of its bias."""
 
     @classmethod
     def of(cls, unembedding: Unembedding, ids: Tensor | None) -> DraftVocabulary:
         """All rows are the model's own tensor, a selection is a copy."""
+        bias = None if unembedding.bias is None else unembedding.bias.detach()
         weight = unembedding.weight.detach()
-        return cls(ids, weight if ids is None else weight[ids])
+        if ids is None:
+            return cls(ids, weight, bias)
+        return cls(ids, weight[ids], None if bias is None else bias[ids])
 
 
 class ExitHead(nn.Module, ABC):
@@ -74,6 +81,7 @@ class ExitHead(nn.Module, ABC):
         self._finish = unembedding.finish
         # a list: state_dict must not see it, and a file must not be loaded into it
         self._shared = [vocabulary.rows]
+        self._bias = (vocabulary.bias,)  # a tuple, for the same reason
         self._packed: PackedLinear | None = None
         self._build(unembedding, inner_size)
 
@@ -88,8 +96,10 @@ class ExitHead(nn.Module, ABC):
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
         if self._packed is None or features.requires_grad:
-            return self._finish(nn.functional.linear(features, self._shared[0]))
-        return self._finish(self._packed(features.to(self._packed.dtype)))
+            return self._finish(nn.functional.linear(features, self._shared[0], *self._bias))
+        logits = self._packed(features.to(self._packed.dtype))
+        (bias,) = self._bias
+        return self._finish(logits if bias is None else logits + bias)
 
     @property
     def selected_rows(self) -> Tensor | None:
@@ -158,7 +168,7 @@ class LinearHead(ExitHead):
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
-        return self._finish(nn.functional.linear(features, self.weight))
+        return self._finish(nn.functional.linear(features, self.weight, *self._bias))
 
 
 class TranslatorHead(ExitHead):

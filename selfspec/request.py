@@ -83,7 +83,7 @@ class Request:
     """Seconds for each row, from its own start."""
     made_for: int
     """Positions that the model was made for."""
-    hard_limit: int | None = None
+    position_limit: int | None = None
     """Positions that it can compute, if there is an end of them."""
     pad_token_id: int
     return_dict: bool
@@ -110,8 +110,8 @@ class Request:
         rows, pad = len(self.pads), self.pads[row]
         own = [criterion_for(entry, row, rows, self.max_time) for entry in self.criteria]
         longest = self.max_length
-        if self.hard_limit is not None:  # the newest token itself takes no position
-            longest = min(longest, self.hard_limit + 1 + pad)
+        if self.position_limit is not None:  # the newest token itself takes no position
+            longest = min(longest, self.position_limit + 1 + pad)
         return StopRule(
             max_length=longest,
             end_tokens=self.end_tokens,
@@ -221,7 +221,7 @@ def from_prepared(
         criteria=StoppingCriteriaList(entry for entry in criteria if type(entry) not in kinds),
         max_time=config.max_time,
         made_for=backbone.max_positions,
-        hard_limit=backbone.hard_limit,
+        position_limit=backbone.position_limit,
         pad_token_id=_pad_token(config),
         return_dict=bool(config.return_dict_in_generate),
     )
@@ -273,10 +273,10 @@ def _strings_of(model: PreTrainedModel, options: dict[str, Any]) -> Any:
 
 def _check_room(backbone: Backbone, length: int) -> None:
     """Raise InvalidPrompt for a prompt of more ids than there are positions; log a long one."""
-    if backbone.hard_limit is not None and length > backbone.hard_limit:
+    limit = backbone.position_limit
+    if limit is not None and length > limit:
         raise InvalidPrompt(
-            f"the prompt has {length} tokens, the model has positions for {backbone.hard_limit}. "
-            "Shorten the prompt"
+            f"the prompt has {length} tokens, the model has positions for {limit}. Shorten the prompt"
         )
     if length > backbone.max_positions:
         remind(backbone.max_positions)

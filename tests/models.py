@@ -13,10 +13,19 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MistralConfig,
+    NanoChatConfig,
+    OPTConfig,
+    PersimmonConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -85,11 +94,37 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "cohere": (CohereConfig, {"logit_scale": 1.5}),
+    "gpt_neox": (GPTNeoXConfig, {"bias": True}),  # other names, residuals side by side
 }
 """Config class and what makes the family special: sliding windows, soft-capping, scalings."""
 
-EAGER_ONLY = {"gemma2"}
-"""Families for which transformers refuses sdpa (soft-capped attention): they run eager instead."""
+BREADTH: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "gpt2": (GPT2Config, {}),  # learned positions
+    "phi": (PhiConfig, {}),  # lm_head with a bias
+    "persimmon": (PersimmonConfig, {}),
+    "nanochat": (NanoChatConfig, {}),  # the final norm on embeddings too
+    "minicpm3": (  # latent attention; logits scaled before lm_head
+        MiniCPM3Config,
+        {
+            **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8},
+            **{"qk_rope_head_dim": 8, "num_key_value_heads": 4, "hidden_size": 32},
+            "dim_model_base": 8,
+        },
+    ),
+    "opt": (OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 32}),  # learned, with an offset
+    "gptj": (GPTJConfig, {"rotary_dim": 4}),  # rotations made inside the layers
+    "llama4": (  # attention in chunks, layers without rotation, queries scaled by position
+        Llama4TextConfig,
+        {
+            **{"attention_chunk_size": 8, "floor_scale": 4, "num_local_experts": 2},
+            **{"intermediate_size_mlp": 64, "intermediate_size": 16},
+        },
+    ),
+}
+"""More families, for the tests that need only a pass: what runs their layers is the same."""
+
+EAGER_ONLY = {"gemma2", "gptj"}
+"""Families for which transformers has or allows no sdpa: they run eager instead."""
 
 
 def make_model(
@@ -100,7 +135,7 @@ def make_model(
     The weights are the same numbers in every dtype (all fit bfloat16) and at every call; the state
     of torch's global generator is left alone.
     """
-    kind, special = FAMILIES[family]
+    kind, special = (FAMILIES | BREADTH)[family]
     config = kind(**_SIZES | special | overrides)
     attn = "eager" if family in EAGER_ONLY else attn
     with torch.random.fork_rng():

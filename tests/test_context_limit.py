@@ -177,7 +177,7 @@ def test_padding_takes_no_position_of_the_limit(speculator: Speculator, short: A
 class Learned(Backbone):
     """A backbone whose positions end, as learned ones do."""
 
-    hard_limit = LIMIT
+    position_limit = LIMIT
 
 
 def test_where_positions_are_a_table_the_answer_ends_with_them(short: Any) -> None:
@@ -198,4 +198,4 @@ def test_where_positions_are_a_table_the_answer_ends_with_them(short: Any) -> No
 
 
 def test_rotations_have_no_end(backbone: Backbone) -> None:
-    assert backbone.hard_limit is None
+    assert backbone.position_limit is None

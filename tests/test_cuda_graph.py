@@ -21,6 +21,7 @@ from selfspec.executors.capture import Replays, Work, uncaptured
 from selfspec.executors.cuda_graph import CudaGraphExecutor
 from selfspec.generate import wrap
 from selfspec.kv_cache import KVCache
+from selfspec.parts import parts_of
 from tests import ladder
 from tests.models import FAMILIES, MAX_POSITIONS, make_model, random_ids
 from tests.recorded import RecordedCapture
@@ -319,7 +320,11 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
     spread: Any = make_model("llama")
     spread.lm_head = torch.nn.Linear(32, 96, bias=False, device="meta")
     with pytest.raises(ValueError, match="on 2 devices"):
-        CudaGraphExecutor(spread.model, spread.lm_head)
+        CudaGraphExecutor(parts_of(spread), spread.lm_head)
+    with pytest.raises(UnsupportedModel, match="layers with chunked_attention"):
+        Backbone(make_model("llama4"), executor="cuda-graph")
+    with pytest.raises(UnsupportedModel, match="positions come from a table"):
+        Backbone(make_model("gpt2"), executor="cuda-graph")
 
 
 def test_another_executor_that_computes_something_else_is_not_chosen(

@@ -10,10 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from torch import Tensor
 
-from selfspec.errors import InvalidOption
+from selfspec.errors import CannotWrite, InvalidOption
 from selfspec.eval import results
 from selfspec.eval.answers import Answer, Run
 from selfspec.eval.summary import summarise
@@ -225,3 +226,39 @@ def test_peaks_are_shown_beside_the_weights() -> None:
     table = script("load_memory").table([case | {"loading_mb": 250.0, "generating_mb": 300.0}])
     last = "| bfloat16 | packed | 200 MB | 250 MB = 1.25 x | 300 MB = 1.50 x |"
     assert table.splitlines()[-1] == last
+
+
+# --- families
+
+
+def test_the_page_of_families_says_what_runs_on_which_executor_and_why_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    families, out = script("families"), tmp_path / "families.md"
+    families.main(out, only="llama,gpt_neox,mamba")
+    lines = out.read_text(encoding="utf-8").splitlines()
+    table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    columns, *rows = table
+    assert columns == list(families.COLUMNS)
+    found = {row[0]: dict(zip(columns, row, strict=False)) for row in rows}
+    assert found.keys() == {"llama", "gpt_neox", "mamba"}
+    assert found["llama"]["text"] == found["gpt_neox"]["text"] == "exact"
+    assert found["gpt_neox"]["executor"] == "generic"
+    assert found["mamba"]["text"] == "refused"
+    assert "cannot be rewound" in found["mamba"]["why"]
+    assert "3 families: 2 exact, 1 refused." in lines
+    assert capsys.readouterr().out.count("\n") == 3
+    with pytest.raises(CannotWrite, match="is there already"):
+        families.main(out, only="llama")
+
+
+def test_a_family_whose_text_differs_is_wrong_and_not_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families = script("families")
+    monkeypatch.setattr(families, "_theirs", lambda *_: [0] * families.NEW_TOKENS)
+    row = families.tried("llama")
+    assert row.verdict == "WRONG"
+    assert "another text from token" in row.reason
+    with pytest.raises(typer.Exit):
+        families.main(tmp_path / "page.md", only="llama")

@@ -23,7 +23,7 @@ FLOORS = (
         *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
         *("schedule", "scores", "text", "one_row", "fingerprint"),
     ),
-    ("compiled",),
+    ("compiled", "parts"),
     ("executors",),
     ("conformance", "backbone", "hooks"),
     ("hidden_cache",),

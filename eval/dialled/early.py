@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.backbone import Backbone
-from selfspec.conformance import text_config
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.head_types import DraftVocabulary, LogitLensHead, Unembedding
 from selfspec.heads import ExitHeads, HeadsConfig
+from selfspec.parts import text_config
 
 _PLACES = 1 << 16
 """Rows of the table that says where a head is wrong."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.executors.capture import Capture, GraphCapture, Replays, uncaptured
-from selfspec.executors.generic import SLIDING, GenericExecutor, hooked
+from selfspec.executors.generic import FULL, SLIDING, GenericExecutor, attention_types, hooked
 from selfspec.executors.static_slots import SamplingCache, SlotView, StaticSlots
 from selfspec.kv_cache import KVCache
 
@@ -204,9 +204,13 @@ def _require_capturable(decoder: Any, lm_head: nn.Module) -> None:
     attention = decoder.config._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise ValueError(f"attention is {attention}, expected sdpa or eager")
-    devices = {weight.device for part in (decoder, lm_head) for weight in part.parameters()}
+    if others := set(attention_types(decoder.config)) - {FULL, SLIDING}:
+        raise ValueError(f"it has layers with {others.pop()}, for which no mask is made here")
+    if decoder.rotary_emb is None:
+        raise ValueError("positions come from a table, which rows of padding may lie behind")
+    devices = {weight.device for part in (decoder.module, lm_head) for weight in part.parameters()}
     if len(devices) != 1:
         raise ValueError(f"weights are on {len(devices)} devices, expected one")
-    for name, part in [*decoder.named_modules(), ("lm_head", lm_head)]:
+    for name, part in [*decoder.module.named_modules(), ("lm_head", lm_head)]:
         if hooked(part):
             raise ValueError(f"{name or 'the decoder'} has hooks")

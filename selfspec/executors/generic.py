@@ -8,13 +8,24 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from selfspec.kv_cache import KVCache
+from selfspec.parts import DecoderParts
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-_MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
+CHUNKED = "chunked_attention"
+MASKS = {
+    FULL: create_causal_mask,
+    SLIDING: create_sliding_window_causal_mask,
+    CHUNKED: create_chunked_causal_mask,
+}
+"""Attention types whose layers keep one key and value per position, and who makes their masks."""
 
 
 class LayerCache(Protocol):
@@ -29,13 +40,13 @@ class GenericExecutor:
 
     min_rows = 1
 
-    def __init__(self, decoder: Any, lm_head: nn.Module) -> None:
-        """`decoder`: a transformers decoder, with layers, rotary_emb, norm and config."""
+    def __init__(self, decoder: DecoderParts, lm_head: nn.Module) -> None:
         self.decoder = decoder
         self._lm_head = lm_head
         self.layer_types = attention_types(decoder.config)
-        parameters = inspect.signature(self.decoder.rotary_emb.forward).parameters
-        self._rotary_by_type = "layer_type" in parameters  # Gemma3 has one base frequency per type
+        rotary = decoder.rotary_emb
+        taken = {} if rotary is None else inspect.signature(rotary.forward).parameters
+        self._rotary_by_type = "layer_type" in taken  # Gemma3 has one base frequency per type
 
     def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
         """Layers first+1..last on [B, T, d] at `positions` [B, T]; appends T positions to `kv`."""
@@ -53,6 +64,8 @@ class GenericExecutor:
         masks: Mapping[str, Any],
     ) -> Tensor:
         """Layers first+1..last on [B, T, d], with a mask for each attention type among them."""
+        if first == 0:
+            hidden = self.decoder.with_positions(hidden, positions)
         rotations = self._rotations(hidden, positions, masks.keys())
         for layer in range(first, last):
             kind = self.layer_types[layer]
@@ -60,9 +73,9 @@ class GenericExecutor:
                 hidden,  # positional: hooks and checkpoint wrappers read args[0]
                 attention_mask=masks[kind],
                 position_ids=positions,
-                past_key_values=kv,
                 use_cache=True,
-                position_embeddings=rotations[kind],
+                **{self.decoder.cache_keyword: kv},
+                **rotations[kind],
             )
             hidden = output[0] if isinstance(output, tuple) else output
         return hidden
@@ -74,7 +87,7 @@ class GenericExecutor:
 
     def _mask(self, kind: str, hidden: Tensor, first: int, positions: Tensor, kv: KVCache) -> Any:
         """The mask for T rows behind what layer first+1 holds; None only where sdpa needs none."""
-        return _MASKS[kind](
+        return MASKS[kind](
             config=self.decoder.config,
             inputs_embeds=hidden,
             attention_mask=None,
@@ -83,11 +96,18 @@ class GenericExecutor:
             layer_idx=first,
         )
 
-    def _rotations(self, hidden: Tensor, positions: Tensor, types: Iterable[str]) -> dict[str, Any]:
+    def _rotations(
+        self, hidden: Tensor, positions: Tensor, types: Iterable[str]
+    ) -> dict[str, dict[str, Any]]:
+        """What layers of each type are given of positions, as keywords."""
         rotary = self.decoder.rotary_emb
+        if rotary is None:
+            return {kind: {} for kind in types}
         if self._rotary_by_type:
-            return {kind: rotary(hidden, positions, kind) for kind in types}
-        return dict.fromkeys(types, rotary(hidden, position_ids=positions))
+            made = {kind: rotary(hidden, positions, kind) for kind in types}
+        else:
+            made = dict.fromkeys(types, rotary(hidden, position_ids=positions))
+        return {kind: {"position_embeddings": rotations} for kind, rotations in made.items()}
 
 
 def hooked(part: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.executors.generic import FULL, attention_types, hooked
+from selfspec.executors.generic import FULL, SLIDING, attention_types, hooked
 from selfspec.executors.slots import SteadySlots
 from selfspec.kv_cache import KVCache
 from selfspec.packed_linear import PackedLinear, why_unpackable
@@ -249,6 +249,9 @@ def require_llama_like(decoder: Any, lm_head: Any) -> None:
 
     A look at the parts only; whether the numbers agree is for the conformance check.
     """
+    others = set(attention_types(decoder.config)) - {FULL, SLIDING}
+    _need(not others, f"layers have {', '.join(others)}")
+    _need(decoder.rotary_emb is not None, "positions are not rotated")
     reason = why_unpackable(lm_head.weight)
     _need(reason is None, str(reason))
     _need(type(lm_head) is nn.Linear, "lm_head is no plain linear layer")
