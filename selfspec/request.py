@@ -276,7 +276,7 @@ def _check_room(backbone: Backbone, length: int) -> None:
     limit = backbone.position_limit
     if limit is not None and length > limit:
         raise InvalidPrompt(
-            f"the prompt has {length} tokens, the model has positions for {limit}. Shorten the prompt"
+            f"the prompt has {length} tokens, the model has {limit} positions. Shorten the prompt"
         )
     if length > backbone.max_positions:
         remind(backbone.max_positions)
