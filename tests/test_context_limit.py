@@ -187,7 +187,7 @@ def test_where_positions_are_a_table_the_answer_ends_with_them(short: Any) -> No
     answer = speculator.generate(ids, max_new_tokens=30)
     assert answer.token_ids == plain(short, ids, max_new_tokens=6)  # the last one takes no position
     assert answer.stop_reason == "length"
-    with pytest.raises(InvalidPrompt, match=f"positions for {LIMIT}. Shorten the prompt"):
+    with pytest.raises(InvalidPrompt, match=f"has {LIMIT} positions. Shorten the prompt"):
         speculator.generate(random_ids(LIMIT + 1), max_new_tokens=3)
     padded = random_ids(LIMIT - 5 + 8)
     mask = torch.ones_like(padded)
