@@ -22,7 +22,7 @@ export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 endif
 export UV_SYSTEM_CERTS ?= true
 
-.PHONY: setup demo test test-oldest lint browser clean
+.PHONY: setup demo test test-oldest fuzz lint browser clean
 
 setup: $(READY)
 
@@ -48,6 +48,11 @@ lint: setup
 
 test: lint browser
 	$(BIN)/pytest $(PARALLEL)
+
+# 2,100 random requests against Hugging Face's own answers. SEED=NUMBER repeats a run.
+fuzz: setup
+	$(BIN)/pytest $(PARALLEL:loadfile=load) tests/test_fuzz.py --hypothesis-profile=fuzz \
+	    $(if $(SEED),--hypothesis-seed=$(SEED)) --hypothesis-show-statistics
 
 # In .venv-oldest: the oldest Python and packages that pyproject.toml allows. uv finds that Python
 # or fetches it; where it can do neither: OLDEST_PYTHON=PATH.

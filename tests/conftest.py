@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is: of programs that tests s
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,6 +20,10 @@ from tests.models import make_model, random_ids
 from tests.watched import WatchedBackbone
 
 torch.set_num_threads(1)  # tiny products: a second thread only waits, for seconds on a busy machine
+
+settings.register_profile("suite", max_examples=8, derandomize=True, deadline=None, database=None)
+settings.register_profile("fuzz", max_examples=150, deadline=None, print_blob=True)
+settings.load_profile("suite")
 
 TinyModel = Callable[..., PreTrainedModel]
 

@@ -15,8 +15,10 @@ METHODS = "hugging-face,plain,speculation,no-width-bound,prompt-lookup"
 
 
 def test_one_question_by_five_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bench", "--limit", "1", "--tune-questions", "1", "--max-new-tokens", "8", "--json"]
-    command += ["--dtype", PINNED_DTYPE]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "What is rain?"}\n{"prompt": "Say yes, yes, yes."}\n')
+    command = ["bench", "--suite", str(prompts), "--dtype", PINNED_DTYPE, "--json"]
+    command += ["--limit", "1", "--tune-questions", "1", "--max-new-tokens", "4"]
     assert main([*command, "--methods", METHODS, "--output", str(tmp_path / "out")]) == 0
     summary = json.loads(capsys.readouterr().out)
     figures = summary["all"]["overall"]

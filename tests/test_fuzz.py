@@ -1,0 +1,138 @@
+"""Whatever is drafted, and however it is asked for: the text is Hugging Face's own.
+
+A hundred cases here, 2,100 with `make fuzz`. In float64 tokens are compared with `model.generate`,
+called with the same keywords; in float32, where packed weights round otherwise than the model, with
+our own plain decoding in pinned mode.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, event, given, settings
+
+from selfspec.errors import PinnedUnavailable, SelfspecError
+from selfspec.generate import Speculator
+from tests import fuzz
+from tests.fuzz import Case, Turn
+from tests.test_mutants import (
+    Mutant,
+    every_draft_stays,
+    mask_sized_by_the_first_layer,
+    truncate_one_too_few,
+)
+
+FAMILIES = ["llama", "mistral", "gemma2", "granite"]
+PACKED_FAMILIES = ["llama", "mistral"]
+MUTANTS = [every_draft_stays, mask_sized_by_the_first_layer, truncate_one_too_few]
+COMPILED = ("generic", "packed", *(["fused"] if shutil.which("c++") else []))
+
+
+def expected_of(case: Case, family: str) -> list[int]:
+    return fuzz.hugging_face(family, tuple(case.prompt.ids[0].tolist()), case.wishes)
+
+
+def all_options(case: Case | Turn) -> dict[str, Any]:
+    strings = {"stop_strings": list(case.wishes.strings)} if case.wishes.strings else {}
+    return case.wishes.options | strings | case.speculation
+
+
+def check_answer(family: str, case: Case) -> None:
+    speculator = fuzz.speculator(family, torch.float64, case.executor, case.heads)
+    expected = expected_of(case, family)
+    text = torch.cat([case.prompt.ids, torch.tensor([expected])], dim=1)
+    for speculate in (False, True):
+        options = all_options(case) | {"speculate": speculate}
+        answer = speculator.generate(case.prompt.ids, **options)
+        assert answer.token_ids == expected
+        assert answer.stop_reason == case.wishes.reason(text)
+    event("some drafts accepted" if answer.stats.accepted else "none accepted")
+    event("some drafts refused" if answer.stats.accepted < answer.stats.drafted else "none refused")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_is_hugging_faces(family: str) -> None:
+    @given(fuzz.cases(("generic", "cuda-graph")))
+    def check(case: Case) -> None:
+        check_answer(family, case)
+
+    check()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_planted_bug_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    @settings(max_examples=50, phases=[Phase.generate], report_multiple_bugs=False)
+    @given(fuzz.cases(("generic",)))
+    def check(case: Case) -> None:
+        check_answer("llama", case)
+
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, SelfspecError)):
+        check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inside_of_hugging_faces_own_generate_too(family: str) -> None:
+    @given(fuzz.cases(("generic",)))
+    def check(case: Case) -> None:
+        speculator = fuzz.speculator(family, torch.float64, case.executor, case.heads)
+        strings = list(case.wishes.strings) or None
+        loop = speculator.hf(strings=strings, **case.speculation)
+        model: Any = speculator.model
+        options = {"do_sample": False} | case.wishes.options
+        found = model.generate(case.prompt.ids, custom_generate=loop, **options)
+        assert found[0, case.prompt.length :].tolist() == expected_of(case, family)
+
+    check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_is_every_turn_of_a_session(family: str) -> None:
+    @given(fuzz.conversations())
+    def check(conversation: tuple[str, list[Turn]]) -> None:
+        heads, turns = conversation
+        speculator = fuzz.speculator(family, torch.float64, "generic", heads)
+        session, text = speculator.session(), torch.empty(1, 0, dtype=torch.long)
+        for turn in turns:
+            prompt = torch.cat([text[:, : turn.keep], turn.added.ids], dim=1)
+            wishes = turn.wishes
+            stream = session.stream(prompt, **all_options(turn))
+            for number, _ in enumerate(stream, start=1):
+                if number == turn.pieces:
+                    break
+            found = stream.result
+            expected = fuzz.hugging_face(family, tuple(prompt[0].tolist()), wishes)
+            assert found.token_ids == expected[: len(found.token_ids)]
+            text = torch.cat([prompt, torch.tensor([found.token_ids])], dim=1)
+            if found.stop_reason is not None:
+                assert found.token_ids == expected
+                assert found.stop_reason == wishes.reason(text)
+
+    check()
+
+
+@pytest.mark.parametrize("family", PACKED_FAMILIES)
+def test_no_draft_changes_a_token_in_float32_where_bits_are_pinned(family: str) -> None:
+    @given(fuzz.cases(COMPILED))
+    def check(case: Case) -> None:
+        speculator = fuzz.speculator(family, torch.float32, case.executor, case.heads)
+        plain, drafted = both(speculator, case)
+        assert drafted == plain
+
+    check()
+
+
+def both(speculator: Speculator, case: Case) -> tuple[Any, Any]:
+    """Tokens and the reason of their end without and with drafts; nothing where bits may move."""
+    found = []
+    for speculate in (False, True):
+        try:
+            options = all_options(case) | {"speculate": speculate}
+            answer = speculator.generate(case.prompt.ids, **options)
+        except PinnedUnavailable:
+            return None, None
+        found.append((answer.token_ids, answer.stop_reason))
+    return (found[0], found[1]) if answer.stats.pinned else (None, None)
