@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 import shutil
 import stat
 import time
@@ -180,6 +181,21 @@ def locked(output: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def sweep(output: Path) -> None:
+    """Remove what killed processes left of `output` under temporary names, whatever their age.
+
+    Only for who has the lock of `output`: nobody else writes there.
+    """
+    found = list(output.parent.glob(f".{glob.escape(output.stem[:100])}.*.new*"))
+    if output.is_dir():
+        found += [*output.glob(".*.new*"), *output.glob("*/.*.new*")]
+    for left in found:
+        name = re.fullmatch(r"\..*\.([0-9]+)\.new(\.[^.]*)?", left.name)
+        with contextlib.suppress(OSError):
+            if name and left.is_file() and not left.is_symlink() and not _runs(int(name[1])):
+                left.unlink()
 
 
 # --- what they share ------------------------------------------------------------------------------

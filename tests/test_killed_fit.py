@@ -127,9 +127,7 @@ def test_a_fit_killed_at_thirty_moments_gives_the_same_heads(workplace: Path) ->
         folder = f"out{number}"
         again = [*command[: command.index("out")], folder, *EPOCHS]
         killed(again, last)
-        done = main(again)
-        if done == 2:  # nothing was left to do but to remove the checkpoint's folder
-            assert last > len(names) - names[::-1].index("behind unlink") - 2
+        if main(again) == 2:  # nothing was left to do but to remove the checkpoint's folder
             with suppress(FileNotFoundError):
                 (workplace / folder / "unfinished").rmdir()
         found = workplace / folder
