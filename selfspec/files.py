@@ -11,6 +11,7 @@ import contextlib
 import errno
 import glob
 import os
+import re
 import shutil
 import stat
 import time
@@ -209,6 +210,21 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
         with contextlib.suppress(OSError):  # Windows removes no open files
             place.unlink(missing_ok=True)
         lock.release()
+
+
+def sweep(output: Path) -> None:
+    """Remove what killed processes left of `output` under temporary names, whatever their age.
+
+    Only for who has the lock of `output`: nobody else writes there.
+    """
+    found = list(output.parent.glob(f".{glob.escape(output.stem[:100])}.*.new*"))
+    if output.is_dir():
+        found += [*output.glob(".*.new*"), *output.glob("*/.*.new*")]
+    for left in found:
+        name = re.fullmatch(r"\..*\.([0-9]+)\.new(\.[^.]*)?", left.name)
+        with contextlib.suppress(OSError):
+            if name and left.is_file() and not left.is_symlink() and not _runs(int(name[1])):
+                left.unlink()
 
 
 # --- what they share ------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class ExitHeads(nn.Module):
             draft_ids = tensors.pop(_DRAFT_IDS, None)
             heads = cls(config, unembedding, draft_ids)
             heads.load_state_dict(_with_draft_ids(tensors, heads))
-        except (OSError, SafetensorError, RuntimeError, InvalidOption) as error:
+        except (OSError, SafetensorError, RuntimeError, InvalidHeads, InvalidOption) as error:
             reason = str(error).splitlines()[0]
             raise InvalidHeads(f"{path} does not hold the heads of its config: {reason}") from error
         return heads.eval().requires_grad_(False)
@@ -264,7 +264,7 @@ def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> Ex
 
 
 def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
-    """All of a weights file. Raises what `from_pretrained` catches, and InvalidHeads.
+    """All of a weights file. Raises what `from_pretrained` catches, with the reason alone.
 
     Sizes of the config must not ask for more than the file holds, before any head is built.
     """
@@ -273,17 +273,14 @@ def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
     tensors = load_file(path)
     numbers = sum(tensor.numel() for tensor in tensors.values())
     if (config.inner_size or 0) * config.hidden_size > numbers:
-        raise InvalidHeads(
-            f"{path} does not hold the heads of its config: inner_size is {config.inner_size}, "
-            f"the file holds {numbers} numbers"
-        )
+        raise InvalidHeads(f"inner_size is {config.inner_size}, the file holds {numbers} numbers")
     for name, tensor in tensors.items():
         if name == _DRAFT_IDS:
             continue
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise InvalidHeads(f"{path}: {name} is {tensor.dtype}, expected floating numbers")
+            raise InvalidHeads(f"{name} is {tensor.dtype}, expected floating numbers")
         if not bool(tensor.isfinite().all()):
-            raise InvalidHeads(f"{path}: {name} holds numbers that are not finite. Fit again")
+            raise InvalidHeads(f"{name} holds numbers that are not finite. Fit again")
     return tensors
 
 

@@ -88,7 +88,13 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
     """
     path = Path(source).expanduser()
     known_suffix = path.name.endswith(_FILE_SUFFIXES)
-    if path.is_dir() or not (path.exists() or known_suffix or not HUB_ID.fullmatch(str(source))):
+    try:
+        named = path.exists() or known_suffix or not HUB_ID.fullmatch(str(source))
+        is_data_set = path.is_dir() or not named
+    except (OSError, ValueError) as error:  # a name too long, a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidData(f"cannot read {str(path)!r}: {reason}") from error
+    if is_data_set:
         yield from _data_set(str(source))
     elif path.name.endswith((".json", ".json.gz")):
         yield from _json_file(path)
