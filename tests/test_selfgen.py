@@ -325,7 +325,11 @@ def test_openings_are_read_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"# none\n", "holds no openings"), (b"\xff", "cannot read the openings"), (None, "No such")],
+    [
+        (b"# none\n", "holds no openings"),
+        (b"\xff", "cannot read the openings"),
+        (None, "is not there"),
+    ],
 )
 def test_openings_that_cannot_be_read_are_named(
     tmp_path: Path, content: bytes | None, reason: str
