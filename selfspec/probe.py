@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from selfspec.backbone import Backbone
-from selfspec.errors import PinnedUnavailable
+from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.hidden_cache import HiddenCache
 from selfspec.kv_cache import KVCache
 
@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 _CONTEXTS = (16, 180)
 """Tokens in front of the probed ones: kernels may cut longer sums otherwise than short ones (MKL
 with AVX512 does between 192 and 384)."""
+
+
+_MOST_SLOTS = 1 << 20
+"""Positions with memory of their own from the start: a slip of the pen asks for more."""
 
 
 class PassShape(NamedTuple):
@@ -45,10 +49,15 @@ class PinnedProbe:
     def shape(self, fixed: PassShape, widest: int) -> PassShape:
         """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
 
-        Raises PinnedUnavailable if neither does.
+        Raises PinnedUnavailable if neither does, InvalidOption for more slots than could be had.
         """
         if self._backbone.min_rows > 1 and self._failure(PassShape(), widest) is None:
             return PassShape()
+        if (fixed.slots or 0) > _MOST_SLOTS:
+            raise InvalidOption(
+                f"pinned passes would look at {fixed.slots} positions each, expected at most "
+                f"{_MOST_SLOTS}. Lower max_new_tokens, or leave pinned out"
+            )
         if (failure := self._failure(fixed, widest)) is not None:
             raise failure
         return fixed

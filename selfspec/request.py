@@ -130,9 +130,9 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     given = {name: value for name, value in options.items() if value is not None}
     check_types(given, hints)
     _check_ranges(given)
-    if not isinstance(given.get("generation_config", GenerationConfig()), GenerationConfig):
-        found = shown(given["generation_config"])
-        raise InvalidOption(f"generation_config is {found}, expected a GenerationConfig")
+    config = given.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise InvalidOption(f"generation_config is {shown(config)}, expected a GenerationConfig")
     check_streamer(given.get("streamer"))
     for name in ("logits_processor", "stopping_criteria"):
         for entry in given.get(name, ()):

@@ -355,6 +355,13 @@ def test_options_are_updated_from_names_and_values_only(values: Any) -> None:
     check(caught.value)
 
 
+def test_more_pinned_positions_than_memory_could_hold_are_refused(model: Any) -> None:
+    pinned = wrap(model, executor="generic", heads="logit-lens", pinned=True)
+    with pytest.raises(InvalidOption, match="pinned passes would look at") as caught:
+        pinned.generate(IDS, max_new_tokens=10**9)
+    check(caught.value)
+
+
 # Nothing is lost by it
 
 

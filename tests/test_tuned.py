@@ -139,7 +139,7 @@ def test_a_processor_has_a_name() -> None:
         ({"exit_layers": [3]}, "exit layer 3 is not among [2, 4]"),
         ({"exit_layers": [2], "exit_threshold": [0.5, 0.6]}, "2 thresholds for 1 exit layers"),
         ({"max_draft_tokens": 0}, "max_draft_tokens is 0"),
-        ({"max_draft_tokens": "x"}, "not supported between"),
+        ({"max_draft_tokens": "x"}, "max_draft_tokens is 'x', expected a whole number"),
     ],
     ids=str,
 )
