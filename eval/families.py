@@ -419,6 +419,8 @@ _REFUSALS = """\
   `attention_scaling` scales queries): the decoder computes it on the way, which is not done here.
 * *no final norm*, *no list of layers*, *no embedding*, *a part that is not known*: the decoder has
   another shape than embedding, layers, norm, lm_head, or does something in between.
+* *fewer layers than its config says*: a layer keeps more than one key and value per position.
+* *shares keys and values between layers*: a layer cannot be cut from the one that it reads.
 * *differs from its own forward*: the parts were found, and put together they give other bits.
 * *dynamic* and *longrope* RoPE: rotations depend on the longest position that was ever read, also
   by a rejected draft.

@@ -110,6 +110,11 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no lm_head to read tokens from. {_INSTEAD}")
     decoder, layers = _decoder(model, name)
+    if len(layers) < config.num_hidden_layers:  # LongCat: two sets of keys and values per layer
+        raise UnsupportedModel(
+            f"{name} has {len(layers)} layers, expected the {config.num_hidden_layers} of its "
+            f"config. {_INSTEAD}"
+        )
     keyword = _cache_keyword(layers[0], name)
     norm = _need(decoder, _NORMS, "final norm", name)
     learned = _part(decoder, _LEARNED)

@@ -148,6 +148,13 @@ def test_layers_that_may_be_given_what_is_not_known_are_refused() -> None:
         parts_of(model)
 
 
+def test_fewer_layers_than_the_config_says_are_refused() -> None:
+    model = make_model("llama")
+    model.config.num_hidden_layers = 12
+    with pytest.raises(UnsupportedModel, match="has 6 layers, expected the 12 of its config"):
+        parts_of(model)
+
+
 def test_layers_without_a_cache_are_refused() -> None:
     model = tiny(GPT2Config(**_GPT2))
     model.transformer.h[0] = nn.Linear(16, 16)  # hidden states in, hidden states out
