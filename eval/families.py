@@ -92,11 +92,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {**_HYBRID, "attn_layer_indices": [1, 3, 5]},
     "cwm": {"bos_token_id": 1},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"num_experts_per_tok": 2},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "falcon_h1": _HYBRID,
     "gemma3n_text": _SHARED,
     "gemma4_text": _SHARED,
@@ -308,6 +308,7 @@ def tiny_model(family: str, sizes: dict[str, int | None], dtype: torch.dtype) ->
                 weight.copy_(0.7 * noise)
             else:
                 weight.copy_(noise * 1.7 * weight.shape[-1] ** -0.5)
+    model.generation_config.eos_token_id = None  # type: ignore[union-attr]  # a model to generate with
     return model.eval()
 
 
@@ -324,7 +325,6 @@ def tiny_config(family: str, sizes: dict[str, int | None]) -> PreTrainedConfig:
     if "kv_lora_rank" in given:  # latent attention: as many keys as queries
         given |= {"num_key_value_heads": sizes["heads"]}
     config = kind(**given | SPECIAL.get(family, {}))
-    config.bos_token_id = config.eos_token_id = None  # some classes fill them in
     config._experts_implementation = "eager"  # the grouped product knows no float64
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         if "original_max_position_embeddings" in rope:
@@ -415,10 +415,12 @@ _REFUSALS = """\
   stay in the state, which cannot be rewound.
 * *layers of another attention* (compressed, indexed, hybrid): what they keep is not one key and one
   value per position, so it cannot be cut behind the accepted tokens.
-* *layers that ask for alibi*: position biases in the mask, which is made here by transformers' mask
-  functions alone.
+* *layers that take* something (`alibi` and `position_bias` add the position to the mask,
+  `attention_scaling` scales queries): the decoder computes it on the way, which is not done here.
 * *no final norm*, *no list of layers*, *no embedding*, *a part that is not known*: the decoder has
   another shape than embedding, layers, norm, lm_head, or does something in between.
+* *fewer layers than its config says*: a layer keeps more than one key and value per position.
+* *shares keys and values between layers*: a layer cannot be cut from the one that it reads.
 * *differs from its own forward*: the parts were found, and put together they give other bits.
 * *dynamic* and *longrope* RoPE: rotations depend on the longest position that was ever read, also
   by a rejected draft.

@@ -97,8 +97,8 @@ class Backbone:
         return int(self.config.max_position_embeddings)
 
     @property
-    def position_limit(self) -> int | None:
-        """Positions that the model can read at all; None where positions are rotated."""
+    def hard_limit(self) -> int | None:
+        """Positions that the model can compute, if there is an end: learned ones are a table."""
         return self.max_positions if self._decoder.rotary_emb is None else None
 
     @property

@@ -29,13 +29,20 @@ _CACHES = ("past_key_values", "layer_past")
 _GIVEN = {"attention_mask", "position_ids", "use_cache", "position_embeddings"}
 """What a layer is given beside its cache and, first of all, the hidden states."""
 
+_IDLE = {
+    "output_attentions",
+    *("encoder_hidden_states", "encoder_attention_mask"),  # a decoder alone has none
+    *("per_layer_input", "shared_kv_states"),  # their modules and config are refused if in use
+}
+"""What layers may be given and then compute the same without."""
+
 _NORMS_EMBEDDINGS = {"nanochat"}
 """Families whose final norm is also applied to the embeddings."""
 
 _DIVIDES_BEFORE_HEAD = {"minicpm3"}
 """Families that divide by `logits_scaling` before lm_head; others do so behind it."""
 
-_NEXT = "selfspec cannot run it: use the model's own generate"
+_INSTEAD = "Use transformers' own generate for it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +106,15 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
     """
     name, config = type(model).__name__, text_config(model)
     if model.config.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} has an encoder, expected a decoder alone: {_NEXT}")
+        raise UnsupportedModel(f"{name} has an encoder, expected a decoder alone. {_INSTEAD}")
     if model.get_output_embeddings() is None:
-        raise UnsupportedModel(f"{name} has no lm_head to read tokens from: {_NEXT}")
+        raise UnsupportedModel(f"{name} has no lm_head to read tokens from. {_INSTEAD}")
     decoder, layers = _decoder(model, name)
+    if len(layers) < config.num_hidden_layers:  # LongCat: two sets of keys and values per layer
+        raise UnsupportedModel(
+            f"{name} has {len(layers)} layers, expected the {config.num_hidden_layers} of its "
+            f"config. {_INSTEAD}"
+        )
     keyword = _cache_keyword(layers[0], name)
     norm = _need(decoder, _NORMS, "final norm", name)
     learned = _part(decoder, _LEARNED)
@@ -132,7 +144,7 @@ def _decoder(model: PreTrainedModel, name: str) -> tuple[nn.Module, nn.ModuleLis
         if isinstance(layers := _part(found, _LAYERS), nn.ModuleList):
             return found, layers
     raise UnsupportedModel(
-        f"{name} has no list of layers named {', '.join(_LAYERS)} to cut open: {_NEXT}"
+        f"{name} has no list of layers named {', '.join(_LAYERS)} to cut open. {_INSTEAD}"
     )
 
 
@@ -144,21 +156,19 @@ def _part(decoder: Any, names: tuple[str, ...]) -> nn.Module | None:
 
 def _need(decoder: nn.Module, names: tuple[str, ...], what: str, model: str) -> nn.Module:
     if (found := _part(decoder, names)) is None:
-        raise UnsupportedModel(f"{model} has no {what} named {', '.join(names)}: {_NEXT}")
+        raise UnsupportedModel(f"{model} has no {what} named {', '.join(names)}. {_INSTEAD}")
     return found
 
 
 def _cache_keyword(layer: nn.Module, name: str) -> str:
-    """How a layer takes keys and values. Refuses layers that want what is never given."""
-    taken = inspect.signature(layer.forward).parameters
+    """How a layer takes keys and values. Refuses layers that take what is never given here."""
+    _hidden, *others = inspect.signature(layer.forward).parameters.values()
+    taken = {entry.name for entry in others if entry.kind is not entry.VAR_KEYWORD}
     keyword = next((word for word in _CACHES if word in taken), None)
+    if unknown := taken - _GIVEN - _IDLE - {*_CACHES}:
+        raise UnsupportedModel(f"{name} has layers that take {sorted(unknown)[0]}. {_INSTEAD}")
     if keyword is None:
-        raise UnsupportedModel(f"{name} has layers that take no keys and values: {_NEXT}")
-    _hidden, *others = taken.values()
-    for entry in others:
-        optional = entry.default is not entry.empty or entry.kind is entry.VAR_KEYWORD
-        if not optional and entry.name not in _GIVEN | {keyword}:
-            raise UnsupportedModel(f"{name} has layers that ask for {entry.name}: {_NEXT}")
+        raise UnsupportedModel(f"{name} has layers that take no keys and values. {_INSTEAD}")
     return keyword
 
 
@@ -175,5 +185,5 @@ def _refuse_unknown(decoder: nn.Module, known: Container[nn.Module | None], name
     for child, module in decoder.named_children():
         if module not in known and not isinstance(module, nn.Dropout):
             raise UnsupportedModel(
-                f"{name} has a decoder with {child}, a part that is not known: {_NEXT}"
+                f"{name} has a decoder with {child}, a part that is not known. {_INSTEAD}"
             )

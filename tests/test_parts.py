@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -45,7 +45,7 @@ def test_drafts_leave_the_text_of_new_families_as_it_is(family: str) -> None:
 
 def test_positions_end_where_they_are_learned_and_not_where_they_are_rotated() -> None:
     families = ("llama", "gpt_neox", "llama4", "gpt2", "opt", "gptj")
-    limits = {family: Backbone(make_model(family)).position_limit for family in families}
+    limits = {family: Backbone(make_model(family)).hard_limit for family in families}
     learned = dict.fromkeys(("gpt2", "opt"), MAX_POSITIONS)
     table_in_each_layer = {"gptj": MAX_POSITIONS}
     assert limits == dict.fromkeys(families) | learned | table_in_each_layer
@@ -74,11 +74,17 @@ _GPT2: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=32), "that ask for alibi"),
-        (MptConfig(n_layers=1, d_model=16, n_heads=2, vocab_size=32), "that ask for position_bias"),
+        (
+            BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=32),
+            "that take alibi",
+        ),
+        (
+            MptConfig(n_layers=1, d_model=16, n_heads=2, vocab_size=32),
+            "has layers that take position_bias",
+        ),
         (
             FalconConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32),
-            "that ask for alibi",
+            "that take alibi",
         ),
         (
             MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=32),
@@ -129,15 +135,35 @@ def test_a_model_without_lm_head_a_list_of_layers_or_an_embedding_is_refused() -
         parts_of(model)
 
 
+def test_layers_that_may_be_given_what_is_not_known_are_refused() -> None:
+    class Scaled(nn.Module):
+        def forward(
+            self, hidden: Tensor, past_key_values: object, attention_scaling: Tensor | None = None
+        ) -> Tensor:
+            return hidden
+
+    model = tiny(GPT2Config(**_GPT2))
+    model.transformer.h[0] = Scaled()
+    with pytest.raises(UnsupportedModel, match="has layers that take attention_scaling"):
+        parts_of(model)
+
+
+def test_fewer_layers_than_the_config_says_are_refused() -> None:
+    model = make_model("llama")
+    model.config.num_hidden_layers = 12
+    with pytest.raises(UnsupportedModel, match="has 6 layers, expected the 12 of its config"):
+        parts_of(model)
+
+
 def test_layers_without_a_cache_are_refused() -> None:
     model = tiny(GPT2Config(**_GPT2))
-    model.transformer.h[0] = nn.Linear(16, 16)
+    model.transformer.h[0] = nn.Linear(16, 16)  # hidden states in, hidden states out
     with pytest.raises(UnsupportedModel, match="layers that take no keys and values"):
         parts_of(model)
 
 
 @pytest.mark.parametrize("ids", [None, torch.tensor([3, 4, 90])])
-def test_heads_add_the_bias_of_lm_head(ids: torch.Tensor | None) -> None:
+def test_heads_add_the_bias_of_lm_head(ids: Tensor | None) -> None:
     model: Any = make_model("phi")
     unembedding = Backbone(model).unembedding
     vocabulary = DraftVocabulary.of(unembedding, ids)
