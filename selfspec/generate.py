@@ -35,6 +35,7 @@ from selfspec.drafters import (
     make_drafter,
 )
 from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.given import check_fit, check_loading, check_wrapping
 from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
 from selfspec.kv_cache import KVCache, fixed_slots
 from selfspec.lossy import LOSSY
@@ -177,9 +178,16 @@ class Speculator:
         state: DecodeState | None = None,
         draft_cache: DraftCache | None = None,
     ) -> Stream:
-        """A stream that decodes one row of `request`, in `state` and `draft_cache` if given."""
+        """A stream that decodes one row of `request`, in `state` and `draft_cache` if given.
+
+        Raises ModelChanged if the model, or the draft model, is not what was wrapped.
+        """
+        for backbone in (self.backbone, self.draft_model):
+            if backbone is not None:
+                backbone.require_unchanged()
         drafting = options.speculate and options.drafter != "none" and not self._disabled
-        options = replace(options, speculate=drafting)
+        refused = self.backbone.mixing if drafting else None
+        options = replace(options, speculate=drafting and refused is None)
         sampler = request.sampler.for_row(row)
         rule = acceptance_rule(sampler, options)
         if state is None:
@@ -194,6 +202,7 @@ class Speculator:
             reused_tokens=state.kv.length(0),
             lossless=lossless,
             pinned=self._is_pinned(options),
+            drafts_refused=refused,
         )
         watch = Stopwatch()
         drafter = self.drafter(sampler, request.stop.end_tokens, options, draft_cache)
@@ -266,6 +275,7 @@ def load(
     drafts. `options` are SpeculationOptions. Raises ModelNotFound, UnsupportedModel, HeadsNotFound,
     InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
     """
+    check_loading(model, draft_model, heads, attn_implementation, device)
     read = partial(
         hub.load_model, dtype=dtype, device=device, attn_implementation=attn_implementation
     )
@@ -303,6 +313,7 @@ def wrap(
     up to the caller. Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
     DraftModelMismatch, InvalidOption.
     """
+    check_wrapping(tokenizer, heads, draft_model)
     backbone = Backbone(model, executor=executor)
     label = label or model.config.name_or_path or type(model).__name__
     fitted = _find_heads(backbone, heads, label)
@@ -370,6 +381,8 @@ def sequences(request: Request, answers: list[Generation]) -> Tensor | GenerateD
 def _find_heads(
     backbone: Backbone, heads: str | Path | ExitHeads | None, label: str
 ) -> ExitHeads | None:
+    if isinstance(heads, ExitHeads):
+        check_fit(heads, backbone.num_layers, backbone.unembedding)
     if heads is None or isinstance(heads, ExitHeads):
         return heads
     if heads == LOGIT_LENS:

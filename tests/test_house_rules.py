@@ -20,11 +20,11 @@ FLOORS = (
     ("packed_linear", "files", "untrusted"),
     (
         *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
-        *("scores", "text"),
+        *("given", "scores", "text"),
     ),
     ("compiled",),
     ("executors",),
-    ("conformance", "backbone", "hooks"),
+    ("conformance", "backbone", "hooks", "model_watch", "row_mixing"),
     ("hidden_cache",),
     ("state", "probe"),
     ("drafters", "controllers", "acceptance", "lossy"),

@@ -115,6 +115,9 @@ def _segments(subject: Subject) -> Rung:
 def _invariance(subject: Subject) -> Rung:
     """Rung 2: logits in pinned mode, without drafts and with drafts of every kind."""
     speculator, own = subject.speculator, subject.speculator.options
+    if (mixing := speculator.backbone.mixing) is not None:
+        words = f"drafts are refused: the rows of a pass change each other ({mixing})"
+        return Rung(outcome="skipped", found=words)
     rows = max(own.pinned_rows, own.max_draft_tokens + 1)
     options = replace(own, pinned=True, pinned_rows=rows)
     bits, kinds = Bits(), 0
