@@ -8,6 +8,8 @@ everything above; only this file and `executors/` know how transformers builds a
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -22,16 +24,20 @@ from selfspec.conformance import (
     evaluation,
     refuse_unsupported,
 )
-from selfspec.errors import InvalidOption, InvalidPrompt, UnsupportedModel
+from selfspec.errors import InvalidOption, InvalidPrompt, ModelChanged, UnsupportedModel
 from selfspec.executors import Executor
 from selfspec.executors.cuda_graph import CudaGraphExecutor
 from selfspec.executors.fused_cpu import FusedExecutor
 from selfspec.executors.generic import GenericExecutor
 from selfspec.executors.packed_cpu import PackedExecutor
 from selfspec.file_pages import FilePages
+from selfspec.given import check_model
 from selfspec.head_types import Unembedding
+from selfspec.hub import first_line
 from selfspec.kv_cache import KVCache
+from selfspec.model_watch import ModelWatch
 from selfspec.parts import parts_of
+from selfspec.row_mixing import find_mixing
 
 EXECUTORS = ("auto", "generic", "packed", "fused", "cuda-graph")
 
@@ -55,9 +61,13 @@ class Backbone:
         Auto is fused on a CPU, packed without a compiler, cuda-graph on a GPU; generic where those
         do not run. `fingerprint`: of `model`, from a caller who knows it.
         """
-        refuse_unsupported(model)
         if executor not in EXECUTORS:
-            raise InvalidOption(f"executor is {executor!r}, expected {', '.join(EXECUTORS)}")
+            raise InvalidOption(
+                f"executor is {executor!r}, expected one of {', '.join(EXECUTORS)}. Leave it out "
+                "for the best that runs"
+            )
+        check_model(model)
+        refuse_unsupported(model)
         self.model = model
         if fingerprint is not None:
             self.fingerprint = fingerprint
@@ -68,13 +78,26 @@ class Backbone:
         self._executor: Executor = self._generic
         self.executor_name = "generic"
         """One of EXECUTORS, never auto."""
-        check_conformance(self)
+        self.refused: dict[str, str] = {}
+        """Why other executors that were tried do not run this model, by name."""
+        self._mode: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._conform()
         if executor == "auto":
             for name in _PREFERRED.get(self.device.type, ()):
                 if self.executor_name == "generic":
                     self._choose(name, required=False)
         elif executor != "generic":
             self._choose(executor, required=True)
+        self.mixing = None if self.executor_name in _PACKED else find_mixing(self)
+        """How the rows of a pass change each other, in words; None where they do not."""
+        if self.mixing is not None:
+            logger.warning(
+                "no drafts for %s: the rows of a pass change each other (%s), as with a "
+                "quantisation that has one scale for all rows. Load it without to draft",
+                type(model).__name__,
+                self.mixing,
+            )
+        self._watch = ModelWatch(model)
 
     @property
     def num_layers(self) -> int:
@@ -89,7 +112,10 @@ class Backbone:
     @property
     def vocab_size(self) -> int:
         """V, the rows of the unembedding."""
-        return int(self._lm_head.weight.shape[0])
+        weight = self._lm_head.weight
+        if isinstance(weight, Tensor) and weight.shape[1:] == (self.hidden_size,):
+            return int(weight.shape[0])
+        return int(self._lm_head.out_features)  # quantised weights have other shapes
 
     @property
     def max_positions(self) -> int:
@@ -97,7 +123,7 @@ class Backbone:
         return int(self.config.max_position_embeddings)
 
     @property
-    def hard_limit(self) -> int | None:
+    def position_limit(self) -> int | None:
         """Positions that the model can compute, if there is an end: learned ones are a table."""
         return self.max_positions if self._decoder.rotary_emb is None else None
 
@@ -109,7 +135,14 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         """Where token ids enter."""
-        return self._decoder.embed_tokens.weight.device  # type: ignore[return-value]  # untyped module attribute
+        embedding: Any = self._decoder.embed_tokens
+        if embedding.weight.is_meta:  # offloaded: accelerate brings it there when it is called
+            hook = embedding._hf_hook
+            places = [
+                getattr(one, "execution_device", None) for one in getattr(hook, "hooks", [hook])
+            ]
+            return torch.device(next(place for place in places if place is not None))
+        return embedding.weight.device  # type: ignore[no-any-return]  # untyped module attribute
 
     @property
     def min_rows(self) -> int:
@@ -123,11 +156,24 @@ class Backbone:
 
     @property
     def unembedding(self) -> Unembedding:
-        """The model's own way from a hidden state to logits, shared with exit heads."""
-        head = self._lm_head
-        return Unembedding(
-            head.weight, self._decoder.norm, self._finish, getattr(head, "bias", None)
-        )
+        """The model's own way from a hidden state to logits, shared with exit heads.
+
+        Raises UnsupportedModel where lm_head keeps its weight in another form.
+        """
+        weight = self._lm_head.weight
+        if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point():
+            kind = type(getattr(weight, "data", weight)).__name__
+            raise UnsupportedModel(
+                f"exit heads read lm_head's weight, which is quantised ({kind}). Leave lm_head as "
+                "it was when quantising, or draft without heads: drafter='ngram'"
+            )
+        if weight.is_meta:
+            raise UnsupportedModel(
+                "exit heads read lm_head's weight, which is offloaded. Keep lm_head on a device, "
+                "or draft without heads: drafter='ngram'"
+            )
+        bias = getattr(self._lm_head, "bias", None)
+        return Unembedding(weight, self._decoder.norm, self._finish, bias)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -139,17 +185,20 @@ class Backbone:
 
         Positions, learned ones too, enter where layers run.
         """
-        return self._decoder.embed(ids)
+        with self._mode():
+            return self._decoder.embed(ids)
 
     def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
         """Layers first+1..last on [B, T, d] at `positions` [B, T]; appends T positions to `kv`."""
         executor = self._executor if hidden.shape[0] == 1 else self._generic
-        return executor.run(hidden, first, last, positions, kv)
+        with self._mode():
+            return executor.run(hidden, first, last, positions, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [B, T, d] -> target logits [B, T, V], float32."""
         executor = self._executor if hidden.shape[0] == 1 else self._generic
-        return self._finish(executor.logits(hidden))
+        with self._mode():
+            return self._finish(executor.logits(hidden))
 
     def check_ids(self, ids: Tensor) -> None:
         """Raise InvalidPrompt unless `ids` [B, T] hold ids of the vocabulary, at least one."""
@@ -162,14 +211,54 @@ class Backbone:
                 "Use the model's own tokenizer"
             )
 
+    def require_unchanged(self) -> None:
+        """Raise ModelChanged if the model is not what was wrapped: well under a millisecond."""
+        if (change := self._watch.change()) is not None:
+            raise ModelChanged(
+                f"the model is not what was wrapped: {change}. Wrap the model again: "
+                "selfspec.wrap(model, ...)"
+            )
+
+    def _conform(self) -> None:
+        """Check conformance, in inference mode or, where layers cannot run in it, without it.
+
+        Raises UnsupportedModel, also for whatever the model's own modules raise.
+        """
+        try:
+            with torch.inference_mode():
+                check_conformance(self)
+        except UnsupportedModel:
+            raise
+        except Exception as error:  # noqa: BLE001  # any module's own; what follows decides
+            logger.debug("not in inference mode: %s", error)
+            self._mode = _without_gradients
+            self._conform_without(error)
+
+    def _conform_without(self, error: Exception) -> None:
+        try:
+            with torch.no_grad():
+                check_conformance(self)
+        except UnsupportedModel:
+            raise
+        except Exception:  # noqa: BLE001  # as above
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} does not run layer by layer: {first_line(error)}. "
+                "Use transformers' own generate for it"
+            ) from error
+
     def _choose(self, name: str, *, required: bool) -> None:
         """Go over to another executor if it gives this model's numbers."""
         try:
             kind = _PACKED.get(name)
             self._executor = self._packed(kind) if kind else self._graphs(required)
-        except ValueError as reason:
+        except Exception as error:  # whatever fails here, the model's own modules run
+            reason = first_line(error)
             if required:
-                raise UnsupportedModel(f"the {name} executor cannot run it: {reason}") from reason
+                raise UnsupportedModel(
+                    f"the {name} executor cannot run it: {reason}. Leave the executor out, or "
+                    "choose generic"
+                ) from error
+            self.refused[name] = reason
             logger.debug("no %s executor: %s", name, reason)
             return
         self.executor_name = name
@@ -191,8 +280,9 @@ class Backbone:
 
         Uncaptured it computes the same as the generic executor, and looks at masked slots as well.
         """
+        # far positions take memory: what they were checked with is not what runs
+        check_agreement(self, CudaGraphExecutor(self._decoder, self._lm_head))
         graphs = CudaGraphExecutor(self._decoder, self._lm_head)
-        check_agreement(self, graphs)
         if self.device.type == "cuda":
             with evaluation(self.model):
                 graphs.start_capture()
@@ -212,3 +302,10 @@ class Backbone:
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # Gemma
             logits = torch.tanh(logits / cap) * cap
         return logits.float()
+
+
+@contextmanager
+def _without_gradients() -> Iterator[None]:
+    """For layers that cannot run in inference mode: what they make are ordinary tensors."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

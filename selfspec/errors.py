@@ -19,6 +19,10 @@ class UnsupportedModel(SelfspecError):
     """The model cannot be cut into segments with exactly its own results."""
 
 
+class ModelChanged(SelfspecError):
+    """The model's weights, modules or hooks are not those that were wrapped."""
+
+
 class HeadsNotFound(SelfspecError):
     """No exit heads can be found under the given name or folder."""
 

@@ -34,8 +34,9 @@ from selfspec.drafters import (
     check_same_tokens,
     make_drafter,
 )
-from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
+from selfspec.errors import InvalidOption
+from selfspec.given import check_fit, check_loading, check_wrapping
+from selfspec.heads import ExitHeads, logit_lens
 from selfspec.kv_cache import KVCache, fixed_slots
 from selfspec.lossy import LOSSY
 from selfspec.probe import PassShape, PinnedProbe
@@ -83,7 +84,7 @@ class Speculator:
         self._told_of_loss = False
         self._probe = PinnedProbe(backbone)
         if heads is not None:
-            active_layers(heads, options)
+            heads.layers_in_use(options)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -186,9 +187,16 @@ class Speculator:
         state: DecodeState | None = None,
         draft_cache: DraftCache | None = None,
     ) -> Stream:
-        """A stream that decodes one row of `request`, in `state` and `draft_cache` if given."""
+        """A stream that decodes one row of `request`, in `state` and `draft_cache` if given.
+
+        Raises ModelChanged if the model, or the draft model, is not what was wrapped.
+        """
+        for backbone in (self.backbone, self.draft_model):
+            if backbone is not None:
+                backbone.require_unchanged()
         drafting = options.speculate and options.drafter != "none" and not self._disabled
-        options = replace(options, speculate=drafting)
+        refused = self.backbone.mixing if drafting else None
+        options = replace(options, speculate=drafting and refused is None)
         sampler, stop = request.sampler_for(row), request.stop_for(row)
         rule = acceptance_rule(sampler, options)
         if state is None:
@@ -203,6 +211,7 @@ class Speculator:
             reused_tokens=state.kv.length(0),
             lossless=lossless,
             pinned=self._is_pinned(options),
+            drafts_refused=refused,
         )
         watch = Stopwatch()
         drafter = self.drafter(sampler, stop.end_tokens, options, draft_cache)
@@ -223,12 +232,12 @@ class Speculator:
             shape = self._probe.shape(fixed, options.pinned_rows)
             kv = kv or KVCache(self.backbone.num_layers)
             kv.slots = shape.slots
-        exits = self.heads is not None and options.speculate and options.uses("exit")
+        heads = self.heads if options.speculate and options.uses("exit") else None
         return DecodeState(
             self.backbone,
             request.input_ids[row : row + 1],
             pad=pad,
-            exit_layers=active_layers(self.heads, options) if exits else (),
+            exit_layers=() if heads is None else heads.layers_in_use(options),
             kv=kv,
             pinned_rows=shape.rows,
         )
@@ -275,6 +284,7 @@ def load(
     drafts. `options` are SpeculationOptions. Raises ModelNotFound, UnsupportedModel, HeadsNotFound,
     InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
     """
+    check_loading(model, draft_model, heads, attn_implementation, device)
     read = partial(
         hub.load_model, dtype=dtype, device=device, attn_implementation=attn_implementation
     )
@@ -309,6 +319,7 @@ def wrap(
     up to the caller. Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
     DraftModelMismatch, InvalidOption.
     """
+    check_wrapping(tokenizer, heads, draft_model)
     backbone = Backbone(model, executor=executor)
     drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
     label = label or model.config.name_or_path or type(model).__name__
@@ -335,30 +346,6 @@ def _speculator(
         check_same_size(backbone, second, tokenizer)
         base = base.updated({"drafter": "draft-model"})
     return Speculator(backbone, tokenizer, fitted, label, base.updated(options), second)
-
-
-def active_layers(heads: ExitHeads | None, options: SpeculationOptions) -> tuple[int, ...]:
-    """Exit layers in use: those asked for (else all that are fitted) up to D_max.
-
-    Raises InvalidOption for a layer without a head, a D_max that is no exit layer in use, or
-    thresholds of another number than the layers.
-    """
-    if heads is None:
-        raise HeadsNotFound("speculation needs exit heads. Give heads=...")
-    fitted = heads.config.exit_layers
-    layers = fitted if options.exit_layers is None else options.exit_layers
-    check_exit_layers(layers, fitted)
-    if len(options.thresholds) not in (1, len(layers)):
-        raise InvalidOption(
-            f"{len(options.thresholds)} exit thresholds for {len(layers)} exit layers. "
-            "Give one for all, or one each"
-        )
-    depth = options.max_draft_depth
-    if depth is not None and depth not in layers:
-        raise InvalidOption(
-            f"max_draft_depth {depth} is not among the exit layers {list(layers)}. Give one of them"
-        )
-    return tuple(layer for layer in layers if depth is None or layer <= depth)
 
 
 def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
@@ -391,6 +378,8 @@ def sequences(request: Request, answers: list[Generation]) -> Tensor | GenerateD
 def _find_heads(
     backbone: Backbone, heads: str | Path | ExitHeads | None, label: str
 ) -> ExitHeads | None:
+    if isinstance(heads, ExitHeads):
+        check_fit(heads, backbone.num_layers, backbone.unembedding)
     if heads is None or isinstance(heads, ExitHeads):
         return heads
     if heads == LOGIT_LENS:

@@ -96,7 +96,8 @@ class ExitHead(nn.Module, ABC):
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
         if self._packed is None or features.requires_grad:
-            return self._finish(nn.functional.linear(features, self._shared[0], *self._bias))
+            rows = self._shared[0]  # of another dtype than hidden states in some models
+            return self._finish(nn.functional.linear(features.to(rows.dtype), rows, *self._bias))
         logits = self._packed(features.to(self._packed.dtype))
         (bias,) = self._bias
         return self._finish(logits if bias is None else logits + bias)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from selfspec import files
-from selfspec.config import check_keys
+from selfspec.config import SpeculationOptions, check_keys
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
 from selfspec.fingerprint import UNKNOWN, unembedding_fingerprint
 from selfspec.head_types import HEAD_TYPES, DraftVocabulary, ExitHead, Unembedding
@@ -148,6 +148,27 @@ def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
         )
 
 
+def layers_in_use(fitted: Sequence[int], options: SpeculationOptions) -> tuple[int, ...]:
+    """Those of the `fitted` exit layers that `options` ask for, else all, up to D_max.
+
+    Raises InvalidOption for a layer without a head, a D_max that is no exit layer in use, or
+    thresholds of another number than the layers.
+    """
+    layers = tuple(fitted) if options.exit_layers is None else options.exit_layers
+    check_exit_layers(layers, fitted)
+    if len(options.thresholds) not in (1, len(layers)):
+        raise InvalidOption(
+            f"{len(options.thresholds)} exit thresholds for {len(layers)} exit layers. "
+            "Give one for all, or one each"
+        )
+    depth = options.max_draft_depth
+    if depth is not None and depth not in layers:
+        raise InvalidOption(
+            f"max_draft_depth {depth} is not among the exit layers {list(layers)}. Give one of them"
+        )
+    return tuple(layer for layer in layers if depth is None or layer <= depth)
+
+
 class ExitHeads(nn.Module):
     """The exit heads of one model, one per exit layer, with their config."""
 
@@ -174,6 +195,10 @@ class ExitHeads(nn.Module):
     def __getitem__(self, layer: int) -> ExitHead:
         """The head of exit layer `layer`, counted from 1."""
         return self.by_layer[str(layer)]  # type: ignore[return-value]  # a ModuleDict of ExitHeads
+
+    def layers_in_use(self, options: SpeculationOptions) -> tuple[int, ...]:
+        """Exit layers that `options` ask for, up to D_max. Raises InvalidOption."""
+        return layers_in_use(self.config.exit_layers, options)
 
     @property
     def reads_deep(self) -> bool:

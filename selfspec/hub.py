@@ -217,7 +217,7 @@ def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     import torch
 
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise InvalidOption(f"dtype is {dtype!r}, expected float32, bfloat16, float16 or float64")
     return found
 

@@ -16,6 +16,8 @@ _PACK_ROWS = 8
 
 def why_unpackable(weight: Tensor) -> str | None:
     """The reason why products with `weight` cannot be packed here, if there is one."""
+    if type(weight.detach()) is not Tensor:
+        return f"weights are of type {type(weight.detach()).__name__}"
     if weight.device.type != "cpu":
         return f"weights are on {weight.device}"
     if weight.dtype not in (torch.float32, torch.bfloat16):

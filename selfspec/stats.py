@@ -74,6 +74,8 @@ class GenerationStats:
     """False if a lossy acceptance rule was at work."""
     pinned: bool = False
     """Whether a probe found, here, that no draft can move a bit of a logit."""
+    drafts_refused: str | None = None
+    """Why nothing was drafted though that was asked for: no draft is lossless with this model."""
     new_tokens: int = 0
     rounds: int = 0
     """Verifications; the prompt's pass is not one."""
@@ -179,4 +181,5 @@ class GenerationStats:
             + (f" ({', '.join(parts)})" if parts else "")
             + (" | pinned" if self.pinned else "")
             + ("" if self.lossless else " | lossy")
+            + (f" | no drafts: {self.drafts_refused}" if self.drafts_refused else "")
         )

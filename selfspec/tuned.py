@@ -21,7 +21,7 @@ from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions, check_keys
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.files import write as write_file
-from selfspec.heads import ExitHeads, check_exit_layers
+from selfspec.heads import ExitHeads
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
@@ -135,8 +135,5 @@ def _checked(values: Any, heads: ExitHeads) -> dict[str, Any]:
     found: dict[str, Any] = values["options"]
     check_keys(found, TUNED_OPTIONS, "option")
     options = SpeculationOptions().updated(found)
-    layers = heads.config.exit_layers if options.exit_layers is None else options.exit_layers
-    check_exit_layers(layers, heads.config.exit_layers)
-    if len(options.thresholds) not in (1, len(layers)):
-        raise InvalidOption(f"{len(options.thresholds)} thresholds for {len(layers)} exit layers")
+    heads.layers_in_use(options)
     return found

@@ -298,6 +298,7 @@ def test_on_a_gpu_it_is_chosen_unless_nothing_can_be_captured(
     monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
     monkeypatch.setattr("selfspec.backbone.check_conformance", lambda _: None)
     monkeypatch.setattr("selfspec.backbone.check_agreement", lambda *_: None)
+    monkeypatch.setattr("selfspec.backbone.find_mixing", lambda _: None)
     strategy: list[Any] = [RecordedCapture]
     start = CudaGraphExecutor.start_capture
     monkeypatch.setattr(CudaGraphExecutor, "start_capture", lambda self: start(self, strategy[0]))

@@ -21,11 +21,11 @@ FLOORS = (
     ("gguf_header", "model_folder"),
     (
         *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
-        *("schedule", "scores", "text", "one_row", "fingerprint"),
+        *("given", "schedule", "scores", "text", "one_row", "fingerprint"),
     ),
     ("compiled", "parts"),
     ("executors",),
-    ("conformance", "backbone", "hooks"),
+    ("conformance", "backbone", "hooks", "model_watch", "row_mixing"),
     ("hidden_cache",),
     ("state", "probe"),
     ("drafters", "controllers", "acceptance", "lossy"),

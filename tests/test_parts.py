@@ -45,7 +45,7 @@ def test_drafts_leave_the_text_of_new_families_as_it_is(family: str) -> None:
 
 def test_positions_end_where_they_are_learned_and_not_where_they_are_rotated() -> None:
     families = ("llama", "gpt_neox", "llama4", "gpt2", "opt", "gptj")
-    limits = {family: Backbone(make_model(family)).hard_limit for family in families}
+    limits = {family: Backbone(make_model(family)).position_limit for family in families}
     learned = dict.fromkeys(("gpt2", "opt"), MAX_POSITIONS)
     table_in_each_layer = {"gptj": MAX_POSITIONS}
     assert limits == dict.fromkeys(families) | learned | table_in_each_layer

@@ -10,14 +10,22 @@ from typing import Any
 
 from selfspec import hub
 from selfspec.cli import common
+from selfspec.cli.flags import with_flags
+from selfspec.cli.settings import LOADING
 from selfspec.errors import ModelNotFound
 
 PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
 
 
-def env(*, as_json: common.AsJson = False) -> None:
-    """Show versions, device, threads, the default model, and files in the cache folder."""
-    facts = environment()
+FLAGS = tuple(
+    flag for flag in LOADING if flag.name in ("model", "dtype", "device", "attn_implementation")
+)
+
+
+@with_flags(*FLAGS)
+def env(*, as_json: common.AsJson = False, flags: dict[str, Any]) -> None:
+    """Show versions, device, threads, folders; with --model how that model would run here."""
+    facts = environment() | (model_facts(flags) if flags else {})
     if as_json:
         common.emit(json.dumps(facts) + "\n")
         return
@@ -36,6 +44,25 @@ def environment() -> dict[str, Any]:
         "cache_folder": str(hub.cache_folder()),
         "tuned": [str(file) for file in tuned.files()],
     }
+
+
+def model_facts(flags: dict[str, Any]) -> dict[str, Any]:
+    """Which executor runs a model, why no other does, and what drafts do to its bits."""
+    from selfspec.backbone import Backbone
+    from selfspec.config import SpeculationOptions
+    from selfspec.probe import PinnedProbe
+
+    loading = dict(flags)
+    model, _, files = hub.load_model(loading.pop("model", None), **loading)
+    backbone = Backbone(model)
+    if backbone.mixing is not None:
+        drafts = f"refused: the rows of a pass change each other ({backbone.mixing})"
+    elif PinnedProbe(backbone).holds_unpadded(SpeculationOptions().widest_pass):
+        drafts = "no draft moves a bit of a logit"
+    else:
+        drafts = "passes of several rows may round otherwise: near ties may fall otherwise"
+    refused = {f"no_{name}_executor": why for name, why in backbone.refused.items()}
+    return {"model": files.label, "executor": backbone.executor_name, **refused, "drafts": drafts}
 
 
 def machine() -> dict[str, Any]:

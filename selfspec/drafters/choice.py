@@ -133,18 +133,16 @@ def _exit(
     if heads is None:
         raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
     config = heads.config
-    layers = config.exit_layers if options.exit_layers is None else options.exit_layers
     judge = ExitJudge(
         config.num_layers,
-        spread(options.thresholds, layers),
+        spread(options.thresholds, options.exit_layers or config.exit_layers),
         options.anneal_strength,
         {int(layer): value for layer, value in config.temperatures.items()},
     )
     controller = make_controller(options, options.max_draft_tokens)
     beliefs = options.acceptance != "lossless"
-    depth = layers[-1] if options.max_draft_depth is None else options.max_draft_depth
     drafter = ExitDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
-    return drafter, tuple(layer for layer in layers if layer <= depth)
+    return drafter, heads.layers_in_use(options)
 
 
 def _draft_model(

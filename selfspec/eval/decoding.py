@@ -117,6 +117,8 @@ def planted(
     """
     size, width = speculator.backbone.vocab_size, options.pinned_rows - 1
     alone = replace(options, speculate=False)
+    if speculator.backbone.mixing is not None:
+        return {"no": (None, alone)}  # drafts are refused
     found: dict[str, tuple[Drafter | None, SpeculationOptions]] = {
         "oracle": (OracleDrafter(text, width), alone),
         "wrong": (WrongDrafter(text, size, width), alone),

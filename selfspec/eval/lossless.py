@@ -25,7 +25,7 @@ from selfspec.eval.decoding import decode_recorded, greedy_request, planted
 from selfspec.eval.quality import first_divergence
 from selfspec.eval.reference import model_in, named, speculator_in, why_no_copy
 from selfspec.eval.suites import Question
-from selfspec.generate import Speculator, active_layers
+from selfspec.generate import Speculator
 from selfspec.kv_cache import KVCache
 
 Outcome = Literal["passed", "failed", "skipped"]
@@ -99,7 +99,7 @@ def _segments(subject: Subject) -> Rung:
     """Rung 1: the model's own layers, cut at the exit layers, against its forward."""
     model, heads = subject.speculator.model, subject.speculator.heads
     backbone = Backbone(model, executor="generic")
-    exits = active_layers(heads, subject.speculator.options) if heads else ()
+    exits = heads.layers_in_use(subject.speculator.options) if heads else ()
     bits = Bits()
     for case in subject.cases:
         with torch.inference_mode():
@@ -115,6 +115,9 @@ def _segments(subject: Subject) -> Rung:
 def _invariance(subject: Subject) -> Rung:
     """Rung 2: logits in pinned mode, without drafts and with drafts of every kind."""
     speculator, own = subject.speculator, subject.speculator.options
+    if (mixing := speculator.backbone.mixing) is not None:
+        words = f"drafts are refused: the rows of a pass change each other ({mixing})"
+        return Rung(outcome="skipped", found=words)
     rows = max(own.pinned_rows, own.max_draft_tokens + 1)
     options = replace(own, pinned=True, pinned_rows=rows)
     bits, kinds = Bits(), 0

@@ -124,9 +124,9 @@ def _hugging_face(
 
 def _in_use(speculator: Speculator, setting: Setting) -> tuple[int, ...]:
     """Exit layers in use. Raises InvalidOption for what the heads do not allow, HeadsNotFound."""
-    from selfspec.generate import active_layers  # here, because it imports torch
-
-    return active_layers(speculator.heads, speculator.options.updated(setting))
+    if speculator.heads is None:
+        raise HeadsNotFound("speculation needs exit heads. Give heads=...")
+    return speculator.heads.layers_in_use(speculator.options.updated(setting))
 
 
 def fitted_layers(speculator: Speculator) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from selfspec.drafters import (
 )
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import Record
-from selfspec.heads import check_exit_layers
+from selfspec.heads import layers_in_use
 from selfspec.judge import spread
 from selfspec.schedule import Pass, Schedule
 from selfspec.scores import Choice
@@ -49,23 +49,14 @@ class Setting:
     def of(cls, record: Record, options: SpeculationOptions) -> Setting:
         """Raises InvalidOption for a setting that the record does not reach."""
         info = record.info
-        layers = info.exit_layers if options.exit_layers is None else options.exit_layers
-        check_exit_layers(layers, info.exit_layers)
-        if len(options.thresholds) not in (1, len(layers)):
-            raise InvalidOption(
-                f"{len(options.thresholds)} exit thresholds for {len(layers)} exit layers. "
-                "Give one for all, or one each"
-            )
+        used = layers_in_use(info.exit_layers, options)
         if options.anneal_strength not in info.anneal_strengths:
             raise InvalidOption(
                 f"anneal_strength {options.anneal_strength} was not recorded, only "
                 f"{list(info.anneal_strengths)}. Record it: selfspec trace --anneal-strengths"
             )
         _check_controller(record, options)
-        by_layer = spread(options.thresholds, layers)
-        depth = layers[-1] if options.max_draft_depth is None else options.max_draft_depth
-        check_exit_layers([depth], layers)
-        used = tuple(layer for layer in layers if layer <= depth)
+        by_layer = spread(options.thresholds, options.exit_layers or info.exit_layers)
         thresholds = tuple(by_layer[layer] for layer in used)
         if min(thresholds) < info.min_threshold:
             raise InvalidOption(

@@ -2,8 +2,8 @@
 
 A graph replays kernels with the addresses and shapes that it was captured with. So inputs are
 copied into fixed buffers, rows are padded to a few counts, keys and values stay where they are
-(`static_slots.py`), and which slots a row may see comes from positions on the device. Nothing here
-needs a GPU but the capture itself (`capture.py`).
+(`static_slots.py`), and which slots a row may see comes from slot numbers on the device. Nothing
+here needs a GPU but the capture itself (`capture.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.executors.capture import Capture, GraphCapture, Replays, uncaptured
-from selfspec.executors.generic import FULL, SLIDING, GenericExecutor, attention_types, hooked
+from selfspec.executors.generic import SLIDING, GenericExecutor
+from selfspec.executors.known import require_capturable
 from selfspec.executors.static_slots import SamplingCache, SlotView, StaticSlots
 from selfspec.kv_cache import KVCache
 
@@ -53,7 +54,8 @@ class CudaGraphExecutor:
 
         Raises ValueError, with the reason, for layers that cannot be captured.
         """
-        _require_capturable(decoder, lm_head)
+        require_capturable(decoder, lm_head)
+        _require_one_device(decoder, lm_head)
         self._decoder = decoder
         self._generic = GenericExecutor(decoder, lm_head)
         self._num_layers = len(decoder.layers)
@@ -65,6 +67,7 @@ class CudaGraphExecutor:
         with torch.inference_mode(False):
             self._hidden = weight.new_zeros(1, _MOST_ROWS, config.hidden_size)
             self._positions = torch.zeros(1, _MOST_ROWS, dtype=torch.int64, device=weight.device)
+            self._places = torch.zeros_like(self._positions)  # the slots of the rows
             self._offsets = torch.arange(_MOST_ROWS, device=weight.device)[None]
         self._slots = StaticSlots(self._samples, self._count(min(slots, self._limit)))
         self._replays = Replays(lambda: uncaptured)
@@ -96,7 +99,7 @@ class CudaGraphExecutor:
     def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
         """Layers first+1..last on [1, T, d] at `positions` [1, T]; appends T positions to `kv`.
 
-        Positions rise by one from the length of these layers: a position is its slot.
+        Positions rise by one. The rows go to the slots behind those that these layers have filled.
         """
         count, start = hidden.shape[1], kv.length(first)
         rows = _padded(count)
@@ -108,6 +111,7 @@ class CudaGraphExecutor:
                 return self._generic.run(hidden, first, last, positions, kv)
             self._fill(hidden, rows)
             torch.add(self._offsets[:, :rows], positions[:, :1], out=self._positions[:, :rows])
+            torch.add(self._offsets[:, :rows], start, out=self._places[:, :rows])
             seen = self._count(needed)
             output = self._replays.run(
                 (first, last, rows, seen), lambda: self._segment(first, last, rows, seen)
@@ -128,17 +132,17 @@ class CudaGraphExecutor:
 
     def _segment(self, first: int, last: int, rows: int, seen: int) -> Tensor:
         """Layers first+1..last from the fixed buffers: what is captured."""
-        positions = self._positions[:, :rows]
+        positions, places = self._positions[:, :rows], self._places[:, :rows]
         kinds = set(self._generic.layer_types[first:last])
-        masks = {kind: self._mask(kind, positions, seen) for kind in kinds}
-        view = SlotView(self._slots, positions, seen)
+        masks = {kind: self._mask(kind, places, seen) for kind in kinds}
+        view = SlotView(self._slots, places, seen)
         hidden = self._hidden[:, :rows]
         return self._generic.run_layers(hidden, first, last, positions, view, masks)
 
-    def _mask(self, kind: str, positions: Tensor, seen: int) -> Tensor:
-        """[1, 1, rows, seen] as transformers makes it, but from positions on the device."""
+    def _mask(self, kind: str, places: Tensor, seen: int) -> Tensor:
+        """[1, 1, rows, seen] as transformers makes it, but from slots on the device, [1, rows]."""
         config = self._decoder.config
-        behind = positions[0, :, None] - torch.arange(seen, device=positions.device)
+        behind = places[0, :, None] - torch.arange(seen, device=places.device)
         visible = behind >= 0
         if kind == SLIDING:
             visible &= behind < config.sliding_window
@@ -182,15 +186,18 @@ class CudaGraphExecutor:
 
     @torch.no_grad()
     def _trial(self) -> list[Tensor]:
-        """Outputs and logits of a few passes over one text."""
-        kv, found = KVCache(self._num_layers), []
+        """Outputs and logits of a few passes over one text, at the first and the last positions."""
+        found, count = [], sum(_TRIAL_ROWS)
         weight = self._decoder.embed_tokens.weight
-        ids = torch.arange(sum(_TRIAL_ROWS), device=weight.device)[None] % len(weight)
-        for block in ids.split(_TRIAL_ROWS, dim=1):
-            positions = torch.arange(kv.length(0), kv.length(0) + block.shape[1])[None]
-            hidden = self._decoder.embed_tokens(block)
-            found.append(self.run(hidden, 0, self._num_layers, positions.to(weight.device), kv))
-            found.append(self.logits(found[-1]))
+        ids = torch.arange(count, device=weight.device)[None] % len(weight)
+        for start in (0, max(0, int(self._decoder.config.max_position_embeddings) - count)):
+            kv = KVCache(self._num_layers)
+            places = torch.arange(start, start + count, device=weight.device)[None]
+            blocks = zip(ids.split(_TRIAL_ROWS, 1), places.split(_TRIAL_ROWS, 1), strict=True)
+            for block, positions in blocks:
+                hidden = self._decoder.embed_tokens(block)
+                found.append(self.run(hidden, 0, self._num_layers, positions, kv))
+                found.append(self.logits(found[-1]))
         return found
 
 
@@ -199,18 +206,8 @@ def _padded(count: int) -> int | None:
     return next((rows for rows in ROW_COUNTS if rows >= count), None)
 
 
-def _require_capturable(decoder: Any, lm_head: nn.Module) -> None:
-    """Raise ValueError unless all is on one device and nothing but the layers' own code runs."""
-    attention = decoder.config._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        raise ValueError(f"attention is {attention}, expected sdpa or eager")
-    if others := set(attention_types(decoder.config)) - {FULL, SLIDING}:
-        raise ValueError(f"it has layers with {others.pop()}, for which no mask is made here")
-    if decoder.rotary_emb is None:
-        raise ValueError("positions come from a table, which rows of padding may lie behind")
+def _require_one_device(decoder: Any, lm_head: nn.Module) -> None:
+    """Raise ValueError unless all weights are on one device."""
     devices = {weight.device for part in (decoder.module, lm_head) for weight in part.parameters()}
     if len(devices) != 1:
         raise ValueError(f"weights are on {len(devices)} devices, expected one")
-    for name, part in [*decoder.module.named_modules(), ("lm_head", lm_head)]:
-        if hooked(part):
-            raise ValueError(f"{name or 'the decoder'} has hooks")

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from selfspec.compiled import compiled
 from selfspec.executors.generic import FULL
-from selfspec.executors.packed_cpu import PackedExecutor, RowNorm, require_llama_like
+from selfspec.executors.known import require_llama_like
+from selfspec.executors.packed_cpu import PackedExecutor, RowNorm
 from selfspec.kv_cache import KVCache
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -60,7 +61,7 @@ class FusedExecutor(PackedExecutor):
     def _run(self, rows: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
         """Layers first+1..last on one block, [T, d], behind the positions that `kv` holds."""
         count, held = len(rows), kv.length(first)
-        rotations = self._rotation(rows, positions, held + count)
+        rotations = self._rotation(rows, positions, held)
         no_keys = torch.empty(1, self._kv_heads, 0, self._size)
         shape = _Shape(count, self._kv_heads, held, scaling=self._scaling)
         # written to in each layer; what a sublayer adds joins `hidden` where the next norm reads it

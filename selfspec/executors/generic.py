@@ -110,17 +110,6 @@ class GenericExecutor:
         return {kind: {"position_embeddings": rotations} for kind, rotations in made.items()}
 
 
-def hooked(part: nn.Module) -> bool:
-    """Whether calling this module does more than its forward.
-
-    Not counted: what transformers leaves behind after a call with output_hidden_states, which is
-    idle in later calls.
-    """
-    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-    others = [hook for hook in hooks if hook.__module__ != "transformers.utils.output_capturing"]
-    return bool(others) or hasattr(part, "_hf_hook")
-
-
 def attention_types(config: PreTrainedConfig) -> list[str]:
     """Attention type of each layer; one for all, by `sliding_window`, if the config names none."""
     types = getattr(config, "layer_types", None)

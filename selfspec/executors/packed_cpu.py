@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.executors.generic import FULL, SLIDING, attention_types, hooked
+from selfspec.executors.generic import FULL, attention_types
+from selfspec.executors.known import require_llama_like
 from selfspec.executors.slots import SteadySlots
 from selfspec.kv_cache import KVCache
-from selfspec.packed_linear import PackedLinear, why_unpackable
+from selfspec.packed_linear import PackedLinear
 
 _ATTENTION_ROWS = {16: 12, 0: 25}
 """Query rows of one product at least, by head size from: below them float32 `bmm` rounds a row
@@ -31,11 +32,6 @@ _QUERY_ROWS = 64
 _BLOCK_ROWS = 1024
 """Rows that run through the layers together, with their masks: long prompts need memory in
 proportion to their length."""
-
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class RowNorm(NamedTuple):
@@ -98,7 +94,8 @@ class PackedExecutor:
         for layer, kind in zip(decoder.layers, attention_types(decoder.config), strict=True):
             self._layers.append(self._pack(layer, kind))
             done(layer)
-        self._rotations = torch.empty(0)  # [positions, size / 2], grows with the text
+        self._rotations = torch.empty(0)  # [slots, size / 2], grows with the text
+        self._offset = 0  # position of the first slot, which is not 0 in checks only
 
     @property
     def nbytes(self) -> int:
@@ -120,11 +117,13 @@ class PackedExecutor:
 
     def _run(self, rows: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
         """Layers first+1..last on one block, [T, d]."""
+        start = kv.length(first)
         held = kv.get_mask_sizes(len(rows), first)[0]
-        rotation = self._rotation(rows, positions, held)
+        rotation = self._rotation(rows, positions, start)
         end = kv.slots or self._slots.at_least(held)
         kinds = {layer.kind for layer in self._layers[first:last]}
-        masks = {kind: self._masks(kind, positions, held, end) for kind in kinds}
+        places = torch.arange(start, start + len(rows))
+        masks = {kind: self._masks(kind, places, held, end) for kind in kinds}
         for index in range(first, last):
             layer = self._layers[index]
             attended = self._attend(layer, index, rows, rotation, masks[layer.kind], kv)
@@ -179,32 +178,40 @@ class PackedExecutor:
         weighed = torch.bmm(scores.softmax(-1), values)
         return weighed[rows].view(kv_heads, group, count, size).permute(2, 0, 1, 3)
 
-    def _rotation(self, rows: Tensor, positions: Tensor, end: int) -> Tensor:
-        """A complex number per position and pair, [T, 1, size / 2], rounded as the model does."""
-        if len(self._rotations) < end:
-            every = torch.arange(2 * end)[None]
+    def _rotation(self, rows: Tensor, positions: Tensor, start: int) -> Tensor:
+        """A complex number per row and pair, [T, 1, size / 2], rounded as the model does.
+
+        The rows go to slots from `start` on; their positions are as far from each other.
+        """
+        offset, end = int(positions[0]) - start, start + len(rows)
+        if len(self._rotations) < end or offset != self._offset:
+            every = torch.arange(offset, offset + 2 * end)[None]
             cos, sin = self._decoder.rotary_emb(rows[None], position_ids=every)
             half = self._size // 2
             self._rotations = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
-        return self._rotations[positions, None]
+            self._offset = offset
+        return self._rotations[start:end, None]
 
-    def _masks(self, kind: str, positions: Tensor, held: int, end: int) -> list[Tensor]:
-        """One for each _QUERY_ROWS rows; all but the last leave out what comes behind them."""
-        masks, ahead = [], len(positions)
-        for part in positions.split(_QUERY_ROWS):
+    def _masks(self, kind: str, places: Tensor, held: int, end: int) -> list[Tensor]:
+        """One for each _QUERY_ROWS rows; all but the last leave out what comes behind them.
+
+        `places` [T]: the slots that the rows' own keys go to.
+        """
+        masks, ahead = [], len(places)
+        for part in places.split(_QUERY_ROWS):
             ahead -= len(part)
             seen = self._slots.at_least(held - ahead) if ahead else end
             masks.append(self._mask(kind, part, seen))
         return masks
 
-    def _mask(self, kind: str, positions: Tensor, end: int) -> Tensor:
+    def _mask(self, kind: str, places: Tensor, end: int) -> Tensor:
         """[group * T, S]: 0 where a query may look, -inf where not; or more rows, of zeros."""
-        behind = positions[:, None] - torch.arange(end)[None]
+        behind = places[:, None] - torch.arange(end)[None]
         hidden = behind < 0
         if kind != FULL:
             hidden |= behind >= self._window
         group = self._heads // self._kv_heads
-        queries = group * len(positions)
+        queries = group * len(places)
         mask = torch.zeros(max(queries, self._attention_rows), end)
         mask[:queries].unflatten(0, (group, -1)).masked_fill_(hidden, -torch.inf)
         return mask
@@ -242,32 +249,3 @@ class PackedExecutor:
 
 def _row_norm(norm: Any) -> RowNorm:
     return RowNorm(norm.weight.detach().contiguous(), float(norm.variance_epsilon))
-
-
-def require_llama_like(decoder: Any, lm_head: Any) -> None:
-    """Raise ValueError unless this file computes what these layers compute.
-
-    A look at the parts only; whether the numbers agree is for the conformance check.
-    """
-    others = set(attention_types(decoder.config)) - {FULL, SLIDING}
-    _need(not others, f"layers have {', '.join(others)}")
-    _need(decoder.rotary_emb is not None, "positions are not rotated")
-    reason = why_unpackable(lm_head.weight)
-    _need(reason is None, str(reason))
-    _need(type(lm_head) is nn.Linear, "lm_head is no plain linear layer")
-    for layer in decoder.layers:
-        children = {name for name, _ in layer.named_children()}
-        _need(children == _LAYER, f"layers hold {sorted(children)}")
-        attention = {name for name, _ in layer.self_attn.named_children()}
-        _need(attention - _HEAD_NORMS == _ATTENTION, f"attention holds {sorted(attention)}")
-        mlp = {name for name, _ in layer.mlp.named_children()}
-        _need(mlp == _MLP, f"mlp holds {sorted(mlp)}")
-        for name, part in layer.named_modules():
-            _need(not hooked(part), f"{name or 'a layer'} has hooks")
-            _need(not name.endswith("_proj") or type(part) is nn.Linear, f"{name} is not linear")
-            _need(not name.endswith("norm") or hasattr(part, "variance_epsilon"), f"{name} differs")
-
-
-def _need(condition: bool, otherwise: str) -> None:
-    if not condition:
-        raise ValueError(otherwise)

@@ -56,23 +56,23 @@ class StaticSlots:
 class SlotView:
     """What the layers of one segment see of the slots: their cache, in transformers' terms.
 
-    Where a row is written is read from `positions` on the device: a replay with other positions
-    writes elsewhere.
+    Where a row is written is read from `places` on the device: a replay with other places writes
+    elsewhere.
     """
 
-    def __init__(self, slots: StaticSlots, positions: Tensor, seen: int) -> None:
-        """`positions` [1, rows]; layers look at the first `seen` slots."""
+    def __init__(self, slots: StaticSlots, places: Tensor, seen: int) -> None:
+        """`places` [1, rows]: slots; layers look at the first `seen` slots."""
         self._slots = slots
-        self._positions = positions[0]
+        self._places = places[0]
         self._seen = seen
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write [1, heads, rows, head_dim] at the positions; what is seen, [1, heads, S, ..]."""
+        """Write [1, heads, rows, head_dim] at their places; what is seen, [1, heads, S, ..]."""
         all_keys, all_values = self._slots.keys[layer], self._slots.values[layer]
-        all_keys.index_copy_(2, self._positions, keys)
-        all_values.index_copy_(2, self._positions, values)
+        all_keys.index_copy_(2, self._places, keys)
+        all_values.index_copy_(2, self._places, values)
         return all_keys[:, :, : self._seen], all_values[:, :, : self._seen]
 
 

@@ -20,7 +20,7 @@ from selfspec.errors import HeadsNotFound
 from selfspec.eval.record import Record
 from selfspec.eval.trace import Recorder
 from selfspec.eval.trace_options import RecordOptions
-from selfspec.generate import Speculator, active_layers
+from selfspec.generate import Speculator
 from selfspec.heads import logit_lens
 from selfspec.judge import ExitJudge, spread
 from selfspec.stats import Round
@@ -138,7 +138,7 @@ def _settings(
         drafter = "none"  # as `generate` has it
     if heads is not None and options.speculate and options.uses("exit"):
         by_layer = spread(options.thresholds, options.exit_layers or heads.config.exit_layers)
-        thresholds = {layer: by_layer[layer] for layer in active_layers(heads, options)}
+        thresholds = {layer: by_layer[layer] for layer in heads.layers_in_use(options)}
     return TraceSettings(
         exit_layers=tuple(thresholds),
         exit_thresholds=tuple(thresholds.values()),

@@ -1,0 +1,203 @@
+"""What another executor cannot run, the model's own modules do; the rest is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import Tensor, nn
+from transformers import GenerationMixin, Llama4ForCausalLM, Llama4TextConfig
+
+from selfspec.backbone import Backbone
+from selfspec.cli.main import main
+from selfspec.errors import UnsupportedModel
+from selfspec.executors.packed_cpu import PackedExecutor
+from selfspec.generate import wrap
+from selfspec.packed_linear import PackedLinear
+from tests.models import make_model, random_ids
+
+
+def same_as_the_model(model: Any, **options: Any) -> Backbone:
+    """The backbone of `model`, whose answer is Hugging Face's."""
+    speculator, ids = wrap(model, **options), random_ids(9)
+    found = speculator.generate(ids, max_new_tokens=12).token_ids
+    expected = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
+    assert found == expected[0, 9:].tolist()
+    return speculator.backbone
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, NotImplementedError, AttributeError])
+def test_any_failure_of_packed_weights_leaves_the_models_own_modules(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> PackedLinear:
+        raise error("no such kernel\nand a long tale")
+
+    monkeypatch.setattr(PackedLinear, "of", fails)
+    backbone = Backbone(make_model("llama"))
+    assert backbone.executor_name == "generic"
+    assert "no such kernel" in backbone.refused["packed"]
+    assert "tale" not in backbone.refused["packed"]
+    with pytest.raises(UnsupportedModel, match=r"no such kernel.*choose generic"):
+        Backbone(make_model("llama"), executor="packed")
+
+
+def test_a_failure_while_it_runs_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(PackedExecutor, "run", fails)
+    backbone = same_as_the_model(make_model("llama"))
+    assert set(backbone.refused) == {"fused", "packed"}
+
+
+class Hidden(Tensor):
+    """Weights that say they are a tensor and cannot be joined, as quantised ones."""
+
+    @staticmethod
+    def __new__(cls, plain: Tensor) -> Hidden:
+        return Tensor._make_wrapper_subclass(cls, plain.shape, dtype=plain.dtype)
+
+    def __init__(self, plain: Tensor) -> None:
+        self.plain = plain
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as the documentation of torch has it
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].plain)
+        known = (torch.ops.aten.t.default, torch.ops.aten.mm.default, torch.ops.aten.view.default)
+        if function not in known:
+            raise NotImplementedError(f"{function} of hidden weights")
+        plain = [one.plain if isinstance(one, Hidden) else one for one in args]
+        found = function(*plain, **kwargs or {})
+        return cls(found) if function is torch.ops.aten.t.default else found
+
+
+def hide(layer: Any) -> None:
+    layer.weight = nn.Parameter(Hidden(layer.weight.detach()), requires_grad=False)
+
+
+def test_weights_of_another_kind_run_as_they_are() -> None:
+    model: Any = make_model("llama", tie_word_embeddings=False)
+    for layer in model.model.layers:
+        hide(layer.mlp.up_proj)
+    backbone = same_as_the_model(model, heads="logit-lens", exit_threshold=0.05)
+    assert "weights are of type Hidden" in backbone.refused["fused"]
+    hide(model.lm_head)
+    backbone = same_as_the_model(model, drafter="ngram")
+    with pytest.raises(UnsupportedModel, match=r"quantised \(Hidden\).*drafter='ngram'"):
+        _ = backbone.unembedding
+
+
+class NeedsVersions(nn.Linear):
+    """Cannot run in inference mode."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("Inference tensors do not track version counter.")
+        return super().forward(rows)
+
+
+def test_layers_that_cannot_run_in_inference_mode_run_without_it() -> None:
+    model: Any = make_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = NeedsVersions
+    same_as_the_model(model, heads="logit-lens", exit_threshold=0.05)
+    same_as_the_model(model, drafter="ngram")
+
+
+def test_an_unembedding_of_another_dtype_behind_a_hook_runs() -> None:
+    model: Any = make_model("llama", torch.bfloat16, tie_word_embeddings=False)
+    model.lm_head.float()
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    backbone = same_as_the_model(model, heads="logit-lens", exit_threshold=0.05)
+    assert "lm_head has hooks" in backbone.refused["packed"]
+
+
+@pytest.mark.parametrize("part", ["model.embed_tokens", "lm_head", ""])
+def test_offloaded_parts_run(part: str) -> None:
+    model: Any = make_model("llama", tie_word_embeddings=False)
+    cpu_offload(model.get_submodule(part), execution_device=torch.device("cpu"))
+    backbone = same_as_the_model(model, drafter="ngram")
+    assert backbone.device.type == "cpu"
+    if part != "model.embed_tokens":
+        with pytest.raises(UnsupportedModel, match="lm_head's weight, which is offloaded"):
+            wrap(model, heads="logit-lens")
+
+
+class Prompted(nn.Module, GenerationMixin):
+    """Puts five vectors of its own in front of the text, as prompt tuning does."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base, self.config = model, model.config
+        self.prompt = nn.Parameter(torch.ones(1, 5, model.config.hidden_size))
+
+    def get_decoder(self) -> Any:
+        return self.base.model
+
+    def get_output_embeddings(self) -> Any:
+        return self.base.lm_head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def forward(self, ids: Tensor, past_key_values: Any, position_ids: Any) -> Any:
+        rows = torch.cat([self.prompt, self.base.model.embed_tokens(ids)], dim=1)
+        return self.base(inputs_embeds=rows, past_key_values=past_key_values)
+
+
+def test_tokens_of_the_models_own_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"Prompted runs 12 rows for 7 tokens.*own generate"):
+        Backbone(Prompted(make_model("llama")))  # type: ignore[arg-type]  # that is the point
+
+
+def test_chunked_attention_is_refused_by_its_name() -> None:
+    config = Llama4TextConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        pad_token_id=None,
+    )
+    with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM has chunked_attention layers"):
+        Backbone(Llama4ForCausalLM(config))
+
+
+def test_a_model_that_breaks_is_refused_in_one_line() -> None:
+    model: Any = make_model("llama")
+    model.model.layers[2].forward = lambda *_, **__: (_ for _ in ()).throw(KeyError("a\nb"))
+    with pytest.raises(UnsupportedModel, match="does not run layer by layer: 'a") as caught:
+        Backbone(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_env_says_how_a_model_runs_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Files:
+        label = "tiny"
+
+    monkeypatch.setattr(
+        "selfspec.hub.load_model", lambda name, **_: (make_model(name), None, Files)
+    )
+    assert main(["env", "--json", "--model", "granite"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"] == "tiny"
+    assert facts["executor"] == "generic"
+    assert "residual_multiplier" in facts["no_packed_executor"]
+    assert "near ties may fall otherwise" in facts["drafts"]
+    assert main(["env", "--model", "llama"]) == 0
+    shown = capsys.readouterr().out
+    assert "no draft moves a bit of a logit" in shown
