@@ -1,0 +1,186 @@
+"""Outputs of fit, data, cache, calibrate: what is refused before a model is loaded; locks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec import files
+from selfspec.backbone import Backbone
+from selfspec.cli import training
+from selfspec.cli.main import main
+from selfspec.errors import CannotWrite
+from selfspec.training import checkpoint
+from selfspec.training.writer import Counts, Writer
+from tests.heads.kinds import make_heads
+
+FIT = ["fit", "--data", "talks.jsonl", "--output"]
+DATA = ["data", "--tokens", "9", "--output"]
+CACHE = ["cache", "--data", "talks.jsonl", "--output"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Outputs of every kind that is not to be replaced; a model that must not be loaded."""
+
+    def load(_asked: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(training, "load_base", load)
+    monkeypatch.chdir(tmp_path)
+    backbone.model.save_pretrained(tmp_path / "model")
+    make_heads("linear", backbone.unembedding).save(tmp_path / "heads")
+    for name in (
+        "notes/README.md",
+        "shards/shard-00000.safetensors",
+        "other/manifest.json",
+        "file",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine\n")
+    (tmp_path / "mine.jsonl").write_text("mine\n")
+    (tmp_path / "link.jsonl").symlink_to("mine.jsonl")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes | str]:
+    return {
+        str(path): str(path.readlink()) if path.is_symlink() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ([*FIT, "model"], "holds config.json, which selfspec did not write"),
+        ([*FIT, "model", "--overwrite"], "which selfspec did not write"),
+        ([*FIT, "notes", "--overwrite"], "holds README.md, which selfspec did not write"),
+        ([*FIT, "heads"], "already. Give --overwrite"),
+        ([*FIT, ""], "name is empty"),
+        ([*FIT, " "], "name is empty"),
+        ([*FIT, "file"], "is a file. Name a folder"),
+        ([*FIT, "file/below"], "Not a directory"),
+        ([*FIT, "dangling"], "is a link"),
+        ([*FIT, "pipe"], "is a pipe"),
+        ([*FIT, "/dev/null"], "is a device"),
+        ([*CACHE, ""], "name is empty"),
+        ([*CACHE, "file"], "is a file. Name a folder"),
+        ([*CACHE, "shards"], "which selfspec did not write"),
+        ([*CACHE, "other"], "which selfspec did not write"),
+        ([*CACHE, "dangling"], "is a link"),
+        ([*DATA, ""], "name is empty"),
+        ([*DATA, "mine.jsonl"], "there is no mine.jsonl.run.json to continue it by"),
+        ([*DATA, "link.jsonl"], "is a link"),
+        ([*DATA, "dangling"], "is a link"),
+        ([*DATA, "pipe"], "a folder or a device"),
+        ([*DATA, "/dev/full"], "a folder or a device"),
+        ([*DATA, "notes"], "a folder or a device"),
+        ([*DATA, "file/below.jsonl"], "Not a directory"),
+        ([*DATA, "x" * 300], "File name too long"),
+    ],
+    ids=lambda value: value[-1][:12] if isinstance(value, list) else "",
+)
+def test_an_output_is_refused_before_a_model_is_loaded_and_nothing_changes(
+    place: Path, capsys: pytest.CaptureFixture[str], command: list[str], reason: str
+) -> None:
+    before = contents(place)
+    assert main(command) == 2
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if "error" in text]
+    assert reason in line
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize("command", [[*FIT, "new"], [*CACHE, "new"], [*DATA, "new.jsonl"]])
+def test_an_output_that_another_process_writes_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with files.locked(Path(command[-1]).absolute()):
+            os.write(writing, b"locked")
+            os.close(writing)
+            os.read(os.open("pipe", os.O_RDONLY), 1)  # until the test lets it go
+        os._exit(0)
+    try:
+        assert os.read(reading, 6) == b"locked"
+        assert main(command) == 2
+        assert "is being written by another process" in capsys.readouterr().err
+    finally:
+        (place / "pipe").write_bytes(b"x")
+        os.waitpid(child, 0)
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        main(command)
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / checkpoint.FILE
+    checkpoint.save(path, {"a": torch.zeros(2)}, {"job": {}})
+    before = contents(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CannotWrite, match=r"No space left on device\. What was there before"):
+            checkpoint.save(path, {"a": torch.ones(2)}, {"job": {}})
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_full_disk_keeps_the_batches_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fails_at: int
+) -> None:
+    """The first write to disk of a batch is the text, the second its record."""
+    writer = Writer(tmp_path / name, {}, {})
+    writer.append(['{"a": 1}'], 7, Counts(conversations=1))
+    before, real, calls = contents(tmp_path), os.fsync, [0]
+
+    def fsync(handle: int) -> None:
+        calls[0] += 1
+        (full if calls[0] == fails_at else real)(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(CannotWrite, match="No space left on device"):
+            writer.append(['{"a": 2}'], 8, Counts(conversations=2))
+    assert contents(tmp_path) == before
+    writer.append(['{"a": 2}'], 8, Counts(conversations=2))
+    assert [record["a"] for record in Writer(tmp_path / name, {}, {}).records()] == [1, 2]
+
+
+def test_overwrite_removes_the_checkpoint_and_nothing_of_others(tmp_path: Path) -> None:
+    place = tmp_path / "unfinished"
+    checkpoint.save(place / checkpoint.FILE, {"a": torch.zeros(2)}, {"job": {}})
+    (place / "mine.txt").write_text("mine")
+    checkpoint.remove(place)
+    assert [path.name for path in place.iterdir()] == ["mine.txt"]
+
+
+def test_a_lock_s_holder_clears_what_killed_processes_left(tmp_path: Path) -> None:
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    (tmp_path / "out" / "unfinished").mkdir(parents=True)
+    stale = [f"out/.config.{gone}.new.json", f"out/unfinished/.a.{gone}.new.b", f".out.{gone}.new"]
+    kept = [f"out/.config.{os.getpid()}.new.json", "out/.notes.new.md", "out/.a.1x.new"]
+    for name in (*stale, *kept):
+        (tmp_path / name).write_text(json.dumps(name))
+    files.sweep(tmp_path / "out")
+    assert not any((tmp_path / name).exists() for name in stale)
+    assert all((tmp_path / name).exists() for name in kept)
