@@ -17,7 +17,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 FLOORS = (
     ("errors", "config"),
-    ("packed_linear", "files", "untrusted"),
+    ("packed_linear", "files", "typed", "untrusted"),
     ("gguf_header", "model_folder"),
     (
         *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
