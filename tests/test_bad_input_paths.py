@@ -50,12 +50,9 @@ READERS: dict[str, list[str]] = {
     "heads show": ["heads", "show", "@"],
     "heads check": ["heads", "check", "@", "--model", "model"],
     "heads pull": ["heads", "pull", "@"],
-    "fit --data": ["fit", *MODEL, "--output", "new", "--data", "@"],
     "fit --cache": ["fit", *MODEL, "--output", "new", "--cache", "@"],
     "fit --config": ["fit", *MODEL, "--output", "new", "--config", "@"],
-    "cache --data": ["cache", *MODEL, "--output", "new", "--data", "@"],
     "calibrate --heads": ["calibrate", *MODEL, "--data", "prompts.jsonl", "--heads", "@"],
-    "data --from": ["data", *MODEL, "--output", "new", "--from", "@"],
 }
 
 NO_FILES = (
