@@ -24,6 +24,11 @@ _MOST_NESTED = 4
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of each type of value that is a number or a bool, by its code in the file."""
 _U32, _STRING, _ARRAY = 4, 8, 9
+_WHOLE = (4, 5, 10, 11)
+
+_SIZES = ("block_count", "embedding_length")
+_WIDEST = 8
+"""Times the longest side of any tensor: more is no inner layer of this model."""
 
 _SMALLEST = 24
 """Bytes of a file without values and tensors."""
@@ -54,6 +59,8 @@ class _Header:
         self._size = len(data)
         self._at = 0
         self._alignment = 32
+        self._known: dict[str, int | str] = {}
+        self._lengths: set[int] = set()
 
     def check(self) -> None:
         if self._take(4) != b"GGUF":
@@ -68,16 +75,36 @@ class _Header:
         for _ in range(values):
             self._pair(keys)
         ends = [self._tensor(keys) for _ in range(tensors)]
+        self._check_sizes(tensors)
         begin = -(-self._at // self._alignment) * self._alignment
-        if ends and begin + max(ends) > self._size:
+        if begin + max(ends) > self._size:
             raise InvalidData(f"its tensors end at byte {begin + max(ends)} of {self._size}")
+
+    def _check_sizes(self, tensors: int) -> None:
+        """Hold what the model is said to be against its tensors: what is missing is made up."""
+        if not tensors:
+            raise InvalidData("it holds no tensors")
+        name = self._known.get("general.architecture")
+        layers, width = (self._known.get(f"{name}.{key}") for key in _SIZES)
+        if not isinstance(layers, int) or not isinstance(width, int):
+            raise InvalidData(f"it does not say {' and '.join(_SIZES)} of its architecture {name}")
+        if not 1 <= layers <= tensors or width not in self._lengths:
+            raise InvalidData(f"its {tensors} tensors are not {layers} layers of width {width}")
+        inner = self._known.get(f"{name}.feed_forward_length", 0)
+        if isinstance(inner, int) and inner > _WIDEST * max(self._lengths):
+            raise InvalidData(f"its tensors are too small for a feed_forward_length of {inner}")
 
     def _pair(self, keys: set[str]) -> None:
         """A key and its value."""
         key = self._name(keys)
         (kind,) = self._numbers("I")
         if key != "general.alignment":
+            begin = self._at
             self._skip_value(kind)
+            if kind in _WHOLE:
+                self._known[key] = int.from_bytes(self._data[begin : self._at], "little")
+            elif kind == _STRING and key == "general.architecture":
+                self._known[key] = self._data[begin + 8 : self._at].decode("utf-8")
             return
         if kind != _U32:
             raise InvalidData("its alignment is no whole number")
@@ -119,6 +146,7 @@ class _Header:
         if dimensions > _MOST_DIMENSIONS:
             raise InvalidData(f"the tensor {name} has {dimensions} dimensions")
         shape = self._numbers(f"{dimensions}Q")
+        self._lengths.update(shape)
         kind, offset = self._numbers("IQ")
         if kind not in {int(entry) for entry in GGMLQuantizationType}:
             raise InvalidData(f"the tensor {name} has the unknown type {kind}")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec import files, weight_files
 from selfspec.errors import CannotWrite, HeadsNotFound, InvalidData, InvalidOption, ModelNotFound
 from selfspec.gguf_header import check_gguf
-from selfspec.model_folder import check_model_folder
+from selfspec.model_folder import check_model_folder, check_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +151,6 @@ def load_model(
 
 def _from_folder(path: Path) -> ModelFiles:
     if (path / "config.json").is_file():
-        check_model_folder(path)
         return ModelFiles(str(path), path.resolve().name, is_default=False)
     inside = sorted(file.name for file in path.glob("*.gguf"))
     hint = f"It holds {inside[0]}: name that file" if inside else "Is it the right folder?"
@@ -192,10 +191,13 @@ def _hub_answers() -> bool:
 
 def _from_pretrained(source: str, **options: Any) -> tuple[Any, Any]:
     """Model and tokenizer as transformers loads them. Raises ModelNotFound with the reason."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     load: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
     try:
+        if (folder := Path(source)).is_dir():
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            check_sizes(folder, config.to_dict(), check_model_folder(folder))
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model, found = load(
             source,
@@ -204,6 +206,8 @@ def _from_pretrained(source: str, **options: Any) -> tuple[Any, Any]:
             output_loading_info=True,
             **options,
         )
+    except ModelNotFound:
+        raise
     except Exception as error:  # an odd config makes transformers fail anywhere, with anything
         raise ModelNotFound(f"cannot load {source}: {first_line(error)}") from error
     if missing := sorted(found["missing_keys"]):
@@ -229,9 +233,14 @@ def _torch_device(device: str | None) -> torch.device | None:
     if device == "auto":
         return None
     try:
-        return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        found = torch.device(device)
     except RuntimeError as error:
         raise InvalidOption(f"device is {device!r}, expected cpu, cuda, cuda:0 or auto") from error
+    if found.type == "meta":
+        raise InvalidOption("device is meta, where nothing is computed. Give cpu, cuda or auto")
+    return found
 
 
 def _moved(model: Any, device: torch.device) -> Any:

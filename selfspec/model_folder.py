@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.errors import InvalidData, ModelNotFound
-from selfspec.untrusted import check_safetensors, open_bytes, read_json
+from selfspec.untrusted import check_safetensors, read_json
 
 _MOST_BYTES = 256 << 20
 """Of a tokenizer's file; the largest known have a tenth."""
@@ -29,18 +29,28 @@ _MOST = {
 """Beyond every model there is; some of what depends on them is built in memory at once."""
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_SIZES = {*_LAYERS, *_MOST}
+_WIDEST = 8
+"""Times the longest side of any weight: packed weights have shorter sides than a config says."""
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raise ModelNotFound, with the file and the reason, unless `folder` may be loaded."""
+Shapes = dict[str, list[int]]
+"""Of all tensors of a model, by name."""
+
+
+def check_model_folder(folder: Path) -> Shapes:
+    """Shapes of the weights. Raises ModelNotFound, with the reason, unless they may be loaded."""
+    shapes: Shapes = {}
     try:
         for file in _small_files(folder):
-            open_bytes(file).close()
+            if not file.is_file():
+                raise InvalidData(f"{file} is no file")
             if file.stat().st_size > _MOST_BYTES:
                 raise InvalidData(f"{file} has more than {_MOST_BYTES} bytes")
         configs = {name: _object(folder / name) for name in _OBJECTS if (folder / name).exists()}
         weights = sorted(folder.glob("*.safetensors"))
-        tensors = sum(check_safetensors(file) for file in weights)
+        for file in weights:
+            shapes |= check_safetensors(file)
     except InvalidData as error:
         raise ModelNotFound(f"cannot load {folder}: {error}") from error
     if not weights and any(file for kind in _PICKLED for file in folder.glob(kind)):
@@ -48,8 +58,33 @@ def check_model_folder(folder: Path) -> None:
             f"cannot load {folder}: it holds pickled weights, which may run code and are never "
             "read. Expected *.safetensors: convert them"
         )
-    for name, value in _numbers(configs["config.json"]):
-        _check_number(folder, name, value, tensors if weights else None)
+    check_sizes(folder, configs["config.json"], shapes)
+    return shapes
+
+
+def check_sizes(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
+    """Raise ModelNotFound for a config of a model that these weights cannot be.
+
+    Called with the file's own values, and with those that transformers adds to them: what is
+    missing would be built at its default size, with random weights.
+    """
+    lengths = {length for shape in shapes.values() for length in shape}
+    for name, value in _numbers(config):
+        if name in _LAYERS:
+            most = len(shapes) or None
+        elif name == "intermediate_size":
+            most = min(_MOST[name], _WIDEST * max(lengths, default=_MOST[name]))
+        else:
+            most = _MOST.get(name)
+        wrong = name in _SIZES and (value < 1 or (most is not None and value > most))
+        if wrong:
+            raise ModelNotFound(
+                f"cannot load {folder}: its config has {name} {value}, which its weights have not"
+            )
+    text = config.get("text_config")
+    width = (text if isinstance(text, dict) else config).get("hidden_size")
+    if isinstance(width, int) and lengths and width not in lengths:
+        raise ModelNotFound(f"cannot load {folder}: none of its weights has hidden_size {width}")
 
 
 def _small_files(folder: Path) -> Iterator[Path]:
@@ -71,15 +106,3 @@ def _numbers(config: Any) -> Iterator[tuple[str, int]]:
             yield from _numbers(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             yield name, value
-
-
-def _check_number(folder: Path, name: str, value: int, tensors: int | None) -> None:
-    """Raise ModelNotFound for what no model has, or these weights do not."""
-    if name not in _LAYERS and name not in _MOST:
-        return
-    most = tensors if name in _LAYERS else _MOST[name]
-    if value < 1 or (most is not None and value > most):
-        limit = f"1 to {most}" if most is not None else "at least 1"
-        raise ModelNotFound(
-            f"cannot load {folder}: config.json has {name} {value}, expected {limit}"
-        )

@@ -249,8 +249,8 @@ def _require_single_keys(root: yaml.Node, path: Path) -> None:
 # --- weights --------------------------------------------------------------------------------------
 
 
-def check_safetensors(path: Path) -> int:
-    """How many tensors a file holds. Raises InvalidData unless it is whole, its header small.
+def check_safetensors(path: Path) -> dict[str, list[int]]:
+    """Shapes by name. Raises InvalidData unless the file is whole, its header small.
 
     The library itself checks names, shapes, types and places against the file's size; headers of
     up to 100 MB, which it takes half a minute to read, are refused here.
@@ -268,7 +268,7 @@ def check_safetensors(path: Path) -> int:
         )
     try:
         with safe_open(path, "numpy") as opened:
-            return len(opened.keys())
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # a file, no dict
     except (SafetensorError, OSError) as error:
         words = " ".join(str(error).split())
         raise InvalidData(f"{path} is no whole file of tensors: {words}") from error

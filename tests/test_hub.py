@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import shutil
-import struct
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 
 from selfspec import files, hub
 from selfspec.errors import HeadsNotFound, ModelNotFound
+from tests.gguf_files import tiny
 
 Convert = Callable[[Path, Path, str], None]
 
@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def gguf(tmp_path: Path) -> Path:
     path = tmp_path / "toy.Q4_1.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    path.write_bytes(tiny())
     return path
 
 

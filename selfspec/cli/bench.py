@@ -61,6 +61,8 @@ def bench(
         asked["output"], overwrite=asked.get("overwrite", False), resume=resume
     )
     suite = load_suite(options.suite, Path(options.questions) if options.questions else None)
+    if options.tune_on is not None:
+        load_suite(options.tune_on)  # before the work, and where no method has a grid too
     speculator = common.load(Settings(picked(asked, LOADING), picked(asked, SPECULATION)))
     from selfspec.eval import bench as measuring
     from selfspec.eval.contenders import candidates, swept

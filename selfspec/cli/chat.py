@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec.cli import common
 from selfspec.cli.flags import with_flags
 from selfspec.cli.settings import SHARED, settings
-from selfspec.errors import SelfspecError
+from selfspec.errors import InvalidPrompt, SelfspecError
 
 if TYPE_CHECKING:
     from selfspec.session import Session
@@ -82,14 +82,18 @@ class Conversation:
 
 def ask() -> str | None:
     """The next line, stripped; None at the end of input. Ctrl-C drops the line."""
-    if not sys.stdin.isatty():
-        line = sys.stdin.readline()
-        return line.strip() if line else None
     try:
-        return input("> ").strip()
+        if sys.stdin.isatty():
+            return input("> ").strip()
+        line = sys.stdin.readline(common.MOST_PROMPT_BYTES)
+        return line.strip() if line else None
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(f"the line is not UTF-8: byte {error.start} is wrong") from error
     except EOFError:
         common.note("")
         return None
     except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
         common.note("\n" + HELP)
         return ""

@@ -11,6 +11,7 @@ import ast
 import functools
 import inspect
 import itertools
+import math
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -115,7 +116,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     for member in members(hint):
         try:
             return _CONVERTERS[get_origin(member) or member](value, member)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             continue
     expected = " or ".join(_described(member) for member in members(hint))
     raise InvalidOption(f"{name} is {value!r}, expected {expected}")
@@ -134,6 +135,8 @@ def _read_yaml(file: Path, known: Iterable[str]) -> dict[str, Any]:
             f"{file} holds a {type(loaded).__name__}, expected `option: value` lines"
         )
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    if len(values) < len(loaded):
+        raise InvalidOption(f"{file} has a key twice, with a dash and with an underscore")
     check_keys(values, known, f"key in {file}:")
     return values
 
@@ -154,6 +157,8 @@ def _attribute_docstrings(options: type) -> dict[str, str]:
 def _number(value: Any, member: Any) -> Any:
     """Int or float; a whole number where the type is int, and never a bool."""
     number = member(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
     if isinstance(value, bool) or (not isinstance(value, str) and number != value):
         raise ValueError(value)
     return number

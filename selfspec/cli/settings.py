@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,17 @@ GENERATION = (
     Flag("repetition_penalty", float, "Above 1 makes tokens that are there already less likely."),
     Flag("seed", int, "Makes drawing repeatable."),
 )
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (lambda value: value >= 1, "at least 1. Ask for more tokens"),
+    "min_new_tokens": (lambda value: value >= 0, "at least 0"),
+    "temperature": (lambda value: value > 0.0, "above 0"),
+    "top_k": (lambda value: value >= 0, "at least 0"),
+    "top_p": (lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
+    "min_p": (lambda value: 0.0 <= value <= 1.0, "in [0, 1]"),
+    "repetition_penalty": (lambda value: value > 0.0, "above 0"),
+    "seed": (lambda value: -(2**63) <= value < 2**64, "at most 64 bits"),
+}
+
 SAMPLING = frozenset({"temperature", "top_k", "top_p", "min_p"})
 
 SHARED = (*LOADING, *SPECULATION, *GENERATION)
@@ -58,9 +69,9 @@ def settings(file: Path | None, flags: dict[str, Any]) -> Settings:
 def sorted_settings(values: dict[str, Any]) -> Settings:
     """Values by who takes them; others than SHARED are left out. Raises InvalidOption."""
     generation = picked(values, GENERATION)
-    if generation.get("max_new_tokens", 1) < 1:
-        found = generation["max_new_tokens"]
-        raise InvalidOption(f"max_new_tokens is {found}, expected at least 1. Ask for more tokens")
+    for name, (holds, expected) in _RANGES.items():
+        if name in generation and not holds(generation[name]):
+            raise InvalidOption(f"{name} is {generation[name]}, expected {expected}")
     if SAMPLING & generation.keys():
         generation.setdefault("do_sample", True)
     return Settings(picked(values, LOADING), picked(values, SPECULATION), generation)

@@ -28,8 +28,9 @@ def interrupted(error: BaseException) -> bool:
 def refused(error: BaseException) -> str | None:
     """What the system would not do, in words; None for an error of another kind."""
     if isinstance(error, OSError) and error.strerror:
-        place = f" {error.filename}" if error.filename else ""
-        return f"cannot use{place or ' a file or stream'}: {error.strerror}"
+        if error.filename:
+            return f"cannot use {error.filename}: {error.strerror}"
+        return f"cannot write standard output or a file: {error.strerror}"
     text = str(error)
     if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
         return f"there is not enough memory: {hub.first_line(error)}. Ask for less, or free some"

@@ -24,6 +24,7 @@ from selfspec.config import check_keys
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidOption
 from selfspec.heads import ExitHeads
 from selfspec.tuned import conditions
+from selfspec.typed import require_types
 from selfspec.untrusted import check_safetensors, read_json
 
 FORMAT_VERSION = 2
@@ -158,6 +159,8 @@ class Record:
                 raise InvalidData(f"has format version {version}, this reads {FORMAT_VERSION}")
             prompts = tuple(PromptInfo(**entry) for entry in values.pop("prompts"))
             info = _info(values)
+            for read in (info, *prompts):
+                require_types(read)
             path = folder / ARRAYS_FILE
             check_safetensors(path)
             arrays = load_file(path)

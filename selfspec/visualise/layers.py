@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from selfspec import files
 from selfspec.errors import InvalidData
 from selfspec.stats import Round
+from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
 
 FORMAT_VERSION = 1
@@ -192,9 +193,14 @@ class _Reader:
             said = tuple(_typed(LayerSays, entry) for entry in values.pop("layers"))
             self._place(_typed(Place, {**values, "layers": said}))
         elif kind == "round":
-            self._draft_texts.append(tuple(values.pop("draft_texts")))
+            texts = tuple(values.pop("draft_texts"))
+            if not fits(texts, tuple[str, ...]):
+                raise InvalidData("draft_texts are no texts")
+            self._draft_texts.append(texts)
             passes = [tuple(entry) for entry in values.pop("passes")]
-            self._rounds.append(Round(**values, passes=passes))
+            entry = Round(**values, passes=passes)
+            require_types(entry)
+            self._rounds.append(entry)
         else:
             raise InvalidData(f"found {kind!r}, expected a place or a round")
 
@@ -228,7 +234,9 @@ def _typed(kind: type[Kept], values: Mapping[str, Any]) -> Kept:
     unknown = values.keys() - {entry.name for entry in fields(kind)}
     if unknown:
         raise InvalidData(f"unknown key {min(unknown)!r}")
-    return kind(**{name: _tuple(value) for name, value in values.items()})
+    made = kind(**{name: _tuple(value) for name, value in values.items()})
+    require_types(made)
+    return made
 
 
 def _tuple(value: Any) -> Any:

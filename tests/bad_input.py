@@ -1,0 +1,95 @@
+"""A folder of good and bad files, and one way to try a command in it; for the tests of bad input.
+
+A case passes if the command ends with exit code 2 and one line of error within ten seconds, and
+every file is what it was: nothing changed, nothing removed, nothing half-written left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfspec.cli.main import main
+from tests.hand_traces import long_trace
+from tests.models import make_model
+from tests.talks import make_tokenizer
+
+PATIENCE_S = 10
+
+GENERATE = ["generate", "a", "--model", "model", "--dtype", "float32"]
+
+
+def furnish(folder: Path) -> None:
+    """A model, a trace, prompts, and what stands in for files and is none."""
+    make_model("llama").save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    long_trace([f"t{number} " for number in range(3)]).save(folder / "trace.jsonl")
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    (folder / "text.txt").write_text("a stranger's words\n")
+    (folder / "garbage").write_bytes(bytes(range(256)) * 9)
+    (folder / "zeros").write_bytes(bytes(5000))
+    (folder / "empty").touch()
+    (folder / "dir").mkdir()
+    (folder / "dir" / "config.json").write_text("{}")
+    (folder / "hollow").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "loop").symlink_to("loop")
+    (folder / "link").symlink_to("text.txt")
+    (folder / "dangling").symlink_to("nobody")
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    """Every entry by name: its kind, and what it holds or where it leads."""
+    return {str(path.relative_to(folder)): _held(path) for path in sorted(folder.rglob("*"))}
+
+
+def _held(path: Path) -> Any:
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        return "link", str(path.readlink())
+    if stat.S_ISREG(mode):
+        return stat.S_IMODE(mode), hashlib.sha256(path.read_bytes()).hexdigest()
+    return stat.S_IFMT(mode), stat.S_IMODE(mode)
+
+
+@contextmanager
+def patience(seconds: int = PATIENCE_S) -> Iterator[None]:
+    """Ends what hangs, as a failure."""
+
+    def late(*_: Any) -> None:
+        pytest.fail(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def refused(
+    arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str], words: str = ""
+) -> str:
+    """The one line in which a command refused its input; all else is as it was."""
+    before = snapshot(folder)
+    capsys.readouterr()
+    with patience():
+        code = main(arguments)
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if "selfspec: error: " in line]
+    assert code == 2, captured.err[-2000:]
+    assert len(lines) == 1, captured.err[-2000:]
+    assert "Traceback" not in captured.err
+    assert len(lines[0]) > len("selfspec: error: ") + 10
+    assert words in lines[0]
+    assert snapshot(folder) == before
+    return lines[0]

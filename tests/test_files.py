@@ -1,0 +1,203 @@
+"""Writing: whole or not at all, over nothing of somebody else's, one writer at a time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfspec import files
+from selfspec.errors import CannotWrite
+from tests.bad_input import snapshot
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """A file that selfspec wrote."""
+    (tmp_path / "out").write_text("by selfspec\n")
+    return tmp_path / "out"
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_file_is_written_with_the_folders_around_it(tmp_path: Path) -> None:
+    files.write(tmp_path / "a" / "b" / "file.txt", "words\n")
+    assert snapshot(tmp_path).keys() == {"a", "a/b", "a/b/file.txt"}
+    assert (tmp_path / "a/b/file.txt").read_text() == "words\n"
+    assert (tmp_path / "a/b/file.txt").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, OSError])
+def test_an_error_while_writing_leaves_what_was_there(
+    ours: Path, error: type[BaseException]
+) -> None:
+    before = snapshot(ours.parent)
+
+    def file() -> None:
+        with files.replacing(ours) as new:
+            new.write_text("half")
+            raise error
+
+    def folder() -> None:
+        with files.replacing_folder(ours.parent / "dir") as new:
+            (new / "half").write_text("half")
+            raise error
+
+    for write in (file, folder):
+        with pytest.raises((error, CannotWrite)):
+            write()
+    assert snapshot(ours.parent) == before
+
+
+@pytest.mark.parametrize("place", ["fsync", "replace"])
+def test_a_full_disk_is_named_and_leaves_what_was_there(
+    ours: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(ours.parent)
+    monkeypatch.setattr(os, "fsync", full) if place == "fsync" else monkeypatch.setattr(
+        Path, "replace", full
+    )
+    with pytest.raises(CannotWrite, match=r"out: No space left on device\. What was there before"):
+        files.write(ours, "new")
+    assert snapshot(ours.parent) == before
+
+
+def test_a_line_that_does_not_fit_is_taken_back(
+    ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.append(ours, "whole")
+    assert ours.read_text() == "by selfspec\nwhole\n"
+    original: Callable[..., Any] = Path.open
+
+    class Full:
+        """Takes three bytes."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, data: bytes) -> int:
+            if len(data) <= 3:
+                full()
+            return int(self.file.write(data[:3]))
+
+    monkeypatch.setattr(Path, "open", lambda *a, **k: Full(original(*a, **k)))
+    with pytest.raises(CannotWrite, match="No space left"):
+        files.append(ours, "cut off")
+    monkeypatch.undo()
+    assert ours.read_text() == "by selfspec\nwhole\n"
+
+
+@pytest.mark.parametrize("name", ["link", "dangling", "device", "pipe"])
+def test_no_link_device_or_pipe_is_written_or_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / "target").write_text("by selfspec")
+    (tmp_path / "link").symlink_to("target")
+    (tmp_path / "dangling").symlink_to("nobody")
+    (tmp_path / "device").symlink_to("/dev/full")
+    os.mkfifo(tmp_path / "pipe")
+    before = snapshot(tmp_path)
+    path = tmp_path / name
+    for write in (
+        lambda: files.check_file(path, overwrite=True),
+        lambda: files.write(path, "new"),
+        lambda: files.append(path, "new"),
+        lambda: files.check_folder(path, (), lambda _: True, overwrite=True),
+        lambda: files.locked(path).__enter__(),
+        lambda: files.replacing_folder(path).__enter__(),
+    ):
+        with pytest.raises(CannotWrite, match=r"is a link|is a pipe"):
+            write()
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/full"])
+def test_a_device_is_refused(device: str) -> None:
+    with pytest.raises(CannotWrite, match="is a device, which selfspec does not replace"):
+        files.check_file(device, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["", "  ", "zero\0byte", "~nobody-here/out", "out/below"])
+def test_a_name_that_can_be_no_file_is_refused(
+    ours: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ours.parent)
+    for check in (
+        lambda: files.check_file(name, overwrite=True),
+        lambda: files.check_folder(name, (), lambda _: True, overwrite=True),
+    ):
+        with pytest.raises(CannotWrite):
+            check()
+
+
+def test_what_is_there_is_asked_for(ours: Path) -> None:
+    with pytest.raises(CannotWrite, match=r"is there already\. Give --overwrite"):
+        files.check_file(ours)
+    assert files.check_file(ours, overwrite=True) == ours
+    ours.write_text("a stranger's")
+    with pytest.raises(CannotWrite, match="was not written by selfspec"):
+        files.check_file(ours, overwrite=True)
+
+
+def test_a_folder_of_somebody_else_is_left(ours: Path) -> None:
+    folder = ours.parent
+    assert files.check_folder(folder, ["other"], lambda _: False) == folder
+    with pytest.raises(CannotWrite, match="holds out, which selfspec did not write"):
+        files.check_folder(folder, ["out"], lambda _: False, overwrite=True)
+    with pytest.raises(CannotWrite, match=r"holds out already\. Give --overwrite"):
+        files.check_folder(folder, ["out"], lambda _: True)
+    assert files.check_folder(folder, ["out"], lambda _: True, overwrite=True) == folder
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from selfspec import files
+with files.locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_an_output_has_one_writer_and_a_killed_one_is_none(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", HOLD, str(out)]
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(CannotWrite, match="is being written by another process"):
+            files.locked(out).__enter__()
+        other.kill()
+    with files.locked(out):
+        assert [path.name for path in tmp_path.iterdir()] == [".out.lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_processes_left_is_cleared_and_a_folder_moved_aside_comes_back(
+    tmp_path: Path,
+) -> None:
+    gone, old = 2**22 + 1, time.time() - 3600
+    for name in (f".out.{gone}.new.txt", f".mine.{gone}.new.txt"):
+        (tmp_path / name).write_text("half")
+        os.utime(tmp_path / name, (old, old))
+    files.write(tmp_path / "out.txt", "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"out.txt", f".mine.{gone}.new.txt"}
+    (tmp_path / f".folder.{gone}.old").mkdir()
+    (tmp_path / f".folder.{gone}.old" / "kept").touch()
+    with pytest.raises(KeyboardInterrupt), files.replacing_folder(tmp_path / "folder"):
+        raise KeyboardInterrupt
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["kept"]
