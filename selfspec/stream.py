@@ -66,11 +66,13 @@ class Stream:
         text = ""
         if self._tokenizer is not None:
             text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        # a round that ends the text may be cut between its tokens
+        handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
         return Generation(
             text=text,
             token_ids=list(self._tokens),
             stats=self._stats,
-            stop_reason=self._stats.stop_reason,
+            stop_reason=self._stats.stop_reason if handed_out else None,
         )
 
     def drain(self) -> Generation:

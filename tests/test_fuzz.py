@@ -18,6 +18,7 @@ from selfspec.errors import PinnedUnavailable, SelfspecError
 from selfspec.generate import Speculator
 from tests import fuzz
 from tests.fuzz import Case, Turn
+from tests.models import random_ids
 from tests.test_mutants import (
     Mutant,
     every_draft_stays,
@@ -112,6 +113,17 @@ def test_so_is_every_turn_of_a_session(family: str) -> None:
                 assert found.stop_reason == wishes.reason(text)
 
     check()
+
+
+def test_a_stream_closed_within_its_last_round_has_not_ended() -> None:
+    """Found by the sessions above."""
+    speculator = fuzz.speculator("llama", torch.float64, "generic", "logit-lens")
+    options: Any = {"drafter": "exit", "exit_threshold": 0.01, "never_slower": False}
+    for new in range(2, 9):
+        whole = speculator.stream(random_ids(9), max_new_tokens=new, **options)
+        reasons = [whole.result.stop_reason for _ in whole]
+        assert reasons == [None] * (new - 1) + ["length"]
+        assert whole.result.stop_reason == "length"
 
 
 @pytest.mark.parametrize("family", PACKED_FAMILIES)
