@@ -96,7 +96,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "falcon_h1": _HYBRID,
     "gemma3n_text": _SHARED,
     "gemma4_text": _SHARED,
@@ -367,7 +367,7 @@ def _first_difference(ours: list[int], theirs: list[int]) -> int:
 def _line(error: Exception) -> str:
     """An error's first line of words."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip() if lines else type(error).__name__
+    return lines[0].strip()[:160] if lines else type(error).__name__
 
 
 # --- the page -------------------------------------------------------------------------------------
