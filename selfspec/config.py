@@ -249,7 +249,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "anneal_strength": _AT_LEAST_0,
     "max_draft_tokens": _AT_LEAST_1,
     "shortest_draft": _AT_LEAST_1,
-    "pinned_rows": _AT_LEAST_1,
     "ngram_size": _AT_LEAST_1,
     "ngram_draft_tokens": _AT_LEAST_1,
     "row_cost": _PROBABILITY,

@@ -32,8 +32,8 @@ from tests.models import VOCAB_SIZE, make_model, random_ids
 
 LAYERS = 4
 CONTEXT = 80
-FURTHEST = CONTEXT
-"""Ids of a prompt and its answer, at most: up to the context our answers are Hugging Face's."""
+FURTHEST = CONTEXT + 24
+"""Ids of a prompt and its answer, at most: some lie behind the context, where answers go on."""
 MOST_NEW = 20
 
 EXITS = {"logit-lens": (1, 2, 3), "deep-fused": (0, 1, 3)}
@@ -203,7 +203,9 @@ def hugging_face(family: str, prompt: tuple[int, ...], wishes: Wishes) -> list[i
 # --- strategies -----------------------------------------------------------------------------------
 
 lengths = st.one_of(
-    st.sampled_from([1, 2, 7, 8, 9, 62, 63, 64, 65, FURTHEST - 2, FURTHEST - 1]),
+    st.sampled_from(
+        [1, 2, 7, 8, 9, 62, 63, 64, 65, CONTEXT - 2, CONTEXT - 1, CONTEXT, CONTEXT + 1]
+    ),
     st.integers(1, FURTHEST - 1),
 )
 FORCED = VOCAB_SIZE - 1

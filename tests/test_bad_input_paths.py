@@ -50,6 +50,16 @@ READERS: dict[str, list[str]] = {
     "heads show": ["heads", "show", "@"],
     "heads check": ["heads", "check", "@", "--model", "model"],
     "heads pull": ["heads", "pull", "@"],
+    "fit --data": ["fit", *MODEL, "--output", "new", "--data", "@.jsonl"],
+    "fit --validation": [
+        *("fit", *MODEL, "--output", "new", "--data", "prompts.jsonl", "--validation", "@.jsonl")
+    ],
+    "cache --data": ["cache", *MODEL, "--output", "new", "--data", "@.jsonl"],
+    "calibrate --data": ["calibrate", *MODEL, "--heads", "logit-lens", "--data", "@.jsonl"],
+    "data --from": ["data", *MODEL, "--output", "new.jsonl", "--from", "@.jsonl"],
+    "data --openings": [
+        *("data", *MODEL, "--output", "new.jsonl", "--tokens", "9", "--openings", "@")
+    ],
     "fit --cache": ["fit", *MODEL, "--output", "new", "--cache", "@"],
     "fit --config": ["fit", *MODEL, "--output", "new", "--config", "@"],
     "calibrate --heads": ["calibrate", *MODEL, "--data", "prompts.jsonl", "--heads", "@"],

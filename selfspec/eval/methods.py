@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from selfspec.errors import HeadsNotFound
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers.generation.streamers import BaseStreamer
