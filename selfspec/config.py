@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from selfspec.errors import InvalidOption
-from selfspec.option_types import annotations_of, check_types, shown
+from selfspec.typed import annotations_of, check_types, shown
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from selfspec.errors import InvalidOption
-from selfspec.option_types import shown
+from selfspec.typed import shown
 
 HONOURED = frozenset(
     {

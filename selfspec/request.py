@@ -33,8 +33,8 @@ from selfspec.decode import StopRule, remind
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.keywords import refuse_model_keywords, refuse_other_decoding
 from selfspec.one_row import called, criterion_for
-from selfspec.option_types import annotations_of, check_types, shown
 from selfspec.scores import Sampler
+from selfspec.typed import annotations_of, check_types, shown
 
 _NO_MAX_LENGTH = 20
 """What transformers puts where nobody set a maximum length."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidPrompt
-from selfspec.option_types import shown
+from selfspec.typed import shown
 
 _MOST_TEMPLATE_LINES = 2_000_000
 """A conversation of a hundred turns takes some thousand."""

@@ -126,7 +126,7 @@ def test_text_and_messages_need_a_tokenizer() -> None:
 def test_what_the_template_refuses_is_a_reason() -> None:
     picky = make_tokenizer()
     picky.chat_template = "{{ raise_exception('no system here') }}"
-    with pytest.raises(InvalidData, match="chat template refuses: no system here"):
+    with pytest.raises(InvalidData, match="does not take these messages: no system here"):
         rendered(picky, TALK, add_generation_prompt=False)
 
 

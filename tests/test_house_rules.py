@@ -16,8 +16,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 FLOORS = (
-    ("errors", "config", "option_types"),
-    ("packed_linear", "files", "typed", "untrusted", "weight_files", "heads_folder"),
+    ("errors", "config", "typed"),
+    ("packed_linear", "files", "untrusted", "weight_files", "heads_folder"),
     ("gguf_header", "model_folder"),
     (
         *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),

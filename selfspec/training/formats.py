@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.errors import InvalidData
+from selfspec.errors import InvalidData, InvalidPrompt
 from selfspec.hub import HUB_ID, first_line
+from selfspec.text import templated
 
 logger = logging.getLogger(__name__)
 
@@ -146,13 +146,11 @@ def rendered(
 ) -> str:
     """Messages as the chat template writes them. Raises InvalidData with the template's reason."""
     try:
-        text: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False
+        text = templated(
+            tokenizer, messages, add_generation_prompt=add_generation_prompt, tokenize=False
         )
-    except TemplateError as error:
-        raise InvalidData(
-            f"has turns that the chat template refuses: {first_line(error)}"
-        ) from error
+    except InvalidPrompt as error:
+        raise InvalidData(f"has turns that cannot be used: {error}") from error
     return str(text)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.errors import InvalidOption
-from selfspec.option_types import annotations_of, check_types, described, fits, shown
+from selfspec.typed import annotations_of, check_types, described, fits, shown
 
 
 @pytest.mark.parametrize(
