@@ -151,7 +151,7 @@ def test_slots_grow_with_the_text_and_segments_are_captured_anew(
     monkeypatch.setattr(cuda_graph, "_FIRST_SLOTS", 64)
     monkeypatch.setattr(cuda_graph, "_FEWEST_SEEN", 16)
     model = make_model("llama", torch.float64)
-    executor = CudaGraphExecutor(model.model, model.lm_head, slots=16)
+    executor = CudaGraphExecutor(parts_of(model), model.lm_head, slots=16)
     executor.start_capture(RecordedCapture)
     backbone = Backbone(model, executor="generic")
     sizes = []
@@ -181,7 +181,7 @@ def test_the_last_position_of_the_model_has_room_for_padding() -> None:
 
 def test_padding_behind_the_last_slot_makes_room_for_itself() -> None:
     model = make_model("llama")
-    executor, kv = CudaGraphExecutor(model.model, model.lm_head, slots=256), KVCache(6)
+    executor, kv = CudaGraphExecutor(parts_of(model), model.lm_head, slots=256), KVCache(6)
     hidden = torch.ones(1, 253, 32)
     with torch.inference_mode():
         executor.run(hidden, 0, 6, positions(kv, 0, 253), kv)

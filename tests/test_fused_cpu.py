@@ -17,6 +17,7 @@ from selfspec.errors import UnsupportedModel
 from selfspec.executors.fused_cpu import FusedExecutor, _Kernels, _Shape
 from selfspec.executors.packed_cpu import RowNorm
 from selfspec.hub import cache_folder
+from selfspec.parts import parts_of
 from tests.models import make_model
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
@@ -161,7 +162,7 @@ def test_norms_in_another_dtype_are_not_read() -> None:
     model: Any = make_model("llama")
     model.model.layers[1].input_layernorm.bfloat16()
     with pytest.raises(ValueError, match=r"those of a norm are torch\.bfloat16"):
-        FusedExecutor(model.model, model.lm_head)
+        FusedExecutor(parts_of(model), model.lm_head)
 
 
 def test_without_a_compiler_packed_weights_do(monkeypatch: pytest.MonkeyPatch) -> None:
