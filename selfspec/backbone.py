@@ -24,7 +24,7 @@ from selfspec.conformance import (
     evaluation,
     refuse_unsupported,
 )
-from selfspec.errors import InvalidOption, InvalidPrompt, ModelChanged, UnsupportedModel
+from selfspec.errors import InvalidOption, InvalidPrompt, ModelChanged, UnsupportedModel, first_line
 from selfspec.executors import Executor
 from selfspec.executors.cuda_graph import CudaGraphExecutor
 from selfspec.executors.fused_cpu import FusedExecutor
@@ -33,7 +33,6 @@ from selfspec.executors.packed_cpu import PackedExecutor
 from selfspec.file_pages import FilePages
 from selfspec.given import check_model
 from selfspec.head_types import Unembedding
-from selfspec.hub import first_line
 from selfspec.kv_cache import KVCache
 from selfspec.model_watch import ModelWatch
 from selfspec.parts import parts_of

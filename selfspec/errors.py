@@ -61,3 +61,9 @@ class PinnedUnavailable(SelfspecError):
 
 class CannotWrite(SelfspecError):
     """An output cannot be written, or would replace what selfspec did not write."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, on one line."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(" .:")

@@ -1,8 +1,7 @@
 """A model or heads name -> files on disk: a local folder, a hub id, or the bundled default.
 
-`generate.load` and the command line call this. Weights come in as safetensors or GGUF, never as
-pickles, and no code of a model's author is run. torch and transformers are imported on first use,
-so that looking for a file stays cheap.
+Weights come in as safetensors or GGUF, never as pickles; no code of a model's author is run. torch
+and transformers are imported on first use, so that looking for a file stays cheap.
 """
 
 from __future__ import annotations
@@ -22,7 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec import files, weight_files
-from selfspec.errors import CannotWrite, HeadsNotFound, InvalidData, InvalidOption, ModelNotFound
+from selfspec.errors import (
+    CannotWrite,
+    HeadsNotFound,
+    InvalidData,
+    InvalidOption,
+    ModelNotFound,
+    first_line,
+)
 from selfspec.gguf_header import check_gguf
 from selfspec.model_folder import check_model_folder, check_sizes
 
@@ -56,7 +62,6 @@ class ModelFiles:
     """The name for people: file stem, folder name or hub id."""
     is_default: bool
     """True for the bundled model, which has heads under `DEFAULT_HEADS`."""
-
     stamps: tuple[weight_files.FileStamp, ...] = ()
     """Of the weights' files before they were read; none where they are not known."""
 
@@ -393,9 +398,3 @@ def _heads_from_hub(name: str) -> Path:
     if not (Path(folder) / "config.json").is_file():
         raise HeadsNotFound(f"{name!r} on the hub has no config.json. {_known_heads()}")
     return Path(folder)
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of another library says, on one line."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(" .:")

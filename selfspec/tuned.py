@@ -19,7 +19,7 @@ import torch
 from selfspec import hub
 from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions, check_keys
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, first_line
 from selfspec.files import write as write_file
 from selfspec.heads import ExitHeads
 from selfspec.untrusted import read_json
@@ -83,7 +83,7 @@ def read(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
     try:
         options = _checked(read_json(file), heads)
     except (ValueError, KeyError, TypeError, AttributeError, InvalidOption, InvalidData) as error:
-        reason = hub.first_line(error)
+        reason = first_line(error)
         logger.warning("ignored %s: %s. Run selfspec tune again, or with --forget", file, reason)
         return {}
     logger.info("settings tuned for this machine, from %s", file)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.generate import Speculator, wrap
-from tests.models import make_model, random_ids
+from tests.models import addressless, make_model, random_ids
 from tests.test_text import byte_level_bpe
 
 VOCAB = 280
@@ -259,7 +259,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("values", OPTIONS, ids=str)
+@pytest.mark.parametrize("values", OPTIONS, ids=addressless)
 def test_options_that_make_no_sense_are_refused_in_one_line(
     values: dict[str, Any], speculator: Speculator
 ) -> None:
@@ -293,7 +293,7 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("values", CONFIGS, ids=str)
+@pytest.mark.parametrize("values", CONFIGS, ids=addressless)
 def test_a_config_that_makes_no_sense_is_refused_in_one_line(
     values: dict[str, Any], speculator: Speculator
 ) -> None:
@@ -319,7 +319,7 @@ LOOPS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("values", LOOPS, ids=str)
+@pytest.mark.parametrize("values", LOOPS, ids=addressless)
 def test_a_loop_for_hugging_face_is_refused_in_one_line(
     values: dict[str, Any], speculator: Speculator
 ) -> None:
@@ -338,7 +338,7 @@ def test_a_loop_for_hugging_face_is_refused_in_one_line(
         *options("max_tokens", 5),
         *options("executor", "fast", 5, None),
     ],
-    ids=str,
+    ids=addressless,
 )
 def test_wrapping_with_options_that_make_no_sense_is_refused_in_one_line(
     values: dict[str, Any], model: Any
@@ -388,7 +388,7 @@ def test_after_bad_input_a_speculator_and_its_session_answer_as_before(
         torch.tensor([IDS], dtype=torch.int32),
         torch.tensor([IDS], dtype=torch.uint8),
     ],
-    ids=repr,
+    ids=addressless,
 )
 def test_ids_of_any_whole_type_are_read(prompt: Any, speculator: Speculator) -> None:
     expected = speculator.generate(torch.tensor([IDS]), max_new_tokens=4).token_ids

@@ -12,6 +12,7 @@ import pytest
 from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.errors import InvalidOption
 from selfspec.typed import annotations_of, check_types, described, fits, shown
+from tests.models import addressless
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ from selfspec.typed import annotations_of, check_types, described, fits, shown
         (object(), Any, True),
         ({}, dict[str, int], True),
     ],
-    ids=repr,
+    ids=addressless,
 )
 def test_a_value_fits_its_annotation(value: Any, hint: Any, expected: bool) -> None:
     assert fits(value, hint) == expected
@@ -66,7 +67,7 @@ def test_a_value_fits_its_annotation(value: Any, hint: Any, expected: bool) -> N
         (Callable[[int], int], "a function"),
         (str | list[str], "text or a list of texts"),
     ],
-    ids=repr,
+    ids=addressless,
 )
 def test_annotations_in_words(hint: Any, words: str) -> None:
     assert described(hint) == words
@@ -110,7 +111,7 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("values", BAD, ids=str)
+@pytest.mark.parametrize("values", BAD, ids=addressless)
 def test_options_of_another_type_are_refused_in_one_line(values: dict[str, Any]) -> None:
     (name,) = values
     with pytest.raises(InvalidOption, match=rf"^{name} is .*, expected ") as caught:

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from selfspec import files, hub
-from selfspec.errors import SelfspecError
+from selfspec.errors import SelfspecError, first_line
 
 PACKAGES = ("selfspec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "typer")
 
@@ -33,13 +33,13 @@ def refused(error: BaseException) -> str | None:
         return f"cannot write standard output or a file: {error.strerror}"
     text = str(error)
     if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
-        return f"there is not enough memory: {hub.first_line(error)}. Ask for less, or free some"
+        return f"there is not enough memory: {first_line(error)}. Ask for less, or free some"
     return None
 
 
 def bug(error: BaseException, arguments: Sequence[str]) -> str:
     """The line that says that it is one; writes its report first."""
-    found = f"this is a bug of selfspec: {type(error).__name__}: {hub.first_line(error)}"
+    found = f"this is a bug of selfspec: {type(error).__name__}: {first_line(error)}"
     try:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}.txt"
         path = hub.cache_folder() / "bugs" / name

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from selfspec.errors import InvalidOption, SelfspecError
+from selfspec.errors import InvalidOption, SelfspecError, first_line
 from selfspec.eval.answers import Answer, Run, append, drop_unfinished, read
 from selfspec.eval.arrivals import Arrivals, arrivals, counts
 from selfspec.eval.contenders import Contender
@@ -29,7 +29,6 @@ from selfspec.eval.options import BenchOptions
 from selfspec.eval.suites import Question, load_suite, spread
 from selfspec.eval.texts import Texts
 from selfspec.generate import Speculator
-from selfspec.hub import first_line
 from selfspec.stream import Generation
 from selfspec.text import Prompt, encode
 

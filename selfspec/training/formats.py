@@ -20,8 +20,8 @@ from typing import IO, Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.errors import InvalidData, InvalidPrompt
-from selfspec.hub import HUB_ID, first_line
+from selfspec.errors import InvalidData, InvalidPrompt, first_line
+from selfspec.hub import HUB_ID
 from selfspec.text import templated
 
 logger = logging.getLogger(__name__)
