@@ -6,7 +6,6 @@ and transformers are imported on first use, so that looking for a file stays che
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -14,13 +13,12 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec import files, weight_files
+from selfspec import files, pretrained, weight_files
 from selfspec.errors import (
     CannotWrite,
     HeadsNotFound,
@@ -30,7 +28,6 @@ from selfspec.errors import (
     first_line,
 )
 from selfspec.gguf_header import check_gguf
-from selfspec.model_folder import check_model_folder, check_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -142,13 +139,12 @@ def load_model(
     target_device = _torch_device(device)
     files = resolve_model(name, str(target_dtype).removeprefix("torch."))
     stamps = weight_files.of_folder(Path(files.source))
-    with _no_progress_bars() if Path(files.source).is_dir() else contextlib.nullcontext():
-        model, tokenizer = _from_pretrained(
-            files.source,
-            dtype=target_dtype,
-            attn_implementation=attn_implementation,
-            device_map="auto" if target_device is None else None,
-        )
+    model, tokenizer = pretrained.load(
+        files.source,
+        dtype=target_dtype,
+        attn_implementation=attn_implementation,
+        device_map="auto" if target_device is None else None,
+    )
     model = model if target_device is None else _moved(model, target_device)
     stamps = stamps or weight_files.of_snapshot(files.source, model.config)
     return model.eval(), tokenizer, replace(files, stamps=stamps)
@@ -192,34 +188,6 @@ def _hub_answers() -> bool:
     except OSError:
         return False
     return True
-
-
-def _from_pretrained(source: str, **options: Any) -> tuple[Any, Any]:
-    """Model and tokenizer as transformers loads them. Raises ModelNotFound with the reason."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    load: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
-    try:
-        if (folder := Path(source)).is_dir():
-            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-            check_sizes(folder, config.to_dict(), check_model_folder(folder))
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        model, found = load(
-            source,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **options,
-        )
-    except ModelNotFound:
-        raise
-    except Exception as error:  # an odd config makes transformers fail anywhere, with anything
-        raise ModelNotFound(f"cannot load {source}: {first_line(error)}") from error
-    if missing := sorted(found["missing_keys"]):
-        raise ModelNotFound(
-            f"{source} lacks {len(missing)} weights, {missing[0]} among them. Is the file whole?"
-        )
-    return model, tokenizer
 
 
 def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -305,42 +273,10 @@ def _convert_once(target: Path, gguf: Path, dtype: str) -> None:
 
 def _convert(gguf: Path, out: Path, dtype: str) -> None:
     """Read a GGUF file, write it as safetensors in `dtype` with config and tokenizer."""
-    with _no_progress_bars():
-        model, tokenizer = _read_gguf(gguf)
+    model, tokenizer = pretrained.load_gguf(gguf)
+    with pretrained.quiet():
         model.to(_torch_dtype(dtype)).save_pretrained(out)
         tokenizer.save_pretrained(out)
-
-
-def _read_gguf(gguf: Path) -> tuple[Any, Any]:
-    """Model and tokenizer. Raises ModelNotFound with the reason."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    folder, name = str(gguf.parent), gguf.name
-    # dequantize=True drops the quantiser, which otherwise forbids save_pretrained
-    options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=name, dtype=torch.float32, **options
-        )
-        return model, AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    except Exception as error:  # as above: the file says what is built
-        raise ModelNotFound(f"cannot read {gguf} as GGUF: {first_line(error)}") from error
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Switch the bars of transformers off, then back to what they were."""
-    from transformers.utils import logging as transformers_logging
-
-    bars: Any = transformers_logging  # its functions carry no types
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()
 
 
 # --- heads ----------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def check_sizes(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
     for name, value in _numbers(config):
         if name in _LAYERS:
             most = len(shapes) or None
-        elif name == "intermediate_size":
+        elif name in ("intermediate_size", "vocab_size"):
             most = min(_MOST[name], _WIDEST * max(lengths, default=_MOST[name]))
         else:
             most = _MOST.get(name)

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from selfspec import hub
+from selfspec import hub, pretrained
 from selfspec.errors import InvalidOption, ModelNotFound
 
 
@@ -56,13 +56,13 @@ def test_attention_implementation_reaches_the_model(folder: Path) -> None:
 def test_layers_are_spread_over_devices_on_request(
     folder: Path, device: str, device_map: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, asked = hub._from_pretrained, []
+    original, asked = pretrained.load, []
 
     def spy(source: str, **options: Any) -> tuple[Any, Any]:
         asked.append(options["device_map"])
         return original(source, **options)
 
-    monkeypatch.setattr(hub, "_from_pretrained", spy)
+    monkeypatch.setattr(pretrained, "load", spy)
     hub.load_model(folder, device=device)
     assert asked == [device_map]
 
