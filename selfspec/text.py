@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidPrompt
+from selfspec.template import templated
 from selfspec.typed import shown
-
-_MOST_TEMPLATE_LINES = 2_000_000
-"""A conversation of a hundred turns takes some thousand."""
 
 Prompt = str | list[dict[str, str]] | list[int] | Tensor
 """A question in words, a conversation, or token ids ([P] or [B, P])."""
@@ -113,45 +107,6 @@ def _check_text(text: str, where: str) -> None:
         raise InvalidPrompt(
             f"{where} is no Unicode text: character {error.start} is half of one. Remove it"
         ) from error
-
-
-def templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **options: Any) -> Any:
-    """What `apply_chat_template` gives; a template is a program from outside.
-
-    Raises InvalidPrompt for messages that it does not take, for its own mistakes, and for one that
-    runs without end.
-    """
-    try:
-        with _ended():
-            return tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise InvalidPrompt(
-            f"the chat template does not take these messages: {reason or type(error).__name__}. "
-            "Give other messages, or a raw prompt"
-        ) from error
-
-
-@contextmanager
-def _ended() -> Iterator[None]:
-    """Stops a template after as many lines as none needs, with a ValueError."""
-    lines = itertools.count()
-
-    def line(*_: Any) -> Any:
-        if next(lines) > _MOST_TEMPLATE_LINES:
-            raise ValueError(f"it went on for more than {_MOST_TEMPLATE_LINES} lines")
-        return line
-
-    def call(frame: FrameType, *_: Any) -> Any:
-        """Only the lines of templates are followed."""
-        return line() if frame.f_code.co_filename == "<template>" else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def _ids(encoded: Any) -> Tensor:

@@ -176,6 +176,7 @@ DAMAGES: dict[str, Damage] = {
     "tokenizer of nobody": holding("tokenizer.json", '{"model": {"type": "Mine"}}'),
     "tokenizer settings are a list": holding("tokenizer_config.json", "[]"),
     "tokenizer settings are deep": holding("tokenizer_config.json", DEEP),
+    "template that fills the memory": template("{{ 'a' * 10**11 }}"),
     "template without end": template(
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     ),

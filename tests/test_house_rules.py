@@ -19,7 +19,7 @@ FLOORS = (
     ("errors", "config", "typed"),
     ("packed_linear", "files", "untrusted", "weight_files", "heads_folder"),
     ("gguf_header", "model_folder"),
-    ("pretrained",),
+    ("pretrained", "template"),
     (
         *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
         *("given", "schedule", "scores", "text", "one_row", "fingerprint"),

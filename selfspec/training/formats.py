@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData, InvalidPrompt, first_line
 from selfspec.hub import HUB_ID
-from selfspec.text import templated
+from selfspec.template import templated
 
 logger = logging.getLogger(__name__)
 
