@@ -64,12 +64,12 @@ def run(asked: dict[str, Any], options: DataOptions) -> Counts:
 
 
 def _run(asked: dict[str, Any], options: DataOptions) -> Counts:
-    base = training.load_base(asked)
     from selfspec.training import selfgen
     from selfspec.training.records import machine
     from selfspec.training.writer import Writer
 
     openings = () if "source" in asked else selfgen.read_openings(_path(asked.get("openings")))
+    base = training.load_base(asked)
     recorded = asdict(options) | {
         "source": identity(asked.get("source")),
         "openings": hashlib.sha256("\n".join(openings).encode()).hexdigest()[:16],

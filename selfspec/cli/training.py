@@ -57,11 +57,18 @@ class Base(NamedTuple):
 
 
 def load_base(asked: dict[str, Any]) -> Base:
-    """The model that the flags ask for; this is where torch is imported."""
+    """The model that the flags ask for, once the files that they name are there."""
     from selfspec import fingerprint, hub
     from selfspec.backbone import Backbone
+    from selfspec.training.cache import read_manifest
+    from selfspec.training.formats import check_source
     from selfspec.training.processes import Processes
 
+    for text in (asked.get(name) for name in ("data", "validation", "source")):
+        if text is not None:
+            check_source(text)
+    if "cache" in asked:
+        read_manifest(Path(asked["cache"]))
     processes = Processes.launched()
     model, tokenizer, files = hub.load_model(
         asked.get("model"),

@@ -86,15 +86,8 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
 
     Raises InvalidData if the source cannot be read at all.
     """
-    path = Path(source).expanduser()
-    known_suffix = path.name.endswith(_FILE_SUFFIXES)
-    try:
-        named = path.exists() or known_suffix or not HUB_ID.fullmatch(str(source))
-        is_data_set = path.is_dir() or not named
-    except (OSError, ValueError) as error:  # a name too long, a zero byte
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidData(f"cannot read {str(path)!r}: {reason}") from error
-    if is_data_set:
+    path = _file_of(source)
+    if path is None:
         yield from _data_set(str(source))
     elif path.name.endswith((".json", ".json.gz")):
         yield from _json_file(path)
@@ -155,6 +148,25 @@ def rendered(
 
 
 # --- sources --------------------------------------------------------------------------------------
+
+
+def check_source(source: str | Path) -> None:
+    """Raise InvalidData for a file that cannot be read, before anything long begins."""
+    if (path := _file_of(source)) is not None:
+        with _opened(path):
+            pass
+
+
+def _file_of(source: str | Path) -> Path | None:
+    """The file that a source names; None: it is a data set. Raises InvalidData for odd names."""
+    path = Path(source).expanduser()
+    known_suffix = path.name.endswith(_FILE_SUFFIXES)
+    try:
+        named = path.exists() or known_suffix or not HUB_ID.fullmatch(str(source))
+        return None if path.is_dir() or not named else path
+    except (OSError, ValueError) as error:  # a name too long, a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidData(f"cannot read {str(path)!r}: {reason}") from error
 
 
 def _record(row: Any) -> dict[str, Any]:
