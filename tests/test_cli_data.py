@@ -114,7 +114,7 @@ def test_bad_rows_are_skipped_and_counted_if_asked_for(
         ([*INVENT, "--regenerate"], "regenerate without --from"),
         ([*INVENT, "--shard", "2"], "shard is 2, expected I/N"),
         ([*INVENT, "--tokens", "many"], "Invalid value for '--tokens'"),
-        ([*INVENT, "--openings", "none.txt"], "cannot read the openings: none.txt"),
+        ([*INVENT, "--openings", "none.txt"], "cannot read the openings: cannot read none.txt"),
         ([*INVENT, "--max-new-tokens", "300"], "need "),
         ([*INVENT, "--output", "talks.json"], "talks.json exists"),
         ([*COMMAND, "--from", "none.jsonl"], "none.jsonl"),

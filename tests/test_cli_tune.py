@@ -101,7 +101,7 @@ def test_a_dry_run_records_reports_and_keeps_nothing(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["trace", "--record", "record"], "record is there already"),
+        (["trace", "--record", "record"], "record holds record.json already"),
         (["trace", "a", "--record", "new", "--limit", "2"], "a prompt and --limit at once"),
         (["trace", " ", "--record", "new"], "the prompt is empty"),
         (["trace", "a", "--record", "new", "--min-threshold", "2"], "min_threshold is 2.0"),

@@ -322,9 +322,9 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
     spread.lm_head = torch.nn.Linear(32, 96, bias=False, device="meta")
     with pytest.raises(ValueError, match="on 2 devices"):
         CudaGraphExecutor(parts_of(spread), spread.lm_head)
-    with pytest.raises(UnsupportedModel, match="layers with chunked_attention"):
+    with pytest.raises(UnsupportedModel, match="layers have chunked_attention"):
         Backbone(make_model("llama4"), executor="cuda-graph")
-    with pytest.raises(UnsupportedModel, match="positions come from a table"):
+    with pytest.raises(UnsupportedModel, match="positions are not rotated"):
         Backbone(make_model("gpt2"), executor="cuda-graph")
 
 

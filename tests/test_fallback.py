@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from torch import Tensor, nn
-from transformers import GenerationMixin, Llama4ForCausalLM, Llama4TextConfig
+from transformers import GenerationMixin
 
 from selfspec.backbone import Backbone
 from selfspec.cli.main import main
@@ -156,23 +156,6 @@ class Prompted(nn.Module, GenerationMixin):
 def test_tokens_of_the_models_own_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match=r"Prompted runs 12 rows for 7 tokens.*own generate"):
         Backbone(Prompted(make_model("llama")))  # type: ignore[arg-type]  # that is the point
-
-
-def test_chunked_attention_is_refused_by_its_name() -> None:
-    config = Llama4TextConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        intermediate_size_mlp=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        pad_token_id=None,
-    )
-    with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM has chunked_attention layers"):
-        Backbone(Llama4ForCausalLM(config))
 
 
 def test_a_model_that_breaks_is_refused_in_one_line() -> None:

@@ -18,6 +18,7 @@ from selfspec.executors.known import require_capturable, require_llama_like
 from selfspec.executors.packed_cpu import PackedExecutor
 from selfspec.executors.source import words
 from selfspec.generate import wrap
+from selfspec.parts import parts_of
 from tests.models import FAMILIES, PACKED_EXECUTORS, make_model, random_ids
 
 THRESHOLD = 32
@@ -161,10 +162,11 @@ def reads(self: Any, hidden: Tensor) -> Tensor:
 def test_what_a_graph_would_not_repeat_is_not_captured(
     model: Any, monkeypatch: pytest.MonkeyPatch, code: Any, found: str
 ) -> None:
-    require_capturable(model.model, model.lm_head)
+    decoder = parts_of(model)
+    require_capturable(decoder, model.lm_head)
     monkeypatch.setattr(LlamaMLP, "forward", code)
     with pytest.raises(ValueError, match=found):
-        require_capturable(model.model, model.lm_head)
+        require_capturable(decoder, model.lm_head)
 
 
 def test_words_name_what_a_forward_uses() -> None:

@@ -80,7 +80,7 @@ def _switch(model: Any) -> None:
 
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (_cast, "model.embed_tokens.weight was cast from torch.float32 to torch.bfloat16"),
-    (_cast_and_back, "model.embed_tokens.weight was"),
+    (_cast_and_back, "weight was"),  # some find their old place in memory free again
     (_moved, "was"),
     (_stepped, "model.layers.3.mlp.up_proj.weight was changed"),
     (_behind_its_back, "model.layers.3.mlp.up_proj.weight was changed"),

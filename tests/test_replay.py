@@ -204,7 +204,7 @@ def test_totals_of_many_settings_equal_counted_rounds(kind: str) -> None:
         ({"max_draft_tokens": 5}, "max_draft_tokens 5, recorded were 4"),
         ({"exit_layers": (2,)}, "exit layer 2 is not among [1, 3, 5]"),
         ({"exit_threshold": (0.5, 0.6)}, "2 exit thresholds for 3 exit layers"),
-        ({"max_draft_depth": 4}, "exit layer 4 is not among [1, 3, 5]"),
+        ({"max_draft_depth": 4}, "4 is not among the exit layers [1, 3, 5]"),
         ({"controller": "gammatune"}, "longest_draft 10, recorded were 4"),
         ({"controller": "cm-asd"}, "controller cm-asd looks at more than the best token's"),
         ({"controller": "slow"}, "unknown controller 'slow'"),

@@ -328,7 +328,7 @@ def test_openings_are_read_from_a_file(tmp_path: Path) -> None:
     [
         (b"# none\n", "holds no openings"),
         (b"\xff", "cannot read the openings"),
-        (None, "is not there"),
+        (None, "No such file"),
     ],
 )
 def test_openings_that_cannot_be_read_are_named(

@@ -199,6 +199,7 @@ def test_the_dict_survives_json(stats: GenerationStats) -> None:
         "reused_tokens": 0,
         "lossless": True,
         "pinned": False,
+        "drafts_refused": None,
         "new_tokens": 9,
         "rounds": 3,
         "drafted": 7,

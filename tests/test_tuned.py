@@ -137,7 +137,7 @@ def test_a_processor_has_a_name() -> None:
         ({"lenience": 0.5}, "unknown option 'lenience'"),  # would change the output
         ({"pinned": True}, "unknown option 'pinned'"),
         ({"exit_layers": [3]}, "exit layer 3 is not among [2, 4]"),
-        ({"exit_layers": [2], "exit_threshold": [0.5, 0.6]}, "2 thresholds for 1 exit layers"),
+        ({"exit_layers": [2], "exit_threshold": [0.5, 0.6]}, "2 exit thresholds for 1 exit layers"),
         ({"max_draft_tokens": 0}, "max_draft_tokens is 0"),
         ({"max_draft_tokens": "x"}, "max_draft_tokens is 'x', expected a whole number"),
     ],

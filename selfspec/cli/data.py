@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.cli import common, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
-from selfspec.errors import InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, SelfspecError
+from selfspec.hub import local_path
 from selfspec.training.data_options import DataOptions
 
 if TYPE_CHECKING:
@@ -98,8 +99,13 @@ def _run(asked: dict[str, Any], options: DataOptions) -> Counts:
             for counts in selfgen.write(source, writer, options):
                 rates.written = counts.answer_tokens
                 count(0)
+            if "source" in asked and not writer.batches:
+                raise InvalidData(f"{asked['source']} holds no conversation. Give another --from")
         except KeyboardInterrupt:
             common.note(f"\n{asked['output']}: the same command continues it")
+            raise
+        except SelfspecError:
+            writer.discard_if_empty()
             raise
     if reader is not None:
         reader.report()
@@ -191,4 +197,4 @@ class Rates:
 
 
 def _path(name: str | None) -> Path | None:
-    return None if name is None else Path(name).expanduser()
+    return None if name is None else local_path(name)

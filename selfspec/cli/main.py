@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 BUG = 70  # EX_SOFTWARE, as sysexits.h has it
+
+_interrupts: list[float] = []
+"""When Ctrl-C came: an import that is interrupted may fail with any error some time later."""
+
+_AFTERMATH_S = 2.0
 
 
 def main(arguments: Sequence[str], *, debug: bool = False) -> int:
@@ -27,6 +33,7 @@ def run() -> None:
     end = given.index("--") if "--" in given else len(given)
     arguments = [word for word in given[:end] if word != "--debug"] + given[end:]
     code = 130
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         from selfspec.cli import streams
 
@@ -66,7 +73,8 @@ def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
     from selfspec.cli import common, streams, unexpected
     from selfspec.errors import SelfspecError
 
-    if unexpected.interrupted(error):
+    just_now = bool(_interrupts) and time.monotonic() - _interrupts[-1] < _AFTERMATH_S
+    if just_now or unexpected.interrupted(error):
         return _interrupted()
     if debug:
         import traceback
@@ -83,6 +91,12 @@ def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
         return 2
     common.complain(unexpected.bug(error, arguments))
     return BUG
+
+
+def _interrupt(*_: object) -> None:
+    """Python's own handler, which keeps a note."""
+    _interrupts.append(time.monotonic())
+    raise KeyboardInterrupt
 
 
 def _interrupted() -> int:

@@ -21,7 +21,7 @@ from typing import IO, Any, Generic, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData, InvalidPrompt, first_line
-from selfspec.hub import HUB_ID
+from selfspec.hub import HUB_ID, local_path
 from selfspec.template import templated
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def check_source(source: str | Path) -> None:
 
 def _file_of(source: str | Path) -> Path | None:
     """The file that a source names; None: it is a data set. Raises InvalidData for odd names."""
-    path = Path(source).expanduser()
+    path = local_path(source)
     known_suffix = path.name.endswith(_FILE_SUFFIXES)
     try:
         named = path.exists() or known_suffix or not HUB_ID.fullmatch(str(source))

@@ -121,6 +121,12 @@ class Writer:
                 os.truncate(self.output, size)  # gives back what a full disk took of the batch
             raise _cannot_write(self.output, error) from error
 
+    def discard_if_empty(self) -> None:
+        """Remove what was begun and has no batch: its source could not be read at all."""
+        if not self.batches:
+            self.output.unlink(missing_ok=True)
+            self._record.unlink(missing_ok=True)
+
     def records(self) -> Iterator[dict[str, Any]]:
         """What is written so far."""
         return iter(Reader(self.output, lambda record: record))

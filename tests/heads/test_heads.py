@@ -330,7 +330,7 @@ def test_the_first_and_the_last_but_one_layer_are_allowed() -> None:
 def test_a_long_choice_of_layers_is_shortened_in_the_message() -> None:
     with pytest.raises(InvalidOption) as caught:
         check_exit_layers([30], range(1, 30))
-    assert str(caught.value) == "exit layer 30 is not among 1..29"
+    assert str(caught.value) == "exit layer 30 is not among 1..29. Give one that is"
 
 
 def test_a_selection_of_fitted_layers_passes() -> None:
