@@ -39,14 +39,14 @@ def shell(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     ("words", "code", "said"),
     [
         (
-            "selfspec heads list >/dev/full",
+            "selfspec --version >/dev/full",
             2,
             "cannot write standard output or a file: No space left",
         ),
         ("selfspec heads --help >/dev/full", 2, "No space left"),
-        ("selfspec heads list >&-", 2, "cannot write standard output"),
-        ("selfspec heads list 2>&-", 0, ""),
-        ("selfspec heads list 2>/dev/full", 0, ""),
+        ("selfspec --version >&-", 2, "cannot write standard output"),
+        ("selfspec --version 2>&-", 0, ""),
+        ("selfspec --version 2>/dev/full", 0, ""),
         ("selfspec heads show nothing 2>&-", 2, ""),
         ("selfspec heads show nothing 2>/dev/full", 2, ""),
         ("selfspec generate <&-", 2, "the prompt is empty"),

@@ -24,7 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selfspec.backbone import Backbone
-from selfspec.errors import HeadsNotFound, InvalidData, InvalidHeads, SelfspecError
+from selfspec.errors import (
+    HeadsNotFound,
+    InvalidData,
+    InvalidHeads,
+    InvalidOption,
+    SelfspecError,
+)
 from selfspec.heads import ExitHeads
 from selfspec.heads_folder import METADATA
 from selfspec.training import cache, checkpoint, formats
@@ -549,7 +555,7 @@ def test_what_is_no_file_of_conversations(tmp_path: Path, kind: str) -> None:
         path.symlink_to(path)
     elif kind == "a long name":
         path = tmp_path / f"{'a' * 300}.jsonl"
-    with pytest.raises(InvalidData) as caught:
+    with pytest.raises((InvalidData, InvalidOption)) as caught:
         read_talks(path)
     one_line(caught, path)
 
