@@ -41,7 +41,7 @@ def shell(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
         (
             "selfspec --version >/dev/full",
             2,
-            "cannot write standard output or a file: No space left",
+            "cannot write standard output: No space left",
         ),
         ("selfspec heads --help >/dev/full", 2, "No space left"),
         ("selfspec --version >&-", 2, "cannot write standard output"),
