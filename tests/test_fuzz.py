@@ -101,11 +101,16 @@ def test_so_is_every_turn_of_a_session(family: str) -> None:
             prompt = torch.cat([text[:, : turn.keep], turn.added.ids], dim=1)
             wishes = turn.wishes
             stream = session.stream(prompt, **all_options(turn))
+            try:
+                expected = fuzz.hugging_face(family, tuple(prompt[0].tolist()), wishes)
+            except RuntimeError:  # scores that are no law, for transformers too
+                with pytest.raises(InvalidOption, match="no law to draw from"):
+                    stream.drain()
+                continue
             for number, _ in enumerate(stream, start=1):
                 if number == turn.pieces:
                     break
             found = stream.result
-            expected = fuzz.hugging_face(family, tuple(prompt[0].tolist()), wishes)
             assert found.token_ids == expected[: len(found.token_ids)]
             text = torch.cat([prompt, torch.tensor([found.token_ids])], dim=1)
             if found.stop_reason is not None:
