@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import Phase, event, given, settings
 
-from selfspec.errors import InvalidOption, SelfspecError
+from selfspec.errors import InvalidOption, PinnedUnavailable, SelfspecError
 from selfspec.generate import Speculator
 from tests import fuzz
 from tests.fuzz import Case, Turn
