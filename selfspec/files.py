@@ -131,25 +131,28 @@ def append(path: Path, line: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, with the same suffix, whose file then takes its place.
+    """A temporary place with the same file name, whose file then takes the place of `path`.
 
-    After an error, an interrupt too, `path` is as it was and the temporary file is gone. Raises
-    CannotWrite where the disk does not take it, or `path` is a device, a link or a folder.
+    It lies in a folder of its own beside `path`, so that whatever a library puts next to it while
+    it writes (safetensors does) is cleared with it. After an error, an interrupt too, `path` is as
+    it was and that folder is gone. Raises CannotWrite where the disk does not take it, or `path` is
+    a device, a link or a folder.
     """
-    new = path.with_name(f".{path.stem[:100]}.{os.getpid()}.new{path.suffix}")
+    room = _temporary(path, "new")
+    new = room / path.name
     try:
         with _explained(path):
             _refuse_special(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             _sweep(path)
+            room.mkdir(exist_ok=True)
             yield new
             new.chmod(0o644)  # safetensors makes files that only their owner can read
             _to_disk(new)
             new.replace(path)
             _to_disk(path.parent)
     finally:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
+        shutil.rmtree(room, ignore_errors=True)
 
 
 @contextmanager
@@ -158,12 +161,11 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
     After an error `folder` is as it was. Raises CannotWrite.
     """
-    new = folder.with_name(f".{folder.name[:100]}.{os.getpid()}.new")
-    old = folder.with_name(f".{folder.name[:100]}.{os.getpid()}.old")
+    new, old = _temporary(folder, "new"), _temporary(folder, "old")
     try:
         with _explained(folder):
             _refuse_special(folder)
-            _sweep_folders(folder)
+            _sweep(folder)
             new.mkdir(parents=True)
             yield new
             for file in new.rglob("*"):
@@ -217,15 +219,14 @@ def sweep(output: Path) -> None:
 
     Only for who has the lock of `output`: nobody else writes there.
     """
-    found = list(output.parent.glob(f".{glob.escape(output.stem[:100])}.*.new*"))
+    found = [*output.parent.glob(f".{glob.escape(output.name[:100])}.*.new")]
     if output.is_dir():
-        found += [*output.glob(".*.new*"), *output.glob("*/.*.new*")]
+        found += [*output.glob(".*.new"), *output.glob("*/.*.new")]
     for left in found:
-        name = re.fullmatch(r"\..*\.([0-9]+)\.new(\.[^.]*)?", left.name)
-        with contextlib.suppress(OSError):
-            # whoever else has its number now: a writer would need the lock
-            if name and left.is_file() and not left.is_symlink() and int(name[1]) != os.getpid():
-                left.unlink()
+        name = re.fullmatch(r"\..*\.([0-9]+)\.new", left.name)
+        # whoever else has its number now: a writer would need the lock
+        if name and not left.is_symlink() and int(name[1]) != os.getpid():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 # --- what they share ------------------------------------------------------------------------------
@@ -281,25 +282,23 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _temporary(path: Path, kind: str) -> Path:
+    """Where this process keeps a new or an old version of `path` while it replaces it."""
+    return path.with_name(f".{path.name[:100]}.{os.getpid()}.{kind}")
+
+
 def _sweep(path: Path) -> None:
-    """Remove what killed processes left under temporary names of `path`."""
-    names = f".{glob.escape(path.stem[:100])}.*.new{glob.escape(path.suffix)}"
-    for left in path.parent.glob(names):
-        with contextlib.suppress(OSError, ValueError):
-            process = int(left.name.removesuffix(path.suffix).split(".")[-2])
-            if time.time() - left.stat().st_mtime > _STALE_S and not _runs(process):
-                left.unlink()
+    """Remove what killed processes left under temporary names of `path`.
 
-
-def _sweep_folders(folder: Path) -> None:
-    """As `_sweep` for a folder; one that was moved aside and never replaced comes back first."""
+    A folder that was moved aside and never replaced comes back first.
+    """
     for kind in ("old", "new"):
-        for left in folder.parent.glob(f".{glob.escape(folder.name[:100])}.*.{kind}"):
+        for left in path.parent.glob(f".{glob.escape(path.name[:100])}.*.{kind}"):
             with contextlib.suppress(OSError, ValueError):
                 if _runs(int(left.name.split(".")[-2])):
                     continue
-                if kind == "old" and not folder.exists():
-                    left.rename(folder)
+                if kind == "old" and not path.exists():
+                    left.rename(path)
                 elif time.time() - left.stat().st_mtime > _STALE_S:
                     shutil.rmtree(left)
 

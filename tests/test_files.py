@@ -58,6 +58,21 @@ def test_an_error_while_writing_leaves_what_was_there(
     assert snapshot(ours.parent) == before
 
 
+def test_what_a_library_makes_beside_the_new_file_goes_with_it(ours: Path) -> None:
+    """safetensors writes under a name of its own choice first, and a kill leaves that behind."""
+    before = snapshot(ours.parent)
+    child = os.fork()
+    if child == 0:
+        with files.replacing(ours) as new:
+            (new.parent / ".tmpX1y2Z3").write_text("half")
+            os._exit(0)  # as if killed: nothing is tidied
+    os.waitpid(child, 0)
+    assert snapshot(ours.parent) != before
+    with files.locked(ours):
+        files.sweep(ours)
+    assert snapshot(ours.parent) == before
+
+
 @pytest.mark.parametrize("place", ["fsync", "replace"])
 def test_a_full_disk_is_named_and_leaves_what_was_there(
     ours: Path, place: str, monkeypatch: pytest.MonkeyPatch
@@ -191,11 +206,12 @@ def test_what_killed_processes_left_is_cleared_and_a_folder_moved_aside_comes_ba
     tmp_path: Path,
 ) -> None:
     gone, old = 2**22 + 1, time.time() - 3600
-    for name in (f".out.{gone}.new.txt", f".mine.{gone}.new.txt"):
-        (tmp_path / name).write_text("half")
+    for name in (f".out.txt.{gone}.new", f".mine.txt.{gone}.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "out.txt").write_text("half")
         os.utime(tmp_path / name, (old, old))
     files.write(tmp_path / "out.txt", "whole")
-    assert {path.name for path in tmp_path.iterdir()} == {"out.txt", f".mine.{gone}.new.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"out.txt", f".mine.txt.{gone}.new"}
     (tmp_path / f".folder.{gone}.old").mkdir()
     (tmp_path / f".folder.{gone}.old" / "kept").touch()
     with pytest.raises(KeyboardInterrupt), files.replacing_folder(tmp_path / "folder"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -177,10 +176,11 @@ def test_a_lock_s_holder_clears_what_killed_processes_left(tmp_path: Path) -> No
         os._exit(0)
     os.waitpid(gone, 0)
     (tmp_path / "out" / "unfinished").mkdir(parents=True)
-    stale = [f"out/.config.{gone}.new.json", f"out/unfinished/.a.{gone}.new.b", f".out.{gone}.new"]
-    kept = [f"out/.config.{os.getpid()}.new.json", "out/.notes.new.md", "out/.a.1x.new"]
+    stale = [f"out/.config.json.{gone}.new", f"out/unfinished/.a.{gone}.new", f".out.{gone}.new"]
+    kept = [f"out/.config.json.{os.getpid()}.new", "out/.notes.new", "out/.a.1x.new"]
     for name in (*stale, *kept):
-        (tmp_path / name).write_text(json.dumps(name))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".tmpLibrary").touch()
     files.sweep(tmp_path / "out")
     assert not any((tmp_path / name).exists() for name in stale)
     assert all((tmp_path / name).exists() for name in kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec.cli import common, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
 from selfspec.config import check_keys
+from selfspec.errors import CannotWrite
 from selfspec.training.options import PRESETS, CacheOptions, FitOptions
 
 if TYPE_CHECKING:
@@ -71,9 +73,20 @@ def check_output(asked: dict[str, Any]) -> str:
     name: str = asked["output"]
     # a fit that was killed while it wrote has its checkpoint still, and goes on
     begun = bool(name) and (Path(name) / UNFINISHED / checkpoint.FILE).is_file()
+    if name and not begun:
+        _remove_empty(Path(name) / UNFINISHED)
     overwrite = begun or asked.get("overwrite", False)
     files.check_folder(name, FILES_OF_A_FIT, is_heads_folder, overwrite=overwrite)
     return name
+
+
+def _remove_empty(workplace: Path) -> None:
+    """Remove the folder of a fit that was killed between its checkpoint's removal and its own."""
+    from selfspec import files
+
+    if workplace.is_dir():
+        with suppress(CannotWrite, OSError), files.locked(workplace.parent.absolute()):
+            workplace.rmdir()  # an error unless it is empty
 
 
 def _run(asked: dict[str, Any], options: FitOptions) -> Fitted:
