@@ -10,7 +10,7 @@ import hashlib
 import os
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,18 @@ from typing import Any
 import pytest
 
 from selfspec.cli.main import main
+from selfspec.errors import SelfspecError
 from tests.hand_traces import long_trace
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
 PATIENCE_S = 10
+
+NAN, INF = float("nan"), float("inf")
+DEEP = "[" * 100_000
+
+Change = Callable[[Path], object]
+"""What damages a folder."""
 
 GENERATE = ["generate", "a", "--model", "model", "--dtype", "float32"]
 
@@ -93,3 +100,11 @@ def refused(
     assert words in lines[0]
     assert snapshot(folder) == before
     return lines[0]
+
+
+def one_line(error: pytest.ExceptionInfo[SelfspecError], named: Path) -> None:
+    """The message is one line of bounded length that names the file or its folder."""
+    text = str(error.value)
+    assert "\n" not in text
+    assert len(text) < 2000
+    assert named.name in text

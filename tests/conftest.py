@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the network
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is: of programs that tests start, too
@@ -97,3 +100,21 @@ def watched(shared: WatchedBackbone) -> Iterator[WatchedBackbone]:
     shared.runs.clear()
     yield shared
     shared.passes_until_error = -1
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of good and bad files, made once per test file."""
+    from tests.bad_input import furnish
+
+    folder = tmp_path_factory.mktemp("place")
+    furnish(folder)
+    return folder
+
+
+@pytest.fixture
+def place(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That folder, to stand in, with an empty standard input."""
+    monkeypatch.chdir(furnished)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    return furnished

@@ -16,19 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from selfspec.errors import InvalidData
 from selfspec.gguf_header import check_gguf
-from tests.bad_input import furnish, refused
+from tests.bad_input import refused
 from tests.gguf_files import header, tensor, text, tiny, value
 
 COMMAND = ["generate", "a", "--model", "it", "--dtype", "float32", "--max-new-tokens", "2"]
 
 Damage = Callable[[Path], object]
-
-
-@pytest.fixture(scope="module")
-def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("place")
-    furnish(folder)
-    return folder
 
 
 @pytest.fixture

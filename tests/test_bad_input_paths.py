@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from pathlib import Path
 
 import pytest
@@ -82,13 +80,6 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("dir", "empty", "garbage", "zeros", "pipe", "loop"):
         (folder / f"{name}.jsonl").symlink_to(name)
     return folder
-
-
-@pytest.fixture
-def place(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(furnished)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    return furnished
 
 
 @pytest.mark.parametrize("name", NO_FILES, ids=lambda name: name[:20] or "nameless")

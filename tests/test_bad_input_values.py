@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.bad_input import GENERATE, furnish, refused
+from tests.bad_input import GENERATE, refused
 from tests.test_untrusted import BOMB
 
 ROOT = Path(__file__).parents[1]
@@ -44,20 +42,6 @@ NUMBERS = {
     "--attn-implementation": ["", "none", "flash_attention_2"],
     "--unknown": ["1"],
 }
-
-
-@pytest.fixture(scope="module")
-def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("place")
-    furnish(folder)
-    return folder
-
-
-@pytest.fixture
-def place(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(furnished)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    return furnished
 
 
 @pytest.mark.parametrize(
