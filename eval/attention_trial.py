@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 import selfspec
 from selfspec.files import write
-from selfspec.head_types import DeepFusedHead, DraftVocabulary, Unembedding
+from selfspec.heads.types import DeepFusedHead, DraftVocabulary
+from selfspec.model.unembedding import Unembedding
 from selfspec.training.cache import CacheSource
 from selfspec.training.data import draft_vocabulary, special_ids
 from selfspec.training.features import Features

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import UnsupportedModel
-from selfspec.generate import Speculator
-from selfspec.kv_cache import KVCache
-from selfspec.parts import text_config
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
+from selfspec.model.parts import text_config
 
 logger = logging.getLogger(__name__)
 

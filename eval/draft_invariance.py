@@ -20,6 +20,7 @@ from typing import Annotated
 import typer
 
 import selfspec
+from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
 from selfspec.config import SpeculationOptions
@@ -27,7 +28,6 @@ from selfspec.eval.compare import Bits
 from selfspec.eval.decoding import decode_recorded, greedy_request
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite
 from selfspec.files import write
-from selfspec.generate import Speculator
 
 
 def main(

@@ -29,8 +29,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from eval.tiny_families import LAYERS, MIDDLE, NO_TEXT, ORIGINAL, TINY, WINDOW, tiny_model
 from selfspec import files
+from selfspec.api.speculator import wrap
 from selfspec.errors import SelfspecError
-from selfspec.generate import wrap
 
 PROMPTS = (5, 90)
 """Tokens of the prompts: inside every window, and beyond the windows and the original maximum."""
@@ -139,7 +139,7 @@ _DRAFTERS: dict[str, dict[str, Any]] = {
 def executor_error(model: PreTrainedModel) -> float:
     """Largest error of a position's logits on auto's executor, of the size of all logits."""
     backbone, ids = wrap(model, heads="logit-lens").backbone, random_ids(sum(PROMPTS))
-    from selfspec.kv_cache import KVCache
+    from selfspec.model.kv_cache import KVCache
 
     kv, parts = KVCache(backbone.num_layers), []
     with torch.inference_mode():

@@ -45,7 +45,7 @@ def main(
 def loaded(model: str | None, dtype: str, executor: str) -> dict[str, Any]:
     """Megabytes: the model's weights, and the peaks after loading and after an answer."""
     import selfspec  # imports first: they are not part of what is measured
-    from selfspec.generate import load  # noqa: F401  # torch and transformers
+    from selfspec.api.speculator import load  # noqa: F401  # torch and transformers
 
     before = memory("VmRSS")
     speculator = selfspec.load(model, dtype=dtype, executor=executor)

@@ -21,9 +21,11 @@ import typer
 from rich.progress import track
 
 import selfspec
+from selfspec.api.speculator import Speculator
+from selfspec.api.tuned import conditions
 from selfspec.cli.training import progress_bar
 from selfspec.config import SpeculationOptions
-from selfspec.costs import measure
+from selfspec.decoding.costs import measure
 from selfspec.eval.record import Record
 from selfspec.eval.suites import load_suite
 from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
@@ -31,8 +33,6 @@ from selfspec.eval.trace import record
 from selfspec.eval.trace_options import RecordOptions
 from selfspec.eval.tune import candidates
 from selfspec.files import write
-from selfspec.generate import Speculator
-from selfspec.tuned import conditions
 
 PLAIN = {"speculate": False}
 

@@ -19,7 +19,7 @@ import typer
 from eval.device_speed import SHAPES, as_json, markdown, measure, random_model
 from selfspec.cli.env import machine
 from selfspec.files import write
-from selfspec.hub import load_model
+from selfspec.hub.models import load_model
 
 
 def main(

@@ -25,9 +25,10 @@ import typer
 import yaml
 
 import selfspec
+from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
-from selfspec.costs import measure
+from selfspec.decoding.costs import measure
 from selfspec.errors import HeadsNotFound
 from selfspec.eval import results
 from selfspec.eval.answers import ANSWERS, Answer, failures
@@ -41,7 +42,6 @@ from selfspec.eval.trace import record
 from selfspec.eval.trace_options import RecordOptions, TuneOptions
 from selfspec.eval.tune import Tuned, tune
 from selfspec.files import write
-from selfspec.generate import Speculator
 
 TAUS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 WIDTHS = (1, 2, 3, 5, 7)

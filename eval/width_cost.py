@@ -18,9 +18,9 @@ import typer
 
 import selfspec
 from selfspec.cli.env import machine
-from selfspec.costs import measure
+from selfspec.decoding.costs import measure
 from selfspec.files import write
-from selfspec.heads import ExitHeads, HeadsConfig
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 
 WIDTHS = "4096,8192,16384,24576,32768"
 

@@ -12,10 +12,10 @@ from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.errors import SelfspecError
 
 if TYPE_CHECKING:
-    from selfspec.generate import Speculator, load, wrap
-    from selfspec.session import Session
-    from selfspec.stats import GenerationStats
-    from selfspec.stream import Generation, Stream
+    from selfspec.api.session import Session
+    from selfspec.api.speculator import Speculator, load, wrap
+    from selfspec.api.stream import Generation, Stream
+    from selfspec.decoding.stats import GenerationStats
 
 __all__ = [
     "GenerateOptions",
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Generation": "stream",
-    "GenerationStats": "stats",
-    "Session": "session",
-    "Speculator": "generate",
-    "Stream": "stream",
-    "load": "generate",
-    "wrap": "generate",
+    "Generation": "api.stream",
+    "GenerationStats": "decoding.stats",
+    "Session": "api.session",
+    "Speculator": "api.speculator",
+    "Stream": "api.stream",
+    "load": "api.speculator",
+    "wrap": "api.speculator",
 }
 """Names that need torch, and the modules they live in."""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from selfspec.errors import CannotWrite
+from selfspec.errors import CannotWrite, InvalidOption, first_line
 
 MARK = b"selfspec"
 """What every file that selfspec writes says near its beginning, so that it is known again."""
@@ -40,6 +40,24 @@ _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
 )
+
+
+def cache_folder() -> Path:
+    """The folder for files that can be made again: $XDG_CACHE_HOME or ~/.cache, then selfspec."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return local_path(base) / "selfspec"
+
+
+def local_path(name: str | Path) -> Path:
+    """A name as a path, `~` replaced. Raises InvalidOption where there is no such home folder."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (RuntimeError, ValueError) as error:
+        raise InvalidOption(f"{str(name)!r} names no file: {first_line(error)}") from error
+    except OSError as error:
+        raise InvalidOption(f"cannot use {str(name)!r}: {error.strerror}") from error
+    return path
 
 
 # --- before long work begins ----------------------------------------------------------------------

@@ -17,8 +17,8 @@ from hypothesis import settings
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec import hub
-from selfspec.backbone import Backbone
+from selfspec.files import cache_folder
+from selfspec.model.backbone import Backbone
 from tests.models import make_model, random_ids
 from tests.watched import WatchedBackbone
 
@@ -46,7 +46,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     own = tmp_path_factory.mktemp("cache")
     (own / "selfspec").mkdir()
     for name in ("models", "compiled"):
-        shared = hub.cache_folder() / name
+        shared = cache_folder() / name
         shared.mkdir(parents=True, exist_ok=True)
         (own / "selfspec" / name).symlink_to(shared)
     with pytest.MonkeyPatch.context() as patch:

@@ -23,11 +23,11 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import DRAFTERS
-from selfspec.controllers import CONTROLLERS
-from selfspec.generate import Speculator, wrap
-from selfspec.head_types import Unembedding
-from selfspec.heads import ExitHeads, HeadsConfig
+from selfspec.decoding.controllers import CONTROLLERS
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.model.unembedding import Unembedding
 from tests.models import VOCAB_SIZE, make_model, random_ids
 
 LAYERS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from selfspec.stats import Round
+from selfspec.decoding.stats import Round
 from selfspec.visualise.layers import (
     Kind,
     LayerSays,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from selfspec.acceptance import GreedyMatch
-from selfspec.backbone import Backbone
-from selfspec.controllers import Fixed
-from selfspec.decode import StopRule, rounds
-from selfspec.drafters import (
+from selfspec.api.speculator import wrap
+from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.controllers import Fixed
+from selfspec.decoding.decode import StopRule, rounds
+from selfspec.decoding.drafters import (
     DraftCache,
     DraftCost,
     Drafter,
@@ -30,17 +30,17 @@ from selfspec.drafters import (
     SeenTextFirst,
     WhilePaying,
 )
+from selfspec.decoding.probe import PassShape
+from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.decoding import Recorder
 from selfspec.eval.reference import block_logits, hugging_face
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
-from selfspec.generate import wrap
-from selfspec.heads import ExitHeads, HeadsConfig, logit_lens
-from selfspec.judge import ExitJudge
-from selfspec.kv_cache import KVCache
-from selfspec.probe import PassShape
-from selfspec.scores import Sampler
-from selfspec.state import DecodeState
-from selfspec.stats import Round, Stopwatch
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
+from selfspec.heads.judge import ExitJudge
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
 from tests.models import VOCAB_SIZE, make_model
 
 FIXED = PassShape(rows=6, slots=64)

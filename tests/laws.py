@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from selfspec.acceptance import AcceptanceRule
-from selfspec.drafters import Draft
-from selfspec.scores import Sampler
-from selfspec.state import DecodeState
+from selfspec.decoding.acceptance import AcceptanceRule
+from selfspec.decoding.drafters import Draft
+from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sequence import DecodeState
 
 CELLS = 8
 Law = dict[tuple[int, ...], float]

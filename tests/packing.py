@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.packed_linear import why_unpackable
+from selfspec.model.products import why_unpackable
 from tests.models import PACKED_EXECUTORS
 
 PACKABLE = [

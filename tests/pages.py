@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.stats import Round
 from selfspec.eval.record import Record
 from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
-from selfspec.stats import Round
 from tests.records import OPTIONS
 from tests.traces import some_costs
 

@@ -15,9 +15,9 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
 )
 
-from selfspec.acceptance import GreedyMatch, SpeculativeSampling, residual
-from selfspec.drafters import Draft
-from selfspec.scores import Sampler
+from selfspec.decoding.acceptance import GreedyMatch, SpeculativeSampling, residual
+from selfspec.decoding.drafters import Draft
+from selfspec.decoding.scores import Sampler
 from tests.laws import (
     DRAFT,
     TARGET,

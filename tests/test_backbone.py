@@ -10,12 +10,12 @@ from accelerate import dispatch_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import wrap
+from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.errors import InvalidPrompt, UnsupportedModel
-from selfspec.generate import wrap
-from selfspec.hidden_cache import HiddenCache
-from selfspec.hooks import captured_outputs
-from selfspec.kv_cache import KVCache
+from selfspec.model.backbone import Backbone
+from selfspec.model.hooks import captured_outputs
+from selfspec.model.kv_cache import KVCache
 from tests.models import BREADTH, FAMILIES, VOCAB_SIZE, make_model, random_ids
 
 

@@ -21,14 +21,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from selfspec.backbone import Backbone
 from selfspec.errors import (
     HeadsNotFound,
     InvalidHeads,
     SelfspecError,
 )
-from selfspec.heads import ExitHeads
-from selfspec.heads_folder import METADATA
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.folder import METADATA
+from selfspec.model.backbone import Backbone
 from tests.bad_input import DEEP, INF, NAN, Change, one_line, snapshot
 from tests.heads.kinds import FINGERPRINT, make_heads, train
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from selfspec.errors import InvalidData
-from selfspec.gguf_header import check_gguf
+from selfspec.hub.gguf_header import check_gguf
 from tests.bad_input import refused
 from tests.gguf_files import header, tensor, text, tiny, value
 

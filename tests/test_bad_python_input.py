@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, InvalidPrompt, SelfspecError
-from selfspec.generate import Speculator, wrap
 from tests.models import addressless, make_model, random_ids
 from tests.test_text import byte_level_bpe
 

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from selfspec.backbone import Backbone
 from selfspec.errors import (
     InvalidData,
 )
+from selfspec.model.backbone import Backbone
 from selfspec.training import cache, checkpoint
 from selfspec.training.data import Conversation
 from selfspec.training.features import FeatureSpec

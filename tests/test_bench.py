@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.text import encode
+from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import bench as runner
 from selfspec.eval.answers import Answer, Run, read
@@ -25,9 +28,6 @@ from selfspec.eval.quality import first_divergence
 from selfspec.eval.reference import log_likelihood
 from selfspec.eval.suites import Question
 from selfspec.eval.texts import Texts
-from selfspec.generate import Speculator, wrap
-from selfspec.stats import Round
-from selfspec.text import encode
 from tests.models import make_model
 from tests.talks import make_tokenizer
 

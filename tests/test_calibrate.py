@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfspec.backbone import Backbone
 from selfspec.cli.calibrate import described
 from selfspec.config import SpeculationOptions
-from selfspec.costs import Costs
-from selfspec.heads import ExitHeads
+from selfspec.decoding.costs import Costs
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.model.backbone import Backbone
 from selfspec.training import calibrate, records, reliability
 from selfspec.training.cost_model import Exits, best_setting, exits, expected
 from selfspec.training.data import Conversation

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.backbone import Backbone
 from selfspec.cli.main import main
-from selfspec.heads import HeadsConfig
+from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.model.backbone import Backbone
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
 

@@ -16,12 +16,12 @@ import pytest
 import yaml
 from rich.progress import Progress
 
-from selfspec.backbone import Backbone
 from selfspec.cli.cache import Rate
 from selfspec.cli.fit import UNFINISHED
 from selfspec.cli.main import main
 from selfspec.cli.training import progress_bar
-from selfspec.heads import HeadsConfig
+from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.model.backbone import Backbone
 from selfspec.training import cache
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer

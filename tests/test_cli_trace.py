@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from selfspec.api.speculator import load
 from selfspec.cli.main import main
-from selfspec.generate import load
 from selfspec.visualise.layers import LayerTrace
 from tests.hand_traces import long_trace
 from tests.models import make_model

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from selfspec import tuned
+from selfspec.api import tuned
+from selfspec.api.speculator import load, wrap
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.eval.record import Record
-from selfspec.generate import load, wrap
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 from tests.talks import make_tokenizer

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
-from selfspec.decode import remind
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.decode import remind
 from selfspec.errors import InvalidPrompt
-from selfspec.generate import Speculator, wrap
+from selfspec.model.backbone import Backbone
 from tests.models import PACKED_EXECUTORS, make_model, random_ids
 
 LIMIT = 64

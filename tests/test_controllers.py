@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from selfspec.config import SpeculationOptions
-from selfspec.controllers import (
+from selfspec.decoding.controllers import (
     CONTROLLERS,
     Bounds,
     CmAsdLength,

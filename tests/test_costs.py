@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from selfspec.backbone import Backbone
 from selfspec.config import SpeculationOptions
-from selfspec.costs import MAX_DRAFT_TOKENS, Costs, measure
-from selfspec.heads import ExitHeads, logit_lens
+from selfspec.decoding.costs import MAX_DRAFT_TOKENS, Costs, measure
+from selfspec.heads.exit_heads import ExitHeads, logit_lens
+from selfspec.model.backbone import Backbone
 from tests.heads.kinds import make_heads
 
 COSTS = Costs(

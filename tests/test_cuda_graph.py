@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
-from selfspec.drafters import NoDrafter
+from selfspec.api.speculator import wrap
+from selfspec.decoding.drafters import NoDrafter
 from selfspec.errors import UnsupportedModel
-from selfspec.executors import cuda_graph
-from selfspec.executors.capture import Replays, Work, uncaptured
-from selfspec.executors.cuda_graph import CudaGraphExecutor
-from selfspec.generate import wrap
-from selfspec.kv_cache import KVCache
-from selfspec.parts import parts_of
+from selfspec.model.backbone import Backbone
+from selfspec.model.executors import cuda_graph
+from selfspec.model.executors.capture import Replays, Work, uncaptured
+from selfspec.model.executors.cuda_graph import CudaGraphExecutor
+from selfspec.model.kv_cache import KVCache
+from selfspec.model.parts import parts_of
 from tests import ladder
 from tests.models import FAMILIES, MAX_POSITIONS, make_model, random_ids
 from tests.recorded import RecordedCapture
@@ -267,7 +267,7 @@ def test_where_capture_fails_segments_run_as_they_are_and_one_notice_says_so(
 
 
 def test_the_graph_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.executors.capture._MOST_GRAPHS", 2)
+    monkeypatch.setattr("selfspec.model.executors.capture._MOST_GRAPHS", 2)
     made: list[str] = []
 
     def noting(work: Work) -> Work:
@@ -296,9 +296,9 @@ def test_on_a_gpu_it_is_chosen_unless_nothing_can_be_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
-    monkeypatch.setattr("selfspec.backbone.check_conformance", lambda _: None)
-    monkeypatch.setattr("selfspec.backbone.check_agreement", lambda *_: None)
-    monkeypatch.setattr("selfspec.backbone.find_mixing", lambda _: None)
+    monkeypatch.setattr("selfspec.model.backbone.check_conformance", lambda _: None)
+    monkeypatch.setattr("selfspec.model.backbone.check_agreement", lambda *_: None)
+    monkeypatch.setattr("selfspec.model.backbone.find_mixing", lambda _: None)
     strategy: list[Any] = [RecordedCapture]
     start = CudaGraphExecutor.start_capture
     monkeypatch.setattr(CudaGraphExecutor, "start_capture", lambda self: start(self, strategy[0]))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from selfspec.api.speculator import load, wrap
 from selfspec.errors import InvalidOption
-from selfspec.generate import load, wrap
 from selfspec.training.draft_model import DraftFitOptions, agreement, cut, fit
 from tests.models import make_model, random_ids
 from tests.talks import make_talks, make_tokenizer

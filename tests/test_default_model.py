@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import selfspec
-from selfspec.hub import DEFAULT_MODEL_PACKAGE
-from selfspec.kv_cache import fixed_slots
-from selfspec.probe import PassShape
-from selfspec.text import encode
+from selfspec.api.text import encode
+from selfspec.decoding.probe import PassShape
+from selfspec.hub.models import DEFAULT_MODEL_PACKAGE
+from selfspec.model.kv_cache import fixed_slots
 from tests import ladder
 from tests.models import PACKED_EXECUTORS
 from tests.packing import PACKABLE, PINNED_DTYPE, RUNNING_BFLOAT16

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from selfspec.generate import Speculator, wrap
-from selfspec.stats import Round
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.stats import Round
 from tests.models import make_model, random_ids
 
 WAITING = {

@@ -23,11 +23,11 @@ from eval.dialled.runs import (
     points,
     round_cost,
 )
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import wrap
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.eval.suites import Question
-from selfspec.generate import wrap
-from selfspec.head_types import DraftVocabulary, LogitLensHead
+from selfspec.heads.types import DraftVocabulary, LogitLensHead
+from selfspec.model.backbone import Backbone
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.papers.divergence import acceptance, committed, random_laws, total_variation
-from selfspec.acceptance import SpeculativeSampling
+from selfspec.decoding.acceptance import SpeculativeSampling
 from tests.laws import DRAFTS, TARGETS, LoadedSampler, enumerate_law, make_sampler, one_round
 
 

@@ -12,20 +12,20 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from selfspec import generate as facade
-from selfspec import hub
-from selfspec.backbone import Backbone
+from selfspec.api import speculator as facade
+from selfspec.api.speculator import wrap
 from selfspec.cli.main import main
-from selfspec.confidence import top_probability
-from selfspec.controllers import Fixed, Threshold
-from selfspec.drafters import DraftCache, DraftModelDrafter, check_same_tokens
+from selfspec.decoding.controllers import Fixed, Threshold
+from selfspec.decoding.drafters import DraftCache, DraftModelDrafter, check_same_tokens
+from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sequence import DecodeState, shared_prefix
+from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import DraftModelMismatch
-from selfspec.generate import wrap
-from selfspec.hub import ModelFiles
-from selfspec.kv_cache import KVCache
-from selfspec.scores import Sampler
-from selfspec.state import DecodeState, shared_prefix
-from selfspec.stats import Stopwatch
+from selfspec.heads.confidence import top_probability
+from selfspec.hub import models as hub
+from selfspec.hub.models import ModelFiles
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import DRAFTERS
-from selfspec.controllers import CONTROLLERS
+from selfspec.decoding.controllers import CONTROLLERS
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.generate import Speculator, wrap
 from tests import ladder
 from tests.models import make_model, random_ids
 

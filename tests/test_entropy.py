@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import load
 from selfspec.cli.main import main
-from selfspec.generate import load
-from selfspec.heads import HeadsConfig
+from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.model.backbone import Backbone
 from selfspec.training.entropy import calibrated, entropies, threshold
 from tests.heads.kinds import make_heads
 from tests.models import make_model, random_ids

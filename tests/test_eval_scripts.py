@@ -18,7 +18,7 @@ from selfspec.errors import CannotWrite, InvalidOption
 from selfspec.eval import results
 from selfspec.eval.answers import Answer, Run
 from selfspec.eval.summary import summarise
-from selfspec.packed_linear import PackedLinear
+from selfspec.model.products import PackedLinear
 from tests.models import make_model
 from tests.talks import make_tokenizer
 

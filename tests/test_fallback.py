@@ -11,12 +11,12 @@ from accelerate import cpu_offload
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import wrap
 from selfspec.cli.main import main
 from selfspec.errors import UnsupportedModel
-from selfspec.executors.packed_cpu import PackedExecutor
-from selfspec.generate import wrap
-from selfspec.packed_linear import PackedLinear
+from selfspec.model.backbone import Backbone
+from selfspec.model.executors.packed_cpu import PackedExecutor
+from selfspec.model.products import PackedLinear
 from tests.models import make_model, random_ids
 
 
@@ -173,7 +173,7 @@ def test_env_says_how_a_model_runs_and_why(
         label = "tiny"
 
     monkeypatch.setattr(
-        "selfspec.hub.load_model", lambda name, **_: (make_model(name), None, Files)
+        "selfspec.hub.models.load_model", lambda name, **_: (make_model(name), None, Files)
     )
     assert main(["env", "--json", "--model", "granite"]) == 0
     facts = json.loads(capsys.readouterr().out)

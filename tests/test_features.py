@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.backbone import Backbone
+from selfspec.model.backbone import Backbone
 from selfspec.training.data import Conversation, padded
 from selfspec.training.features import Features, FeatureSpec, features
 from tests.talks import make_talks

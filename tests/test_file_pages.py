@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from selfspec.backbone import Backbone
 from selfspec.eval.memory import _resident, peak_of
-from selfspec.file_pages import FilePages
+from selfspec.model.backbone import Backbone
+from selfspec.model.file_pages import FilePages
 from tests.models import make_model, random_ids
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is let go")
@@ -68,7 +68,7 @@ def test_weights_in_memory_alone_stay() -> None:
 def test_without_a_list_of_mappings_nothing_is_let_go(
     mapped: OneWeight, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("selfspec.file_pages._MAPPINGS", tmp_path / "absent")
+    monkeypatch.setattr("selfspec.model.file_pages._MAPPINGS", tmp_path / "absent")
     before = from_files_mb()
     FilePages().release(mapped)
     assert before - from_files_mb() < 1

@@ -14,12 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from selfspec import fingerprint, generate, hub, weight_files
-from selfspec.backbone import Backbone
+from selfspec.api import speculator as generate
 from selfspec.cli.main import main
 from selfspec.errors import HeadsMismatch
-from selfspec.fingerprint import UNKNOWN, unembedding_fingerprint
-from selfspec.heads import ExitHeads, HeadsConfig
+from selfspec.files import cache_folder
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.hub import fingerprint, weight_files
+from selfspec.hub import models as hub
+from selfspec.hub.fingerprint import UNKNOWN, unembedding_fingerprint
+from selfspec.model.backbone import Backbone
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 from tests.talks import make_tokenizer
@@ -168,7 +171,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_not_kept(
     for _ in range(2):
         fingerprint.of_loaded(model, files.stamps)
     assert len(hashed) == 2
-    assert not (hub.cache_folder() / "fingerprints").exists()
+    assert not (cache_folder() / "fingerprints").exists()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_not_kept(
 )
 def test_a_damaged_entry_is_made_again(folder: Path, hashed: list[str], content: str) -> None:
     first = loaded(folder)
-    (entry,) = (hub.cache_folder() / "fingerprints").iterdir()
+    (entry,) = (cache_folder() / "fingerprints").iterdir()
     key = json.dumps(json.loads(entry.read_text())["selfspec"])
     entry.write_text(content.replace('"KEY"', key))
     assert loaded(folder) == first

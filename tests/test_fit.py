@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from selfspec.backbone import Backbone
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
-from selfspec.head_types import DraftVocabulary, TranslatorHead
+from selfspec.heads.types import DraftVocabulary, TranslatorHead
+from selfspec.model.backbone import Backbone
 from selfspec.training import cache, checkpoint
 from selfspec.training.data import Conversation
 from selfspec.training.features import FeatureSpec

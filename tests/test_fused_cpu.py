@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selfspec.backbone import Backbone
-from selfspec.compiled import compiled, compiler
 from selfspec.errors import UnsupportedModel
-from selfspec.executors.fused_cpu import FusedExecutor, _Kernels, _Shape
-from selfspec.executors.packed_cpu import RowNorm
-from selfspec.hub import cache_folder
-from selfspec.parts import parts_of
+from selfspec.files import cache_folder
+from selfspec.model.backbone import Backbone
+from selfspec.model.compiled import compiled, compiler
+from selfspec.model.executors.fused_cpu import FusedExecutor, _Kernels, _Shape
+from selfspec.model.executors.packed_cpu import RowNorm
+from selfspec.model.parts import parts_of
 from tests.models import make_model
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
@@ -192,7 +192,7 @@ def test_a_file_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     source.write_text('extern "C" int answer() { return NUMBER; }', encoding="utf-8")
     assert compiled(source, NUMBER=42).answer() == 42
     made = list(cache_folder().rglob("*"))
-    monkeypatch.setattr("selfspec.compiled._make", None)
+    monkeypatch.setattr("selfspec.model.compiled._make", None)
     assert compiled(source, NUMBER=42).answer() == 42
     with pytest.raises(TypeError):
         compiled(source, NUMBER=43)

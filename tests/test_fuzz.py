@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import Phase, event, given, settings
 
+from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption, PinnedUnavailable, SelfspecError
-from selfspec.generate import Speculator
 from tests import fuzz
 from tests.fuzz import Case, Turn
 from tests.models import random_ids

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.decode import verify
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.decode import verify
 from selfspec.errors import InvalidOption, InvalidPrompt
-from selfspec.generate import Speculator, wrap
 from tests.models import make_model, random_ids
 
 NEW_TOKENS = 30
@@ -385,7 +385,7 @@ def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptu
 
 
 def test_verify_is_one_deep_pass_per_round(speculator: Speculator) -> None:
-    assert verify.__module__ == "selfspec.decode"
+    assert verify.__module__ == "selfspec.decoding.decode"
     stream = speculator.stream(random_ids(13), max_new_tokens=12)
     for entry in stream._entries:
         assert sum(last == 6 for _, _, last in entry.passes) == 1

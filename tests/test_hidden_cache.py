@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from selfspec.hidden_cache import HiddenCache
-from selfspec.kv_cache import KVCache
+from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.model.kv_cache import KVCache
 from tests.models import random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
 

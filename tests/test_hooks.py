@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.backbone import Backbone
-from selfspec.hooks import captured_outputs
+from selfspec.model.backbone import Backbone
+from selfspec.model.hooks import captured_outputs
 from tests.models import random_ids
 
 

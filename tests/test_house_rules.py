@@ -11,35 +11,24 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "selfspec"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+from tests import house
+from tests.house import PACKAGE, SOURCES, TREES
 
 FLOORS = (
-    ("errors", "config", "typed"),
-    ("packed_linear", "files", "untrusted", "weight_files", "heads_folder"),
-    ("gguf_header", "model_folder"),
-    ("pretrained", "template"),
-    (
-        *("confidence", "file_pages", "kv_cache", "head_types", "heads", "judge", "stats", "hub"),
-        *("given", "schedule", "scores", "text", "one_row", "fingerprint"),
-    ),
-    ("compiled", "parts"),
-    ("executors",),
-    ("conformance", "backbone", "hooks", "model_watch", "row_mixing"),
-    ("hidden_cache",),
-    ("state", "probe"),
-    ("drafters", "controllers", "acceptance", "lossy"),
-    ("decode",),
-    ("keywords", "request", "stream", "costs", "tuned"),
-    ("session", "generate"),
+    ("errors",),
+    ("config", "typed", "files", "untrusted"),
+    ("hub",),
+    ("model",),
+    ("heads",),
+    ("decoding",),
+    ("api",),
     ("__init__",),
     ("training", "eval"),
     ("visualise",),
     ("cli",),
     ("__main__",),
 )
-"""Modules import from their own floor and from those above in this list, never from below."""
+"""Rooms import from their own floor and from those above in this list, never from below."""
 
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
@@ -73,29 +62,9 @@ def untyped(node: Function) -> bool:
     return bool(bare) or node.returns is None
 
 
-def top(path: Path) -> str:
-    """The module or subpackage of selfspec that a file belongs to."""
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
-
-
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of everything imported, also inside functions and under TYPE_CHECKING."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, "relative import"
-            if node.module == "selfspec":
-                yield from (f"selfspec.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
-
-
-def internal(tree: ast.AST) -> set[str]:
-    """Which modules and subpackages of selfspec are imported; other names are the package's own."""
-    parts = [name.split(".") for name in imported(tree) if name.split(".")[0] == "selfspec"]
-    return {part[1] if len(part) > 1 and part[1] in HEIGHT else "__init__" for part in parts}
+def room(path: Path) -> str:
+    """The folder or module of selfspec that a file belongs to."""
+    return house.module(path).split(".")[0]
 
 
 def test_no_file_outgrows_its_limit() -> None:
@@ -137,26 +106,43 @@ def test_public_api_is_fully_typed() -> None:
     assert not bare
 
 
-def test_every_module_has_a_floor() -> None:
-    unknown = {top(path) for path in SOURCES} - HEIGHT.keys()
-    assert not unknown, "say in FLOORS which modules may import them"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_one_way(path: Path) -> None:
-    own = top(path)
-    upward = {name for name in internal(TREES[path]) if HEIGHT[name] > HEIGHT[own]}
+def test_imports_point_one_way() -> None:
+    rooms = house.room_arrows()
+    assert rooms.keys() == HEIGHT.keys(), "say in FLOORS which rooms may import it"
+    upward = {
+        f"{name} -> {target}"
+        for name, targets in rooms.items()
+        for target in targets
+        if HEIGHT[target] > HEIGHT[name] or {name, target} == {"training", "eval"}
+    }
     assert not upward
-    if own in ("training", "eval"):
-        assert not internal(TREES[path]) & ({"training", "eval"} - {own})
+
+
+def test_nothing_imports_itself_by_way_of_others() -> None:
+    assert not house.circles(house.room_arrows())
+
+
+def test_executors_and_heads_do_not_know_who_runs_them() -> None:
+    arrows = house.module_arrows()
+    for name, targets in arrows.items():
+        if name.startswith("model.executors"):
+            assert "model.backbone" not in targets, name
+        if name.startswith("heads."):
+            assert not [target for target in targets if "executors" in target], name
+
+
+def test_circles_and_floors_are_found() -> None:
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert house.circles(arrows) == [{"b", "c"}]
+    assert house.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"c": 1, "b": 2, "a": 3}
 
 
 def test_runtime_needs_no_training_or_plotting_packages() -> None:
     found = {
         (path.name, name)
         for path, tree in TREES.items()
-        if top(path) in RUNTIME
-        for name in imported(tree)
+        if room(path) in RUNTIME
+        for name in house.imported(tree)
         if name.split(".")[0] in NOT_IN_RUNTIME
     }
     assert not found
@@ -166,13 +152,13 @@ def test_nothing_that_ships_needs_the_laboratory() -> None:
     found = {
         (path.name, name)
         for path, tree in TREES.items()
-        for name in imported(tree)
+        for name in house.imported(tree)
         if name.split(".")[0] in ("eval", "tests", "training")
     }
     assert not found
 
 
-@pytest.mark.parametrize("module", ["selfspec", "selfspec.hub", "selfspec.cli.main"])
+@pytest.mark.parametrize("module", ["selfspec", "selfspec.hub.models", "selfspec.cli.main"])
 def test_import_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; print({{'torch', 'transformers'}} & sys.modules.keys())"
     result = subprocess.run(

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from selfspec import files, hub
+from selfspec import files
 from selfspec.errors import HeadsNotFound, ModelNotFound
+from selfspec.hub import models as hub
 from tests.gguf_files import tiny
 
 Convert = Callable[[Path, Path, str], None]
@@ -92,7 +93,7 @@ def test_gguf_file_is_converted_for_each_dtype(
 def test_conversion_says_that_weights_are_dequantised(
     gguf: Path, conversions: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="selfspec.hub")
+    caplog.set_level(logging.INFO, logger="selfspec.hub.models")
     hub.resolve_model(gguf)
     assert "de-quantising toy.Q4_1.gguf" in caplog.text
 

@@ -13,8 +13,9 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from selfspec import hub, pretrained
 from selfspec.errors import InvalidOption, ModelNotFound
+from selfspec.hub import models as hub
+from selfspec.hub import pretrained
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.generate import Speculator, wrap
-from selfspec.judge import ExitJudge
+from selfspec.heads.judge import ExitJudge
+from selfspec.model.backbone import Backbone
 from selfspec.visualise.inspect import branches, inspect
 from selfspec.visualise.layers import LayerTrace
 from tests.models import VOCAB_SIZE, make_model, random_ids

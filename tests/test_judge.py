@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.judge import ExitJudge, read_together, spread
+from selfspec.heads.judge import ExitJudge, read_together, spread
 
 
 def logits_of(*probs: float, temperature: float = 1.0) -> Tensor:

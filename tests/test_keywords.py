@@ -16,15 +16,15 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, WatermarkingConfig
 from transformers.utils.generic import TransformersKwargs
 
-from selfspec.errors import InvalidOption
-from selfspec.generate import Speculator, wrap
-from selfspec.keywords import (
+from selfspec.api.keywords import (
     HONOURED,
     NEUTRAL,
     REFUSED,
     refuse_model_keywords,
     refuse_other_decoding,
 )
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.errors import InvalidOption
 from tests.models import make_model, random_ids
 
 LENGTH = 9

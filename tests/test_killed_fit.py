@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec import heads as heads_module
-from selfspec.backbone import Backbone
 from selfspec.cli.main import main
-from selfspec.heads import ExitHeads
+from selfspec.heads import exit_heads as heads_module
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint, fit
 from selfspec.training.trainer import Trainer
 from tests.models import make_model

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers import Ministral3Config, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from selfspec.backbone import Backbone
-from selfspec.conformance import named_positions, stretches
+from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
-from selfspec.executors.known import require_capturable, require_llama_like
-from selfspec.executors.packed_cpu import PackedExecutor
-from selfspec.executors.source import words
-from selfspec.generate import wrap
-from selfspec.parts import parts_of
+from selfspec.model.backbone import Backbone
+from selfspec.model.conformance import named_positions, stretches
+from selfspec.model.executors.known import require_capturable, require_llama_like
+from selfspec.model.executors.packed_cpu import PackedExecutor
+from selfspec.model.executors.source import words
+from selfspec.model.parts import parts_of
 from tests.models import FAMILIES, PACKED_EXECUTORS, make_model, random_ids
 
 THRESHOLD = 32
@@ -234,7 +234,7 @@ def test_far_places_are_those_that_the_config_names(monkeypatch: pytest.MonkeyPa
     assert named_positions(fields, 80) == {64, 20}
     backbone = Backbone(make_model("mistral", sliding_window=100), executor="generic")
     assert stretches(backbone) == [(93, 93), (246, 246)]
-    monkeypatch.setattr("selfspec.conformance._MOST_HELD", 200)
+    monkeypatch.setattr("selfspec.model.conformance._MOST_HELD", 200)
     assert stretches(backbone) == [(93, 93), (246, 0)]
     for executor in ("packed", "cuda-graph"):
         Backbone(make_model("mistral", sliding_window=100), executor=executor)

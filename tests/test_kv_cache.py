@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.kv_cache import KVCache, fixed_slots
+from selfspec.model.kv_cache import KVCache, fixed_slots
 
 
 def block(rows: int, seed: int = 0, head_dim: int = 4) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ import torch
 
 from eval.papers.lengths import CONTROLLERS, Chains, Setting, gains, replayed
 from eval.papers.prices import counts
-from selfspec.drafters import DraftCache
-from selfspec.generate import Speculator, wrap
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.drafters import DraftCache
 from tests.models import make_model, random_ids
 
 COUNT = 24

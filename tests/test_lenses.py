@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.backbone import Backbone
-from selfspec.judge import ExitJudge
+from selfspec.heads.judge import ExitJudge
+from selfspec.model.backbone import Backbone
 from selfspec.visualise.lenses import Lens, Reader, chained, divergences, ranks
 from selfspec.visualise.texts import TokenTexts
 from tests.heads.kinds import DRAFT_IDS, make_heads, train

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from selfspec.backbone import Backbone
 from selfspec.errors import InvalidData
-from selfspec.heads import logit_lens
+from selfspec.heads.exit_heads import logit_lens
+from selfspec.model.backbone import Backbone
 from selfspec.training.features import Features
 from selfspec.training.losses import cross_entropy, draft_index, targets
 from selfspec.training.measure import agreements, coverage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.backbone import Backbone
+from selfspec.model.backbone import Backbone
 from tests import ladder
 from tests.models import FAMILIES, PACKED_EXECUTORS, make_model, random_ids
 from tests.packing import PACKABLE

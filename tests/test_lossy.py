@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TopKLogitsWarper
 
-from selfspec.acceptance import AcceptanceRule, SpeculativeSampling
-from selfspec.confidence import entropy
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import DRAFTERS, SpeculationOptions
-from selfspec.drafters import Draft
+from selfspec.decoding.acceptance import AcceptanceRule, SpeculativeSampling
+from selfspec.decoding.drafters import Draft
+from selfspec.decoding.lossy import LOSSY, CmAsd, Easd
+from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption
-from selfspec.generate import Speculator, wrap
-from selfspec.lossy import LOSSY, CmAsd, Easd
-from selfspec.scores import Sampler
+from selfspec.heads.confidence import entropy
 from tests.ladder import chi_square_p
 from tests.laws import (
     DRAFT,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval.contenders import Contender, candidates, described, swept
 from selfspec.eval.methods import METHODS, NO_BOUND, Written, endless, unchanged
-from selfspec.generate import Speculator, wrap
 from tests.models import make_model, random_ids
 
 COUNT = 20

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import ModelChanged
-from selfspec.generate import Speculator, wrap
-from selfspec.hooks import captured_outputs
-from selfspec.model_watch import ModelWatch
+from selfspec.model.hooks import captured_outputs
+from selfspec.model.watch import ModelWatch
 from tests.models import PACKED_EXECUTORS, make_model, random_ids
 
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import selfspec.acceptance
-import selfspec.decode
-import selfspec.drafters
-from selfspec.acceptance import GreedyMatch
-from selfspec.backbone import Backbone
-from selfspec.drafters import Draft, ExitDrafter
+import selfspec.decoding.acceptance
+import selfspec.decoding.decode
+import selfspec.decoding.drafters
+from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.drafters import Draft, ExitDrafter
+from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.scores import Choice, Sampler
+from selfspec.decoding.sequence import DecodeState
 from selfspec.errors import SelfspecError
-from selfspec.executors.generic import GenericExecutor
-from selfspec.hidden_cache import HiddenCache
-from selfspec.kv_cache import KVCache
-from selfspec.scores import Choice, Sampler
-from selfspec.state import DecodeState
+from selfspec.model.backbone import Backbone
+from selfspec.model.executors.generic import GenericExecutor
+from selfspec.model.kv_cache import KVCache
 from tests import ladder
 from tests.models import make_model, random_ids
 
@@ -76,8 +76,8 @@ def bonus_row_dropped(patch: pytest.MonkeyPatch) -> None:
         logits = right(state, shortened)
         return torch.cat([logits, logits[-1:]]) if draft.tokens else logits
 
-    right = selfspec.decode.verify
-    patch.setattr(selfspec.decode, "verify", wrong)
+    right = selfspec.decoding.decode.verify
+    patch.setattr(selfspec.decoding.decode, "verify", wrong)
 
 
 def rows_judged_one_late(patch: pytest.MonkeyPatch) -> None:
@@ -86,8 +86,8 @@ def rows_judged_one_late(patch: pytest.MonkeyPatch) -> None:
     def wrong(state: DecodeState, draft: Draft) -> Tensor:
         return right(state, draft).roll(-1, dims=0)
 
-    right = selfspec.decode.verify
-    patch.setattr(selfspec.decode, "verify", wrong)
+    right = selfspec.decoding.decode.verify
+    patch.setattr(selfspec.decoding.decode, "verify", wrong)
 
 
 def every_draft_stays(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ GREEDY_MUTANTS = [
 
 def residual_is_the_target(patch: pytest.MonkeyPatch) -> None:
     """After a rejection the token is drawn from p instead of norm(max(0, p - q))."""
-    patch.setattr(selfspec.acceptance, "residual", lambda target_probs, _: target_probs)
+    patch.setattr(selfspec.decoding.acceptance, "residual", lambda target_probs, _: target_probs)
 
 
 def exit_looks_at_the_drawn_token(patch: pytest.MonkeyPatch) -> None:

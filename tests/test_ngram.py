@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from selfspec.controllers import DraftController, Fixed
-from selfspec.drafters import Draft, DraftsFrom, NgramDrafter, SeenTextFirst
-from selfspec.drafters.ngram import NgramIndex
-from selfspec.generate import wrap
-from selfspec.stats import Stopwatch
+from selfspec.api.speculator import wrap
+from selfspec.decoding.controllers import DraftController, Fixed
+from selfspec.decoding.drafters import Draft, DraftsFrom, NgramDrafter, SeenTextFirst
+from selfspec.decoding.drafters.ngram import NgramIndex
+from selfspec.decoding.stats import Stopwatch
 from tests.models import make_model, random_ids
 
 

@@ -25,9 +25,9 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
 )
 
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.one_row import _PROCESSORS, STATELESS, criterion_for, processor_for
 from selfspec.errors import InvalidOption
-from selfspec.generate import Speculator, wrap
-from selfspec.one_row import _PROCESSORS, STATELESS, criterion_for, processor_for
 from tests.models import VOCAB_SIZE, make_model, random_ids
 
 LENGTH, NEW = 30, 16

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import wrap
+from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.probe import PassShape, check_pinned
 from selfspec.errors import InvalidOption, PinnedUnavailable, UnsupportedModel
-from selfspec.executors.generic import GenericExecutor
-from selfspec.executors.packed_cpu import PackedExecutor
-from selfspec.generate import wrap
-from selfspec.hidden_cache import HiddenCache
-from selfspec.kv_cache import KVCache
-from selfspec.packed_linear import PackedLinear
-from selfspec.probe import PassShape, check_pinned
+from selfspec.model.backbone import Backbone
+from selfspec.model.executors.generic import GenericExecutor
+from selfspec.model.executors.packed_cpu import PackedExecutor
+from selfspec.model.kv_cache import KVCache
+from selfspec.model.products import PackedLinear
 from tests.models import PACKED_EXECUTORS, make_model, random_ids
 from tests.packing import PACKABLE
 
@@ -72,7 +72,7 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(
 ) -> None:
     backbone, ids = Backbone(make_model(family), executor=executor), random_ids(150)
     whole = logits(backbone, ids)
-    monkeypatch.setattr("selfspec.executors.packed_cpu._BLOCK_ROWS", 40)
+    monkeypatch.setattr("selfspec.model.executors.packed_cpu._BLOCK_ROWS", 40)
     assert torch.equal(logits(backbone, ids), whole)
 
 
@@ -96,7 +96,7 @@ def test_float64_and_hooked_layers_keep_their_own(model: Any) -> None:
 def test_where_a_processor_cannot_multiply_bfloat16_layers_keep_their_own(
     executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.packed_linear.fast_bfloat16", lambda: False)
+    monkeypatch.setattr("selfspec.model.products.fast_bfloat16", lambda: False)
     model = make_model("llama", torch.bfloat16)
     with pytest.raises(UnsupportedModel, match="this processor has no products in bfloat16"):
         Backbone(model, executor=executor)
@@ -182,7 +182,7 @@ def test_pinned_mode_is_refused_where_neither_way_holds(
         PackedLinear, "__call__", lambda self, rows: exact(self, rows) * (1 + next(calls) * 1e-6)
     )
     backbone_check = pytest.MonkeyPatch()
-    backbone_check.setattr("selfspec.backbone.check_agreement", lambda *_: None)
+    backbone_check.setattr("selfspec.model.backbone.check_agreement", lambda *_: None)
     speculator = wrap(model, heads="logit-lens", executor="packed")
     backbone_check.undo()
     with pytest.raises(PinnedUnavailable):

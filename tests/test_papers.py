@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import InvalidOption
-from selfspec.generate import Speculator, wrap
 from tests.models import make_model
 from tests.talks import make_tokenizer
 

@@ -21,12 +21,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
-from selfspec.generate import wrap
-from selfspec.head_types import DraftVocabulary, LinearHead, LogitLensHead
-from selfspec.packed_linear import PackedLinear
-from selfspec.parts import parts_of
+from selfspec.heads.types import DraftVocabulary, LinearHead, LogitLensHead
+from selfspec.model.backbone import Backbone
+from selfspec.model.parts import parts_of
+from selfspec.model.products import PackedLinear
 from tests.models import BREADTH, MAX_POSITIONS, make_model, random_ids
 
 NEW = [*BREADTH, "gpt_neox"]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import wrap
 from selfspec.config import SpeculationOptions
-from selfspec.controllers import Fixed
-from selfspec.drafters import (
+from selfspec.decoding.controllers import Fixed
+from selfspec.decoding.drafters import (
     Draft,
     DraftCache,
     DraftCost,
@@ -24,9 +24,9 @@ from selfspec.drafters import (
     WhilePaying,
     while_paying,
 )
-from selfspec.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE
-from selfspec.generate import wrap
-from selfspec.stats import Stopwatch
+from selfspec.decoding.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE
+from selfspec.decoding.stats import Stopwatch
+from selfspec.model.backbone import Backbone
 from tests import ladder
 from tests.models import make_model, random_ids
 from tests.test_ngram import Text

@@ -15,10 +15,10 @@ from eval.papers.prices import (
     prices,
     total,
 )
-from selfspec.backbone import Backbone
-from selfspec.costs import Costs
+from selfspec.api.speculator import wrap
+from selfspec.decoding.costs import Costs
 from selfspec.errors import InvalidOption
-from selfspec.generate import wrap
+from selfspec.model.backbone import Backbone
 from tests.models import make_model, random_ids
 
 PRICES = Prices(verify=(10.0, 11.0, 12.0, 13.0), draft=2.0)

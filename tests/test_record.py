@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from selfspec.api.speculator import wrap
 from selfspec.errors import (
     CannotWrite,
     HeadsMismatch,
@@ -23,7 +24,6 @@ from selfspec.eval.record import ARRAYS_FILE, INFO_FILE, NONE, Record
 from selfspec.eval.suites import Question
 from selfspec.eval.trace import Recorder, record
 from selfspec.eval.trace_options import RecordOptions
-from selfspec.generate import wrap
 from tests.heads.kinds import make_heads
 from tests.models import make_model, random_ids
 from tests.records import OPTIONS, PROMPTS, recorded

@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 
-from selfspec.backbone import Backbone
 from selfspec.errors import HeadsMismatch
-from selfspec.heads import ExitHeads
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.model.backbone import Backbone
 from selfspec.training import curves, records
 from selfspec.training.data import Conversation
 from tests.models import make_model

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 import selfspec
+from selfspec.api.speculator import Speculator, acceptance_rule
+from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.controllers import CONTROLLERS
-from selfspec.decode import rounds as decode_rounds
+from selfspec.decoding.controllers import CONTROLLERS
+from selfspec.decoding.decode import rounds as decode_rounds
+from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.record import Record
 from selfspec.eval.totals import totals
 from selfspec.eval.trace import Recorder
 from selfspec.eval.trace_options import RecordOptions
-from selfspec.generate import Speculator, acceptance_rule
-from selfspec.stats import Round, Stopwatch
-from selfspec.text import Prompt
 from tests.models import random_ids
 from tests.packing import PINNED_DTYPE
 from tests.records import KINDS, NEW_TOKENS, OPTIONS, PROMPTS, recorded

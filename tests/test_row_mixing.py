@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import wrap
 from selfspec.eval.decoding import planted
-from selfspec.generate import wrap
+from selfspec.model.backbone import Backbone
 from tests.models import FAMILIES, make_model, random_ids
 
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.acceptance import GreedyMatch
-from selfspec.backbone import Backbone
-from selfspec.controllers import Fixed
-from selfspec.decode import StopRule, propose, rounds, verify
-from selfspec.drafters import ExitDrafter
-from selfspec.heads import ExitHeads
-from selfspec.judge import ExitJudge
-from selfspec.kv_cache import KVCache
-from selfspec.scores import Sampler
-from selfspec.state import DecodeState
-from selfspec.stats import Round, Stopwatch
+from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.controllers import Fixed
+from selfspec.decoding.decode import StopRule, propose, rounds, verify
+from selfspec.decoding.drafters import ExitDrafter
+from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import Round, Stopwatch
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.judge import ExitJudge
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
 from tests.models import VOCAB_SIZE, random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
 

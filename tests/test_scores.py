@@ -18,17 +18,17 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
 )
 
-from selfspec.acceptance import GreedyMatch
-from selfspec.backbone import Backbone
-from selfspec.controllers import Fixed
-from selfspec.decode import StopRule, rounds
-from selfspec.drafters import Drafter, ExitDrafter, NoDrafter
+from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.controllers import Fixed
+from selfspec.decoding.decode import StopRule, rounds
+from selfspec.decoding.drafters import Drafter, ExitDrafter, NoDrafter
+from selfspec.decoding.scores import Sampler, is_stateless
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
-from selfspec.heads import logit_lens
-from selfspec.judge import ExitJudge
-from selfspec.scores import Sampler, is_stateless
-from selfspec.state import DecodeState
-from selfspec.stats import Round, Stopwatch
+from selfspec.heads.exit_heads import logit_lens
+from selfspec.heads.judge import ExitJudge
+from selfspec.model.backbone import Backbone
 from tests.models import VOCAB_SIZE, random_ids
 
 PROMPT, LENGTH = 6, 26

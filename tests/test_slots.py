@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.executors.slots import SteadySlots
+from selfspec.model.executors.slots import SteadySlots
 
 BMM = torch.bmm
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec.backbone import Backbone
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
+from selfspec.model.backbone import Backbone
 from selfspec.training import cache, sources
 from selfspec.training.data import Conversation
 from selfspec.training.features import Features, FeatureSpec

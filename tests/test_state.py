@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
-from selfspec.drafters import Draft, NoDrafter
+from selfspec.decoding.drafters import Draft, NoDrafter
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import Stopwatch
 from selfspec.eval.scripted import MixedDrafter
-from selfspec.kv_cache import KVCache
-from selfspec.state import DecodeState
-from selfspec.stats import Stopwatch
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
 from tests import ladder
 from tests.models import make_model, random_ids
 

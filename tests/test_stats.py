@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from selfspec.stats import PARTS, GenerationStats, Round, Stopwatch
+from selfspec.decoding.stats import PARTS, GenerationStats, Round, Stopwatch
 
 
 class Clock:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.backbone import Backbone
 from selfspec.errors import InvalidData
+from selfspec.model.backbone import Backbone
 from selfspec.training import data
 from selfspec.training.data import Conversation, padded, planned
 from tests.models import VOCAB_SIZE

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from selfspec import files
-from selfspec.backbone import Backbone
 from selfspec.cli import training
 from selfspec.cli.main import BUG, main
 from selfspec.errors import CannotWrite
+from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
 from selfspec.training.writer import Counts, Writer
 from tests.heads.kinds import make_heads

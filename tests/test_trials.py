@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from eval.papers.trials import by_label, read, run
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import InvalidData
 from selfspec.eval.suites import Question
-from selfspec.generate import Speculator, wrap
 from tests.models import make_model
 from tests.talks import make_tokenizer
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from selfspec.api.tuned import TUNED_OPTIONS
 from selfspec.config import SpeculationOptions
-from selfspec.costs import Costs
+from selfspec.decoding.costs import Costs
 from selfspec.errors import InvalidOption
 from selfspec.eval import forecast, replay
 from selfspec.eval.record import NONE, Record
@@ -23,7 +24,6 @@ from selfspec.eval.tune import (
     thresholds,
     tune,
 )
-from selfspec.tuned import TUNED_OPTIONS
 from tests.records import FLOOR, OPTIONS, recorded
 
 ROWS = OPTIONS.max_draft_tokens + 1

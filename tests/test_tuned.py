@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from selfspec import tuned
-from selfspec.backbone import Backbone
-from selfspec.generate import Speculator, wrap
-from selfspec.heads import ExitHeads
+from selfspec.api import tuned
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.model.backbone import Backbone
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 
@@ -73,13 +73,13 @@ def test_where_drafting_does_not_pay_it_is_off_until_asked_for(
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the module under test logged; others may log too."""
-    return [record.message for record in caplog.records if record.name == "selfspec.tuned"]
+    return [record.message for record in caplog.records if record.name == "selfspec.api.tuned"]
 
 
 def test_the_log_says_which_file_is_used(
     model: PreTrainedModel, heads: ExitHeads, kept: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "selfspec.tuned"):
+    with caplog.at_level(logging.INFO, "selfspec.api.tuned"):
         wrapped(model, heads)
     assert said(caplog) == [f"settings tuned for this machine, from {kept}"]
 

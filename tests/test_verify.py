@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.main import main
 from selfspec.errors import PinnedUnavailable
 from selfspec.eval import compare
@@ -20,7 +20,7 @@ from selfspec.eval.compare import Bits, Case, Comparison, Parting, largest_diffe
 from selfspec.eval.decoding import greedy_request
 from selfspec.eval.lossless import RUNGS, Rung, Subject, climb, verdict
 from selfspec.eval.reference import speculator_in
-from selfspec.generate import Speculator, wrap
+from selfspec.model.backbone import Backbone
 from tests.heads.kinds import make_heads, train
 from tests.models import PACKED_EXECUTORS, make_model, random_ids
 from tests.packing import RUNNING_BFLOAT16
@@ -119,7 +119,7 @@ def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.Mo
     def refuse(*_: Any, **__: Any) -> None:
         raise PinnedUnavailable("3 of 8 positions changed bits")
 
-    monkeypatch.setattr("selfspec.probe.check_pinned", refuse)
+    monkeypatch.setattr("selfspec.decoding.probe.check_pinned", refuse)
     unprobed = speculator_of(speculator.model)
     rungs = [rung for _, rung in climb(subject_of(unprobed, 4, skip_float64=True))]
     assert [rung.outcome for rung in rungs] == ["passed", "skipped", "skipped", "passed", "skipped"]

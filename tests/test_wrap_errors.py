@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 
-from selfspec import generate
-from selfspec.backbone import Backbone
+from selfspec.api import speculator as generate
 from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidOption, SelfspecError
-from selfspec.heads import logit_lens
+from selfspec.heads.exit_heads import logit_lens
+from selfspec.model.backbone import Backbone
 from tests.models import make_model
 
 

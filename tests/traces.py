@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from selfspec.config import SpeculationOptions
-from selfspec.costs import Costs
+from selfspec.decoding.costs import Costs
+from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record
-from selfspec.judge import spread
-from selfspec.stats import Round
+from selfspec.heads.judge import spread
 from selfspec.visualise.layers import LayerSays, LayerTrace, Place, TraceInfo, TraceSettings
 
 TEXTS = (

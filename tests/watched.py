@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
-from selfspec.kv_cache import KVCache
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
 from tests.models import make_model
 
 EXIT_LAYERS = (2, 4, 6)

@@ -22,11 +22,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from selfspec import files, hub
+from selfspec import files
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.files import check_folder, replacing_folder
+from selfspec.hub import models as hub
 from selfspec.training import draft_model
 from selfspec.training.data import read_conversations
 

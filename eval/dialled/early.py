@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.backbone import Backbone
 from selfspec.errors import InvalidOption, UnsupportedModel
-from selfspec.head_types import DraftVocabulary, LogitLensHead, Unembedding
-from selfspec.heads import ExitHeads, HeadsConfig
-from selfspec.parts import text_config
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.heads.types import DraftVocabulary, LogitLensHead
+from selfspec.model.backbone import Backbone
+from selfspec.model.parts import text_config
+from selfspec.model.unembedding import Unembedding
 
 _PLACES = 1 << 16
 """Rows of the table that says where a head is wrong."""

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from eval.dialled.early import DialledHead, dialled_heads, early_model, small_vocabulary
-from selfspec.backbone import Backbone
+from selfspec.api.request import Request
+from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.eval.decoding import decode, greedy_request
 from selfspec.eval.suites import Question
-from selfspec.generate import Speculator
-from selfspec.request import Request
+from selfspec.model.backbone import Backbone
 
 _SURE = 1e-6
 """A threshold that every token reaches: all drafts leave at the one exit."""

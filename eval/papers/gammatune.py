@@ -35,15 +35,15 @@ from eval.papers.lengths import (
 )
 from eval.papers.prices import Prices, RoundCounts, by_drafts, total
 from selfspec import files
-from selfspec.drafters import DraftCache
+from selfspec.api.speculator import Speculator
+from selfspec.api.text import encode
+from selfspec.decoding.drafters import DraftCache
 from selfspec.eval.answers import ANSWERS, Answer, drop_unfinished
 from selfspec.eval.bench import Bench
 from selfspec.eval.contenders import Contender
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.suites import SIX_TASKS, Question, spread
 from selfspec.eval.tables import Table
-from selfspec.generate import Speculator
-from selfspec.text import encode
 
 NOTE = """\
 # GammaTune's sweep of initial lengths

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from eval.papers.prices import RoundCounts
-from selfspec.confidence import top_probability
 from selfspec.config import SpeculationOptions
-from selfspec.controllers import make_controller
-from selfspec.drafters import DraftCache
-from selfspec.drafters.base import DraftWriter, PacedDrafter
-from selfspec.scores import Choice
+from selfspec.decoding.controllers import make_controller
+from selfspec.decoding.drafters import DraftCache
+from selfspec.decoding.drafters.base import DraftWriter, PacedDrafter
+from selfspec.decoding.scores import Choice
+from selfspec.heads.confidence import top_probability
 
 CONTROLLERS = ("fixed", "heuristic", "threshold", "gammatune", "gammatune-plus")
 """Those of GammaTune's table 2, its own last."""

@@ -23,11 +23,11 @@ from torch import Tensor
 from eval.papers import lossy, shared, trials
 from eval.papers.divergence import acceptance, committed, random_laws, total_variation
 from eval.papers.prices import Prices
+from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
 from selfspec.eval.reference import block_logits
 from selfspec.eval.suites import SIX_TASKS
 from selfspec.eval.tables import Table
-from selfspec.generate import Speculator
 
 NOTE = """\
 # Lenience: speed against divergence

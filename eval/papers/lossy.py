@@ -10,11 +10,11 @@ import torch
 
 from eval.papers import prices, trials
 from eval.papers.prices import Prices
+from selfspec.api.speculator import Speculator
 from selfspec.eval import quality
 from selfspec.eval.reference import log_likelihood
 from selfspec.eval.suites import Question
 from selfspec.eval.tables import Table
-from selfspec.generate import Speculator
 
 PLAIN, LOSSLESS = "plain", "lossless"
 

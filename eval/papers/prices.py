@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from selfspec.backbone import Backbone
-from selfspec.costs import Costs, measure
-from selfspec.drafters import DraftCache
+from selfspec.api.speculator import Speculator
+from selfspec.decoding.costs import Costs, measure
+from selfspec.decoding.drafters import DraftCache
+from selfspec.decoding.stats import GenerationStats
 from selfspec.errors import InvalidOption
-from selfspec.generate import Speculator
-from selfspec.heads import logit_lens
-from selfspec.stats import GenerationStats
+from selfspec.heads.exit_heads import logit_lens
+from selfspec.model.backbone import Backbone
 
 _REPEATS = 15
 

@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 import selfspec
 from eval.papers import prices
 from selfspec import files
+from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
 from selfspec.errors import SelfspecError
 from selfspec.eval import results, tables
 from selfspec.eval.suites import Question, load_suite, spread
 from selfspec.files import write as write_whole
-from selfspec.generate import Speculator
 
 STEP_COSTS = (4, 10)
 """c, plain steps of the large model to one of the draft model: "typically 4 to 10" (GammaTune,

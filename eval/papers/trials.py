@@ -16,11 +16,11 @@ from typing import Any
 
 from eval.papers.prices import RoundCounts, counts
 from selfspec import files
+from selfspec.api.speculator import Speculator
+from selfspec.api.text import encode
 from selfspec.errors import InvalidData
 from selfspec.eval.answers import drop_unfinished
 from selfspec.eval.suites import Question
-from selfspec.generate import Speculator
-from selfspec.text import encode
 from selfspec.untrusted import json_lines, parse_json
 
 TRIALS = "trials.jsonl"

@@ -19,10 +19,10 @@ from selfspec.eval.methods import METHODS
 from selfspec.eval.options import BenchOptions
 
 if TYPE_CHECKING:
+    from selfspec.api.speculator import Speculator
     from selfspec.eval.bench import Bench
     from selfspec.eval.contenders import Contender
     from selfspec.eval.suites import Question
-    from selfspec.generate import Speculator
 
 DEFAULT_METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
 

@@ -98,7 +98,7 @@ class Rate:
 
 def feature_spec(options: CacheOptions, num_layers: int) -> FeatureSpec:
     """Layers, deep states and targets as asked for. Raises InvalidOption for missing layers."""
-    from selfspec.heads import check_exit_layers
+    from selfspec.heads.exit_heads import check_exit_layers
     from selfspec.training.features import FeatureSpec
     from selfspec.training.fit import default_exit_layers
 

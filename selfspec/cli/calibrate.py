@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec import hub
 from selfspec.cli import common, training
 from selfspec.cli.entropy import calibrate_entropy
 from selfspec.cli.flags import Flag, merged, with_flags
 from selfspec.errors import InvalidOption
+from selfspec.hub import models as hub
 
 if TYPE_CHECKING:
-    from selfspec.heads import ExitHeads
+    from selfspec.heads.exit_heads import ExitHeads
     from selfspec.training.calibrate import Calibration
     from selfspec.training.sources import Selection
 
@@ -58,9 +58,9 @@ def calibrate(
 def run(asked: dict[str, Any], folder: Path) -> Calibration:
     """Load, measure, and write where it is wanted."""
     base = training.load_base(asked)
-    from selfspec.backbone import Backbone
-    from selfspec.costs import measure
-    from selfspec.heads import ExitHeads
+    from selfspec.decoding.costs import measure
+    from selfspec.heads.exit_heads import ExitHeads
+    from selfspec.model.backbone import Backbone
     from selfspec.training import calibrate as measuring
 
     heads = ExitHeads.from_pretrained(

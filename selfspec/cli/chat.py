@@ -12,7 +12,7 @@ from selfspec.cli.settings import SHARED, settings
 from selfspec.errors import InvalidPrompt, SelfspecError
 
 if TYPE_CHECKING:
-    from selfspec.session import Session
+    from selfspec.api.session import Session
 
 HELP = "/clear starts over, /exit or ctrl-D leaves, ctrl-C stops an answer and keeps what was said"
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from selfspec.api.speculator import Speculator
     from selfspec.cli.settings import Settings
-    from selfspec.generate import Speculator
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 PIPE_CLOSED = 141  # 128 + SIGPIPE
@@ -47,7 +47,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard
 
 def load(settings: Settings) -> Speculator:
     """The speculator that the flags ask for; this is where torch is imported."""
-    from selfspec import generate
+    from selfspec.api import speculator as generate
 
     return generate.load(**settings.loading, **settings.speculation)
 

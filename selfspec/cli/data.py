@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec.cli import common, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
-from selfspec.hub import local_path
+from selfspec.files import local_path
 from selfspec.training.data_options import DataOptions
 
 if TYPE_CHECKING:

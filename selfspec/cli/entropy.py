@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec import hub
 from selfspec.cli import common, training
+from selfspec.hub import models as hub
 from selfspec.training.options import CacheOptions
 
 
@@ -47,7 +47,7 @@ def _calibrate(asked: dict[str, Any], folder: Path | None, *, stored: bool, as_j
 
 def _store(folder: Path, base: training.Base, value: float) -> None:
     """Add it to the defaults of the heads. Raises HeadsMismatch for those of another model."""
-    from selfspec.heads import ExitHeads
+    from selfspec.heads.exit_heads import ExitHeads
 
     heads = ExitHeads.from_pretrained(
         folder, base.backbone.unembedding, base.backbone.fingerprint, base.name

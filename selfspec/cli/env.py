@@ -8,11 +8,12 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from selfspec import hub
 from selfspec.cli import common
 from selfspec.cli.flags import with_flags
 from selfspec.cli.settings import LOADING
 from selfspec.errors import ModelNotFound
+from selfspec.files import cache_folder
+from selfspec.hub import models as hub
 
 PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
 
@@ -35,22 +36,22 @@ def env(*, as_json: common.AsJson = False, flags: dict[str, Any]) -> None:
 
 def environment() -> dict[str, Any]:
     """Facts by name, ready for JSON."""
-    from selfspec import tuned
+    from selfspec.api import tuned
 
     return {
         **machine(),
         "default_model": _default_model(),
         "default_heads": hub.DEFAULT_HEADS,
-        "cache_folder": str(hub.cache_folder()),
+        "cache_folder": str(cache_folder()),
         "tuned": [str(file) for file in tuned.files()],
     }
 
 
 def model_facts(flags: dict[str, Any]) -> dict[str, Any]:
     """Which executor runs a model, why no other does, and what drafts do to its bits."""
-    from selfspec.backbone import Backbone
     from selfspec.config import SpeculationOptions
-    from selfspec.probe import PinnedProbe
+    from selfspec.decoding.probe import PinnedProbe
+    from selfspec.model.backbone import Backbone
 
     loading = dict(flags)
     model, _, files = hub.load_model(loading.pop("model", None), **loading)
@@ -69,7 +70,7 @@ def machine() -> dict[str, Any]:
     """What a measured figure depends on."""
     import torch
 
-    from selfspec.compiled import compiler
+    from selfspec.model.compiled import compiler
 
     cuda = torch.cuda.is_available()
     return {

@@ -67,7 +67,7 @@ def run(asked: dict[str, Any], options: FitOptions) -> Fitted:
 def check_output(asked: dict[str, Any]) -> str:
     """The output, if heads may be written there. Raises CannotWrite."""
     from selfspec import files
-    from selfspec.heads_folder import FILES_OF_A_FIT, is_heads_folder
+    from selfspec.heads.folder import FILES_OF_A_FIT, is_heads_folder
     from selfspec.training import checkpoint
 
     name: str = asked["output"]

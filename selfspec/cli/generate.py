@@ -13,11 +13,11 @@ from selfspec.cli import common
 from selfspec.cli.flags import with_flags
 from selfspec.cli.settings import SHARED, Settings, settings
 from selfspec.errors import InvalidOption
-from selfspec.hub import DEFAULT_HEADS
+from selfspec.hub.models import DEFAULT_HEADS
 
 if TYPE_CHECKING:
-    from selfspec.generate import Speculator
-    from selfspec.stream import Generation
+    from selfspec.api.speculator import Speculator
+    from selfspec.api.stream import Generation
 
 Messages = str | list[dict[str, str]]
 

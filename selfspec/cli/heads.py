@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec import files, hub
+from selfspec import files
 from selfspec.cli import common
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
+from selfspec.hub import models as hub
 
 if TYPE_CHECKING:
-    from selfspec.heads import HeadsConfig
+    from selfspec.heads.exit_heads import HeadsConfig
 
 app = typer.Typer()
 
@@ -45,7 +46,9 @@ def list_command(*, as_json: common.AsJson = False) -> None:
 def show(folder: Folder, *, as_json: common.AsJson = False) -> None:
     """Show what a heads folder says of itself; the weights are not read."""
     found = hub.resolve_heads(folder)
-    from selfspec.heads import HeadsConfig  # behind the check: a wrong name costs no torch import
+    from selfspec.heads.exit_heads import (
+        HeadsConfig,  # behind the check: a wrong name costs no torch import
+    )
 
     values = asdict(HeadsConfig.read(found))
     if as_json:
@@ -66,7 +69,7 @@ def check(
 ) -> None:
     """Check a folder: complete, its card up to date, and fit for a model. Exit code 1 if not."""
     found = hub.resolve_heads(folder)
-    from selfspec import generate  # imports torch
+    from selfspec.api import speculator as generate  # imports torch
 
     problems = incomplete(found)
     try:
@@ -91,8 +94,8 @@ def stamp(
 ) -> None:
     """Say that heads of an earlier selfspec belong to a model: they knew its unembedding alone."""
     found = hub.resolve_heads(folder)
-    from selfspec import generate
-    from selfspec.heads_folder import FORMAT_VERSION
+    from selfspec.api import speculator as generate
+    from selfspec.heads.folder import FORMAT_VERSION
     from selfspec.training import records
 
     speculator = generate.load(model, heads=found, executor="generic")
@@ -112,7 +115,7 @@ def pull(
 ) -> None:
     """Fetch heads, so that --heads finds them by their last name from then on."""
     source = hub.resolve_heads(name)
-    from selfspec.heads import HeadsConfig
+    from selfspec.heads.exit_heads import HeadsConfig
 
     HeadsConfig.read(source)  # nothing else is taken over
     target = hub.pulled_heads() / _last_name(name, source)
@@ -127,7 +130,7 @@ def pull(
 
 def incomplete(folder: Path) -> list[str]:
     """What a folder of fitted heads should hold and does not, in words."""
-    from selfspec.heads import HeadsConfig
+    from selfspec.heads.exit_heads import HeadsConfig
     from selfspec.training import records
 
     missing = [f"no {name}" for name in records.FILES if not (folder / name).is_file()]
@@ -145,7 +148,7 @@ def incomplete(folder: Path) -> list[str]:
 
 def summary(folder: Path) -> dict[str, Any]:
     """One row of the list. Raises InvalidHeads."""
-    from selfspec.heads import HeadsConfig
+    from selfspec.heads.exit_heads import HeadsConfig
 
     config: HeadsConfig = HeadsConfig.read(folder)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())

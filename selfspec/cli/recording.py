@@ -18,8 +18,8 @@ from selfspec.eval.suites import SIX_TASKS, Question, load_suite
 from selfspec.eval.trace_options import RecordOptions
 
 if TYPE_CHECKING:
+    from selfspec.api.speculator import Speculator
     from selfspec.eval.record import Record
-    from selfspec.generate import Speculator
 
 SUITE = (
     Flag("suite", str, f"Prompts: {SIX_TASKS} (the default), spec-bench, or a .jsonl file."),

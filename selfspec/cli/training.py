@@ -16,7 +16,7 @@ from selfspec.training.options import CacheOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from selfspec.backbone import Backbone
+    from selfspec.model.backbone import Backbone
     from selfspec.training.cache import CacheSource
     from selfspec.training.data import Conversation
     from selfspec.training.features import FeatureSpec
@@ -58,8 +58,9 @@ class Base(NamedTuple):
 
 def load_base(asked: dict[str, Any]) -> Base:
     """The model that the flags ask for, once the files that they name are there."""
-    from selfspec import fingerprint, hub
-    from selfspec.backbone import Backbone
+    from selfspec.hub import fingerprint
+    from selfspec.hub import models as hub
+    from selfspec.model.backbone import Backbone
     from selfspec.training.cache import read_manifest
     from selfspec.training.formats import check_source
     from selfspec.training.processes import Processes
@@ -101,7 +102,7 @@ def writing(output: str) -> Iterator[None]:
 def writing_heads(folder: Path) -> Iterator[None]:
     """The same for what is added to a folder of heads. Raises CannotWrite for any other folder."""
     from selfspec import files
-    from selfspec.heads_folder import CONFIG_FILE, is_heads_folder
+    from selfspec.heads.folder import CONFIG_FILE, is_heads_folder
 
     names = {CONFIG_FILE, "calibration.json"}
     files.check_folder(folder, names, is_heads_folder, overwrite=True)

@@ -14,9 +14,9 @@ from selfspec.errors import HeadsNotFound
 from selfspec.eval.trace_options import RecordOptions, TuneOptions
 
 if TYPE_CHECKING:
+    from selfspec.api.speculator import Speculator
     from selfspec.eval.record import Record
     from selfspec.eval.tune import Tuned
-    from selfspec.generate import Speculator
 
 QUESTIONS = 12
 """Without --limit: two of each task, a few minutes for the default model."""
@@ -45,8 +45,8 @@ def tune(
     options = training.options_of(TuneOptions, asked)
     noted = training.options_of(RecordOptions, asked)
     chosen = [] if "record" in asked else recording.questions(asked, QUESTIONS)
-    from selfspec import tuned
-    from selfspec.costs import measure
+    from selfspec.api import tuned
+    from selfspec.decoding.costs import measure
     from selfspec.eval import tune as choosing
 
     if "record" not in asked:

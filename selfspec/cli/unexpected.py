@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from selfspec import files, hub
+from selfspec import files
 from selfspec.errors import SelfspecError, first_line
 
 PACKAGES = ("selfspec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "typer")
@@ -42,7 +42,7 @@ def bug(error: BaseException, arguments: Sequence[str]) -> str:
     found = f"this is a bug of selfspec: {type(error).__name__}: {first_line(error)}"
     try:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}.txt"
-        path = hub.cache_folder() / "bugs" / name
+        path = files.cache_folder() / "bugs" / name
         files.write(path, report(error, arguments))
     except (SelfspecError, OSError) as problem:
         return f"{found}. No report could be written ({problem}). To see more, add --debug"

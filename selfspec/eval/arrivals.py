@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.decoding.stats import GenerationStats
 from selfspec.eval.methods import Written
-from selfspec.stats import GenerationStats
 
 
 class Arrivals(BaseStreamer):

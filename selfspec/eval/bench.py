@@ -18,6 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
+from selfspec.api.speculator import Speculator
+from selfspec.api.stream import Generation
+from selfspec.api.text import Prompt, encode
 from selfspec.errors import InvalidOption, SelfspecError, first_line
 from selfspec.eval.answers import Answer, Run, append, drop_unfinished, read
 from selfspec.eval.arrivals import Arrivals, arrivals, counts
@@ -28,9 +31,6 @@ from selfspec.eval.metrics import repeated_share
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.suites import Question, load_suite, spread
 from selfspec.eval.texts import Texts
-from selfspec.generate import Speculator
-from selfspec.stream import Generation
-from selfspec.text import Prompt, encode
 
 Advance = Callable[[int, int, str], None]
 """Questions done, of how many, and words."""

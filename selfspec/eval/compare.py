@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.api.request import Request
+from selfspec.api.speculator import Speculator
 from selfspec.eval.decoding import decode, planted
 from selfspec.eval.quality import first_divergence
 from selfspec.eval.reference import block_logits, hugging_face
-from selfspec.generate import Speculator
-from selfspec.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers.generation.streamers import BaseStreamer
 
-    from selfspec.generate import Speculator
+    from selfspec.api.speculator import Speculator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from selfspec.acceptance import AcceptanceRule
+from selfspec.api.request import Request
+from selfspec.api.speculator import Speculator, acceptance_rule
+from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.decode import rounds
-from selfspec.drafters import Draft, Drafter
+from selfspec.decoding.acceptance import AcceptanceRule
+from selfspec.decoding.decode import rounds
+from selfspec.decoding.drafters import Draft, Drafter
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
-from selfspec.generate import Speculator, acceptance_rule
-from selfspec.request import Request
-from selfspec.state import DecodeState
-from selfspec.stats import Round, Stopwatch
-from selfspec.text import Prompt
 
 _EAGER = 1e-6
 """A threshold that every token reaches: all exits are taken, also the wrong ones."""

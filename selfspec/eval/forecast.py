@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.costs import Costs
-from selfspec.drafters import heads_asked
-from selfspec.stats import Round
+from selfspec.decoding.costs import Costs
+from selfspec.decoding.drafters import heads_asked
+from selfspec.decoding.stats import Round
 
 
 def seconds(rounds: Sequence[Round], exit_layers: Sequence[int], costs: Costs) -> float:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import PinnedUnavailable, SelfspecError
 from selfspec.eval.compare import Bits, Case, Comparison, compare_texts, shortfall
@@ -25,8 +25,8 @@ from selfspec.eval.decoding import decode_recorded, greedy_request, planted
 from selfspec.eval.quality import first_divergence
 from selfspec.eval.reference import model_in, named, speculator_in, why_no_copy
 from selfspec.eval.suites import Question
-from selfspec.generate import Speculator
-from selfspec.kv_cache import KVCache
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
 
 Outcome = Literal["passed", "failed", "skipped"]
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers.generation.streamers import BaseStreamer
 
-    from selfspec.generate import Speculator
-    from selfspec.stats import GenerationStats, Round
+    from selfspec.api.speculator import Speculator
+    from selfspec.decoding.stats import GenerationStats, Round
 
 Setting = Mapping[str, Any]
 """Keywords: SpeculationOptions for our runtime, `generate`'s own for Hugging Face."""

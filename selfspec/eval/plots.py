@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from selfspec import files
+from selfspec.decoding.stats import PARTS
 from selfspec.eval.methods import EXIT
 from selfspec.eval.suites import OVERALL
 from selfspec.eval.summary import ALL, BASES
 from selfspec.eval.tables import shown
-from selfspec.stats import PARTS
 
 Summary = Mapping[str, Any]
 

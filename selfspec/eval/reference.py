@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.backbone import Backbone
-from selfspec.generate import Speculator
-from selfspec.heads import ExitHeads
+from selfspec.api.speculator import Speculator
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.model.backbone import Backbone
 
 
 def hugging_face(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from selfspec.confidence import top_probability
 from selfspec.config import SpeculationOptions
-from selfspec.controllers import DraftController, make_controller
-from selfspec.drafters import (
+from selfspec.decoding.controllers import DraftController, make_controller
+from selfspec.decoding.drafters import (
     Draft,
     DraftsFrom,
     DraftWriter,
@@ -23,13 +22,14 @@ from selfspec.drafters import (
     make_ngram,
     while_paying,
 )
+from selfspec.decoding.schedule import Pass, Schedule
+from selfspec.decoding.scores import Choice
+from selfspec.decoding.stats import Round, StopReason, Stopwatch
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import Record
-from selfspec.heads import layers_in_use
-from selfspec.judge import spread
-from selfspec.schedule import Pass, Schedule
-from selfspec.scores import Choice
-from selfspec.stats import Round, StopReason, Stopwatch
+from selfspec.heads.confidence import top_probability
+from selfspec.heads.exit_heads import layers_in_use
+from selfspec.heads.judge import spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from selfspec.drafters import Draft
-from selfspec.state import DecodeState
-from selfspec.stats import Stopwatch
+from selfspec.decoding.drafters import Draft
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import Stopwatch
 
 
 class ScriptedDrafter:

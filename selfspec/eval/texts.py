@@ -12,12 +12,12 @@ from functools import cache
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.api.speculator import Speculator
+from selfspec.api.stream import Generation
 from selfspec.eval.contenders import Contender
 from selfspec.eval.methods import unchanged
 from selfspec.eval.quality import Quality, Text, quality
 from selfspec.eval.reference import log_likelihood
-from selfspec.generate import Speculator
-from selfspec.stream import Generation
 
 
 class Texts:

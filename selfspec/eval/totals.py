@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from selfspec.config import SpeculationOptions
-from selfspec.costs import Costs
+from selfspec.decoding.costs import Costs
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import Record
 from selfspec.eval.replay import Setting

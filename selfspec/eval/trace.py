@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec.acceptance import GreedyMatch
-from selfspec.decode import rounds
-from selfspec.drafters import Draft, Sources, known_deep
+from selfspec.api.speculator import Speculator
+from selfspec.api.text import Prompt
+from selfspec.api.tuned import conditions
+from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.decode import rounds
+from selfspec.decoding.drafters import Draft, Sources, known_deep
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval.record import NONE, PromptInfo, Record, RecordInfo
 from selfspec.eval.suites import Question
 from selfspec.eval.trace_options import RecordOptions
-from selfspec.generate import Speculator
-from selfspec.heads import ExitHeads, check_exit_layers
-from selfspec.judge import ExitJudge
-from selfspec.state import DecodeState
-from selfspec.stats import Stopwatch
-from selfspec.text import Prompt
-from selfspec.tuned import conditions
+from selfspec.heads.exit_heads import ExitHeads, check_exit_layers
+from selfspec.heads.judge import ExitJudge
 
 _FLOORS = {True: 0.01, False: 0.2}
 """Lowest threshold to be replayed, for a single exit layer and for several."""

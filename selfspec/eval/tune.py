@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from selfspec.config import SpeculationOptions
-from selfspec.costs import Costs
+from selfspec.decoding.costs import Costs
 from selfspec.errors import InvalidOption
 from selfspec.eval import forecast, replay
 from selfspec.eval.record import NONE, Record
@@ -281,7 +281,7 @@ def _rounded(share: float) -> float:
 
 
 def _runtime(setting: SpeculationOptions) -> dict[str, Any]:
-    """What `selfspec.tuned` keeps, ready for JSON."""
+    """What `selfspec.api.tuned` keeps, ready for JSON."""
     options: dict[str, Any] = {
         "speculate": True,
         "drafter": setting.drafter,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from selfspec import files
-from selfspec.costs import Costs
-from selfspec.heads import ExitHeads
+from selfspec.decoding.costs import Costs
+from selfspec.heads.exit_heads import ExitHeads
 from selfspec.training.cost_model import Exits, Setting, best_setting, exits
 from selfspec.training.measure import coverage
 from selfspec.training.reliability import Reliability, Scores, reliability, score, threshold

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.costs import MAX_DRAFT_TOKENS, Costs
+from selfspec.decoding.costs import MAX_DRAFT_TOKENS, Costs
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
-from selfspec.confidence import entropy
+from selfspec.heads.confidence import entropy
+from selfspec.model.backbone import Backbone
 from selfspec.training.data import Conversation, padded, planned
 from selfspec.training.features import FeatureSpec, features
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from selfspec.backbone import Backbone
-from selfspec.kv_cache import KVCache
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
 from selfspec.training.data import Batch
 
 _LOGIT_ROWS = 128

@@ -16,10 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
+from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.heads import ExitHeads, HeadsConfig, check_exit_layers, possible_exit_layers
-from selfspec.stats import Stopwatch
+from selfspec.heads.exit_heads import (
+    ExitHeads,
+    HeadsConfig,
+    check_exit_layers,
+    possible_exit_layers,
+)
+from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
 from selfspec.training.data import draft_vocabulary
 from selfspec.training.features import FeatureSpec

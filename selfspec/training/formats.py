@@ -20,9 +20,10 @@ from typing import IO, Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.api.template import templated
 from selfspec.errors import InvalidData, InvalidPrompt, first_line
-from selfspec.hub import HUB_ID, local_path
-from selfspec.template import templated
+from selfspec.files import local_path
+from selfspec.hub.models import HUB_ID
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import InvalidData
-from selfspec.heads import ExitHeads
-from selfspec.judge import ExitJudge
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.judge import ExitJudge
 from selfspec.training.features import Features
 
 

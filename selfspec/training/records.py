@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from selfspec import files
-from selfspec.heads import HeadsConfig
+from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.training import curves
 from selfspec.training.fit import Fitted
 from selfspec.untrusted import read_json

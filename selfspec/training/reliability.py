@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.heads import ExitHeads
-from selfspec.judge import ExitJudge
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.judge import ExitJudge
 from selfspec.training.features import Features
 from selfspec.training.measure import Judged, judged
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from selfspec.backbone import Backbone
 from selfspec.errors import InvalidData
+from selfspec.model.backbone import Backbone
 from selfspec.training.data import Conversation, padded, planned
 from selfspec.training.features import Features, FeatureSpec, features
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.backbone import Backbone
 from selfspec.errors import SelfspecError
-from selfspec.heads import ExitHeads, HeadsConfig
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
 from selfspec.training.features import Features
 from selfspec.training.losses import Targets, cross_entropy, draft_index, targets

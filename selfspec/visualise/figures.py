@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from selfspec import files
-from selfspec.stats import GenerationStats
+from selfspec.decoding.stats import GenerationStats
 from selfspec.training.reliability import calibration_error
 from selfspec.visualise.layers import LayerTrace, Place
 

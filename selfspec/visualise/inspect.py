@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from selfspec.backbone import Backbone
+from selfspec.api.speculator import Speculator
+from selfspec.api.text import Prompt
+from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
+from selfspec.decoding.stats import Round
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.record import Record
 from selfspec.eval.trace import Recorder
 from selfspec.eval.trace_options import RecordOptions
-from selfspec.generate import Speculator
-from selfspec.heads import logit_lens
-from selfspec.judge import ExitJudge, spread
-from selfspec.stats import Round
-from selfspec.text import Prompt
+from selfspec.heads.exit_heads import logit_lens
+from selfspec.heads.judge import ExitJudge, spread
+from selfspec.model.backbone import Backbone
 from selfspec.training.data import Batch
 from selfspec.training.features import FeatureSpec, features
-from selfspec.tuned import heads_hash
 from selfspec.visualise.layers import Kind, LayerTrace, Place, TraceInfo, TraceSettings
 from selfspec.visualise.lenses import Lens, Reader, chained
 from selfspec.visualise.texts import TokenTexts

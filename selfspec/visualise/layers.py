@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from selfspec import files
+from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidData
-from selfspec.stats import Round
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.head_types import ExitHead
-from selfspec.judge import ExitJudge
+from selfspec.heads.judge import ExitJudge
+from selfspec.heads.types import ExitHead
 from selfspec.visualise.layers import LayerSays
 from selfspec.visualise.texts import TokenTexts
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from selfspec.costs import Costs
+from selfspec.decoding.costs import Costs
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval.record import NONE, Record
 from selfspec.visualise.layers import LayerTrace, TraceInfo

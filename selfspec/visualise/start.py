@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.stats import Round
 from selfspec.eval.record import RecordInfo
-from selfspec.stats import Round
 from selfspec.visualise.layers import TraceInfo
 
 

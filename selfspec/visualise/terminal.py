@@ -12,7 +12,7 @@ from itertools import groupby
 from rich.console import Console, Group
 from rich.text import Text
 
-from selfspec.stats import GenerationStats
+from selfspec.decoding.stats import GenerationStats
 from selfspec.visualise.layers import LayerTrace, Place
 from selfspec.visualise.texts import visible
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.text import TextDecoder
+from selfspec.api.text import TextDecoder
 
 PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """Text of a token that holds some bytes of a character."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from selfspec import generate as facade
-from selfspec import hub
+from selfspec.api import speculator as facade
 from selfspec.cli import chat, common, env
 from selfspec.cli.main import main
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidPrompt, ModelNotFound
-from selfspec.heads import HeadsConfig
+from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.hub import models as hub
 from selfspec.training import records
 from tests.cli.fakes import FakeSpeculator, user
 
@@ -299,7 +299,7 @@ def test_help_of_every_command_is_shown(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_log_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
-    logging.getLogger("selfspec.hub").info("de-quantising")
+    logging.getLogger("selfspec.hub.models").info("de-quantising")
     assert capsys.readouterr().err == "selfspec: de-quantising\n"
 
 

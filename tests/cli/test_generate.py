@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from selfspec import hub
 from selfspec.cli import common
 from selfspec.cli.main import main
 from selfspec.cli.settings import Settings
 from selfspec.config import SpeculationOptions
 from selfspec.errors import ModelNotFound
+from selfspec.hub import models as hub
 from tests.cli.fakes import FakeSpeculator, user
 
 

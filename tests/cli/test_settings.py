@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from selfspec import generate as facade
+from selfspec.api import speculator as facade
 from selfspec.cli import settings
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
-from selfspec.head_types import Unembedding
+from selfspec.model.backbone import Backbone
+from selfspec.model.unembedding import Unembedding
 from tests.models import make_model
 
 

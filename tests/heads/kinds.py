@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from selfspec.head_types import Unembedding
-from selfspec.heads import ExitHeads, HeadsConfig
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.model.unembedding import Unembedding
 from tests.models import VOCAB_SIZE
 
 FINGERPRINT = "0123456789abcdef"

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from selfspec.backbone import Backbone
 from selfspec.errors import CannotWrite, HeadsMismatch, HeadsNotFound, InvalidHeads
-from selfspec.head_types import Unembedding
-from selfspec.heads import ExitHeads
-from selfspec.heads_folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE
+from selfspec.model.backbone import Backbone
+from selfspec.model.unembedding import Unembedding
 from tests.heads.kinds import DRAFT_IDS, FINGERPRINT, TRAINED, make_heads, train
 from tests.models import make_model
 
@@ -122,7 +122,7 @@ def half_written(_tensors: object, path: Path, _metadata: object) -> None:
 @pytest.mark.parametrize(
     ("target", "action"),
     [
-        ("selfspec.heads.save_file", half_written),
+        ("selfspec.heads.exit_heads.save_file", half_written),
         ("pathlib.Path.write_bytes", fail),
         ("pathlib.Path.replace", fail),
         ("os.fsync", fail),

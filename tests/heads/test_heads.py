@@ -11,11 +11,12 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from selfspec.backbone import Backbone
 from selfspec.errors import InvalidOption, SelfspecError
-from selfspec.head_types import HEAD_TYPES, Unembedding
-from selfspec.heads import ExitHeads, check_exit_layers, logit_lens
-from selfspec.heads_folder import WEIGHTS_FILE
+from selfspec.heads.exit_heads import ExitHeads, check_exit_layers, logit_lens
+from selfspec.heads.folder import WEIGHTS_FILE
+from selfspec.heads.types import HEAD_TYPES
+from selfspec.model.backbone import Backbone
+from selfspec.model.unembedding import Unembedding
 from tests.heads.kinds import DRAFT_IDS, KINDS, TRAINED, make_config, make_heads, train
 from tests.models import FAMILIES, VOCAB_SIZE, make_model, random_ids
 
@@ -257,7 +258,7 @@ def test_packed_rows_give_the_same_draft_logits_up_to_bfloat16(
 def test_rows_stay_float32_where_bfloat16_is_slow(
     unembedding: Unembedding, hidden: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.heads.fast_bfloat16", lambda: False)
+    monkeypatch.setattr("selfspec.heads.exit_heads.fast_bfloat16", lambda: False)
     heads = train(make_heads("deep-fused-draft", unembedding))
     whole = heads[2](hidden, hidden).detach()
     heads.pack()

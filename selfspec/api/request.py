@@ -1,0 +1,388 @@
+"""What a caller of `generate` wants, as Hugging Face prepares it.
+
+`model.generate` itself checks inputs, merges configs and builds processors and criteria; a callable
+in place of its loop hands all that back. So keywords mean here what they mean there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import (
+    ConfidenceCriteria,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StopStringCriteria,
+)
+
+from selfspec.api.keywords import refuse_model_keywords, refuse_other_decoding
+from selfspec.config import DEFAULT_MAX_NEW_TOKENS, GenerateOptions, check_keys
+from selfspec.decoding.decode import StopRule, remind
+from selfspec.decoding.one_row import called, criterion_for
+from selfspec.decoding.scores import Sampler
+from selfspec.errors import InvalidOption, InvalidPrompt
+from selfspec.model.backbone import Backbone
+from selfspec.typed import annotations_of, check_types, shown
+
+_NO_MAX_LENGTH = 20
+"""What transformers puts where nobody set a maximum length."""
+
+_LENGTHS = ("max_new_tokens", "max_length", "generation_config")
+"""Keywords that say how long an answer may get."""
+
+_SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Keywords that are probabilities."""
+
+_LEAST = {
+    **dict.fromkeys(("max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(_SHARES, 0.0),
+    **dict.fromkeys(("max_length", "max_new_tokens", "num_return_sequences"), 1),
+    "seed": -(2**63),
+}
+"""Least values that transformers or torch would not check, or in many lines."""
+
+_MOST = {**dict.fromkeys(_SHARES, 1.0), "seed": 2**64 - 1}
+
+_TOKENS = (
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "eos_token_id"),
+)
+"""Keywords that name tokens, all of which must exist."""
+
+_REFUSALS = (AttributeError, LookupError, ArithmeticError, RuntimeError, TypeError, ValueError)
+"""What transformers raises for keywords that it cannot make sense of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Prompts and rules of one call."""
+
+    input_ids: Tensor
+    """[B, P], left-padded."""
+    pads: list[int]
+    """Padding ids in front of each row."""
+    sampler: Sampler
+    max_length: int
+    """Most ids, prompt and padding included."""
+    end_tokens: frozenset[int]
+    criteria: StoppingCriteriaList
+    """What else ends an answer, for all rows."""
+    max_time: float | None = None
+    """Seconds for each row, from its own start."""
+    made_for: int
+    """Positions that the model was made for."""
+    position_limit: int | None = None
+    """Positions that it can compute, if there is an end of them."""
+    pad_token_id: int
+    return_dict: bool
+
+    @property
+    def stop(self) -> StopRule:
+        """When the first row is complete."""
+        return self.stop_for(0)
+
+    def require_one(self) -> None:
+        """Raise InvalidOption for more than one sequence."""
+        if (count := self.input_ids.shape[0]) != 1:
+            raise InvalidOption(f"{count} sequences at once. Use generate_batch for more than one")
+
+    def sampler_for(self, row: int) -> Sampler:
+        """How tokens of a row are chosen. Raises InvalidOption if a processor needs all rows."""
+        return self.sampler.for_row(row, len(self.pads))
+
+    def stop_for(self, row: int) -> StopRule:
+        """When a row is complete; its clock starts now.
+
+        Raises InvalidOption if a criterion needs all rows.
+        """
+        rows, pad = len(self.pads), self.pads[row]
+        own = [criterion_for(entry, row, rows, self.max_time) for entry in self.criteria]
+        longest = self.max_length
+        if self.position_limit is not None:  # the newest token itself takes no position
+            longest = min(longest, self.position_limit + 1 + pad)
+        return StopRule(
+            max_length=longest,
+            end_tokens=self.end_tokens,
+            criteria=_asking(own) if own else None,
+            made_for=self.made_for + pad,
+        )
+
+
+def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise InvalidOption for keywords of `generate` that do not exist or make no sense.
+
+    None stands for "not given", as it does in transformers.
+    """
+    hints = annotations_of(GenerateOptions)
+    check_keys(options, hints, "option")
+    given = {name: value for name, value in options.items() if value is not None}
+    check_types(given, hints)
+    _check_ranges(given)
+    config = given.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise InvalidOption(f"generation_config is {shown(config)}, expected a GenerationConfig")
+    check_streamer(given.get("streamer"))
+    for name in ("logits_processor", "stopping_criteria"):
+        for entry in given.get(name, ()):
+            _check_function(name, entry)
+    _check_tokens(given, vocab_size)
+
+
+def check_streamer(streamer: object) -> None:
+    """Raise InvalidOption for what is no streamer, and not None."""
+    if streamer is not None and not (
+        callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))
+    ):
+        raise InvalidOption(f"streamer is {shown(streamer)}, expected put and end. Leave it out")
+
+
+def prepare(
+    backbone: Backbone,
+    tokenizer: PreTrainedTokenizerBase | None,
+    input_ids: Tensor,
+    options: Mapping[str, Any],
+) -> Request:
+    """A Request from ids [B, P] and Hugging Face's keywords.
+
+    Raises InvalidPrompt, or InvalidOption for what Hugging Face or this runtime refuses.
+    """
+    backbone.check_ids(input_ids)
+    model, rest = backbone.model, dict(options)
+    seed = rest.pop("seed", None)
+    criteria = StoppingCriteriaList(rest.pop("stopping_criteria", None) or [])
+    if (strings := _strings_of(model, rest)) not in (None, []):
+        criteria.append(stop_strings(tokenizer, strings))
+    if rest.get("attention_mask") is not None:
+        left_padding(input_ids, rest["attention_mask"])
+    elif input_ids.shape[0] == 1:
+        # else a pad token within a prompt would be taken for padding
+        rest["attention_mask"] = torch.ones_like(input_ids)
+    if not any(rest.get(name) is not None for name in _LENGTHS):
+        rest.update(_default_length(backbone, input_ids.shape[1]))
+    try:
+        prepared = model.generate(  # type: ignore[operator]  # typed as Tensor | Module upstream
+            input_ids,
+            stopping_criteria=criteria,
+            stop_strings=None,  # a callable loop never gets the tokenizer they need
+            custom_generate=_hand_back,
+            **rest,
+        )
+    except _REFUSALS as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InvalidOption(f"{reason.rstrip('.')}. Change that option, or leave it out") from error
+    return from_prepared(backbone, *prepared, seed=seed)
+
+
+def from_prepared(
+    backbone: Backbone,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+    *,
+    seed: int | None = None,
+) -> Request:
+    """A Request from what Hugging Face hands to a `custom_generate` callable.
+
+    Raises InvalidPrompt, or InvalidOption for what cannot be honoured.
+    """
+    backbone.check_ids(input_ids)
+    refuse_other_decoding(config)
+    refuse_model_keywords(model_kwargs, input_ids)
+    pads = left_padding(input_ids, model_kwargs.get("attention_mask"))
+    _check_room(backbone, input_ids.shape[1] - min(pads))
+    lengths = [entry.max_length for entry in criteria if type(entry) is MaxLengthCriteria]
+    longest = min(lengths, default=config.max_length)
+    if not isinstance(longest, int):
+        raise InvalidOption(f"the longest length is {shown(longest)}, expected a whole number")
+    ends = (entry for entry in criteria if type(entry) is EosTokenCriteria)
+    kinds = (MaxLengthCriteria, EosTokenCriteria)
+    if any(isinstance(entry, ConfidenceCriteria) for entry in criteria):
+        raise InvalidOption("ConfidenceCriteria needs scores, which are not kept. Leave it out")
+    return Request(
+        input_ids=input_ids,
+        pads=pads,
+        sampler=Sampler(processors, bool(config.do_sample), _generator(seed, input_ids.device)),
+        max_length=longest,
+        end_tokens=frozenset(token for entry in ends for token in entry.eos_token_id.tolist()),
+        criteria=StoppingCriteriaList(entry for entry in criteria if type(entry) not in kinds),
+        max_time=config.max_time,
+        made_for=backbone.max_positions,
+        position_limit=backbone.position_limit,
+        pad_token_id=_pad_token(config),
+        return_dict=bool(config.return_dict_in_generate),
+    )
+
+
+def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
+    """Padding ids in front of each row of [B, P].
+
+    Raises InvalidPrompt for any other padding, InvalidOption for what is no mask over the ids.
+    """
+    rows, length = input_ids.shape
+    if attention_mask is None:
+        return [0] * rows
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        found = getattr(attention_mask, "shape", type(attention_mask).__name__)
+        raise InvalidOption(
+            f"attention_mask is {shown(found)}, expected a tensor [{rows}, {length}] like the ids"
+        )
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise InvalidOption("attention_mask holds other values than 0 and 1. Use those alone")
+    counts = [int(count) for count in attention_mask.sum(-1)]
+    for row, count in enumerate(counts):
+        if count == 0 or not bool(attention_mask[row, length - count :].all()):
+            raise InvalidPrompt(f"row {row} of the batch is not left-padded. Pad on the left")
+    return [length - count for count in counts]
+
+
+def stop_strings(
+    tokenizer: PreTrainedTokenizerBase | None, strings: str | list[str]
+) -> StopStringCriteria:
+    """The criterion for `strings`. Raises InvalidOption without a tokenizer, or for other types."""
+    if tokenizer is None:
+        raise InvalidOption("stop_strings need a tokenizer. Give one to selfspec.wrap")
+    listed = strings if isinstance(strings, list | tuple) else [strings]
+    if not all(isinstance(text, str) and text for text in listed):
+        raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")
+    return StopStringCriteria(tokenizer=tokenizer, stop_strings=list(listed))
+
+
+def _strings_of(model: PreTrainedModel, options: dict[str, Any]) -> Any:
+    """Stop strings, taken out of `options`: a keyword's, else a config's, else the model's own."""
+    if options.get("stop_strings") is not None:
+        return options.pop("stop_strings")
+    options.pop("stop_strings", None)
+    given: Any = options.get("generation_config")
+    own: Any = model.generation_config
+    return getattr(given, "stop_strings", None) or own.stop_strings
+
+
+def _check_room(backbone: Backbone, length: int) -> None:
+    """Raise InvalidPrompt for a prompt of more ids than there are positions; log a long one."""
+    limit = backbone.position_limit
+    if limit is not None and length > limit:
+        raise InvalidPrompt(
+            f"the prompt has {length} tokens, the model has {limit} positions. Shorten the prompt"
+        )
+    if length > backbone.max_positions:
+        remind(backbone.max_positions)
+
+
+def _default_length(backbone: Backbone, length: int) -> dict[str, int]:
+    """How long an answer to `length` ids gets where the caller does not say.
+
+    Then, and only then, it ends where the model's positions end, as in transformers. Raises
+    InvalidPrompt if it could not even begin.
+    """
+    own: Any = backbone.model.generation_config
+    if own.max_new_tokens is not None or own.max_length not in (None, _NO_MAX_LENGTH):
+        return {}
+    if (room := backbone.max_positions - length) < 1:
+        raise InvalidPrompt(
+            f"the prompt has {length} tokens, the model reads {backbone.max_positions} and needs "
+            "room for at least one more. Shorten the prompt, or go on with max_new_tokens"
+        )
+    return {"max_new_tokens": min(DEFAULT_MAX_NEW_TOKENS, room)}
+
+
+def _hand_back(
+    model: PreTrainedModel,  # noqa: ARG001  # the signature is Hugging Face's
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> tuple[Any, ...]:
+    """In place of a decoding loop: return what was prepared for one."""
+    return input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+
+
+def _asking(criteria: list[Any]) -> Callable[[Tensor], bool]:
+    """`criteria` as one question about ids [1, n]; each is asked, whatever the others say."""
+
+    def done(ids: Tensor) -> bool:
+        answers = [_says(criterion, ids) for criterion in criteria]  # some count their calls
+        return any(answers)
+
+    return done
+
+
+def _says(criterion: Any, ids: Tensor) -> bool:
+    """Whether one row ends; scores are None in plain decoding too."""
+    found = criterion(ids, None)
+    if hasattr(found, "tolist"):
+        found = found.tolist()  # a tensor [1], or a number of numpy's
+    if isinstance(found, list) and len(found) == 1:
+        (found,) = found
+    if not isinstance(found, bool):
+        raise InvalidOption(
+            f"{called(criterion)} gives {shown(found)} for one row, expected True or False"
+        )
+    return found
+
+
+def _check_ranges(given: Mapping[str, Any]) -> None:
+    """Raise InvalidOption for numbers that make no sense."""
+    for name, least in _LEAST.items():
+        if name in given and given[name] < least:
+            raise InvalidOption(f"{name} is {shown(given[name])}, expected at least {least}")
+    for name, most in _MOST.items():
+        if name in given and given[name] > most:
+            raise InvalidOption(f"{name} is {shown(given[name])}, expected at most {most}")
+
+
+def _check_tokens(given: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise InvalidOption for tokens that do not exist."""
+    for name in _TOKENS:
+        for token in _flat(given.get(name, ())):
+            # -1 is how some say that there is no end token
+            if not (-1 if name == "eos_token_id" else 0) <= token < vocab_size:
+                raise InvalidOption(
+                    f"{name} holds {shown(token)}, expected ids in 0..{vocab_size - 1}"
+                )
+
+
+def _check_function(option: str, entry: Any) -> None:
+    """Raise InvalidOption unless `entry` can be called with ids and scores."""
+    if not callable(entry) or isinstance(entry, type):
+        raise InvalidOption(f"{option} holds {shown(entry)}, expected functions of ids and scores")
+    try:
+        inspect.signature(entry).bind("ids", "scores")
+    except TypeError as error:
+        raise InvalidOption(
+            f"{option}: {called(entry)} is called with ids and scores. Give a function of two"
+        ) from error
+    except ValueError:  # built in, without a signature
+        return
+
+
+def _flat(values: Any) -> Iterable[int]:
+    """Whole numbers in lists of lists."""
+    if not isinstance(values, list | tuple):
+        return [values]
+    return [token for entry in values for token in _flat(entry)]
+
+
+def _pad_token(config: GenerationConfig) -> int:
+    """What transformers pads answers of a batch with; 0 where it has nothing to pad with."""
+    pad = getattr(config, "_pad_token_tensor", None)
+    pad = config.pad_token_id if pad is None else pad
+    return 0 if pad is None else int(pad)
+
+
+def _generator(seed: int | None, device: torch.device) -> torch.Generator | None:
+    return None if seed is None else torch.Generator(device).manual_seed(seed)

@@ -1,0 +1,392 @@
+"""The facade: load or wrap a model, then generate, stream, converse.
+
+A tower of generators: `decode.rounds` yields rounds, `Stream` turns them into text, `generate`
+drains the stream. Keywords are Hugging Face's; `selfspec.config.GenerateOptions` lists them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+from typing_extensions import Unpack
+
+from selfspec.api import tuned
+from selfspec.api.given import check_fit, check_loading, check_wrapping
+from selfspec.api.request import (
+    Request,
+    check_options,
+    check_streamer,
+    from_prepared,
+    prepare,
+    stop_strings,
+)
+from selfspec.api.session import Session
+from selfspec.api.stream import Generation, Stream
+from selfspec.api.text import Prompt, encode
+from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions
+from selfspec.decoding.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
+from selfspec.decoding.decode import rounds
+from selfspec.decoding.drafters import (
+    DraftCache,
+    Drafter,
+    Sources,
+    check_same_size,
+    check_same_tokens,
+    make_drafter,
+)
+from selfspec.decoding.lossy import LOSSY
+from selfspec.decoding.probe import PassShape, PinnedProbe
+from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import GenerationStats, Stopwatch
+from selfspec.errors import InvalidOption
+from selfspec.heads.exit_heads import ExitHeads, logit_lens
+from selfspec.hub import fingerprint
+from selfspec.hub import models as hub
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache, fixed_slots
+
+logger = logging.getLogger(__name__)
+
+LOGIT_LENS = "logit-lens"
+"""Name of the heads that any model has."""
+
+
+class Speculator:
+    """A model with its exit heads, ready to generate. Made by `load` or `wrap`."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        tokenizer: PreTrainedTokenizerBase | None,
+        heads: ExitHeads | None,
+        label: str,
+        options: SpeculationOptions,
+        draft_model: Backbone | None = None,
+    ) -> None:
+        """What is None cannot draft. Raises InvalidOption for layers without heads."""
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.heads = heads
+        self.label = label
+        self.options = options
+        self.draft_model = draft_model
+        self._disabled = False
+        self._told_of_loss = False
+        self._probe = PinnedProbe(backbone)
+        if heads is not None:
+            heads.layers_in_use(options)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The wrapped model, as it was."""
+        return self.backbone.model
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
+        """One answer to one prompt. For batches see `generate_batch`."""
+        return self.stream(prompt, **options).drain()
+
+    def generate_batch(
+        self, prompts: Prompt, **options: Unpack[GenerateOptions]
+    ) -> list[Generation]:
+        """Answers to all rows of left-padded ids [B, P], times `num_return_sequences`."""
+        request, speculation, streamer = self.request(prompts, options)
+        return [
+            self.start(request, speculation, row, streamer).drain()
+            for row in range(request.input_ids.shape[0])
+        ]
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+        """The same answer as `generate`, piece by piece."""
+        request, speculation, streamer = self.request(prompt, options)
+        request.require_one()
+        return self.start(request, speculation, 0, streamer)
+
+    def session(self) -> Session:
+        """A conversation that keeps its keys and values between turns."""
+        return Session(self)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """While open, plain decoding on the same runtime."""
+        before, self._disabled = self._disabled, True
+        try:
+            yield
+        finally:
+            self._disabled = before
+
+    def hf(
+        self,
+        *,
+        streamer: BaseStreamer | None = None,
+        strings: str | list[str] | None = None,
+        **speculation: Any,
+    ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
+        """A `custom_generate` for Hugging Face's own `model.generate`.
+
+        Give a streamer and stop `strings` here: `generate` does not pass its own on to a callable.
+        `speculation` overrides this speculator's options.
+        """
+        options = self.options.updated(speculation)
+        check_streamer(streamer)
+        ends_at = stop_strings(self.tokenizer, strings) if strings else None
+
+        def custom_generate(
+            model: PreTrainedModel,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> Tensor | GenerateDecoderOnlyOutput:
+            if model is not self.model:
+                raise InvalidOption("this custom_generate belongs to another model")
+            if ends_at is not None:
+                stopping_criteria.append(ends_at)
+            request = from_prepared(
+                self.backbone,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                model_kwargs,
+            )
+            rows = range(input_ids.shape[0])
+            answers = [self.start(request, options, row, streamer).drain() for row in rows]
+            return sequences(request, answers)
+
+        return custom_generate
+
+    def request(
+        self, prompt: Prompt, options: GenerateOptions
+    ) -> tuple[Request, SpeculationOptions, BaseStreamer | None]:
+        """One call's keywords, sorted: for Hugging Face, for speculation, and who listens."""
+        check_options(options, self.backbone.vocab_size)
+        rest: dict[str, Any] = dict(options)
+        speculation = self.options.updated({k: rest.pop(k) for k in OPTION_NAMES & rest.keys()})
+        streamer = rest.pop("streamer", None)
+        ids = encode(self.tokenizer, prompt, raw=rest.pop("raw", False))
+        request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
+        return request, speculation, streamer
+
+    def start(
+        self,
+        request: Request,
+        options: SpeculationOptions,
+        row: int,
+        streamer: BaseStreamer | None = None,
+        state: DecodeState | None = None,
+        draft_cache: DraftCache | None = None,
+    ) -> Stream:
+        """A stream that decodes one row of `request`, in `state` and `draft_cache` if given.
+
+        Raises ModelChanged if the model, or the draft model, is not what was wrapped.
+        """
+        for backbone in (self.backbone, self.draft_model):
+            if backbone is not None:
+                backbone.require_unchanged()
+        drafting = options.speculate and options.drafter != "none" and not self._disabled
+        refused = self.backbone.mixing if drafting else None
+        options = replace(options, speculate=drafting and refused is None)
+        sampler, stop = request.sampler_for(row), request.stop_for(row)
+        rule = acceptance_rule(sampler, options)
+        if state is None:
+            state = self.state(request, options, row)
+        lossless = rule.lossless or not options.speculate
+        if not lossless and not self._told_of_loss:
+            self._told_of_loss = True
+            logger.warning("lossy acceptance: the output differs from the model's own")
+        stats = GenerationStats(
+            num_layers=self.backbone.num_layers,
+            prompt_tokens=state.length - state.pad,
+            reused_tokens=state.kv.length(0),
+            lossless=lossless,
+            pinned=self._is_pinned(options),
+            drafts_refused=refused,
+        )
+        watch = Stopwatch()
+        drafter = self.drafter(sampler, stop.end_tokens, options, draft_cache)
+        entries = rounds(state, drafter, rule, stop, watch)
+        if streamer is not None:
+            streamer.put(request.input_ids[row : row + 1].cpu())
+        return Stream(entries, stats, watch, self.tokenizer, streamer)
+
+    def state(
+        self, request: Request, options: SpeculationOptions, row: int, kv: KVCache | None = None
+    ) -> DecodeState:
+        """The state of one row; `kv` may hold a prefix of it."""
+        pad = request.pads[row]
+        shape = PassShape()
+        if options.pinned:
+            slots = fixed_slots(request.stop.max_length - pad + options.pinned_rows)
+            fixed = PassShape(options.pinned_rows, max(slots, (kv and kv.slots) or 0))
+            shape = self._probe.shape(fixed, options.pinned_rows)
+            kv = kv or KVCache(self.backbone.num_layers)
+            kv.slots = shape.slots
+        heads = self.heads if options.speculate and options.uses("exit") else None
+        return DecodeState(
+            self.backbone,
+            request.input_ids[row : row + 1],
+            pad=pad,
+            exit_layers=() if heads is None else heads.layers_in_use(options),
+            kv=kv,
+            pinned_rows=shape.rows,
+        )
+
+    def _is_pinned(self, options: SpeculationOptions) -> bool:
+        """Whether drafts cannot move bits: because that was asked for, or by themselves."""
+        if options.pinned is not None:
+            return options.pinned
+        # without drafts there is nothing to ask, and a probe would delay the first token
+        return options.speculate and self._probe.holds_unpadded(options.widest_pass)
+
+    def drafter(
+        self,
+        sampler: Sampler,
+        end_tokens: Collection[int],
+        options: SpeculationOptions,
+        draft_cache: DraftCache | None = None,
+    ) -> Drafter:
+        """What proposes tokens under `options`; nothing behind one of `end_tokens`."""
+        if draft_cache is None and self.draft_model is not None:
+            draft_cache = DraftCache(self.draft_model, self.backbone.vocab_size)
+        sources = Sources(self.backbone, self.heads, draft_cache)
+        return make_drafter(options, sources, sampler, end_tokens)
+
+
+def load(
+    model: str | Path | None = None,
+    *,
+    heads: str | Path | ExitHeads | None = None,
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | None = None,
+    attn_implementation: str = "sdpa",
+    executor: str = "auto",
+    draft_model: str | Path | None = None,
+    **options: Any,
+) -> Speculator:
+    """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
+
+    `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
+    default model unless a draft model takes their place, and plain decoding for any other.
+    `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
+    fused the same with the rest of a layer compiled, cuda-graph the own layers as CUDA graphs, auto
+    the best of these that can be had. `draft_model`: a smaller one with the same tokens, which
+    drafts. `options` are SpeculationOptions. Raises ModelNotFound, UnsupportedModel, HeadsNotFound,
+    InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
+    """
+    check_loading(model, draft_model, heads, attn_implementation, device)
+    read = partial(
+        hub.load_model, dtype=dtype, device=device, attn_implementation=attn_implementation
+    )
+    loaded, tokenizer, files = read(model)
+    second = None
+    if draft_model is not None:
+        second, other, draft_files = read(draft_model)
+        check_same_tokens(tokenizer, other, draft_files.label)
+    if heads is None and files.is_default and second is None:
+        heads = hub.DEFAULT_HEADS
+    known = None  # asked for here, where nobody can have changed the model since it was read
+    if heads is not None and not isinstance(heads, ExitHeads):
+        known = fingerprint.of_loaded(loaded, files.stamps)
+    backbone = Backbone(loaded, executor=executor, fingerprint=known)
+    drafting = None if second is None else Backbone(second, executor=executor)
+    return _speculator(backbone, tokenizer, heads, files.label, drafting, options)
+
+
+def wrap(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    heads: str | Path | ExitHeads | None = None,
+    label: str | None = None,
+    executor: str = "auto",
+    draft_model: PreTrainedModel | None = None,
+    **options: Any,
+) -> Speculator:
+    """A Speculator around a model that is already loaded; the model itself stays as it is.
+
+    A `draft_model` drafts unless `options` say otherwise; that both mean the same by a token id is
+    up to the caller. Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
+    DraftModelMismatch, InvalidOption.
+    """
+    check_wrapping(tokenizer, heads, draft_model)
+    backbone = Backbone(model, executor=executor)
+    drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
+    label = label or model.config.name_or_path or type(model).__name__
+    return _speculator(backbone, tokenizer, heads, label, drafting, options)
+
+
+def _speculator(
+    backbone: Backbone,
+    tokenizer: PreTrainedTokenizerBase | None,
+    heads: str | Path | ExitHeads | None,
+    label: str,
+    second: Backbone | None,
+    options: dict[str, Any],
+) -> Speculator:
+    """Heads, their settings, and a draft model beside a model that is cut open."""
+    fitted = _find_heads(backbone, heads, label)
+    base = SpeculationOptions()
+    if fitted is None and second is None and options.get("drafter", "exit") == "exit":
+        logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
+    elif fitted is not None:
+        fitted.pack()
+        base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
+    if second is not None:
+        check_same_size(backbone, second, tokenizer)
+        base = base.updated({"drafter": "draft-model"})
+    return Speculator(backbone, tokenizer, fitted, label, base.updated(options), second)
+
+
+def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
+    """The rule for this choice; plain decoding is lossless whatever was asked for.
+
+    Raises InvalidOption for lenience without sampling, and for EASD without a threshold.
+    """
+    if options.speculate and options.acceptance != "lossless":
+        return LOSSY[options.acceptance](sampler, options)
+    if sampler.do_sample:
+        return SpeculativeSampling(sampler, options.lenience)
+    if options.lenience < 1.0:
+        raise InvalidOption(
+            "lenience below 1 needs do_sample: greedy drafts match or do not. Leave one out"
+        )
+    return GreedyMatch(sampler)
+
+
+def sequences(request: Request, answers: list[Generation]) -> Tensor | GenerateDecoderOnlyOutput:
+    """Prompts and answers as Hugging Face returns them: [B, longest], padded on the right."""
+    longest = max(len(answer.token_ids) for answer in answers)
+    padded = [
+        answer.token_ids + [request.pad_token_id] * (longest - len(answer.token_ids))
+        for answer in answers
+    ]
+    ids = torch.cat([request.input_ids, request.input_ids.new_tensor(padded)], dim=1)
+    return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
+
+
+def _find_heads(
+    backbone: Backbone, heads: str | Path | ExitHeads | None, label: str
+) -> ExitHeads | None:
+    if isinstance(heads, ExitHeads):
+        check_fit(heads, backbone.num_layers, backbone.unembedding)
+    if heads is None or isinstance(heads, ExitHeads):
+        return heads
+    if heads == LOGIT_LENS:
+        return logit_lens(backbone.unembedding, backbone.num_layers, label)
+    folder = hub.resolve_heads(heads)
+    return ExitHeads.from_pretrained(
+        folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers
+    )

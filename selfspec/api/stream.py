@@ -1,0 +1,100 @@
+"""An answer while it is written: rounds in, pieces of text and a finished record out."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec.api.text import TextDecoder
+from selfspec.decoding.stats import GenerationStats, Round, StopReason, Stopwatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One finished answer."""
+
+    text: str
+    token_ids: list[int]
+    """New tokens, an end token included."""
+    stats: GenerationStats
+    stop_reason: StopReason | None
+    """None if the stream was closed before its end."""
+
+
+class Stream:
+    """An answer while it is written: iterate for pieces of text; `result` holds what there is.
+
+    Closing it, or dropping it, ends the decoding; a session keeps what was said.
+    """
+
+    def __init__(
+        self,
+        entries: Generator[Round, None, None],
+        stats: GenerationStats,
+        watch: Stopwatch,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        streamer: BaseStreamer | None = None,
+    ) -> None:
+        """`entries` from `decode.rounds`, timed by `watch`; `streamer` hears of each token."""
+        self.rounds: list[Round] = []
+        """So far, the prompt's pass first."""
+        self._entries = entries
+        self._stats = stats
+        self._watch = watch
+        self._tokenizer = tokenizer
+        self._streamer = streamer
+        self._tokens: list[int] = []
+        self._pieces = self._decode()
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of text that join to `result.text`."""
+        return self._pieces
+
+    def close(self) -> None:
+        """Stop decoding."""
+        self._pieces.close()
+        self._entries.close()
+
+    @property
+    def result(self) -> Generation:
+        """The answer so far."""
+        self._stats.seconds = self._watch.seconds
+        text = ""
+        if self._tokenizer is not None:
+            text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        # a round that ends the text may be cut between its tokens
+        handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
+        return Generation(
+            text=text,
+            token_ids=list(self._tokens),
+            stats=self._stats,
+            stop_reason=self._stats.stop_reason if handed_out else None,
+        )
+
+    def drain(self) -> Generation:
+        """Decode to the end."""
+        for _ in self._pieces:
+            pass
+        return self.result
+
+    def _decode(self) -> Generator[str, None, None]:
+        text = TextDecoder(self._tokenizer)
+        try:
+            for entry in self._entries:
+                self.rounds.append(entry)
+                self._stats.add(entry)
+                for token in entry.tokens:
+                    self._tokens.append(token)
+                    if self._streamer is not None:
+                        self._streamer.put(torch.tensor([token]))
+                    if piece := text.push([token]):
+                        yield piece
+            if piece := text.push([], last=True):
+                yield piece
+        finally:
+            if self._streamer is not None:
+                self._streamer.end()  # also after an error: a reading thread must not wait

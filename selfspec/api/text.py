@@ -1,0 +1,145 @@
+"""From tokens to text: prompts in, pieces of an answer out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.api.template import templated
+from selfspec.errors import InvalidPrompt
+from selfspec.typed import shown
+
+Prompt = str | list[dict[str, str]] | list[int] | Tensor
+"""A question in words, a conversation, or token ids ([P] or [B, P])."""
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt, *, raw: bool = False
+) -> Tensor:
+    """Token ids [B, P]. Words become one user turn of the chat template, if there is one.
+
+    `raw` tokenises words as they are. Raises InvalidPrompt for empty prompts, for what is no
+    prompt, and for words without a tokenizer.
+    """
+    if isinstance(prompt, Tensor):
+        return _checked_ids(prompt)
+    if not isinstance(prompt, str | list | tuple):
+        raise InvalidPrompt(
+            f"the prompt is {shown(prompt)}, expected a question, messages or token ids"
+        )
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise InvalidPrompt("the prompt is empty. Give a question, messages or token ids")
+    if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
+        return _listed_ids(prompt)
+    messages = None if isinstance(prompt, str) else _checked_messages(prompt)
+    if isinstance(prompt, str):
+        _check_text(prompt, "the prompt")
+    if tokenizer is None:
+        raise InvalidPrompt("a prompt in words needs a tokenizer. Give one to selfspec.wrap")
+    if isinstance(prompt, str) and (raw or tokenizer.chat_template is None):
+        return _ids(tokenizer(prompt, return_tensors="pt"))
+    if tokenizer.chat_template is None:
+        raise InvalidPrompt("messages need a chat template, the tokenizer has none. Give text")
+    if raw and messages is not None:
+        raise InvalidPrompt("raw is for text, the prompt is messages. Leave raw out, or give text")
+    return _ids(
+        templated(
+            tokenizer,
+            messages or [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    )
+
+
+def _checked_ids(ids: Tensor) -> Tensor:
+    """Ids [P] or [B, P] of any whole type as [B, P], int64. Raises InvalidPrompt."""
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not whole or ids.is_quantized or ids.is_meta or ids.layout is not torch.strided:
+        kind = "meta" if ids.is_meta else str(ids.dtype).removeprefix("torch.")
+        raise InvalidPrompt(f"the prompt is a tensor of {kind}, expected whole numbers: token ids")
+    if ids.dim() not in (1, 2):
+        raise InvalidPrompt(
+            f"the prompt is a tensor {list(ids.shape)}, expected [P], or [B, P] for a batch"
+        )
+    return ids.long() if ids.dim() == 2 else ids[None].long()
+
+
+def _listed_ids(ids: Sequence[Any]) -> Tensor:
+    """A list of ids, [1, P]. Raises InvalidPrompt for a list of anything else."""
+    for place, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not -(2**63) <= token < 2**63:
+            hint = "For a batch give a tensor [B, P]" if isinstance(token, str | list) else ""
+            raise InvalidPrompt(
+                f"item {place} of the prompt is {shown(token)}, expected token ids alone, or "
+                f"messages alone. {hint or 'Give one kind'}"
+            )
+    return torch.tensor([list(ids)])
+
+
+def _checked_messages(messages: Sequence[Any]) -> list[Any]:
+    """Messages as templates expect them. Raises InvalidPrompt at the first that is none."""
+    for place, message in enumerate(messages):
+        where = f"message {place}"
+        if not isinstance(message, Mapping):
+            raise InvalidPrompt(f"{where} is {shown(message)}, expected a role and content")
+        if not isinstance(message.get("role"), str):
+            raise InvalidPrompt(f"{where} has no role. Give user, assistant or system")
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            continue
+        if not isinstance(content, str):
+            raise InvalidPrompt(f"{where} has {shown(content)} as its content, expected text")
+        _check_text(content, where)
+    return list(messages)
+
+
+def _check_text(text: str, where: str) -> None:
+    """Raise InvalidPrompt for halves of characters, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(
+            f"{where} is no Unicode text: character {error.start} is half of one. Remove it"
+        ) from error
+
+
+def _ids(encoded: Any) -> Tensor:
+    ids: Tensor = encoded["input_ids"]
+    return ids
+
+
+class TextDecoder:
+    """Turns a growing list of tokens into pieces of text that join to the decoded whole.
+
+    A piece is held back while it ends within a character of several tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False) -> None:
+        """Without a tokenizer all pieces are empty. `special` tokens are left out unless asked."""
+        self._tokenizer = tokenizer
+        self._skip = not special
+        self._tokens: list[int] = []
+        self._context = 0  # decoding starts here: some tokens look different behind others
+        self._shown = 0  # tokens before this one are in earlier pieces
+
+    def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """The text that `tokens` add; `last` gives up what was held back."""
+        if self._tokenizer is None:
+            return ""
+        self._tokens += tokens
+        before = self._decode(self._tokens[self._context : self._shown])
+        after = self._decode(self._tokens[self._context :])
+        if after == before or (after.endswith("\N{REPLACEMENT CHARACTER}") and not last):
+            return ""
+        self._context, self._shown = self._shown, len(self._tokens)
+        return after[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)  # type: ignore[union-attr]  # push returns early without one
+        return str(text)

@@ -1,0 +1,139 @@
+"""Settings that suit this machine: `selfspec tune` writes them, the facade reads them by itself.
+
+A JSON file in the user's cache folder for each combination of what a setting depends on: heads,
+model, dtype, executor, processor, threads. None is needed, and a broken one is ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfspec.config import SpeculationOptions, check_keys
+from selfspec.errors import InvalidData, InvalidOption, first_line
+from selfspec.files import cache_folder
+from selfspec.files import write as write_file
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.model.backbone import Backbone
+from selfspec.untrusted import read_json
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+
+TUNED_OPTIONS = (
+    "speculate",
+    "drafter",
+    "exit_layers",
+    "exit_threshold",
+    "anneal_strength",
+    "max_draft_tokens",
+    "ngram_draft_tokens",
+    "row_cost",
+    "block_cost",
+    "head_cost",
+)
+"""What a file may set: options that change the speed and nothing else."""
+
+_CPU_FACTS = Path("/proc/cpuinfo")
+
+
+def folder() -> Path:
+    """Where the files are."""
+    return cache_folder() / "tuned"
+
+
+def files() -> list[Path]:
+    """All files there are, of any heads and machine."""
+    return sorted(folder().glob("*.json"))
+
+
+def conditions(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
+    """What a tuned setting holds for; another value of any of these needs another setting."""
+    return {
+        "heads": heads_hash(heads),
+        "base": heads.config.base_fingerprint or backbone.fingerprint,
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "executor": backbone.executor_name,
+        "processor": processor(backbone.device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def path(backbone: Backbone, heads: ExitHeads) -> Path:
+    """The file for these heads on this machine."""
+    known = json.dumps(conditions(backbone, heads), sort_keys=True)
+    return folder() / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+
+
+def read(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
+    """SpeculationOptions for these heads on this machine; none where `tune` was not run.
+
+    A file that cannot be used is named in the log and ignored.
+    """
+    if not folder().is_dir() or not (file := path(backbone, heads)).is_file():
+        return {}
+    try:
+        options = _checked(read_json(file), heads)
+    except (ValueError, KeyError, TypeError, AttributeError, InvalidOption, InvalidData) as error:
+        reason = first_line(error)
+        logger.warning("ignored %s: %s. Run selfspec tune again, or with --forget", file, reason)
+        return {}
+    logger.info("settings tuned for this machine, from %s", file)
+    return options
+
+
+def write(
+    backbone: Backbone, heads: ExitHeads, options: Mapping[str, Any], found: Mapping[str, Any]
+) -> Path:
+    """Keep `options`; `found` says how they were found, for people. Returns the file."""
+    file = path(backbone, heads)
+    values = {
+        "format_version": FORMAT_VERSION,
+        "conditions": conditions(backbone, heads),
+        "options": dict(options),
+        "found": dict(found),
+    }
+    write_file(file, json.dumps(values, indent=2) + "\n")
+    return file
+
+
+def heads_hash(heads: ExitHeads) -> str:
+    """sha256 of what decides the answers of heads: kind, exit layers, temperatures, weights."""
+    config = heads.config
+    kind = [config.head_type, list(config.exit_layers), sorted(config.temperatures.items())]
+    digest = hashlib.sha256(json.dumps(kind).encode())
+    for name, tensor in sorted(heads.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def processor(device: torch.device) -> str:
+    """The name of what computes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if _CPU_FACTS.is_file():
+        for line in _CPU_FACTS.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _checked(values: Any, heads: ExitHeads) -> dict[str, Any]:
+    """The options of a file. Raises what `read` catches."""
+    if values["format_version"] != FORMAT_VERSION:
+        raise InvalidOption(f"format version {values['format_version']}, not {FORMAT_VERSION}")
+    found: dict[str, Any] = values["options"]
+    check_keys(found, TUNED_OPTIONS, "option")
+    options = SpeculationOptions().updated(found)
+    heads.layers_in_use(options)
+    return found

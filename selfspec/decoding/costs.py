@@ -1,0 +1,198 @@
+"""What layers, logits, heads and rounds cost here: a model and its heads come in, seconds go out.
+
+Called by `training.calibrate` and `eval.tune`, which choose settings by it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.decode import StopRule, rounds
+from selfspec.decoding.drafters import NoDrafter
+from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import Stopwatch
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.judge import ExitJudge, read_together
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
+
+MAX_DRAFT_TOKENS = 7
+"""Longest draft considered: 8 rows are as many as a pinned pass has."""
+
+_CONTEXT = 256
+_REPEATS = 15
+_SHORT = 8
+"""A short pass runs this fraction of the layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds, measured on this machine. Tuples go by the number of rows: 1, 2, ..."""
+
+    num_layers: int
+    layers: tuple[float, ...]
+    """A pass through all L layers."""
+    start: tuple[float, ...]
+    """The part of any pass that does not depend on its layers: positions, masks, queues."""
+    logits: tuple[float, ...]
+    """The model's own head."""
+    head: float
+    """One draft token embedded and judged by one exit head, and the answer read back."""
+    round: float
+    """What a round costs beside layers and logits: verdicts, commit, rewinding."""
+
+    def plain_step(self) -> float:
+        """One token without drafts."""
+        return self.layers[0] + self.logits[0] + self.round
+
+    @property
+    def head_cost(self) -> float:
+        """One exit head asked, as a share of a plain step."""
+        return self.head / self.plain_step()
+
+    @property
+    def row_cost(self) -> float:
+        """What a verification's third row and each later one adds, as a share of a plain step.
+
+        The second one where there is no third.
+        """
+        first = 2 if len(self.layers) > 2 else 1
+        rows = len(self.layers) - first
+        extra = (self._verified(len(self.layers)) - self._verified(first)) / rows
+        return min(max(extra / self.plain_step(), 0.0), 1.0)
+
+    @property
+    def block_cost(self) -> float:
+        """What the second row adds beyond that, as a share of a plain step, at least 0."""
+        extra = (self._verified(2) - self._verified(1)) / self.plain_step()
+        return max(extra - self.row_cost, 0.0)
+
+    def _verified(self, rows: int) -> float:
+        return self.layers[rows - 1] + self.logits[rows - 1]
+
+    def run(self, count: float, rows: int) -> float:
+        """A pass of `rows` rows through `count` layers; no layers are no pass."""
+        start = self.start[rows - 1]
+        each = (self.layers[rows - 1] - start) / self.num_layers
+        return start + each * count if count else 0.0
+
+
+def measure(
+    backbone: Backbone,
+    heads: ExitHeads,
+    *,
+    rows: int = MAX_DRAFT_TOKENS + 1,
+    context: int = _CONTEXT,
+    now: Callable[[], float] = time.perf_counter,
+) -> Costs:
+    """Medians of 15 interleaved passes of 1..`rows` rows behind `context` tokens; a few seconds.
+
+    Interleaved, so that a change of the machine's speed meets all alike, and each part finds the
+    processor's caches as full of other weights as it does in a round.
+    """
+    bench = _Bench(backbone, heads, rows, min(context, backbone.max_positions // 2), now)
+    for _ in range(_REPEATS):
+        bench.measure_once()
+    return bench.costs()
+
+
+@dataclass
+class _Bench:
+    """Parts of a round, each clocked many times."""
+
+    backbone: Backbone
+    heads: ExitHeads
+    rows: int
+    context: int
+    now: Callable[[], float]
+    seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def __post_init__(self) -> None:
+        """Fill a cache, and begin a plain decoding beside it."""
+        backbone, config = self.backbone, self.heads.config
+        self._kv = KVCache(backbone.num_layers)
+        block = torch.zeros(1, self.context, dtype=torch.int64, device=backbone.device)
+        self._token = block[:, :1]
+        self._embedded = backbone.embed(block)
+        self._outputs = self._run(self._embedded, backbone.num_layers)
+        self._judge = ExitJudge(backbone.num_layers, dict.fromkeys(config.exit_layers, 1.0))
+        self._layers = itertools.cycle(config.exit_layers)
+        self._short = max(1, backbone.num_layers // _SHORT)
+        greedy = Sampler(LogitsProcessorList())
+        state = DecodeState(backbone, block)
+        endless = StopRule(max_length=self.context + 2 * _REPEATS)
+        self._rounds = rounds(state, NoDrafter(), GreedyMatch(greedy), endless, Stopwatch())
+        next(self._rounds)
+
+    @torch.inference_mode()
+    def measure_once(self) -> None:
+        """Clock every part once."""
+        num_layers = self.backbone.num_layers
+        for rows in range(1, self.rows + 1):
+            width = max(rows, self.backbone.min_rows)
+            part, ends = self._embedded[:, :width], self._outputs[:, :width]
+            self._clock("layers", rows, lambda part=part: self._run(part, num_layers))  # type: ignore[misc]
+            self._clock("logits", rows, lambda ends=ends: self.backbone.logits(ends))  # type: ignore[misc]
+            self._clock("short", rows, lambda part=part: self._run(part, self._short))  # type: ignore[misc]
+            if rows == 1:  # next to what is subtracted from it
+                self._clock("round", rows, lambda: next(self._rounds))
+            self._clock("head", 1, self._judge_one)
+
+    def costs(self) -> Costs:
+        """Medians of what was clocked."""
+        middle = {key: statistics.median(values) for key, values in self.seconds.items()}
+        counts = range(1, self.rows + 1)
+        num_layers, short = self.backbone.num_layers, self._short
+        layers = tuple(middle["layers", rows] for rows in counts)
+        starts = (
+            (num_layers * middle["short", rows] - short * whole) / (num_layers - short)
+            for rows, whole in zip(counts, layers, strict=True)
+        )
+        parts = zip(*(self.seconds[name, 1] for name in ("round", "layers", "logits")), strict=True)
+        rest = statistics.median(whole - run - read for whole, run, read in parts)
+        return Costs(
+            num_layers=num_layers,
+            layers=layers,
+            start=tuple(
+                min(max(start, 0.0), whole) for start, whole in zip(starts, layers, strict=True)
+            ),
+            logits=tuple(middle["logits", rows] for rows in counts),
+            head=middle["head", 1],
+            round=max(rest, 0.0),
+        )
+
+    def _clock(self, name: str, rows: int, work: Callable[[], object]) -> None:
+        start = self.now()
+        work()
+        if self.backbone.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.setdefault((name, rows), []).append(self.now() - start)
+
+    def _run(self, hidden: Tensor, last: int) -> Tensor:
+        """Layers 1..last on [1, T, d] behind the context; the cache stays as it was."""
+        held = self._kv.length(0)
+        positions = torch.arange(held, held + hidden.shape[1], device=hidden.device)[None]
+        output = self.backbone.run(hidden, 0, last, positions, self._kv)
+        self._kv.truncate(max(held, self.context))
+        return output
+
+    def _judge_one(self) -> None:
+        """What the exit drafter does for one token at one exit layer, layers left out."""
+        layer = next(self._layers)
+        head = self.heads[layer]
+        self.backbone.embed(self._token)
+        deep = self._outputs[:, -1] if self.heads.reads_deep else None
+        logits = head.unembed(head.features(self._outputs[:, -1], deep))
+        confidence = self._judge.confidence(logits, layer)
+        read_together(confidence, head.to_target_ids(logits.argmax(-1)))

@@ -1,0 +1,148 @@
+"""The loop: draft, verify, commit, rewind.
+
+    rounds(state, ...)   yields a Round per verification
+      draft              a drafter proposes k tokens; shallow rows may already wait in the cache
+      verify             all k + 1 rows run to the last layer, in one batched pass per segment
+      commit             the acceptance rule keeps drafts, one token at a time, on true prefixes
+      rewind             layers are cut back to what is committed; queues are emptied
+
+Plain decoding is the same loop with a drafter that proposes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.decoding.acceptance import AcceptanceRule
+from selfspec.decoding.drafters import Draft, Drafter
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import Round, StopReason, Stopwatch
+from selfspec.errors import InvalidDraft
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRule:
+    """When a sequence is complete, asked after each single token, as in plain decoding."""
+
+    max_length: int
+    """Most ids, prompt and padding included."""
+    end_tokens: Collection[int] = ()
+    criteria: Callable[[Tensor], bool] | None = None
+    """Anything else: gets all committed ids, [1, n]."""
+    made_for: int | None = None
+    """Ids, padding included, that the model was made for: behind them a line is logged."""
+
+    def reason(self, state: DecodeState, token: int) -> StopReason | None:
+        """Why the sequence ends with its newest `token`, or None."""
+        if self.made_for is not None and state.length == self.made_for + 1:
+            remind(self.made_for - state.pad)
+        if token in self.end_tokens:
+            return "eos"
+        if self.criteria is not None and self.criteria(state.ids):
+            return "stop"
+        return "length" if state.length >= self.max_length else None
+
+
+@functools.cache
+def remind(positions: int) -> None:
+    """Log, once, that a text goes on behind the positions that its model was made for."""
+    logger.warning(
+        "the text goes beyond the %d positions that the model was made for: it may get worse",
+        positions,
+    )
+
+
+@torch.inference_mode()
+def rounds(
+    state: DecodeState,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+    stop: StopRule,
+    watch: Stopwatch,
+) -> Generator[Round, None, None]:
+    """Decode until `stop`; yields after each pass over all layers, the prompt's first.
+
+    The state may be dropped or continued after any yield, and after an exception.
+    """
+    entry: Round | None = None
+    while entry is None or entry.stop_reason is None:
+        watch.start()
+        prefill = entry is None
+        with state.round():
+            draft = Draft() if prefill else propose(state, drafter, stop, watch)
+            target_logits = verify(state, draft)
+            watch.lap("prefill" if prefill else "verify")
+            entry = commit(state, draft, target_logits, rule, stop, prefill=prefill)
+            if not prefill:
+                drafter.learn(len(draft.tokens), entry.accepted)
+        watch.lap("bookkeeping")
+        yield entry
+
+
+def propose(state: DecodeState, drafter: Drafter, stop: StopRule, watch: Stopwatch) -> Draft:
+    """A draft that leaves room for the token that verification adds."""
+    limit = stop.max_length - state.length - 1
+    draft = drafter.draft(state, limit, watch)
+    if len(draft.tokens) > limit:
+        raise InvalidDraft(f"{type(drafter).__name__} drafted {len(draft.tokens)} of {limit}")
+    watch.lap("draft")
+    return draft
+
+
+def verify(state: DecodeState, draft: Draft) -> Tensor:
+    """Run all rows to the last layer: target logits [k + 1, V] of the newest token and the drafts.
+
+    Rows that the drafter has not queued enter here: the last draft, text from elsewhere, a prompt.
+    """
+    ids = state.waiting_ids
+    pending = torch.cat([ids, ids.new_tensor([draft.tokens])], dim=1) if draft.tokens else ids
+    schedule = state.hidden.schedule
+    missing = pending[:, schedule.pushed :]
+    if missing.shape[1]:
+        state.hidden.push(state.backbone.embed(missing))
+    if schedule.pushed != pending.shape[1]:
+        raise InvalidDraft(f"{schedule.pushed} rows were queued for {pending.shape[1]} tokens")
+    judged = len(draft.tokens) + 1
+    hidden = state.hidden.advance_all()[:, -judged:]
+    state.keep_outputs(hidden)
+    return state.backbone.logits(state.hidden.padded(hidden))[0, :judged]
+
+
+def commit(
+    state: DecodeState,
+    draft: Draft,
+    target_logits: Tensor,
+    rule: AcceptanceRule,
+    stop: StopRule,
+    *,
+    prefill: bool = False,
+) -> Round:
+    """Append what the rule gives, token by token, until it refuses a draft or the text ends."""
+    tokens: list[int] = []
+    accepted, reason = 0, None
+    for token, is_draft in rule.verdicts(state, target_logits, draft):
+        state.append(token)
+        tokens.append(token)
+        accepted += is_draft
+        reason = stop.reason(state, token)
+        if reason is not None:
+            break
+    return Round(
+        tokens=tokens,
+        draft_tokens=draft.tokens,
+        exit_layers=draft.exit_layers,
+        source=draft.source,
+        accepted=accepted,
+        ended=draft.ended,
+        prefill=prefill,
+        passes=state.hidden.schedule.passes,
+        stop_reason=reason,
+    )

@@ -1,0 +1,44 @@
+"""What proposes tokens. `decode` knows the protocol only; options choose."""
+
+from selfspec.decoding.drafters.base import (
+    Draft,
+    Drafter,
+    DraftsFrom,
+    DraftWriter,
+    NoDrafter,
+    PacedDrafter,
+)
+from selfspec.decoding.drafters.choice import Sources, make_drafter, make_ngram, while_paying
+from selfspec.decoding.drafters.draft_model import (
+    DraftCache,
+    DraftModelDrafter,
+    check_same_size,
+    check_same_tokens,
+)
+from selfspec.decoding.drafters.exit import ExitDrafter, known_deep
+from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
+from selfspec.decoding.drafters.paying import DraftCost, WhilePaying, heads_asked
+
+__all__ = [
+    "Draft",
+    "DraftCache",
+    "DraftCost",
+    "DraftModelDrafter",
+    "DraftWriter",
+    "Drafter",
+    "DraftsFrom",
+    "ExitDrafter",
+    "NgramDrafter",
+    "NoDrafter",
+    "PacedDrafter",
+    "SeenTextFirst",
+    "Sources",
+    "WhilePaying",
+    "check_same_size",
+    "check_same_tokens",
+    "heads_asked",
+    "known_deep",
+    "make_drafter",
+    "make_ngram",
+    "while_paying",
+]

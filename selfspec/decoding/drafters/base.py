@@ -1,0 +1,133 @@
+"""What a drafter is: it gets the state of a sequence and gives a Draft.
+
+Rows that were run for it wait in the hidden cache, where verification takes them on. Called by
+`decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.scores import Choice
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.stats import Ended, Stopwatch
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """k proposed tokens."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Tensor] | None = None
+    """The law each token was drawn from, [V] each, after the processors; None: they are certain."""
+    beliefs: list[Tensor] | None = None
+    """What the drafter thought of each place, [V], after the processors: where the acceptance rule
+    reads it, also for tokens that were not drawn. None: not kept, or there is none."""
+    exit_layers: list[int] = field(default_factory=list)
+    """Where each left; 0 for tokens that ran through no layer."""
+    ended: Ended = "off"
+    source: str = "exit"
+    """Who proposed them: exit, ngram or draft-model."""
+
+
+class Committed(Protocol):
+    """A text that grows: what a drafter that runs no layers has to know of a DecodeState."""
+
+    def committed(self, start: int) -> list[int]:
+        """Its ids from the `start`-th on, without padding."""
+
+
+State_contra = TypeVar("State_contra", bound=Committed, contravariant=True)
+
+
+class DraftsFrom(Protocol[State_contra]):
+    """Proposes at most `limit` tokens to follow the committed ones of some kind of state."""
+
+    def draft(self, state: State_contra, limit: int, watch: Stopwatch) -> Draft:
+        """A draft of 0..limit tokens.
+
+        Rows may be left waiting in a DecodeState's `hidden`: first that of the newest committed
+        token, then those of the drafts, in order, none twice.
+        """
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """What became of the draft that was asked for last."""
+
+
+class Drafter(DraftsFrom[DecodeState], Protocol):
+    """What `decode` asks."""
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+        """An empty draft."""
+        return Draft()
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """There is nothing to learn."""
+
+
+class PacedDrafter:
+    """Base of drafters whose controller sets how many tokens a round drafts."""
+
+    def __init__(
+        self,
+        controller: DraftController,
+        end_tokens: Collection[int] = (),
+        *,
+        beliefs: bool = False,
+    ) -> None:
+        """`end_tokens` close a sequence: nothing is drafted behind one. `beliefs` are kept."""
+        self.controller = controller
+        self.beliefs = beliefs
+        self.end_tokens = frozenset(end_tokens)
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Tell the controller; rounds without drafts say nothing about draft lengths."""
+        if drafted:
+            self.controller.end(drafted, accepted)
+
+
+class DraftWriter:
+    """Writes one Draft, until W_max, `limit`, the controller or an end token completes it."""
+
+    def __init__(
+        self, drafter: PacedDrafter, limit: int, *, source: str, sampled: bool = False
+    ) -> None:
+        """`sampled`: tokens are drawn from laws, which acceptance will want."""
+        width = drafter.controller.begin()
+        self.room = max(min(width, limit), 0)
+        """Tokens that still fit; 0 when the draft is complete."""
+        self.draft = Draft(
+            probs=[] if sampled else None,
+            beliefs=[] if drafter.beliefs else None,
+            ended="width" if width <= limit else "budget",
+            source=source,
+        )
+        self._drafter = drafter
+
+    def add(self, choice: Choice, confidence: float, *, layer: int = 0) -> None:
+        """Propose a token that left at `layer`."""
+        self.draft.tokens.append(choice.token)
+        self.draft.exit_layers.append(layer)
+        if self.draft.probs is not None and choice.law is not None:
+            self.draft.probs.append(choice.law)
+        if self.draft.beliefs is not None and choice.belief is not None:
+            self.draft.beliefs.append(choice.belief)
+        self.room -= 1
+        if choice.token in self._drafter.end_tokens:
+            self.stop("eos")
+        elif self.room and not self._drafter.controller.go_on(confidence):
+            self.stop("unsure")
+
+    def stop(self, reason: Ended) -> None:
+        """The draft is complete."""
+        self.draft.ended = reason
+        self.room = 0

@@ -1,0 +1,163 @@
+"""From options to the drafter of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.controllers import make_controller
+from selfspec.decoding.drafters.base import Drafter, DraftsFrom, NoDrafter
+from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
+from selfspec.decoding.drafters.exit import ExitDrafter
+from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst, StateT
+from selfspec.decoding.drafters.paying import DraftCost, WhilePaying
+from selfspec.decoding.scores import Sampler
+from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.judge import ExitJudge, spread
+from selfspec.model.backbone import Backbone
+
+_PLAIN_BLOCK_COST = 0.7
+"""Two rows against one with plain kernels on a CPU, SmolLM2-135M in bfloat16: 1.7 steps."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """A model, and what its drafts can come from."""
+
+    backbone: Backbone
+    heads: ExitHeads | None = None
+    draft_model: DraftCache | None = None
+
+    @property
+    def token_cost(self) -> float:
+        """What the draft model takes for a token, as a share of a step of the model.
+
+        By the weights that a step reads, which is a little too much: two layers of SmolLM2-135M
+        and its unembedding are 0.26 of it and took 0.17 (eval/results/papers/gammatune).
+        """
+        if self.draft_model is None:
+            return 0.0
+        return _weights(self.draft_model.backbone) / _weights(self.backbone)
+
+    @property
+    def block_cost(self) -> float:
+        """What the model pays for two rows instead of one, as a share of a step."""
+        one_row_kernels = self.backbone.min_rows == 1 and self.backbone.device.type == "cpu"
+        return _PLAIN_BLOCK_COST if one_row_kernels else 0.0
+
+
+def make_drafter(
+    options: SpeculationOptions,
+    sources: Sources,
+    sampler: Sampler,
+    end_tokens: Collection[int] = (),
+) -> Drafter:
+    """What proposes tokens under `options`; nothing behind one of `end_tokens`.
+
+    The default, exit, drafts nothing where there are no heads. Raises HeadsNotFound where heads
+    were asked for by another name, InvalidOption where there is no draft model.
+    """
+    if not options.speculate or options.drafter == "none":
+        return NoDrafter()
+    if options.drafter == "exit" and sources.heads is None:
+        return NoDrafter()
+    if options.drafter == "ngram":
+        return make_ngram(options, sources.block_cost, end_tokens)
+    other: Drafter
+    layers: tuple[int, ...] = ()
+    if options.uses("draft-model"):
+        other = _draft_model(options, sources.draft_model, sampler, end_tokens)
+    else:
+        other, layers = _exit(options, sources.heads, sampler, end_tokens)
+    other = while_paying(
+        other,
+        options,
+        block_cost=sources.block_cost,
+        num_layers=sources.backbone.num_layers,
+        exit_layers=layers,
+        token_cost=0.0 if layers else sources.token_cost,
+    )
+    if options.uses("ngram"):
+        return SeenTextFirst(make_ngram(options, sources.block_cost, end_tokens), other)
+    return other
+
+
+def make_ngram(
+    options: SpeculationOptions, block_cost: float, end_tokens: Collection[int]
+) -> NgramDrafter:
+    """A drafter of text already seen; `block_cost` is the model's, for where `options` say none."""
+    return NgramDrafter(
+        make_controller(options, options.ngram_draft_tokens),
+        end_tokens,
+        size=options.ngram_size,
+        row_cost=options.row_cost,
+        block_cost=block_cost if options.block_cost is None else options.block_cost,
+    )
+
+
+def while_paying(
+    drafter: DraftsFrom[StateT],
+    options: SpeculationOptions,
+    *,
+    block_cost: float,
+    num_layers: int,
+    exit_layers: tuple[int, ...] = (),
+    token_cost: float = 0.0,
+) -> DraftsFrom[StateT]:
+    """`drafter` under the never-slower rule, or as it is where `options` switch that off.
+
+    `exit_layers`: those in use, of `num_layers`; `block_cost` as in `make_ngram`.
+    """
+    if not options.never_slower:
+        return drafter
+    cost = DraftCost(
+        row=options.row_cost,
+        block=block_cost if options.block_cost is None else options.block_cost,
+        token=token_cost,
+        head=options.head_cost,
+        exit_layers=exit_layers,
+        num_layers=num_layers,
+    )
+    return WhilePaying(drafter, cost)
+
+
+def _exit(
+    options: SpeculationOptions,
+    heads: ExitHeads | None,
+    sampler: Sampler,
+    end_tokens: Collection[int],
+) -> tuple[ExitDrafter, tuple[int, ...]]:
+    """And the exit layers in use, up to D_max."""
+    if heads is None:
+        raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
+    config = heads.config
+    judge = ExitJudge(
+        config.num_layers,
+        spread(options.thresholds, options.exit_layers or config.exit_layers),
+        options.anneal_strength,
+        {int(layer): value for layer, value in config.temperatures.items()},
+    )
+    controller = make_controller(options, options.max_draft_tokens)
+    beliefs = options.acceptance != "lossless"
+    drafter = ExitDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
+    return drafter, heads.layers_in_use(options)
+
+
+def _draft_model(
+    options: SpeculationOptions,
+    cache: DraftCache | None,
+    sampler: Sampler,
+    end_tokens: Collection[int],
+) -> DraftModelDrafter:
+    if cache is None:
+        raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
+    controller = make_controller(options, options.max_draft_tokens)
+    beliefs = options.acceptance != "lossless"
+    return DraftModelDrafter(cache, sampler, controller, end_tokens, beliefs=beliefs)
+
+
+def _weights(backbone: Backbone) -> int:
+    """Bytes of a model's weights; shared ones count once."""
+    return sum(weight.numel() * weight.element_size() for weight in backbone.model.parameters())

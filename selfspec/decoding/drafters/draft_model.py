@@ -1,0 +1,132 @@
+"""Drafts from a second, smaller model with the same vocabulary: speculative decoding as it began.
+
+Source: speculative_decoding_and_lenience.txt; Leviathan et al. 2023. The draft model runs on this
+package's own backbone, with keys and values of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.drafters.base import Draft, DraftWriter, PacedDrafter
+from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sequence import DecodeState, shared_prefix
+from selfspec.decoding.stats import Stopwatch
+from selfspec.errors import DraftModelMismatch
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
+
+
+class DraftCache:
+    """A draft model with the keys and values of one sequence; a session keeps it between turns."""
+
+    def __init__(self, backbone: Backbone, vocab_size: int | None = None) -> None:
+        """Empty at first. `vocab_size`: rows of the target's unembedding; None: as many as ours.
+
+        Where the two differ, the longer one ends in padding, which no draft may name.
+        """
+        self.backbone = backbone
+        self._vocab_size = backbone.vocab_size if vocab_size is None else vocab_size
+        self._kv = KVCache(backbone.num_layers)
+        self._hidden = HiddenCache(backbone, self._kv)
+        self._ran = torch.zeros(0, dtype=torch.int64, device=backbone.device)
+
+    def rewind(self, ids: Tensor) -> Tensor:
+        """Keep what is shared with `ids` [1, n]; the ids that have to run, [1, m], at least one."""
+        shared = shared_prefix(self._ran, ids[0, :-1].to(self._ran.device))
+        self._kv.truncate(shared)
+        self._ran = self._ran[:shared]
+        return ids[:, shared:]
+
+    def run(self, ids: Tensor) -> Tensor:
+        """Append `ids` [1, m]; logits [1, V] of the token behind them, V as the target has it."""
+        rows = ids.to(self._ran.device)
+        self._hidden.clear()
+        # an id of the target's padding has no embedding here: any other one costs a draft at most
+        self._hidden.push(self.backbone.embed(rows.clamp(max=self.backbone.vocab_size - 1)))
+        last = self._hidden.advance_all()[:, -1:]
+        self._ran = torch.cat([self._ran, rows[0]])
+        logits = self.backbone.logits(self._hidden.padded(last))[0, :1].to(ids.device)
+        missing = self._vocab_size - logits.shape[1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+class DraftModelDrafter(PacedDrafter):
+    """Drafts by decoding with another model; refused tokens are cut from its cache next time.
+
+    A round's last draft token never ran there: it runs next time, with the target's own token.
+    """
+
+    def __init__(
+        self,
+        cache: DraftCache,
+        sampler: Sampler,
+        controller: DraftController,
+        end_tokens: Collection[int] = (),
+        *,
+        beliefs: bool = False,
+    ) -> None:
+        """`sampler` is the target's: its processors also shape the laws of the drafts."""
+        super().__init__(controller, end_tokens, beliefs=beliefs)
+        self._cache = cache
+        self._sampler = sampler.for_drafts()
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+        """Up to min(limit, W_max) tokens, and none beyond the positions the model was made for."""
+        ids = state.ids
+        room = self._cache.backbone.max_positions - (state.length - state.pad) + 1
+        writer = DraftWriter(
+            self, min(limit, room), source="draft-model", sampled=self._sampler.do_sample
+        )
+        rows = self._cache.rewind(ids[:, state.pad :])
+        while writer.room:
+            logits = self._cache.run(rows)
+            choice = self._sampler.choose(ids, logits, believe=self.beliefs)
+            writer.add(choice, self._confidence(logits))
+            rows = ids.new_tensor([[choice.token]])
+            ids = torch.cat([ids, rows], dim=1)
+        return writer.draft
+
+    def _confidence(self, logits: Tensor) -> float:
+        """What the controller wants to know; 1 where it wants nothing."""
+        signal = self.controller.signal
+        return 1.0 if signal is None else float(signal(logits))
+
+
+def check_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, label: str
+) -> None:
+    """Raise DraftModelMismatch unless `other`, of the draft model `label`, has the same tokens."""
+    ours, theirs = ({i: t for t, i in found.get_vocab().items()} for found in (tokenizer, other))
+    if ours == theirs:
+        return
+    first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    raise DraftModelMismatch(
+        f"the draft model {label} has another vocabulary: {len(theirs)} tokens instead of "
+        f"{len(ours)}, the first that differs is {first}: {theirs.get(first)!r} instead of "
+        f"{ours.get(first)!r}. Choose a smaller model of the same family"
+    )
+
+
+def check_same_size(
+    backbone: Backbone, draft_model: Backbone, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Raise DraftModelMismatch unless both give logits over the same tokens.
+
+    Unembeddings are often padded to a round number of rows: behind the last token of a `tokenizer`
+    that both share, they may differ.
+    """
+    ours, theirs = backbone.vocab_size, draft_model.vocab_size
+    tokens = max(tokenizer.get_vocab().values()) + 1 if tokenizer else max(ours, theirs)
+    if ours != theirs and min(ours, theirs) < tokens:
+        raise DraftModelMismatch(
+            f"the draft model has {theirs} rows in its unembedding, the model {ours}. Choose a "
+            "smaller model of the same family"
+        )

@@ -1,0 +1,156 @@
+"""Drafts from text already seen: what followed the same words before, in prompt or answer.
+
+Prompt lookup (Saxena 2023; Hugging Face's `prompt_lookup_num_tokens`) with an index that grows with
+the text, and a memory of how often it was right. Runs no layers; its tokens are certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate, takewhile
+from operator import mul
+from typing import Generic, TypeVar
+
+from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.drafters.base import Committed, Draft, DraftsFrom, DraftWriter, PacedDrafter
+from selfspec.decoding.scores import Choice
+from selfspec.decoding.stats import Stopwatch
+
+StateT = TypeVar("StateT", bound=Committed)
+
+NEWEST = 1 / 8
+"""Weight of the newest observation in a running mean: half of it is younger than six."""
+
+
+class NgramIndex:
+    """A growing text, and where each of its n-grams was continued last.
+
+    The longest n-gram at the end of the text decides, of its occurrences the most recent: what is
+    under way repeats more often than what was said long ago.
+    """
+
+    def __init__(self, size: int) -> None:
+        """N-grams of 1..`size` tokens."""
+        self.text: list[int] = []
+        self._size = size
+        self._continued: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens; each costs `size` entries, however long the text is."""
+        for token in tokens:
+            place = len(self.text)
+            for count in range(1, min(self._size, place) + 1):
+                # the n-gram at the very end has no continuation yet, so it never finds itself
+                self._continued[tuple(self.text[place - count :])] = place
+            self.text.append(token)
+
+    def find(self) -> tuple[int, int]:
+        """Tokens that match at the end of the text, 0 for none, and where they went on before."""
+        for count in range(min(self._size, len(self.text)), 0, -1):
+            place = self._continued.get(tuple(self.text[-count:]))
+            if place is not None:
+                return count, place
+        return 0, len(self.text)
+
+    def copied(self, place: int, count: int) -> list[int]:
+        """`count` tokens from `place` on; where the text ends, the copy goes on into itself."""
+        found = self.text[place : place + count]
+        while len(found) < count:
+            found.append(found[len(found) - (len(self.text) - place)])
+        return found
+
+
+class NgramDrafter(PacedDrafter):
+    """Drafts what followed the longest match, as far as that has been paying.
+
+    By length of the match it keeps a running mean of how often the next token was right. Guesses
+    are scored against what was committed whether they were proposed or not, so the means are up to
+    date where nothing is drafted, at no cost. Each right token makes the match longer by one: the
+    product of the means is the chance that a draft token is reached and right, and drafting stops
+    where it falls below what a row of verification costs.
+    """
+
+    def __init__(
+        self,
+        controller: DraftController,
+        end_tokens: Collection[int] = (),
+        *,
+        size: int,
+        row_cost: float = 0.0,
+        block_cost: float = 0.0,
+    ) -> None:
+        """`size`: longest n-gram. Costs are shares of a one-row step, as in SpeculationOptions.
+
+        One drafter serves one sequence, its prompt included; a session's next turn takes a new one.
+        """
+        super().__init__(controller, end_tokens)
+        self._index = NgramIndex(size)
+        self._size = size
+        self._row_cost = row_cost
+        self._block_cost = block_cost
+        # the longer a match, the more it is trusted at first
+        self._rates = [count / (size + 1) for count in range(size + 1)]
+        self._guess: list[int] = []
+        self._matched: list[int] = []
+
+    def draft(self, state: Committed, limit: int, watch: Stopwatch, rival: float = 0.0) -> Draft:  # noqa: ARG002  # the protocol's
+        """Up to min(limit, W_max) tokens; none unless more than `rival` should be accepted."""
+        self._read(state)
+        writer = DraftWriter(self, limit, source="ngram")
+        count, place = self._index.find()
+        self._guess = self._index.copied(place, writer.room) if count else []
+        self._matched = [min(count + step, self._size) for step in range(len(self._guess))]
+        rates = [self._rates[matched] for matched in self._matched]
+        chances = list(takewhile(lambda chance: chance >= self._row_cost, accumulate(rates, mul)))
+        if sum(chances) > max(rival, self._block_cost):
+            for token, rate, _ in zip(self._guess, rates, chances, strict=False):
+                writer.add(Choice(token), rate)
+                if not writer.room:
+                    break
+        if writer.room:
+            writer.stop("unsure" if self._guess else "off")
+        return writer.draft
+
+    def _read(self, state: Committed) -> None:
+        """Take in what was committed since the last draft, and score the last guess by it."""
+        fresh = state.committed(len(self._index.text))
+        for matched, guessed, token in zip(self._matched, self._guess, fresh, strict=False):
+            self._rates[matched] += NEWEST * ((guessed == token) - self._rates[matched])
+            if guessed != token:
+                break
+        self._index.extend(fresh)
+
+
+class SeenTextFirst(Generic[StateT]):
+    """Text already seen where it promises more than the other drafter has been giving, else that.
+
+    What the other gives is a running mean of its accepted tokens per round that it drafts in, and
+    nothing as long as it declines to draft.
+    """
+
+    def __init__(self, ngram: NgramDrafter, other: DraftsFrom[StateT]) -> None:
+        """Each with a controller of its own: they are right unequally often."""
+        self._ngram = ngram
+        self._other = other
+        self._other_gives = 0.0
+        self._other_drafted = False
+        self._other_declines = False
+
+    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Draft:
+        """A draft of one of the two."""
+        rival = 0.0 if self._other_declines else self._other_gives
+        draft = self._ngram.draft(state, limit, watch, rival)
+        self._other_drafted = False
+        if not draft.tokens:
+            draft = self._other.draft(state, limit, watch)
+            self._other_declines = draft.ended == "off" and not draft.tokens
+            self._other_drafted = not self._other_declines
+        return draft
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Tell the one that drafted."""
+        if self._other_drafted:
+            self._other_gives += NEWEST * (accepted - self._other_gives)
+            self._other.learn(drafted, accepted)
+        else:
+            self._ngram.learn(drafted, accepted)

@@ -1,0 +1,142 @@
+"""Tests, on this machine and model, that a row's bits do not depend on what runs with it.
+
+Two ways lead there: kernels whose result for a row is the same for any number of rows, or passes
+of one fixed shape, padded, over a fixed number of slots. Either is a property of the kernels, so it
+is measured here before anyone relies on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.errors import InvalidOption, PinnedUnavailable
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
+
+_CONTEXTS = (16, 180)
+"""Tokens in front of the probed ones: kernels may cut longer sums otherwise than short ones (MKL
+with AVX512 does between 192 and 384)."""
+
+
+_MOST_SLOTS = 1 << 20
+"""Positions with memory of their own from the start: a slip of the pen asks for more."""
+
+
+class PassShape(NamedTuple):
+    """What all passes of a pinned decoding have in common."""
+
+    rows: int | None = None
+    """Fixed number of rows; None where the kernels do not care."""
+    slots: int | None = None
+    """Fixed number of key slots; None where the kernels do not care."""
+
+
+class PinnedProbe:
+    """What was found about one model on this machine; each question is probed once."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        """Nothing is probed yet."""
+        self._backbone = backbone
+        self._found: dict[tuple[PassShape, int, bool], PinnedUnavailable | None] = {}
+
+    def shape(self, fixed: PassShape, widest: int) -> PassShape:
+        """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
+
+        Raises PinnedUnavailable if neither does, InvalidOption for more slots than could be had.
+        """
+        if self._backbone.min_rows > 1 and self._failure(PassShape(), widest) is None:
+            return PassShape()
+        if (fixed.slots or 0) > _MOST_SLOTS:
+            raise InvalidOption(
+                f"pinned passes would look at {fixed.slots} positions each, expected at most "
+                f"{_MOST_SLOTS}. Lower max_new_tokens, or leave pinned out"
+            )
+        if (failure := self._failure(fixed, widest)) is not None:
+            raise failure
+        return fixed
+
+    def holds_unpadded(self, widest: int) -> bool:
+        """Whether kernels treat rows alike by themselves, as a quick look has it."""
+        if self._backbone.min_rows == 1:
+            return False
+        failure = self._failure(PassShape(), widest, quick=True)
+        if failure is not None:
+            logger.info("drafts may move bits here: %s", failure)
+        return failure is None
+
+    def _failure(
+        self, shape: PassShape, widest: int, *, quick: bool = False
+    ) -> PinnedUnavailable | None:
+        """Why `shape` does not pin bits, or None."""
+        key = (shape, widest, quick)
+        if key not in self._found:
+            try:
+                check_pinned(self._backbone, shape, widest, quick=quick)
+                self._found[key] = None
+            except PinnedUnavailable as error:
+                self._found[key] = error
+        return self._found[key]
+
+
+@torch.inference_mode()
+def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bool = False) -> None:
+    """Raise PinnedUnavailable unless logits are bitwise the same for every grouping of rows.
+
+    The same random tokens run one at a time, in blocks of `widest` rows (which `shape` must have
+    room for), and in uneven blocks; every second block has wrong tokens behind it, as rejected
+    drafts would be. Costs about 3 * `widest` passes at each of two contexts; `quick` looks at the
+    longer one alone and at half as many tokens, for a quarter of that.
+    """
+    contexts, count = (_CONTEXTS[-1:], widest) if quick else (_CONTEXTS, 2 * widest)
+    for context in contexts:
+        room = (shape.slots or backbone.max_positions) - widest - context
+        if room > 0:
+            _check_at(backbone, shape, widest, context, min(count, room))
+
+
+def _check_at(backbone: Backbone, shape: PassShape, widest: int, context: int, count: int) -> None:
+    """`count` tokens behind `context` others."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(backbone.vocab_size, (1, context + count), generator=generator)
+    ids = ids.to(backbone.device)
+    alone = _logits(backbone, ids, [1] * count, shape, widest)
+    uneven = [1 + step % (widest - 1) for step in range(count)]
+    for name, widths in {"full": [widest] * count, "uneven": uneven}.items():
+        together = _logits(backbone, ids, widths, shape, widest)
+        differing = int((alone != together).any(-1).sum())
+        if differing:
+            raise PinnedUnavailable(
+                f"{differing} of {count} positions behind {context} others changed bits between "
+                f"single rows and {name} blocks of up to {widest} rows: these kernels do not treat "
+                "all rows alike"
+            )
+
+
+def _logits(
+    backbone: Backbone, ids: Tensor, widths: list[int], shape: PassShape, widest: int
+) -> Tensor:
+    """Logits [count, V] of the last tokens of `ids`, run in blocks of `widths`."""
+    kv = KVCache(backbone.num_layers, shape.slots)
+    hidden = HiddenCache(backbone, kv, pinned_rows=shape.rows)
+    start = ids.shape[1] - len(widths)
+    hidden.push(backbone.embed(ids[:, :start]))
+    hidden.advance_all()
+    found: list[Tensor] = []
+    while start < ids.shape[1]:
+        block = ids[:, start : start + widths[len(found)]]
+        wrong = (block[:, -1:] + 1) % backbone.vocab_size
+        drafted = torch.cat([block, wrong.expand(-1, widest - block.shape[1])], dim=1)
+        hidden.clear()
+        hidden.push(backbone.embed(drafted if len(found) % 2 else block))
+        states = hidden.advance_all()
+        found.append(backbone.logits(hidden.padded(states))[0, : block.shape[1]])
+        start += block.shape[1]
+        kv.truncate(start)
+    return torch.cat(found)

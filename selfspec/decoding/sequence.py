@@ -1,0 +1,99 @@
+"""One sequence while it is decoded: its ids, its keys and values, its waiting rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_cache import KVCache
+
+
+def shared_prefix(old: Tensor, new: Tensor) -> int:
+    """Ids that [n] and [m] have in common from the start."""
+    count = min(len(old), len(new))
+    differing = (old[:count] != new[:count]).nonzero()
+    return int(differing[0]) if len(differing) else count
+
+
+class DecodeState:
+    """Committed ids and the caches that belong to them.
+
+    Between rounds every layer holds all positions but the newest, which is not in yet. Left
+    padding (`pad` ids in front) is kept in `ids`, because processors and stopping criteria count
+    it, and never reaches the model.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        ids: Tensor,
+        *,
+        pad: int = 0,
+        exit_layers: Sequence[int] = (),
+        kv: KVCache | None = None,
+        pinned_rows: int | None = None,
+    ) -> None:
+        """`ids` [1, n] with n > pad. `kv` may hold a prefix of them, from an earlier turn."""
+        self.backbone = backbone
+        self.kv = KVCache(backbone.num_layers) if kv is None else kv
+        self.hidden = HiddenCache(backbone, self.kv, exit_layers, pinned_rows)
+        self.pad = pad
+        self._length = ids.shape[1]
+        self._committed: list[int] = ids[0, pad:].tolist()
+        self._outputs: Tensor | None = None
+        self._outputs_from = 0
+        self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
+
+    @property
+    def ids(self) -> Tensor:
+        """All committed ids, padding included, [1, n]; a view."""
+        return self._buffer[:, : self._length]
+
+    @property
+    def length(self) -> int:
+        """Committed ids, padding included."""
+        return self._length
+
+    def committed(self, start: int) -> list[int]:
+        """Committed ids from the `start`-th on, without padding; no device is asked."""
+        return self._committed[start:]
+
+    @property
+    def waiting_ids(self) -> Tensor:
+        """Committed ids that are not through all layers: a prompt, later the newest one, [1, w]."""
+        return self.ids[:, self.pad + self.kv.length(self.backbone.num_layers - 1) :]
+
+    @property
+    def deep(self) -> Tensor | None:
+        """Output of layer L at the position before the newest token, [1, d]; None if not known."""
+        if self._outputs is None:
+            return None
+        return self._outputs[:, self._length - 1 - self._outputs_from]
+
+    def keep_outputs(self, outputs: Tensor) -> None:
+        """Outputs of layer L, [1, k + 1, d], that the next committed tokens come from."""
+        self._outputs, self._outputs_from = outputs, self._length
+
+    def append(self, token: int) -> None:
+        """Commit one token."""
+        if self._length == self._buffer.shape[1]:
+            self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
+        self._buffer[0, self._length].fill_(token)  # assigning uploads (torch 2.11)
+        self._committed.append(token)
+        self._length += 1
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Afterwards, also on an error: caches hold what is committed, and nothing waits."""
+        try:
+            yield
+        finally:
+            # the deepest layer holds least: an error may have stopped a pass halfway down
+            deepest = self.kv.length(self.backbone.num_layers - 1)
+            self.kv.truncate(min(self._length - self.pad - 1, deepest))
+            self.hidden.clear()

@@ -1,0 +1,1 @@
+"""Exit heads: what they are, how they are kept, and who decides whether a token exits."""

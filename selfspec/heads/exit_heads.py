@@ -1,0 +1,354 @@
+"""The exit heads of one model, one per exit layer, and the folder they are kept in.
+
+A folder holds `config.json` and `model.safetensors`: no pickle, and never the model's unembedding.
+What a stranger's folder may hold is checked in `heads_folder`. Called by the facade and the exit
+drafter; made by `selfspec.training`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from selfspec import files
+from selfspec.config import SpeculationOptions, check_keys
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
+from selfspec.heads.folder import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    METADATA,
+    WEIGHTS_FILE,
+    as_json,
+    read_config,
+)
+from selfspec.heads.types import HEAD_TYPES, DraftVocabulary, ExitHead
+from selfspec.hub.fingerprint import UNKNOWN, unembedding_fingerprint
+from selfspec.model.products import PackedLinear, fast_bfloat16, why_unpackable
+from selfspec.model.unembedding import Unembedding
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """What `config.json` of a heads folder says."""
+
+    base_model: str
+    base_fingerprint: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    exit_layers: tuple[int, ...]
+    head_type: str
+    base_revision: str | None = None
+    inner_size: int | None = None
+    """Width of the head's inner layer; None is the head type's own choice."""
+    draft_vocab_size: int | None = None
+    """Tokens that heads can draft; None is all."""
+    temperatures: dict[str, float] = field(default_factory=dict)
+    """Calibrated temperature per exit layer; 1 where missing."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """SpeculationOptions that suit these heads."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """Tokens, data, steps, seed, versions."""
+    weights: str | None = None
+    """Hash of the weights that this belongs to, for folders half replaced by a killed run."""
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        """Raise InvalidOption for exit layers that the model lacks or an unknown head type."""
+        if self.head_type not in HEAD_TYPES:
+            raise InvalidOption(f"head type {self.head_type!r} is none of {', '.join(HEAD_TYPES)}")
+        check_exit_layers(self.exit_layers, possible_exit_layers(self.head_type, self.num_layers))
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise InvalidOption(
+                f"draft vocabulary of {self.draft_vocab_size} tokens, the model has "
+                f"{self.vocab_size}"
+            )
+
+    @classmethod
+    def read(cls, folder: Path) -> HeadsConfig:
+        """From a folder. Raises HeadsNotFound or InvalidHeads."""
+        values = read_config(folder)
+        try:
+            check_keys(values, (entry.name for entry in fields(cls)), "key")
+            return cls(**values)
+        except InvalidOption as error:
+            path = Path(folder) / CONFIG_FILE
+            raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
+
+    def write(self, folder: Path) -> None:
+        """Replace `config.json`; the weights stay. Raises CannotWrite."""
+        files.write(Path(folder) / CONFIG_FILE, as_json(asdict(self)))
+
+    def require_model(
+        self, folder: Path, weight: Tensor, fingerprint: str, name: str, num_layers: int | None
+    ) -> None:
+        """Raise HeadsMismatch unless the model called `name` is the one they were fitted to.
+
+        Heads of format version 1 know its unembedding alone: a warning says so. Where there is no
+        fingerprint, sizes decide, with a warning too.
+        """
+        found = unembedding_fingerprint(weight) if self.format_version == 1 else fingerprint
+        known = UNKNOWN not in (found, self.base_fingerprint)
+        if known and found != self.base_fingerprint:
+            raise HeadsMismatch(
+                f"{folder} fits {self.base_model} ({self.base_fingerprint[:12]}), the model is "
+                f"{name} ({found[:12]}). Fit heads for it: selfspec fit"
+            )
+        sizes = (self.vocab_size, self.hidden_size, num_layers and self.num_layers)
+        if sizes != (*weight.shape, num_layers):
+            raise HeadsMismatch(
+                f"{folder} fits {self.base_model} with (tokens, width, layers) "
+                f"{(self.vocab_size, self.hidden_size, self.num_layers)}, {name} has "
+                f"{(*weight.shape, num_layers)}. Fit heads for it: selfspec fit"
+            )
+        if not known:
+            logger.warning(
+                "whether %s fit %s is not known: one of them has no fingerprint. Where drafts are "
+                "seldom accepted, fit heads for it: selfspec fit",
+                folder,
+                name,
+            )
+        elif self.format_version == 1:
+            logger.warning(
+                "%s were fitted by an earlier selfspec: that %s has the unembedding of their model "
+                "is known, not that its layers are the same. If they are, run: selfspec heads "
+                "stamp %s; if not: selfspec fit",
+                folder,
+                name,
+                folder,
+            )
+
+
+def possible_exit_layers(head_type: str, num_layers: int) -> range:
+    """1..L-1, and 0, the embedding, for heads that know more than the embedding."""
+    return range(0 if HEAD_TYPES[head_type].reads_deep else 1, num_layers)
+
+
+def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
+    """Raise InvalidOption unless `asked` is a rising, non-empty selection from `allowed`."""
+    layers, choice = list(asked), list(allowed)
+    for layer in layers:
+        if layer not in choice:
+            listed = f"{choice[0]}..{choice[-1]}" if len(choice) > 12 else choice
+            raise InvalidOption(f"exit layer {layer} is not among {listed}. Give one that is")
+    if not layers or layers != sorted(set(layers)):
+        raise InvalidOption(
+            f"exit layers {layers} must be rising, without repeats, at least one. Give them so"
+        )
+
+
+def layers_in_use(fitted: Sequence[int], options: SpeculationOptions) -> tuple[int, ...]:
+    """Those of the `fitted` exit layers that `options` ask for, else all, up to D_max.
+
+    Raises InvalidOption for a layer without a head, a D_max that is no exit layer in use, or
+    thresholds of another number than the layers.
+    """
+    layers = tuple(fitted) if options.exit_layers is None else options.exit_layers
+    check_exit_layers(layers, fitted)
+    if len(options.thresholds) not in (1, len(layers)):
+        raise InvalidOption(
+            f"{len(options.thresholds)} exit thresholds for {len(layers)} exit layers. "
+            "Give one for all, or one each"
+        )
+    depth = options.max_draft_depth
+    if depth is not None and depth not in layers:
+        raise InvalidOption(
+            f"max_draft_depth {depth} is not among the exit layers {list(layers)}. Give one of them"
+        )
+    return tuple(layer for layer in layers if depth is None or layer <= depth)
+
+
+class ExitHeads(nn.Module):
+    """The exit heads of one model, one per exit layer, with their config."""
+
+    def __init__(
+        self, config: HeadsConfig, unembedding: Unembedding, draft_ids: Tensor | None = None
+    ) -> None:
+        """Untrained heads, in the dtype and on the device of the unembedding.
+
+        `draft_ids` [V_draft] are the tokens of the config's draft vocabulary. Raises InvalidHeads
+        if they are not.
+        """
+        super().__init__()
+        self.config = config
+        head = HEAD_TYPES[config.head_type]
+        draft_ids = _checked_draft_ids(draft_ids, config, unembedding)
+        vocabulary = DraftVocabulary.of(unembedding, draft_ids)
+        self.by_layer = nn.ModuleDict(
+            {
+                str(layer): head(unembedding, vocabulary, config.inner_size)
+                for layer in config.exit_layers
+            }
+        )
+
+    def __getitem__(self, layer: int) -> ExitHead:
+        """The head of exit layer `layer`, counted from 1."""
+        return self.by_layer[str(layer)]  # type: ignore[return-value]  # a ModuleDict of ExitHeads
+
+    def layers_in_use(self, options: SpeculationOptions) -> tuple[int, ...]:
+        """Exit layers that `options` ask for, up to D_max. Raises InvalidOption."""
+        return layers_in_use(self.config.exit_layers, options)
+
+    @property
+    def reads_deep(self) -> bool:
+        """Whether the heads look at the output of layer L one position earlier."""
+        return HEAD_TYPES[self.config.head_type].reads_deep
+
+    def pack(self) -> None:
+        """Make heads cheaper to ask on a CPU: a packed copy of the draft vocabulary's rows.
+
+        In bfloat16 where the processor computes in it: drafts need no more digits, and in float32
+        the rows would be most of what a draft costs. Without a draft vocabulary the rows are the
+        model's own, of which a copy would be large, and stay as they are.
+        """
+        heads = [self[layer] for layer in self.config.exit_layers]
+        rows = heads[0].selected_rows
+        if rows is None or heads[0].is_packed or why_unpackable(rows) is not None:
+            return
+        packed = PackedLinear(rows.to(torch.bfloat16) if fast_bfloat16() else rows)
+        for head in heads:
+            head.unembed_with(packed)
+
+    def save(self, folder: Path, others: Mapping[str, bytes | str] | None = None) -> None:
+        """Write `config.json`, `model.safetensors` and the files `others` by name.
+
+        All are complete under temporary names before the weights take their place; then come the
+        config and the others. The weights repeat the config, so that a kill at any moment leaves
+        the heads from before or these. Raises CannotWrite.
+        """
+        tensors = _shared_ids_once({k: t.contiguous() for k, t in self.state_dict().items()})
+        self.config = replace(self.config, weights=_hash(tensors))
+        config = as_json(asdict(self.config))
+        with ExitStack() as written:  # which closes in reverse order
+            for name, content in (dict(others or {}) | {CONFIG_FILE: config}).items():
+                new = written.enter_context(files.replacing(Path(folder) / name))
+                new.write_bytes(content.encode() if isinstance(content, str) else content)
+            new = written.enter_context(files.replacing(Path(folder) / WEIGHTS_FILE))
+            save_file(tensors, new, {METADATA: config})
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: Path,
+        unembedding: Unembedding,
+        base_fingerprint: str,
+        base_model: str,
+        num_layers: int | None = None,
+    ) -> ExitHeads:
+        """Heads from `folder`, for the model with `base_fingerprint`, in its dtype and device.
+
+        Raises HeadsNotFound, InvalidHeads (damaged or foreign file), HeadsMismatch (other model;
+        other number of layers, where it is given).
+        """
+        config = HeadsConfig.read(folder)
+        config.require_model(folder, unembedding.weight, base_fingerprint, base_model, num_layers)
+        path = Path(folder) / WEIGHTS_FILE
+        try:
+            tensors = _read_tensors(path, config)
+            draft_ids = tensors.pop(_DRAFT_IDS, None)
+            heads = cls(config, unembedding, draft_ids)
+            heads.load_state_dict(_with_draft_ids(tensors, heads))
+        except (OSError, SafetensorError, RuntimeError, InvalidHeads, InvalidOption) as error:
+            reason = str(error).splitlines()[0]
+            raise InvalidHeads(f"{path} does not hold the heads of its config: {reason}") from error
+        return heads.eval().requires_grad_(False)
+
+
+_DRAFT_IDS = "draft_ids"
+"""All heads of a folder share one draft vocabulary, so the file holds it once."""
+
+
+def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> ExitHeads:
+    """Untrained heads for any model, one per layer: its own norm and unembedding there.
+
+    Only one exit, three quarters up, is in use unless asked: earlier ones are nearly always wrong.
+    """
+    vocab_size, hidden_size = unembedding.weight.shape
+    config = HeadsConfig(
+        base_model=base_model,
+        base_fingerprint="",
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+        exit_layers=tuple(range(1, num_layers)),
+        head_type="logit-lens",
+        defaults={"exit_layers": [num_layers * 3 // 4]},
+    )
+    return ExitHeads(config, unembedding).eval()
+
+
+def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
+    """All of a weights file. Raises what `from_pretrained` catches, with the reason alone.
+
+    Sizes of the config must not ask for more than the file holds, before any head is built.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file")
+    tensors = load_file(path)
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    if (config.inner_size or 0) * config.hidden_size > numbers:
+        raise InvalidHeads(f"inner_size is {config.inner_size}, the file holds {numbers} numbers")
+    for name, tensor in tensors.items():
+        if name == _DRAFT_IDS:
+            continue
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise InvalidHeads(f"{name} is {tensor.dtype}, expected floating numbers")
+        if not bool(tensor.isfinite().all()):
+            raise InvalidHeads(f"{name} holds numbers that are not finite. Fit again")
+    return tensors
+
+
+def _hash(tensors: Mapping[str, Tensor]) -> str:
+    """Of names and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _shared_ids_once(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace the heads' `..draft_ids` by one tensor."""
+    kept = {name: t for name, t in tensors.items() if not name.endswith(f".{_DRAFT_IDS}")}
+    for name, tensor in tensors.items():
+        if name not in kept:
+            kept[_DRAFT_IDS] = tensor.int()
+    return kept
+
+
+def _with_draft_ids(tensors: dict[str, Tensor], heads: ExitHeads) -> dict[str, Tensor]:
+    """Put each head's own draft ids back beside its weights."""
+    ids = {k: v for k, v in heads.state_dict().items() if k.endswith(f".{_DRAFT_IDS}")}
+    return tensors | ids
+
+
+def _checked_draft_ids(
+    ids: Tensor | None, config: HeadsConfig, unembedding: Unembedding
+) -> Tensor | None:
+    """Draft ids as int64 on the model's device. Raises InvalidHeads if they do not fit."""
+    if ids is not None and (ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64)):
+        raise InvalidHeads(f"draft vocabulary is {ids.dtype} {list(ids.shape)}, expected whole ids")
+    if (0 if ids is None else len(ids)) != (config.draft_vocab_size or 0):
+        raise InvalidHeads(
+            f"a draft vocabulary of {0 if ids is None else len(ids)} tokens, "
+            f"{config.draft_vocab_size} in {CONFIG_FILE}"
+        )
+    if ids is None:
+        return None
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise InvalidHeads(f"draft vocabulary holds ids outside 0..{config.vocab_size - 1}")
+    if bool((ids[1:] <= ids[:-1]).any()):
+        raise InvalidHeads("the ids of a draft vocabulary must rise")
+    return ids.long().to(unembedding.weight.device)

@@ -1,0 +1,155 @@
+"""The hash that tells one base model from another: of all its weights, whatever their dtype.
+
+Comes in: a model, and where it was just loaded the files that it came from. Goes out: 64 hex
+digits, or "" where the weights cannot be read. A file is hashed once: the cache folder keeps the
+result by path, size and time. Called by `Backbone` and by what loads one; heads, features and
+records carry it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec import files
+from selfspec.errors import CannotWrite, InvalidData
+from selfspec.files import cache_folder
+from selfspec.hub import weight_files
+from selfspec.hub.weight_files import FileStamp
+from selfspec.untrusted import read_json
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN = ""
+"""In place of a fingerprint: the weights cannot be read, or there is no base model."""
+
+_FORMAT_VERSION = 1
+_BLOCK = 1 << 22  # numbers that are converted at a time: 8 MB
+_PLAIN = (Tensor, nn.Parameter)
+_PACKED_MODULES = "torch.ao.nn.quantized"  # their weights are no tensors at all
+
+
+def of(model: nn.Module) -> str:
+    """sha256 over name, shape and hash of each weight and kept buffer; tied ones count once.
+
+    Numbers are rounded to bfloat16, then to float16, so that a model whose file is in bfloat16 has
+    one fingerprint in whichever dtype it was loaded. UNKNOWN, with a line in the log, for weights
+    that were quantised on loading, or are not in memory.
+    """
+    weights = dict(sorted(_weights(model)))
+    if reason := _unreadable(model, weights):
+        logger.warning("the model has no fingerprint: %s. What fits it is not checked", reason)
+        return UNKNOWN
+    digest = hashlib.sha256()
+    for name, weight in weights.items():
+        digest.update(f"{name} {list(weight.shape)} {_of_tensor(weight)}\n".encode())
+    return digest.hexdigest()
+
+
+def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str:
+    """The same for a model that was loaded from these files just now, and not changed since.
+
+    Looked up where the files were hashed before. Only for whoever loads: what a caller may have
+    done to a model in the meantime cannot be seen.
+    """
+    now = weight_files.stamps(Path(path) for path, _, _ in loaded_from)
+    if not loaded_from or now != loaded_from:
+        return of(model)  # not known, or replaced while they were read
+    key = [
+        _FORMAT_VERSION,
+        metadata.version("transformers"),
+        str(model.dtype),
+        *map(list, loaded_from),
+    ]
+    place = _place(key)
+    if (found := _kept(place, key)) is None:
+        found = of(model)
+        if found != UNKNOWN:
+            _keep(place, key, found)
+    return found
+
+
+def unembedding_fingerprint(weight: Tensor) -> str:
+    """sha256 of an unembedding [V, d] rounded to bfloat16, as float32 bytes.
+
+    All that heads of format version 1 know of their model.
+    """
+    if type(weight) not in _PLAIN or weight.is_meta:
+        return UNKNOWN
+    digest = hashlib.sha256()
+    for rows in weight.detach().split(8192):
+        digest.update(rows.bfloat16().float().cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that a file of the model would hold."""
+    yield from model.named_parameters()
+    seen = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            if kept and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield name, buffer
+
+
+def _unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
+    """Why the model cannot be hashed, if it cannot."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(_PACKED_MODULES):
+            return f"{name} is quantised ({type(module).__name__})"
+    for name, weight in weights.items():
+        if type(weight) not in _PLAIN or weight.is_quantized:
+            return f"{name} is quantised or spread out ({type(weight).__name__})"
+        if weight.is_meta:
+            return f"{name} is not in memory"
+        if weight.layout != torch.strided:
+            return f"{name} is sparse"
+    return None
+
+
+def _of_tensor(weight: Tensor) -> str:
+    """sha256 of the numbers in order; of whole numbers as they are."""
+    digest = hashlib.sha256()
+    for block in weight.detach().reshape(-1).split(_BLOCK):
+        if block.is_floating_point():
+            block = block.bfloat16().half()  # the block as it is hashed
+        digest.update(block.contiguous().cpu().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+# --- what was hashed before -----------------------------------------------------------------------
+
+
+def _place(key: list[object]) -> Path:
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    return cache_folder() / "fingerprints" / f"{name}.json"
+
+
+def _kept(place: Path, key: list[object]) -> str | None:
+    """What an earlier run found; None where there is nothing that can be used."""
+    if not place.is_file():
+        return None
+    try:
+        found = read_json(place)
+        usable = found["selfspec"] == key and len(bytes.fromhex(found["fingerprint"])) == 32
+    except (InvalidData, LookupError, TypeError, ValueError):
+        return None
+    return str(found["fingerprint"]) if usable else None
+
+
+def _keep(place: Path, key: list[object], found: str) -> None:
+    """For the next load. A folder that takes no files costs time, nothing else."""
+    try:
+        files.write(place, json.dumps({"selfspec": key, "fingerprint": found}) + "\n")
+    except CannotWrite as error:
+        logger.debug("the fingerprint is not kept: %s", error)

