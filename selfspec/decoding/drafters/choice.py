@@ -44,7 +44,9 @@ class Sources:
     @property
     def block_cost(self) -> float:
         """What the model pays for two rows instead of one, as a share of a step."""
-        one_row_kernels = self.backbone.min_rows == 1 and self.backbone.device.type == "cpu"
+        one_row_kernels = (
+            self.backbone.claims.steady_from is None and self.backbone.device.type == "cpu"
+        )
         return _PLAIN_BLOCK_COST if one_row_kernels else 0.0
 
 
