@@ -91,8 +91,8 @@ def propose(state: DecodeState, drafter: Drafter, stop: StopRule, watch: Stopwat
     """A draft that leaves room for the token that verification adds."""
     limit = stop.max_length - state.length - 1
     draft = drafter.draft(state, limit, watch)
-    if len(draft.tokens) > limit:
-        raise InvalidDraft(f"{type(drafter).__name__} drafted {len(draft.tokens)} of {limit}")
+    if draft.depth > limit:
+        raise InvalidDraft(f"{type(drafter).__name__} drafted {draft.depth} of {limit}")
     watch.lap("draft")
     return draft
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from selfspec.errors import InvalidDraft, InvalidPrompt, ModelChanged, UnsupportedModel, first_line
 from selfspec.hub import fingerprint as fingerprints
 from selfspec.model.choosing import check_name, choose
-from selfspec.model.conformance import check_conformance, refuse_unsupported
+from selfspec.model.conformance import check_conformance, check_trees, refuse_unsupported
 from selfspec.model.decoder import Decoder, without_gradients
 from selfspec.model.executors import Claims, Executor
 from selfspec.model.given import check_model
@@ -63,6 +63,7 @@ class Backbone(Decoder):
                 self.mixing,
             )
         self._watch = ModelWatch(model)
+        self._trees_checked = False
 
     @property
     def claims(self) -> Claims:
@@ -77,13 +78,11 @@ class Backbone(Decoder):
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases.
 
-        Raises InvalidDraft for a tree where the executor runs chains alone.
+        Raises InvalidDraft or UnsupportedModel for a tree where executor or model runs no trees.
         """
         executor, claims = self._executor, self._executor.claims
-        if not (claims.trees or rows.are_chains):
-            raise InvalidDraft(
-                f"the {self.executor_name} executor runs chains of drafts. Choose generic for trees"
-            )
+        if not rows.are_chains:
+            self._require_trees()
         with self.mode():
             if len(rows.spans) <= claims.spans:
                 return executor.run(hidden, first, last, rows)
@@ -113,6 +112,16 @@ class Backbone(Decoder):
                 f"the model is not what was wrapped: {change}. Wrap the model again: "
                 "selfspec.wrap(model, ...)"
             )
+
+    def _require_trees(self) -> None:
+        """What the executor claims of trees is tested when the first one comes."""
+        if not self.claims.trees:
+            raise InvalidDraft(
+                f"the {self.executor_name} executor runs chains of drafts. Choose generic for trees"
+            )
+        if not self._trees_checked:
+            check_trees(self, self._executor)
+            self._trees_checked = True
 
     def _conform(self) -> None:
         """Check conformance, in inference mode or, where layers cannot run in it, without it.

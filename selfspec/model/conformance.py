@@ -151,6 +151,32 @@ def _agree(
         raise ValueError("the logits come out differently")
 
 
+def check_trees(decoder: Decoder, executor: Executor) -> None:
+    """Raise UnsupportedModel unless a row beside siblings comes out as it does alone.
+
+    Some layers count positions by themselves, from how many rows there are. Up to rounding, at the
+    places of the conformance check.
+    """
+    bound, ids = _AGREEMENT[decoder.dtype], _random_ids(decoder, seed=2)
+    parents = [*[-1] * (len(ids) - 1), 0]
+    path = [0, len(ids) - 1]
+    with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
+        for start, held in [(0, 0), *stretches(decoder)]:
+            tree, alone = (PlantedLease(decoder.num_layers, held) for _ in range(2))
+            beside = Rows.of(tree, start, len(ids), ids.device, parents)
+            chain = Rows.of(alone, start, len(path), ids.device)
+            hidden = decoder.embed(ids)
+            for layer in range(decoder.num_layers):
+                found = executor.run(hidden, layer, layer + 1, beside)
+                expected = executor.run(hidden[path], layer, layer + 1, chain)
+                if not _size(found[path] - expected) <= bound * _size(expected - hidden[path]):
+                    raise UnsupportedModel(
+                        f"layer {layer + 1} comes out otherwise beside siblings, at position "
+                        f"{start}: this model runs no trees of drafts. Draft chains"
+                    )
+                hidden = found
+
+
 def stretches(decoder: Decoder) -> list[tuple[int, int]]:
     """Where else to look: first position, and filled slots in front of it.
 

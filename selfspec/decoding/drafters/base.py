@@ -17,6 +17,7 @@ from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Ended, Stopwatch
+from selfspec.model.rows import depths
 
 
 @dataclass(kw_only=True)
@@ -37,6 +38,13 @@ class Draft:
     ended: Ended = "off"
     source: str = "exit"
     """Who proposed them: exit, ngram or draft-model."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens of its longest path."""
+        if self.parents is None:
+            return len(self.tokens)
+        return 1 + max(depths(self.parents), default=-1)
 
     def following(self, row: int) -> list[int]:
         """Tokens that follow a row of verification: 0 the newest token's, i + 1 that of token i."""
