@@ -257,14 +257,14 @@ def check_sampling(
         **options,
     )
     # asked once: transformers takes longer to read the keywords than the answer takes
-    request, speculation, _ = speculator.request(
+    call = speculator.call(
         ids,
         {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE},
     )
     torch.manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(draws):
-        answer = speculator.start(request, speculation, 0).drain()
+        answer = call.stream(speculator.engine.add(call.request.only(), call.speculation)).drain()
         counts[tuple(answer.token_ids)] += 1
     expected = enumerate_sequences(model, ids, length, size)
     assert chi_square_p(counts, expected, draws) > 0.001

@@ -120,6 +120,7 @@ def test_imports_point_one_way() -> None:
 
 def test_nothing_imports_itself_by_way_of_others() -> None:
     assert not house.circles(house.room_arrows())
+    assert not house.circles(house.module_arrows())
 
 
 def test_executors_and_heads_do_not_know_who_runs_them() -> None:

@@ -148,10 +148,10 @@ def test_pinned_mode_falls_back_to_fixed_shapes(
 ) -> None:
     speculator = wrap(model, heads="logit-lens", executor="packed", exit_threshold=0.05)
     free = PassShape()
-    assert speculator._probe.shape(PassShape(8, 64), 8) == free
+    assert speculator.engine.probe.shape(PassShape(8, 64), 8) == free
     monkeypatch.setattr(PackedLinear, "__call__", depends_on_rows)
     again = wrap(model, heads="logit-lens", executor="packed", exit_threshold=0.05)
-    assert again._probe.shape(PassShape(8, 64), 8) == PassShape(8, 64)
+    assert again.engine.probe.shape(PassShape(8, 64), 8) == PassShape(8, 64)
     plain = again.generate(random_ids(9), max_new_tokens=20, pinned=True, speculate=False)
     drafted = again.generate(random_ids(9), max_new_tokens=20, pinned=True)
     assert drafted.token_ids == plain.token_ids

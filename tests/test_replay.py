@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 import selfspec
-from selfspec.api.speculator import Speculator, acceptance_rule
+from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import CONTROLLERS
-from selfspec.decoding.decode import rounds as decode_rounds
-from selfspec.decoding.stats import Round, Stopwatch
+from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.record import Record
@@ -55,11 +54,8 @@ def real_rounds(
     speculator: Speculator, prompt: Prompt, new_tokens: int, options: SpeculationOptions
 ) -> list[Round]:
     """What the runtime does."""
-    request, _, _ = speculator.request(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
-    state = speculator.state(request, options, 0)
-    drafter = speculator.drafter(request.sampler, request.stop.end_tokens, options)
-    rule = acceptance_rule(request.sampler, options)
-    return list(decode_rounds(state, drafter, rule, request.stop, Stopwatch()))
+    call = speculator.call(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
+    return list(speculator.engine.add(call.request.only(), options).rounds)
 
 
 @pytest.mark.parametrize("kind", KINDS)

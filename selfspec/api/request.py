@@ -30,6 +30,7 @@ from transformers.generation.stopping_criteria import (
 from selfspec.api.keywords import refuse_model_keywords, refuse_other_decoding
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS, GenerateOptions, check_keys
 from selfspec.decoding.decode import StopRule, remind
+from selfspec.decoding.engine import Asked
 from selfspec.decoding.one_row import called, criterion_for
 from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption, InvalidPrompt
@@ -88,25 +89,25 @@ class Request:
     pad_token_id: int
     return_dict: bool
 
-    @property
-    def stop(self) -> StopRule:
-        """When the first row is complete."""
-        return self.stop_for(0)
-
-    def require_one(self) -> None:
-        """Raise InvalidOption for more than one sequence."""
+    def only(self) -> Asked:
+        """The one sequence. Raises InvalidOption for more than one."""
         if (count := self.input_ids.shape[0]) != 1:
             raise InvalidOption(f"{count} sequences at once. Use generate_batch for more than one")
+        return self.row(0)
 
-    def sampler_for(self, row: int) -> Sampler:
-        """How tokens of a row are chosen. Raises InvalidOption if a processor needs all rows."""
-        return self.sampler.for_row(row, len(self.pads))
+    def row(self, row: int) -> Asked:
+        """One of the sequences, by itself; its clock starts now.
 
-    def stop_for(self, row: int) -> StopRule:
-        """When a row is complete; its clock starts now.
-
-        Raises InvalidOption if a criterion needs all rows.
+        Raises InvalidOption if a processor or a criterion needs all rows.
         """
+        return Asked(
+            ids=self.input_ids[row : row + 1],
+            pad=self.pads[row],
+            sampler=self.sampler.for_row(row, len(self.pads)),
+            stop=self._stop(row),
+        )
+
+    def _stop(self, row: int) -> StopRule:
         rows, pad = len(self.pads), self.pads[row]
         own = [criterion_for(entry, row, rows, self.max_time) for entry in self.criteria]
         longest = self.max_length

@@ -7,7 +7,7 @@ drains the stream. Keywords are Hugging Face's; `selfspec.config.GenerateOptions
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,30 +32,19 @@ from selfspec.api.request import (
     stop_strings,
 )
 from selfspec.api.session import Session
-from selfspec.api.stream import Generation, Stream
+from selfspec.api.stream import Call, Generation, Stream
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
-from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters import (
-    DraftCache,
-    Drafter,
-    Sources,
     check_same_size,
     check_same_tokens,
-    make_drafter,
 )
-from selfspec.decoding.lossy import LOSSY
-from selfspec.decoding.probe import PassShape, PinnedProbe
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
-from selfspec.decoding.stats import GenerationStats, Stopwatch
+from selfspec.decoding.engine import Engine
 from selfspec.errors import InvalidOption
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.hub import fingerprint
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease, fixed_slots
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +71,8 @@ class Speculator:
         self.label = label
         self.options = options
         self.draft_model = draft_model
+        self.engine = Engine(backbone, heads, draft_model)
         self._disabled = False
-        self._told_of_loss = False
-        self._probe = PinnedProbe(backbone)
         if heads is not None:
             heads.layers_in_use(options)
 
@@ -101,21 +89,16 @@ class Speculator:
         self, prompts: Prompt, **options: Unpack[GenerateOptions]
     ) -> list[Generation]:
         """Answers to all rows of left-padded ids [B, P], times `num_return_sequences`."""
-        request, speculation, streamer = self.request(prompts, options)
-        return [
-            self.start(request, speculation, row, streamer).drain()
-            for row in range(request.input_ids.shape[0])
-        ]
+        return self._drained(self.call(prompts, options))
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """The same answer as `generate`, piece by piece."""
-        request, speculation, streamer = self.request(prompt, options)
-        request.require_one()
-        return self.start(request, speculation, 0, streamer)
+        call = self.call(prompt, options)
+        return call.stream(self.engine.add(call.request.only(), call.speculation))
 
     def session(self) -> Session:
         """A conversation that keeps its keys and values between turns."""
-        return Session(self)
+        return Session(self.engine, self.call)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -162,15 +145,12 @@ class Speculator:
                 generation_config,
                 model_kwargs,
             )
-            rows = range(input_ids.shape[0])
-            answers = [self.start(request, options, row, streamer).drain() for row in rows]
-            return sequences(request, answers)
+            call = Call(request, self._allowed(options), self.tokenizer, streamer)
+            return sequences(request, self._drained(call))
 
         return custom_generate
 
-    def request(
-        self, prompt: Prompt, options: GenerateOptions
-    ) -> tuple[Request, SpeculationOptions, BaseStreamer | None]:
+    def call(self, prompt: Prompt, options: GenerateOptions) -> Call:
         """One call's keywords, sorted: for Hugging Face, for speculation, and who listens."""
         check_options(options, self.backbone.vocab_size)
         rest: dict[str, Any] = dict(options)
@@ -178,91 +158,17 @@ class Speculator:
         streamer = rest.pop("streamer", None)
         ids = encode(self.tokenizer, prompt, raw=rest.pop("raw", False))
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
-        return request, speculation, streamer
+        return Call(request, self._allowed(speculation), self.tokenizer, streamer)
 
-    def start(
-        self,
-        request: Request,
-        options: SpeculationOptions,
-        row: int,
-        streamer: BaseStreamer | None = None,
-        state: DecodeState | None = None,
-        draft_cache: DraftCache | None = None,
-    ) -> Stream:
-        """A stream that decodes one row of `request`, in `state` and `draft_cache` if given.
+    def _allowed(self, options: SpeculationOptions) -> SpeculationOptions:
+        return replace(options, speculate=False) if self._disabled else options
 
-        Raises ModelChanged if the model, or the draft model, is not what was wrapped.
-        """
-        for backbone in (self.backbone, self.draft_model):
-            if backbone is not None:
-                backbone.require_unchanged()
-        drafting = options.speculate and options.drafter != "none" and not self._disabled
-        refused = self.backbone.mixing if drafting else None
-        options = replace(options, speculate=drafting and refused is None)
-        sampler, stop = request.sampler_for(row), request.stop_for(row)
-        rule = acceptance_rule(sampler, options)
-        if state is None:
-            state = self.state(request, options, row)
-        lossless = rule.lossless or not options.speculate
-        if not lossless and not self._told_of_loss:
-            self._told_of_loss = True
-            logger.warning("lossy acceptance: the output differs from the model's own")
-        stats = GenerationStats(
-            num_layers=self.backbone.num_layers,
-            prompt_tokens=state.length - state.pad,
-            reused_tokens=state.lease.length(0),
-            lossless=lossless,
-            pinned=self._is_pinned(options),
-            drafts_refused=refused,
-        )
-        watch = Stopwatch()
-        drafter = self.drafter(sampler, stop.end_tokens, options, draft_cache)
-        entries = rounds(state, drafter, rule, stop, watch)
-        if streamer is not None:
-            streamer.put(request.input_ids[row : row + 1].cpu())
-        return Stream(entries, stats, watch, self.tokenizer, streamer)
-
-    def state(
-        self, request: Request, options: SpeculationOptions, row: int, lease: Lease | None = None
-    ) -> DecodeState:
-        """The state of one row; `lease` may hold a prefix of it."""
-        pad = request.pads[row]
-        shape = PassShape()
-        if options.pinned:
-            slots = fixed_slots(request.stop.max_length - pad + options.pinned_rows)
-            fixed = PassShape(options.pinned_rows, max(slots, (lease and lease.slots) or 0))
-            shape = self._probe.shape(fixed, options.pinned_rows)
-            lease = lease or Lease(self.backbone.num_layers)
-            lease.slots = shape.slots
-        heads = self.heads if options.speculate and options.uses("exit") else None
-        return DecodeState(
-            self.backbone,
-            request.input_ids[row : row + 1],
-            pad=pad,
-            exit_layers=() if heads is None else heads.layers_in_use(options),
-            lease=lease,
-            pinned_rows=shape.rows,
-        )
-
-    def _is_pinned(self, options: SpeculationOptions) -> bool:
-        """Whether drafts cannot move bits: because that was asked for, or by themselves."""
-        if options.pinned is not None:
-            return options.pinned
-        # without drafts there is nothing to ask, and a probe would delay the first token
-        return options.speculate and self._probe.holds_unpadded(options.widest_pass)
-
-    def drafter(
-        self,
-        sampler: Sampler,
-        end_tokens: Collection[int],
-        options: SpeculationOptions,
-        draft_cache: DraftCache | None = None,
-    ) -> Drafter:
-        """What proposes tokens under `options`; nothing behind one of `end_tokens`."""
-        if draft_cache is None and self.draft_model is not None:
-            draft_cache = DraftCache(self.draft_model, self.backbone.vocab_size)
-        sources = Sources(self.backbone, self.heads, draft_cache)
-        return make_drafter(options, sources, sampler, end_tokens)
+    def _drained(self, call: Call) -> list[Generation]:
+        """The answers to all rows of a call, one after another."""
+        return [
+            call.stream(self.engine.add(call.request.row(row), call.speculation)).drain()
+            for row in range(len(call.request.pads))
+        ]
 
 
 def load(
@@ -348,22 +254,6 @@ def _speculator(
         check_same_size(backbone, second, tokenizer)
         base = base.updated({"drafter": "draft-model"})
     return Speculator(backbone, tokenizer, fitted, label, base.updated(options), second)
-
-
-def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-    """The rule for this choice; plain decoding is lossless whatever was asked for.
-
-    Raises InvalidOption for lenience without sampling, and for EASD without a threshold.
-    """
-    if options.speculate and options.acceptance != "lossless":
-        return LOSSY[options.acceptance](sampler, options)
-    if sampler.do_sample:
-        return SpeculativeSampling(sampler, options.lenience)
-    if options.lenience < 1.0:
-        raise InvalidOption(
-            "lenience below 1 needs do_sample: greedy drafts match or do not. Leave one out"
-        )
-    return GreedyMatch(sampler)
 
 
 def sequences(request: Request, answers: list[Generation]) -> Tensor | GenerateDecoderOnlyOutput:

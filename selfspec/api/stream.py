@@ -9,8 +9,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder
-from selfspec.decoding.stats import GenerationStats, Round, StopReason, Stopwatch
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.engine import Running
+from selfspec.decoding.stats import GenerationStats, Round, StopReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +36,16 @@ class Stream:
 
     def __init__(
         self,
-        entries: Generator[Round, None, None],
-        stats: GenerationStats,
-        watch: Stopwatch,
+        running: Running,
         tokenizer: PreTrainedTokenizerBase | None = None,
         streamer: BaseStreamer | None = None,
     ) -> None:
-        """`entries` from `decode.rounds`, timed by `watch`; `streamer` hears of each token."""
+        """Pulls the rounds of `running`; `streamer` hears of each token."""
         self.rounds: list[Round] = []
         """So far, the prompt's pass first."""
-        self._entries = entries
-        self._stats = stats
-        self._watch = watch
+        self._entries = running.rounds
+        self._stats = running.stats
+        self._watch = running.watch
         self._tokenizer = tokenizer
         self._streamer = streamer
         self._tokens: list[int] = []
@@ -98,3 +99,19 @@ class Stream:
         finally:
             if self._streamer is not None:
                 self._streamer.end()  # also after an error: a reading thread must not wait
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call asks for, by who takes it."""
+
+    request: Request
+    speculation: SpeculationOptions
+    tokenizer: PreTrainedTokenizerBase | None
+    streamer: BaseStreamer | None
+
+    def stream(self, running: Running) -> Stream:
+        """An answer of this call; its streamer gets the prompt first."""
+        if self.streamer is not None:
+            self.streamer.put(running.state.ids.cpu())
+        return Stream(running, self.tokenizer, self.streamer)

@@ -35,7 +35,7 @@ class Case:
     @property
     def new_tokens(self) -> int:
         """At most."""
-        return self.request.stop.max_length - self.ids.shape[1]
+        return self.request.only().stop.max_length - self.ids.shape[1]
 
     def scores(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         """Logits [n, V] of `tokens` behind the prompt -> the scores that a greedy choice is by."""

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from selfspec.api.request import Request
-from selfspec.api.speculator import Speculator, acceptance_rule
+from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters import Drafter
+from selfspec.decoding.engine import acceptance_rule
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 
@@ -68,8 +69,8 @@ class Recorder:
 
 def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
     """At most `new_tokens` of the most likely tokens, by the model's own generation settings."""
-    request, _, _ = speculator.request(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
-    request.require_one()
+    request = speculator.call(prompt, {"max_new_tokens": new_tokens, "do_sample": False}).request
+    request.only()
     return request
 
 
@@ -81,13 +82,13 @@ def decode(
     rule: AcceptanceRule | None = None,
 ) -> Decoded:
     """Decode `request`; drafter and rule are those that `options` ask for unless given."""
-    watch = Stopwatch()
+    engine, asked, watch = speculator.engine, request.only(), Stopwatch()
     entries = list(
         rounds(
-            speculator.state(request, options, 0),
-            drafter or speculator.drafter(request.sampler, request.stop.end_tokens, options),
-            rule or acceptance_rule(request.sampler, options),
-            request.stop,
+            engine.state(asked, options),
+            drafter or engine.drafter(asked, options),
+            rule or acceptance_rule(asked.sampler, options),
+            asked.stop,
             watch,
         )
     )

@@ -126,7 +126,7 @@ def _invariance(subject: Subject) -> Rung:
         for case in subject.cases:
             kinds = _compare_pinned(speculator, case, options, bits)
             subject.tick()
-        slots = speculator.state(subject.cases[0].request, options, 0).lease.slots
+        slots = speculator.engine.state(subject.cases[0].request.only(), options).lease.slots
     except PinnedUnavailable as error:
         return Rung(outcome="skipped", found=str(error))
     how = "kernels that treat rows alike" if slots is None else f"every pass of {rows} rows"

@@ -224,28 +224,28 @@ class Recorder:
     def prompt(self, prompt: Prompt, name: str, task: str, turn: int) -> str:
         """One prompt; returns the answer's text."""
         speculator = self._speculator
-        asked: Any = {"max_new_tokens": self._options.max_new_tokens, "do_sample": False}
-        request, speculation, _ = speculator.request(prompt, asked)
-        request.require_one()
-        if not request.sampler.is_plain_greedy or request.stop.criteria is not None:
-            names = [type(p).__name__ for p in request.sampler.processors] or ["stopping criteria"]
+        options: Any = {"max_new_tokens": self._options.max_new_tokens, "do_sample": False}
+        call = speculator.call(prompt, options)
+        asked = call.request.only()
+        if not asked.sampler.is_plain_greedy or asked.stop.criteria is not None:
+            names = [type(p).__name__ for p in asked.sampler.processors] or ["stopping criteria"]
             raise InvalidOption(
                 f"the model's generation_config asks for {', '.join(names)}, which cannot be "
                 "replayed. Leave it out there"
             )
-        plain = speculator.generate(prompt, **asked, speculate=False)
+        plain = speculator.generate(prompt, **options, speculate=False)
         looking = replace(
-            speculation,
+            call.speculation,
             speculate=True,
             exit_layers=self._layers,
             exit_threshold=1.0,
             max_draft_depth=None,
         )
-        state = speculator.state(request, looking, 0)
+        state = speculator.engine.state(asked, looking)
         start = state.length
-        answer, ends = plain.token_ids, request.stop.end_tokens
+        answer, ends = plain.token_ids, asked.stop.end_tokens
         explorer = Explorer(self._heads, self._judges, self._reach, self.nodes, answer, ends)
-        for _ in rounds(state, explorer, GreedyMatch(request.sampler), request.stop, Stopwatch()):
+        for _ in rounds(state, explorer, GreedyMatch(asked.sampler), asked.stop, Stopwatch()):
             pass
         self._contexts += state.ids[0, state.pad : start].tolist()
         self._answers += answer
@@ -258,7 +258,7 @@ class Recorder:
                 turn=turn,
                 prompt_tokens=start - state.pad,
                 new_tokens=len(answer),
-                max_new_tokens=request.stop.max_length - start,
+                max_new_tokens=asked.stop.max_length - start,
             )
         )
         return plain.text

@@ -49,11 +49,11 @@ def inspect(
     Raises HeadsNotFound where that leaves none, and what `generate` raises.
     """
     lenses = _lenses(speculator, all_layers=all_layers)
-    request, speculation, _ = speculator.request(prompt, options)
-    request.require_one()
-    stream = speculator.start(request, speculation, 0)
+    call = speculator.call(prompt, options)
+    request, speculation = call.request.only(), call.speculation
+    stream = call.stream(speculator.engine.add(request, speculation))
     answer = stream.drain()
-    asked = request.input_ids[0, request.pads[0] :]
+    asked = request.ids[0, request.pad :]
     settings = _settings(speculator, speculation, lossless=answer.stats.lossless)
     thresholds = _thresholds(settings, lenses)
     judge = ExitJudge(
