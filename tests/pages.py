@@ -45,5 +45,6 @@ def python_results(record: Record, options: SpeculationOptions) -> dict[str, flo
         "drafted": int(found.drafted[0, 0]),
         "accepted": int(found.accepted[0, 0]),
         "compression_rate": float(found.tokens[0, 0] / found.rounds[0, 0]),
+        "seconds": float(seconds),
         "speed_up": float(plain_seconds(record, COSTS)[0] / seconds),
     }

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import Costs
+from selfspec.decoding.prices import Costs
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import Record
 from selfspec.eval.replay import Setting
@@ -84,17 +84,11 @@ class Totals:
 def predicted_seconds(totals: Totals, costs: Costs) -> npt.NDArray[np.float64]:
     """Wall time behind the prompt's pass, [S, P]."""
     rows = range(1, totals.widest + 1)
-    start = np.array([costs.start[row - 1] for row in rows])
-    each = np.array([costs.run(1, row) for row in rows]) - start
-    logits = np.array([costs.logits[row - 1] for row in rows])
-    seconds: npt.NDArray[np.float64] = (
-        totals.passes @ start
-        + totals.layers @ each
-        + totals.verified @ logits
-        + totals.judged * costs.head
-        + totals.rounds * costs.round
+    return costs.seconds(
+        [(row, totals.passes[..., row - 1], totals.layers[..., row - 1]) for row in rows],
+        [(row, totals.verified[..., row - 1]) for row in rows],
+        totals.judged,
     )
-    return seconds
 
 
 def plain_seconds(record: Record, costs: Costs) -> npt.NDArray[np.float64]:
