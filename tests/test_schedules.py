@@ -75,13 +75,3 @@ def test_verification_takes_every_row_through_every_layer_once(
         assert run == len(reached) * NUM_LAYERS
         deep = [last for _, _, last in schedule.passes].count(NUM_LAYERS)
         assert deep == bool(reached)  # one pass for all
-
-
-def test_a_copy_goes_on_alone() -> None:
-    schedules = Schedules((2,), NUM_LAYERS, 2, WIDEST)
-    schedules.push(np.arange(2))
-    other = schedules.copy()
-    other.finish(np.arange(2))
-    assert other.layers.sum() == 2 * NUM_LAYERS
-    assert schedules.layers.sum() == schedules.passes.sum() == 0
-    assert schedules.waiting[0].tolist() == [1, 1]

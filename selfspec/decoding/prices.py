@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from selfspec.decoding.stats import Round
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from selfspec.decoding.drafters.base import Draft
     from selfspec.model.backbone import Backbone
 
 Count = TypeVar("Count", float, "npt.NDArray[Any]")
@@ -110,23 +111,7 @@ class Costs:
         return max(extra - self.row_cost, 0.0)
 
 
-class Drafted(Protocol):
-    """A Draft, or the Round that was made of it."""
-
-    @property
-    def exit_layers(self) -> Sequence[int]:
-        """Where each draft token left."""
-
-    @property
-    def ended(self) -> str:
-        """Why drafting stopped."""
-
-    @property
-    def source(self) -> str:
-        """Who drafted."""
-
-
-def heads_asked(found: Drafted, exit_layers: Sequence[int]) -> int:
+def heads_asked(found: Draft | Round, exit_layers: Sequence[int]) -> int:
     """Every head in use up to where a draft token left, all of them for a difficult token."""
     if found.source != "exit":
         return 0
@@ -150,12 +135,12 @@ class DraftCost:
     """Those in use, up to D_max."""
     num_layers: int = 1
 
-    def of(self, draft: Drafted) -> float:
+    def of(self, draft: Draft) -> float:
         """A draft token that left at layer l of L ran l / L of a step by itself.
 
         A difficult token did not: verification goes on where it stopped.
         """
-        count = len(draft.exit_layers)
+        count = len(draft.tokens)
         verified = count * self.row + (self.block if count else 0.0)
         made = count * self.token + sum(draft.exit_layers) / self.num_layers
         return verified + made + self.head * heads_asked(draft, self.exit_layers)

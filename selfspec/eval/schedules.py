@@ -31,14 +31,6 @@ class Schedules:
         self.layers = np.zeros((rounds, widest), np.int32)
         """Layers that they ran."""
 
-    def copy(self) -> Schedules:
-        """To see how these rounds would go on."""
-        other = Schedules.__new__(Schedules)
-        other.depths = self.depths
-        other.waiting, other.passes = self.waiting.copy(), self.passes.copy()
-        other.layers = self.layers.copy()
-        return other
-
     def push(self, places: Places) -> None:
         """Queue a row of each of these rounds at boundary 0."""
         self.waiting[0, places] += 1

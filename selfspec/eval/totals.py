@@ -7,6 +7,7 @@ equal those of `replay.rounds`.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -214,7 +215,7 @@ class _Walk:
 
     def verified(self) -> Counts:
         """[R, columns] if no more is drafted."""
-        schedules, table = self._schedules.copy(), self._table.copy()
+        schedules, table = copy.deepcopy((self._schedules, self._table))
         _verify(schedules, self._open)
         table[:, _ROUNDS] = 1
         table[:, _TOKENS] = np.minimum(table[:, _ACCEPTED] + 1, self._board.left)
