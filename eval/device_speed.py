@@ -21,8 +21,9 @@ from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 from selfspec.model.parts import text_config
+from selfspec.model.rows import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -224,15 +225,14 @@ def _ours(backbone: Backbone, ids: Tensor) -> Decoder:
 @torch.inference_mode()
 def _passes(backbone: Backbone, ids: Tensor, clock: _Clock) -> dict[int, float]:
     """Seconds of a pass of each number of rows behind `ids`, its best token included."""
-    kv, context = KVCache(backbone.num_layers), ids.shape[1]
-    hidden = backbone.embed(ids)
-    places = torch.arange(context + max(ROWS), device=ids.device)[None]
-    backbone.run(hidden, 0, backbone.num_layers, places[:, :context], kv)
+    lease, context = Lease(backbone.num_layers), ids.shape[1]
+    hidden = backbone.embed(ids[0])
+    backbone.run(hidden, 0, backbone.num_layers, Rows.of(lease, 0, context, ids.device))
 
     def run(rows: int) -> list[Any]:
-        at = places[:, context : context + rows]
-        output = backbone.run(hidden[:, :rows], 0, backbone.num_layers, at, kv)
-        kv.truncate(context)
+        behind = Rows.of(lease, context, rows, ids.device)
+        output = backbone.run(hidden[:rows], 0, backbone.num_layers, behind)
+        lease.truncate(context)
         return backbone.logits(output).argmax(-1).tolist()
 
     works: dict[str, Callable[[], object]] = {str(rows): _for(run, rows) for rows in ROWS}

@@ -139,19 +139,17 @@ _DRAFTERS: dict[str, dict[str, Any]] = {
 def executor_error(model: PreTrainedModel) -> float:
     """Largest error of a position's logits on auto's executor, of the size of all logits."""
     backbone, ids = wrap(model, heads="logit-lens").backbone, random_ids(sum(PROMPTS))
-    from selfspec.model.kv_cache import KVCache
+    from selfspec.model.kv_store import Lease
+    from selfspec.model.rows import Rows
 
-    kv, parts = KVCache(backbone.num_layers), []
+    lease, parts = Lease(backbone.num_layers), []
     with torch.inference_mode():
         expected = model(ids).logits.float()
-        for block in ids.split(PROMPTS[1], dim=1):
-            start = kv.length(0)
-            positions = torch.arange(start, start + block.shape[1])[None]
+        for block in ids[0].split(PROMPTS[1]):
+            rows = Rows.of(lease, lease.length(0), len(block), block.device)
             hidden = backbone.embed(block)
-            parts.append(
-                backbone.logits(backbone.run(hidden, 0, backbone.num_layers, positions, kv))
-            )
-    errors = (torch.cat(parts, dim=1) - expected).square().mean(-1).sqrt().max()
+            parts.append(backbone.logits(backbone.run(hidden, 0, backbone.num_layers, rows)))
+    errors = (torch.cat(parts) - expected).square().mean(-1).sqrt().max()
     return float(errors / expected.square().mean().sqrt())
 
 

@@ -40,7 +40,7 @@ from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, W
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.heads.judge import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 from tests.models import VOCAB_SIZE, make_model
 
 FIXED = PassShape(rows=6, slots=64)
@@ -78,13 +78,13 @@ def decode(
 ) -> Decoded:
     """Greedy decoding with any drafter, checking the invariants of design.md section 1."""
     length = ids.shape[1] + new_tokens
-    kv = KVCache(backbone.num_layers, shape.slots)
-    state = DecodeState(backbone, ids, exit_layers=exit_layers, kv=kv, pinned_rows=shape.rows)
+    lease = Lease(backbone.num_layers, shape.slots)
+    state = DecodeState(backbone, ids, exit_layers=exit_layers, lease=lease, pinned_rows=shape.rows)
     rule = Recorder(GreedyMatch(greedy()))
     entries = []
     for entry in rounds(state, drafter, rule, StopRule(max_length=length), Stopwatch()):
         entries.append(entry)
-        held = {kv.length(layer) for layer in range(backbone.num_layers)}
+        held = {lease.length(layer) for layer in range(backbone.num_layers)}
         assert held == {state.length - 1}
         assert state.hidden.schedule.pushed == 0
     return Decoded(state.ids[0, ids.shape[1] :].tolist(), rule.logits, entries)

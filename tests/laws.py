@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from selfspec.decoding.acceptance import AcceptanceRule
+from selfspec.decoding.decode import walk
 from selfspec.decoding.drafters import Draft
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
@@ -107,9 +108,9 @@ def verdicts(
 ) -> list[tuple[int, bool]]:
     """All verdicts; each token is committed before the next one is asked for, as decode does."""
     found = []
-    for token, is_draft in rule.verdicts(cast(DecodeState, words), logits, draft):
-        words.tokens.append(token)
-        found.append((token, is_draft))
+    for _, verdict in walk(cast(DecodeState, words), draft, logits, rule):
+        words.tokens.append(verdict.token)
+        found.append((verdict.token, verdict.kept is not None))
     return found
 
 

@@ -15,7 +15,7 @@ from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.errors import InvalidPrompt, UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.hooks import captured_outputs
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 from tests.models import BREADTH, FAMILIES, VOCAB_SIZE, make_model, random_ids
 
 
@@ -26,14 +26,14 @@ def test_segments_give_the_bits_of_the_whole(family: str, dtype: torch.dtype, at
     model = make_model(family, dtype, attn)
     backbone = Backbone(model, executor="generic")
     ids = random_ids(30)  # longer than the sliding windows
-    hidden = HiddenCache(backbone, KVCache(backbone.num_layers), (2, 3))
+    hidden = HiddenCache(backbone, Lease(backbone.num_layers), (2, 3))
     with torch.inference_mode(), captured_outputs(list(backbone.layers)) as outputs:
         expected = model(ids).logits.float()
         layers = dict(outputs)
-        hidden.push(backbone.embed(ids))
+        hidden.push(backbone.embed(ids[0]))
         for boundary, depth in enumerate((2, 3, 6)):
-            assert torch.equal(hidden.advance(boundary), layers[depth - 1])
-        assert torch.equal(backbone.logits(hidden.rows(3)), expected)
+            assert torch.equal(hidden.advance(boundary), layers[depth - 1][0])
+        assert torch.equal(backbone.logits(hidden.rows(3)), expected[0])
 
 
 def test_layers_dispatched_over_devices_run_as_before(model: PreTrainedModel) -> None:

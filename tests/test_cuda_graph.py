@@ -20,8 +20,9 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.executors import cuda_graph
 from selfspec.model.executors.capture import Replays, Work, uncaptured
 from selfspec.model.executors.cuda_graph import CudaGraphExecutor
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 from selfspec.model.parts import parts_of
+from selfspec.model.rows import Rows
 from tests import ladder
 from tests.models import FAMILIES, MAX_POSITIONS, make_model, random_ids
 from tests.recorded import RecordedCapture
@@ -41,13 +42,13 @@ def executor_of(backbone: Backbone) -> CudaGraphExecutor:
     return backbone._executor
 
 
-def positions(kv: KVCache, layer: int, count: int) -> Tensor:
-    return torch.arange(kv.length(layer), kv.length(layer) + count)[None]
+def behind(lease: Lease, layer: int, count: int) -> Rows:
+    return Rows.of(lease, lease.length(layer), count, torch.device("cpu"))
 
 
-def copied(kv: KVCache) -> KVCache:
+def copied(kv: Lease) -> Lease:
     """Another cache with the same keys and values."""
-    copy = KVCache(kv.num_layers)
+    copy = Lease(kv.num_layers)
     copy.extend(kv.length(0), 0, kv.num_layers)
     buffers = [[held.clone() for held in every] for every in (kv._keys, kv._values)]  # type: ignore[union-attr]
     copy.move_to(*buffers)
@@ -61,23 +62,23 @@ def test_replays_give_the_bits_of_the_models_own_layers_in_that_shape(
     family: str, dtype: torch.dtype
 ) -> None:
     backbone = recorded(family, dtype)
-    fixed = KVCache(6, slots=256)
-    hidden = backbone.embed(random_ids(PREFIX + 9))
-    backbone._generic.run(hidden[:, :PREFIX], 0, 6, positions(fixed, 0, PREFIX), fixed)
+    fixed = Lease(6, slots=256)
+    hidden = backbone.embed(random_ids(PREFIX + 9)[0])
+    backbone.own.run(hidden[:PREFIX], 0, 6, behind(fixed, 0, PREFIX))
     ours = copied(fixed)
     at = PREFIX
     for count, padded in ((1, 1), (3, 4), (1, 1), (4, 4)):
-        block = hidden[:, at : at + count]
+        block = hidden[at : at + count]
         for first, last in ((0, 2), (2, 6)):
             wide = torch.nn.functional.pad(block, (0, 0, 0, padded - count))
-            places = positions(fixed, first, padded)
-            expected = backbone._generic.run(wide, first, last, places, fixed)[:, :count]
+            places = behind(fixed, first, padded)
+            expected = backbone.own.run(wide, first, last, places)[:count]
             fixed.truncate(at + count, first, last)
-            found = backbone.run(block, first, last, positions(ours, first, count), ours)
+            found = backbone.run(block, first, last, behind(ours, first, count))
             assert torch.equal(found, expected)
             block = found
         wide = torch.nn.functional.pad(block, (0, 0, 0, padded - count))
-        expected = backbone._finish(backbone._generic.logits(wide))[:, :count]
+        expected = backbone.finish(backbone.own.logits(wide))[:count]
         assert torch.equal(backbone.logits(block), expected)
         at += count
         assert {ours.length(layer) for layer in range(6)} == {at}
@@ -122,11 +123,11 @@ def test_sequences_that_take_turns_keep_the_bits_they_have_alone() -> None:
 def test_a_sequence_that_is_gone_leaves_nothing_behind() -> None:
     backbone = recorded()
     expected = ladder.decode(backbone, random_ids(12), NoDrafter()).logits
-    poisoned = KVCache(6)
-    hidden = torch.full((1, 40, 32), torch.nan)
+    poisoned = Lease(6)
+    hidden = torch.full((40, 32), torch.nan)
     with torch.inference_mode():
-        backbone.run(hidden, 0, 6, positions(poisoned, 0, 40), poisoned)
-        backbone.run(hidden[:, :4], 0, 6, positions(poisoned, 0, 4), poisoned)
+        backbone.run(hidden, 0, 6, behind(poisoned, 0, 40))
+        backbone.run(hidden[:4], 0, 6, behind(poisoned, 0, 4))
     slots = executor_of(backbone)._slots
     assert slots.keys[0].isnan().any()
     del poisoned
@@ -136,13 +137,13 @@ def test_a_sequence_that_is_gone_leaves_nothing_behind() -> None:
 
 def test_what_padding_rows_held_before_reaches_no_other_row() -> None:
     backbone = recorded()
-    kv = KVCache(6)
+    kv = Lease(6)
     with torch.inference_mode():
-        hidden = backbone.embed(random_ids(3))
-        expected = backbone.run(hidden, 0, 6, positions(kv, 0, 3), kv)
+        hidden = backbone.embed(random_ids(3)[0])
+        expected = backbone.run(hidden, 0, 6, behind(kv, 0, 3))
         executor_of(backbone)._hidden.fill_(torch.nan)
         kv.truncate(0)
-        assert torch.equal(backbone.run(hidden, 0, 6, positions(kv, 0, 3), kv), expected)
+        assert torch.equal(backbone.run(hidden, 0, 6, behind(kv, 0, 3)), expected)
 
 
 def test_slots_grow_with_the_text_and_segments_are_captured_anew(
@@ -157,12 +158,12 @@ def test_slots_grow_with_the_text_and_segments_are_captured_anew(
     sizes = []
     # a short text again: segments that were captured for the smaller slots must be gone
     for ids in (random_ids(MAX_POSITIONS), random_ids(40, seed=1)):
-        theirs, ours = KVCache(6), KVCache(6)
+        theirs, ours = Lease(6), Lease(6)
         with torch.inference_mode():
             for block in blocks(ids):
-                count, hidden = block.shape[1], backbone.embed(block)
-                expected = backbone.run(hidden, 0, 6, positions(theirs, 0, count), theirs)
-                found = executor.run(hidden, 0, 6, positions(ours, 0, count), ours)
+                count, hidden = block.shape[1], backbone.embed(block[0])
+                expected = backbone.run(hidden, 0, 6, behind(theirs, 0, count))
+                found = executor.run(hidden, 0, 6, behind(ours, 0, count))
                 # float64; the largest difference measured is 3e-15
                 assert (found - expected).abs().max() < 1e-13
                 sizes.append(executor._slots.slots)
@@ -181,32 +182,32 @@ def test_the_last_position_of_the_model_has_room_for_padding() -> None:
 
 def test_padding_behind_the_last_slot_makes_room_for_itself() -> None:
     model = make_model("llama")
-    executor, kv = CudaGraphExecutor(parts_of(model), model.lm_head, slots=256), KVCache(6)
-    hidden = torch.ones(1, 253, 32)
+    executor, kv = CudaGraphExecutor(parts_of(model), model.lm_head, slots=256), Lease(6)
+    hidden = torch.ones(253, 32)
     with torch.inference_mode():
-        executor.run(hidden, 0, 6, positions(kv, 0, 253), kv)
+        executor.run(hidden, 0, 6, behind(kv, 0, 253))
         assert executor._slots.slots == 256
-        executor.run(hidden[:, :3], 0, 6, positions(kv, 0, 3), kv)  # padded to 4: slot 257
+        executor.run(hidden[:3], 0, 6, behind(kv, 0, 3))  # padded to 4: slot 257
     assert executor._slots.slots == 320
 
 
 def test_with_fixed_slots_a_pass_always_looks_at_as_many() -> None:
     executor = executor_of(recorded())
-    kv, hidden, before = KVCache(6, slots=250), torch.ones(1, 240, 32), {*executor._replays._graphs}
+    kv, hidden, before = Lease(6, slots=250), torch.ones(240, 32), {*executor._replays._graphs}
     with torch.inference_mode():
         for count in (4, 240, 4):
-            executor.run(hidden[:, :count], 0, 6, positions(kv, 0, count), kv)
+            executor.run(hidden[:count], 0, 6, behind(kv, 0, count))
     assert executor._replays._graphs.keys() - before == {(0, 6, 4, 320)}
 
 
 def test_fixed_slots_are_never_overrun() -> None:
     backbone = recorded()
-    kv = KVCache(6, slots=16)
+    kv = Lease(6, slots=16)
     with torch.inference_mode():
-        hidden = backbone.embed(random_ids(17))
-        backbone.run(hidden[:, :15], 0, 6, positions(kv, 0, 15), kv)
+        hidden = backbone.embed(random_ids(17)[0])
+        backbone.run(hidden[:15], 0, 6, behind(kv, 0, 15))
         with pytest.raises(IndexError, match="17 positions do not fit 16"):
-            backbone.run(hidden[:, 15:], 0, 6, positions(kv, 0, 2), kv)
+            backbone.run(hidden[15:], 0, 6, behind(kv, 0, 2))
 
 
 def test_answers_in_two_threads_are_those_of_one() -> None:
@@ -297,7 +298,7 @@ def test_on_a_gpu_it_is_chosen_unless_nothing_can_be_captured(
 ) -> None:
     monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
     monkeypatch.setattr("selfspec.model.backbone.check_conformance", lambda _: None)
-    monkeypatch.setattr("selfspec.model.backbone.check_agreement", lambda *_: None)
+    monkeypatch.setattr("selfspec.model.choosing.check_agreement", lambda *_: None)
     monkeypatch.setattr("selfspec.model.backbone.find_mixing", lambda _: None)
     strategy: list[Any] = [RecordedCapture]
     start = CudaGraphExecutor.start_capture
@@ -317,7 +318,7 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
     backbone = Backbone(flash, executor="generic")
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="attention is flash_attention_2"):
-        CudaGraphExecutor(backbone._decoder, backbone._lm_head)
+        CudaGraphExecutor(backbone.parts, backbone.lm_head)
     spread: Any = make_model("llama")
     spread.lm_head = torch.nn.Linear(32, 96, bias=False, device="meta")
     with pytest.raises(ValueError, match="on 2 devices"):

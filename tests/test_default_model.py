@@ -11,7 +11,7 @@ import selfspec
 from selfspec.api.text import encode
 from selfspec.decoding.probe import PassShape
 from selfspec.hub.models import DEFAULT_MODEL_PACKAGE
-from selfspec.model.kv_cache import fixed_slots
+from selfspec.model.kv_store import fixed_slots
 from tests import ladder
 from tests.models import PACKED_EXECUTORS
 from tests.packing import PACKABLE, PINNED_DTYPE, RUNNING_BFLOAT16

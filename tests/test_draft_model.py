@@ -25,7 +25,7 @@ from selfspec.heads.confidence import top_probability
 from selfspec.hub import models as hub
 from selfspec.hub.models import ModelFiles
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.rows import Rows
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 
@@ -38,10 +38,10 @@ class CountingBackbone(Backbone):
         super().__init__(model, executor="generic")
         self.passes.clear()
 
-    def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         if first == 0:
-            self.passes.append(positions[0].tolist())
-        return super().run(hidden, first, last, positions, kv)
+            self.passes.append(rows.positions.tolist())
+        return super().run(hidden, first, last, rows)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
         assert draft.tokens == own_text(second, state.ids, 4)
         assert (draft.source, draft.probs, draft.exit_layers) == ("draft-model", None, [0] * 4)
         for token in draft.tokens[:kept]:
-            state.append(token)
-        state.append((draft.tokens[kept] if kept < 4 else 0) ^ 1)  # the target's own
+            state.append(token, 0)
+        state.append((draft.tokens[kept] if kept < 4 else 0) ^ 1, 0)  # the target's own
     assert second.passes == [
         [*range(7)],
         [7],

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from selfspec.decoding.hidden_cache import HiddenCache
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.executors import Claims
+from selfspec.model.kv_store import Lease
+from selfspec.model.rows import Rows
 from tests.models import random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
 
@@ -17,7 +19,7 @@ from tests.watched import EXIT_LAYERS, WatchedBackbone
 def cache(watched: WatchedBackbone) -> Iterator[HiddenCache]:
     """Empty, with boundaries at 0, 2, 4, 6, 8."""
     with torch.inference_mode():
-        yield HiddenCache(watched, KVCache(8), EXIT_LAYERS)
+        yield HiddenCache(watched, Lease(8), EXIT_LAYERS)
 
 
 def test_boundaries_are_the_embedding_the_exit_layers_and_the_end(cache: HiddenCache) -> None:
@@ -27,9 +29,9 @@ def test_boundaries_are_the_embedding_the_exit_layers_and_the_end(cache: HiddenC
 def test_pushed_rows_wait_in_order_and_stay_when_looked_at(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
-    embedded = watched.embed(random_ids(3))
-    cache.push(embedded[:, :2])
-    cache.push(embedded[:, 2:])
+    embedded = watched.embed(random_ids(3)[0])
+    cache.push(embedded[:2])
+    cache.push(embedded[2:])
     assert torch.equal(cache.rows(0), embedded)
     assert torch.equal(cache.rows(0), embedded)
     assert cache.schedule.pushed == 3
@@ -38,8 +40,8 @@ def test_pushed_rows_wait_in_order_and_stay_when_looked_at(
 def test_segments_one_by_one_give_the_bits_of_all_layers_at_once(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
-    embedded = watched.embed(random_ids(4))
-    whole = watched.run(embedded, 0, 8, torch.arange(4)[None], KVCache(8))
+    embedded = watched.embed(random_ids(4)[0])
+    whole = watched.run(embedded, 0, 8, Rows.of(Lease(8), 0, 4, embedded.device))
     cache.push(embedded)
     for boundary in range(4):
         last = cache.advance(boundary)
@@ -50,21 +52,21 @@ def test_segments_one_by_one_give_the_bits_of_all_layers_at_once(
 def test_advance_empties_one_queue_and_returns_only_what_it_ran(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
-    embedded = watched.embed(random_ids(3))
-    cache.push(embedded[:, :2])
+    embedded = watched.embed(random_ids(3)[0])
+    cache.push(embedded[:2])
     first = cache.advance(0)
-    cache.push(embedded[:, 2:])
+    cache.push(embedded[2:])
     second = cache.advance(0)
-    assert (first.shape[1], second.shape[1]) == (2, 1)
-    assert torch.equal(cache.rows(1), torch.cat([first, second], dim=1))
-    cache.push(embedded[:, :1])
-    assert torch.equal(cache.rows(0), embedded[:, :1])
+    assert (len(first), len(second)) == (2, 1)
+    assert torch.equal(cache.rows(1), torch.cat([first, second]))
+    cache.push(embedded[:1])
+    assert torch.equal(cache.rows(0), embedded[:1])
 
 
 def test_advance_can_skip_boundaries_in_one_pass(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
-    cache.push(watched.embed(random_ids(2)))
+    cache.push(watched.embed(random_ids(2)[0]))
     hidden = cache.advance(0, 3)
     assert cache.schedule.passes == [(2, 0, 6)]
     assert torch.equal(cache.rows(3), hidden)
@@ -73,21 +75,21 @@ def test_advance_can_skip_boundaries_in_one_pass(
 def test_rows_that_wait_nowhere_else_run_to_the_end_in_one_pass(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
-    cache.push(watched.embed(random_ids(4)))
-    assert cache.advance_all().shape == (1, 4, 32)
+    cache.push(watched.embed(random_ids(4)[0]))
+    assert cache.advance_all().shape == (4, 32)
     assert cache.schedule.passes == [(4, 0, 8)]
 
 
 def test_rows_in_all_queues_join_on_their_way_down(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
-    embedded = watched.embed(random_ids(4))
-    whole = watched.run(embedded, 0, 8, torch.arange(4)[None], KVCache(8))
+    embedded = watched.embed(random_ids(4)[0])
+    whole = watched.run(embedded, 0, 8, Rows.of(Lease(8), 0, 4, embedded.device))
     for row, depth in enumerate((3, 2, 1)):
-        cache.push(embedded[:, row : row + 1])
+        cache.push(embedded[row : row + 1])
         for boundary in range(depth):
             cache.advance(boundary)
-    cache.push(embedded[:, 3:])
+    cache.push(embedded[3:])
     cache.schedule.passes.clear()
     found = cache.advance_all()
     assert cache.schedule.passes == [(1, 0, 2), (2, 2, 4), (3, 4, 6), (4, 6, 8)]
@@ -98,54 +100,54 @@ def test_rows_in_all_queues_join_on_their_way_down(
 def test_clear_drops_rows_and_passes_but_not_the_list_handed_out(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
-    cache.push(watched.embed(random_ids(2)))
+    cache.push(watched.embed(random_ids(2)[0]))
     cache.advance(0)
     passes = cache.schedule.passes
-    cache.push(watched.embed(random_ids(1)))
+    cache.push(watched.embed(random_ids(1)[0]))
     cache.clear()
     assert (cache.schedule.pushed, cache.schedule.passes) == (0, [])
     assert passes == [(2, 0, 2)]
-    cache.push(watched.embed(random_ids(3)))
-    assert cache.rows(0).shape[1] == 3
+    cache.push(watched.embed(random_ids(3)[0]))
+    assert len(cache.rows(0)) == 3
 
 
 @pytest.mark.parametrize(("rows", "padded"), [(1, 4), (4, 4), (5, 5)])
 def test_pinned_passes_are_padded_with_zeros_to_a_fixed_number(
     watched: WatchedBackbone, rows: int, padded: int
 ) -> None:
-    cache = HiddenCache(watched, KVCache(8), EXIT_LAYERS, pinned_rows=4)
-    hidden = torch.ones(1, rows, 32)
+    cache = HiddenCache(watched, Lease(8), EXIT_LAYERS, pinned_rows=4)
+    hidden = torch.ones(rows, 32)
     found = cache.padded(hidden)
-    assert found.shape == (1, padded, 32)
-    assert torch.equal(found[:, :rows], hidden)
-    assert not found[:, rows:].any()
+    assert found.shape == (padded, 32)
+    assert torch.equal(found[:rows], hidden)
+    assert not found[rows:].any()
 
 
 def test_a_pass_has_at_least_the_rows_that_the_executor_asks_for(
     watched: WatchedBackbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WatchedBackbone, "min_rows", 3)
-    hidden = torch.ones(1, 2, 32)
-    assert HiddenCache(watched, KVCache(8), EXIT_LAYERS).padded(hidden).shape[1] == 3
-    assert HiddenCache(watched, KVCache(8), pinned_rows=4).padded(hidden).shape[1] == 4
-    assert HiddenCache(watched, KVCache(8), pinned_rows=2).padded(hidden).shape[1] == 3
+    monkeypatch.setattr(WatchedBackbone, "claims", Claims(steady_from=3))
+    hidden = torch.ones(2, 32)
+    assert HiddenCache(watched, Lease(8), EXIT_LAYERS).padded(hidden).shape[0] == 3
+    assert HiddenCache(watched, Lease(8), pinned_rows=4).padded(hidden).shape[0] == 4
+    assert HiddenCache(watched, Lease(8), pinned_rows=2).padded(hidden).shape[0] == 3
 
 
 def test_without_pinning_nothing_is_padded(cache: HiddenCache) -> None:
-    hidden = torch.ones(1, 1, 32)
+    hidden = torch.ones(1, 32)
     assert cache.padded(hidden) is hidden
 
 
 @torch.inference_mode()
 def test_padding_leaves_no_trace_in_queues_keys_or_counts(watched: WatchedBackbone) -> None:
-    kv = KVCache(8)
-    cache = HiddenCache(watched, kv, EXIT_LAYERS, pinned_rows=4)
-    embedded = watched.embed(random_ids(3))
+    lease = Lease(8)
+    cache = HiddenCache(watched, lease, EXIT_LAYERS, pinned_rows=4)
+    embedded = watched.embed(random_ids(3)[0])
     padded = torch.nn.functional.pad(embedded, (0, 0, 0, 1))
-    expected = watched.run(padded, 0, 2, torch.arange(4)[None], KVCache(8))[:, :3]
+    expected = watched.run(padded, 0, 2, Rows.of(Lease(8), 0, 4, padded.device))[:3]
     cache.push(embedded)
     assert torch.equal(cache.advance(0), expected)
     assert torch.equal(cache.rows(1), expected)
     assert cache.schedule.passes == [(3, 0, 2)]
-    assert [kv.length(layer) for layer in range(8)] == [3, 3, 0, 0, 0, 0, 0, 0]
+    assert [lease.length(layer) for layer in range(8)] == [3, 3, 0, 0, 0, 0, 0, 0]
     assert watched.runs[-1] == ([0, 1, 2, 3], 0, 2)

@@ -290,7 +290,7 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / "checkpoints" / name).mkdir(parents=True)
         (root / "checkpoints" / name / "config.json").write_text("{}", encoding="utf-8")
     (root / "checkpoints" / "notes").mkdir()
-    monkeypatch.setattr(hub, "__file__", str(root / "selfspec" / "hub.py"))
+    monkeypatch.setattr(hub, "__file__", str(root / "selfspec" / "hub" / "models.py"))
     return root
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 import selfspec.decoding.acceptance
 import selfspec.decoding.decode
 import selfspec.decoding.drafters
-from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.acceptance import GreedyMatch, Proposed, Target, Verdict
 from selfspec.decoding.drafters import Draft, ExitDrafter
 from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.decoding.scores import Choice, Sampler
@@ -20,7 +21,8 @@ from selfspec.decoding.sequence import DecodeState
 from selfspec.errors import SelfspecError
 from selfspec.model.backbone import Backbone
 from selfspec.model.executors.generic import GenericExecutor
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
+from selfspec.model.rows import Rows
 from tests import ladder
 from tests.models import make_model, random_ids
 
@@ -29,41 +31,42 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 def truncate_one_too_few(patch: pytest.MonkeyPatch) -> None:
     """A rejected draft's keys stay in the cache."""
-    right = KVCache.truncate
+    right = Lease.truncate
 
-    def wrong(self: KVCache, length: int, *layers: int) -> None:
+    def wrong(self: Lease, length: int, *layers: int) -> None:
         right(self, length if layers else length + 1, *layers)
 
-    patch.setattr(KVCache, "truncate", wrong)
+    patch.setattr(Lease, "truncate", wrong)
 
 
 def truncate_nothing_but_the_first_layer(patch: pytest.MonkeyPatch) -> None:
     """Deep layers keep what was rejected."""
-    right = KVCache.truncate
+    right = Lease.truncate
 
-    def wrong(self: KVCache, length: int, first: int = 0, last: int | None = None) -> None:
+    def wrong(self: Lease, length: int, first: int = 0, last: int | None = None) -> None:
         right(self, length, first, last if last is not None else 1)
 
-    patch.setattr(KVCache, "truncate", wrong)
+    patch.setattr(Lease, "truncate", wrong)
 
 
 def mask_sized_by_the_first_layer(patch: pytest.MonkeyPatch) -> None:
     """Deep passes get the mask of layer 1, which holds more positions."""
-    right = GenericExecutor._mask
+    right = GenericExecutor.masks
 
-    def wrong(self: Any, kind: str, hidden: Tensor, first: int, *rest: Any) -> Tensor | None:
+    def wrong(self: Any, kinds: Any, hidden: Tensor, first: int, *rest: Any) -> dict[str, Any]:
         del first
-        return right(self, kind, hidden, 0, *rest)
+        return right(self, kinds, hidden, 0, *rest)
 
-    patch.setattr(GenericExecutor, "_mask", wrong)
+    patch.setattr(GenericExecutor, "masks", wrong)
 
 
 def positions_start_one_late(patch: pytest.MonkeyPatch) -> None:
     """Rows of deep passes are rotated to the next position."""
     right = GenericExecutor.run
 
-    def wrong(self: Any, hidden: Tensor, first: int, last: int, at: Tensor, kv: Any) -> Tensor:
-        return right(self, hidden, first, last, at + 1 if first else at, kv)
+    def wrong(self: Any, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        late = replace(rows, positions=rows.positions + 1) if first else rows
+        return right(self, hidden, first, last, late)
 
     patch.setattr(GenericExecutor, "run", wrong)
 
@@ -92,15 +95,16 @@ def rows_judged_one_late(patch: pytest.MonkeyPatch) -> None:
 
 def every_draft_stays(patch: pytest.MonkeyPatch) -> None:
     """Drafts are committed without a look at the target."""
-    right = GreedyMatch.verdicts
+    right = GreedyMatch.verdict
 
     def wrong(
-        self: GreedyMatch, state: DecodeState, target_logits: Tensor, draft: Draft
-    ) -> Iterator[tuple[int, bool]]:
-        yield from ((token, True) for token in draft.tokens)
-        yield from right(self, state, target_logits[-1:], Draft())
+        self: GreedyMatch, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+    ) -> Verdict:
+        if proposed:
+            return Verdict(proposed[0].token, 0)
+        return right(self, ids, target, row, proposed)
 
-    patch.setattr(GreedyMatch, "verdicts", wrong)
+    patch.setattr(GreedyMatch, "verdict", wrong)
 
 
 def queues_keep_rejected_rows(patch: pytest.MonkeyPatch) -> None:
@@ -114,7 +118,7 @@ def shallow_rows_swapped(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: HiddenCache, boundary: int) -> Tensor:
         hidden = right(self, boundary)
-        return hidden.flip(1) if boundary and hidden.shape[1] == 2 else hidden
+        return hidden.flip(0) if boundary and len(hidden) == 2 else hidden
 
     patch.setattr(HiddenCache, "rows", wrong)
 

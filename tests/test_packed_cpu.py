@@ -15,7 +15,7 @@ from selfspec.errors import InvalidOption, PinnedUnavailable, UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.executors.generic import GenericExecutor
 from selfspec.model.executors.packed_cpu import PackedExecutor
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 from selfspec.model.products import PackedLinear
 from tests.models import PACKED_EXECUTORS, make_model, random_ids
 from tests.packing import PACKABLE
@@ -24,9 +24,9 @@ PACKED = ["llama", "mistral", "qwen2", "qwen3"]
 
 
 def logits(backbone: Backbone, ids: Tensor) -> Tensor:
-    hidden = HiddenCache(backbone, KVCache(backbone.num_layers))
+    hidden = HiddenCache(backbone, Lease(backbone.num_layers))
     with torch.inference_mode():
-        for block in ids.split([ids.shape[1] - 4, 4], dim=1):
+        for block in ids[0].split([ids.shape[1] - 4, 4]):
             hidden.clear()
             hidden.push(backbone.embed(block))
             states = hidden.advance_all()
@@ -118,7 +118,7 @@ def test_an_executor_that_computes_something_else_is_not_chosen(
 
 
 def test_an_unknown_executor_is_refused(model: Any) -> None:
-    with pytest.raises(InvalidOption, match="generic, packed"):
+    with pytest.raises(InvalidOption, match="fused, packed, cuda-graph, generic"):
         Backbone(model, executor="fast")
 
 
@@ -182,7 +182,7 @@ def test_pinned_mode_is_refused_where_neither_way_holds(
         PackedLinear, "__call__", lambda self, rows: exact(self, rows) * (1 + next(calls) * 1e-6)
     )
     backbone_check = pytest.MonkeyPatch()
-    backbone_check.setattr("selfspec.model.backbone.check_agreement", lambda *_: None)
+    backbone_check.setattr("selfspec.model.choosing.check_agreement", lambda *_: None)
     speculator = wrap(model, heads="logit-lens", executor="packed")
     backbone_check.undo()
     with pytest.raises(PinnedUnavailable):

@@ -19,7 +19,7 @@ from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.judge import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 from tests.models import VOCAB_SIZE, random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
 
@@ -84,7 +84,7 @@ def scripted(exits: list[int | None]) -> Decide:
 
 
 def lengths(state: DecodeState) -> list[int]:
-    return [state.kv.length(layer) for layer in range(state.backbone.num_layers)]
+    return [state.lease.length(layer) for layer in range(state.backbone.num_layers)]
 
 
 LONG_SHALLOW_CHAIN: list[tuple[list[int], int, int]] = [
@@ -227,7 +227,7 @@ def test_plain_decoding_gives_transformers_own_text(
 def test_between_rounds_every_layer_holds_all_ids_but_the_newest(
     watched: WatchedBackbone, truth: list[int], seed: int, pinned_rows: int | None
 ) -> None:
-    kv = KVCache(8, slots=None if pinned_rows is None else 64)
+    kv = Lease(8, slots=None if pinned_rows is None else 64)
     state = make_state(watched, kv=kv, pinned_rows=pinned_rows)
     kept = set()
     for entry in decode(state, coin_tosses(state, truth, seed), max_length=45):

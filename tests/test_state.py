@@ -11,7 +11,8 @@ from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.eval.scripted import MixedDrafter
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
+from selfspec.model.rows import Rows
 from tests import ladder
 from tests.models import make_model, random_ids
 
@@ -46,13 +47,13 @@ def test_deep_is_the_last_layers_output_before_the_newest_token(exact: Backbone)
     assert found.tokens == plain.tokens
     assert len({entry.accepted for entry in found.entries}) > 2
     with torch.no_grad():
-        kv, positions = KVCache(exact.num_layers), torch.arange(len(text))[None]
-        hidden = exact.embed(torch.tensor([text]))
-        outputs = exact.run(hidden, 0, exact.num_layers, positions, kv)
+        hidden = exact.embed(torch.tensor(text))
+        rows = Rows.of(Lease(exact.num_layers), 0, len(text), hidden.device)
+        outputs = exact.run(hidden, 0, exact.num_layers, rows)
     assert len(keeper.deep) > 3
     for position, deep in keeper.deep.items():
         # float64 with norms in float32; largest difference measured: 3e-7
-        torch.testing.assert_close(deep, outputs[:, position], rtol=0, atol=1e-5)
+        torch.testing.assert_close(deep, outputs[position : position + 1], rtol=0, atol=1e-5)
 
 
 def test_deep_is_not_known_before_the_first_pass(exact: Backbone) -> None:
@@ -62,6 +63,6 @@ def test_deep_is_not_known_before_the_first_pass(exact: Backbone) -> None:
 def test_committed_ids_are_read_without_padding(exact: Backbone) -> None:
     state = DecodeState(exact, torch.tensor([[0, 0, 5, 6, 7]]), pad=2)
     assert state.committed(0) == [5, 6, 7]
-    state.append(8)
+    state.append(8, 0)
     assert state.committed(2) == [7, 8]
     assert state.committed(4) == []

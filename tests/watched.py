@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.rows import Rows
 from tests.models import make_model
 
 EXIT_LAYERS = (2, 4, 6)
@@ -21,15 +21,16 @@ class WatchedBackbone(Backbone):
         model = make_model("llama", torch.float64, num_hidden_layers=8)
         super().__init__(model, executor="generic")
 
-    def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
-        lengths = [kv.length(layer) for layer in range(self.num_layers)]
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        lease = rows.only.lease
+        lengths = [lease.length(layer) for layer in range(self.num_layers)]
         assert lengths == sorted(lengths, reverse=True)  # never more in a deeper layer
         start = lengths[first]
         assert set(lengths[first:last]) == {start}
-        assert positions.tolist() == [list(range(start, start + hidden.shape[1]))]
-        self.runs.append((positions[0].tolist(), first, last))
+        assert rows.positions.tolist() == list(range(start, start + len(hidden)))
+        self.runs.append((rows.positions.tolist(), first, last))
         self.passes_until_error -= 1
         if self.passes_until_error == 0:
-            super().run(hidden, first, first + 1, positions, kv)
+            super().run(hidden, first, first + 1, rows)
             raise RuntimeError("out of memory in the second layer of a pass")
-        return super().run(hidden, first, last, positions, kv)
+        return super().run(hidden, first, last, rows)

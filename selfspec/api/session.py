@@ -12,7 +12,7 @@ from selfspec.api.text import Prompt
 from selfspec.config import GenerateOptions
 from selfspec.decoding.drafters import DraftCache
 from selfspec.decoding.sequence import DecodeState, shared_prefix
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
@@ -46,17 +46,17 @@ class Session:
         request, speculation, streamer = engine.request(prompt, options)
         request.require_one()
         shapes = (bool(speculation.pinned), speculation.pinned_rows)
-        kv = self._prefix(request) if shapes == self._pinned else None
+        lease = self._prefix(request) if shapes == self._pinned else None
         self._pinned = shapes
-        self._state = engine.state(request, speculation, 0, kv)
+        self._state = engine.state(request, speculation, 0, lease)
         self._stream = engine.start(
             request, speculation, 0, streamer, self._state, self._draft_cache
         )
         return self._stream
 
-    def _prefix(self, request: Request) -> KVCache | None:
-        """The caches, cut back to what they share with the new prompt; at least one id is left."""
+    def _prefix(self, request: Request) -> Lease | None:
+        """The lease, cut back to what they share with the new prompt; at least one id is left."""
         if self._state is None or self._state.pad or request.pads[0]:
             return None
-        self._state.kv.truncate(shared_prefix(self._state.ids[0], request.input_ids[0, :-1]))
-        return self._state.kv
+        self._state.lease.truncate(shared_prefix(self._state.ids[0], request.input_ids[0, :-1]))
+        return self._state.lease

@@ -55,7 +55,7 @@ from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.hub import fingerprint
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache, fixed_slots
+from selfspec.model.kv_store import Lease, fixed_slots
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class Speculator:
         stats = GenerationStats(
             num_layers=self.backbone.num_layers,
             prompt_tokens=state.length - state.pad,
-            reused_tokens=state.kv.length(0),
+            reused_tokens=state.lease.length(0),
             lossless=lossless,
             pinned=self._is_pinned(options),
             drafts_refused=refused,
@@ -223,24 +223,24 @@ class Speculator:
         return Stream(entries, stats, watch, self.tokenizer, streamer)
 
     def state(
-        self, request: Request, options: SpeculationOptions, row: int, kv: KVCache | None = None
+        self, request: Request, options: SpeculationOptions, row: int, lease: Lease | None = None
     ) -> DecodeState:
-        """The state of one row; `kv` may hold a prefix of it."""
+        """The state of one row; `lease` may hold a prefix of it."""
         pad = request.pads[row]
         shape = PassShape()
         if options.pinned:
             slots = fixed_slots(request.stop.max_length - pad + options.pinned_rows)
-            fixed = PassShape(options.pinned_rows, max(slots, (kv and kv.slots) or 0))
+            fixed = PassShape(options.pinned_rows, max(slots, (lease and lease.slots) or 0))
             shape = self._probe.shape(fixed, options.pinned_rows)
-            kv = kv or KVCache(self.backbone.num_layers)
-            kv.slots = shape.slots
+            lease = lease or Lease(self.backbone.num_layers)
+            lease.slots = shape.slots
         heads = self.heads if options.speculate and options.uses("exit") else None
         return DecodeState(
             self.backbone,
             request.input_ids[row : row + 1],
             pad=pad,
             exit_layers=() if heads is None else heads.layers_in_use(options),
-            kv=kv,
+            lease=lease,
             pinned_rows=shape.rows,
         )
 

@@ -142,7 +142,7 @@ def record(
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "device": str(backbone.device),
         "executor": backbone.executor_name,
-        "rows_per_pass_at_least": backbone.min_rows,
+        "rows_per_pass_at_least": backbone.claims.least_rows,
         "heads": Path(asked["heads"]).name if "heads" in asked else "default",
         "head_type": None if heads is None else heads.config.head_type,
         "exit_layers": None if heads is None else heads.config.exit_layers,

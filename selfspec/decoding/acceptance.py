@@ -1,34 +1,65 @@
-"""Acceptance rules: which drafts stay, and the token that verification itself gives.
+"""Acceptance rules: which draft stays at a row, or the token that verification itself gives.
 
-Come in: target logits of the newest token's row and of each draft's row. Go out: verdicts, one
-position at a time; the caller commits each token before it asks for the next, so that processors
-always see the true prefix, and simply stops asking where the text ends.
+Come in: the target's logits of a row, and the drafts that follow it. Goes out: a verdict. The walk
+along a draft is `decode.commit`'s; it commits each token before it asks for the next, so that
+processors always see the true prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from selfspec.decoding.drafters import Draft
 from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
+
+
+class Proposed(NamedTuple):
+    """A draft token, and what its drafter knows of it."""
+
+    token: int
+    law: Tensor | None = None
+    """[V] it was drawn from; None: it was certain."""
+    belief: Tensor | None = None
+    """[V] that the drafter thought of this place; None: it has none."""
+
+
+class Verdict(NamedTuple):
+    """What to commit behind a row."""
+
+    token: int
+    kept: int | None = None
+    """Which of the proposed tokens it is; None: none of them."""
+
+
+class Target:
+    """The target's logits of a round's rows, [k + 1, V]."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def row(self, index: int) -> Tensor:
+        """Logits of one row, [1, V]."""
+        return self._logits[index : index + 1]
+
+    @cached_property
+    def best(self) -> list[int]:
+        """The most likely token of every row: one device read for all."""
+        best: list[int] = self._logits.argmax(-1).tolist()
+        return best
 
 
 class AcceptanceRule(Protocol):
-    """Decides how many drafts stay."""
+    """Decides which drafts stay."""
 
     lossless: bool
 
-    def verdicts(
-        self, state: DecodeState, target_logits: Tensor, draft: Draft
-    ) -> Iterator[tuple[int, bool]]:
-        """Token to commit, and whether it is the draft's; ends after the first that is not.
-
-        `target_logits` [k + 1, V]: row j judges draft j, the last row gives the bonus token.
-        """
+    def verdict(
+        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+    ) -> Verdict:
+        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
 
 
 class GreedyMatch:
@@ -40,22 +71,16 @@ class GreedyMatch:
         """`sampler` must not sample."""
         self._sampler = sampler
 
-    def verdicts(
-        self, state: DecodeState, target_logits: Tensor, draft: Draft
-    ) -> Iterator[tuple[int, bool]]:
-        """Token to commit, and whether it is the draft's; ends after the first that is not."""
+    def verdict(
+        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+    ) -> Verdict:
+        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
         if self._sampler.is_plain_greedy:
-            choices = iter(target_logits.argmax(-1).tolist())  # one device read for all rows
+            token = target.best[row]
         else:
-            choices = (
-                int(self._sampler.scores(state.ids, row).argmax(-1))
-                for row in target_logits.split(1)
-            )
-        for drafted in [*draft.tokens, None]:
-            token = next(choices)
-            yield token, token == drafted
-            if token != drafted:
-                return
+            token = int(self._sampler.scores(ids, target.row(row)).argmax(-1))
+        tokens = [draft.token for draft in proposed]
+        return Verdict(token, tokens.index(token) if token in tokens else None)
 
 
 class SpeculativeSampling:
@@ -63,6 +88,8 @@ class SpeculativeSampling:
 
     With lenience 1 the committed tokens have exactly the target's distribution (Leviathan et al.
     2023, section 2.3 and appendix A.1); below 1 more drafts stay and the distribution changes.
+    Siblings are tried one after another, each against what the ones before it left of p, which
+    keeps that distribution if they were drawn independently.
     Source: speculative_decoding_and_lenience.txt.
     """
 
@@ -72,20 +99,18 @@ class SpeculativeSampling:
         self._lenience = lenience
         self.lossless = lenience == 1.0
 
-    def verdicts(
-        self, state: DecodeState, target_logits: Tensor, draft: Draft
-    ) -> Iterator[tuple[int, bool]]:
-        """Token to commit, and whether it is the draft's; ends after the first that is not."""
-        for index, token in enumerate(draft.tokens):
-            target = self._sampler.probs(state.ids, target_logits[index : index + 1])
-            law = _one_hot(target, token) if draft.probs is None else draft.probs[index]
-            u = self._sampler.uniform(target.device)
-            if bool(u * law[token] * self._lenience < target[token]):
-                yield token, True
-            else:
-                yield self._sampler.draw(residual(target, law)), False
-                return
-        yield self._sampler.draw(self._sampler.probs(state.ids, target_logits[-1:])), False
+    def verdict(
+        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+    ) -> Verdict:
+        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
+        probs = self._sampler.probs(ids, target.row(row))
+        for index, (token, law, _) in enumerate(proposed):
+            law = _one_hot(probs, token) if law is None else law
+            u = self._sampler.uniform(probs.device)
+            if bool(u * law[token] * self._lenience < probs[token]):
+                return Verdict(token, index)
+            probs = residual(probs, law)
+        return Verdict(self._sampler.draw(probs))
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
       draft              a drafter proposes k tokens; shallow rows may already wait in the cache
       verify             all k + 1 rows run to the last layer, in one batched pass per segment
       commit             the acceptance rule keeps drafts, one token at a time, on true prefixes
-      rewind             layers are cut back to what is committed; queues are emptied
+      rewind             layers keep what is committed; queues are emptied
 
 Plain decoding is the same loop with a drafter that proposes nothing.
 """
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from selfspec.decoding.acceptance import AcceptanceRule
+from selfspec.decoding.acceptance import AcceptanceRule, Target, Verdict
 from selfspec.decoding.drafters import Draft, Drafter
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
@@ -91,8 +91,8 @@ def propose(state: DecodeState, drafter: Drafter, stop: StopRule, watch: Stopwat
     """A draft that leaves room for the token that verification adds."""
     limit = stop.max_length - state.length - 1
     draft = drafter.draft(state, limit, watch)
-    if len(draft.tokens) > limit:
-        raise InvalidDraft(f"{type(drafter).__name__} drafted {len(draft.tokens)} of {limit}")
+    if draft.depth > limit:
+        raise InvalidDraft(f"{type(drafter).__name__} drafted {draft.depth} of {limit}")
     watch.lap("draft")
     return draft
 
@@ -102,18 +102,19 @@ def verify(state: DecodeState, draft: Draft) -> Tensor:
 
     Rows that the drafter has not queued enter here: the last draft, text from elsewhere, a prompt.
     """
-    ids = state.waiting_ids
-    pending = torch.cat([ids, ids.new_tensor([draft.tokens])], dim=1) if draft.tokens else ids
+    waiting = state.waiting_ids[0]
+    pending = torch.cat([waiting, waiting.new_tensor(draft.tokens)]) if draft.tokens else waiting
     schedule = state.hidden.schedule
-    missing = pending[:, schedule.pushed :]
-    if missing.shape[1]:
-        state.hidden.push(state.backbone.embed(missing))
-    if schedule.pushed != pending.shape[1]:
-        raise InvalidDraft(f"{schedule.pushed} rows were queued for {pending.shape[1]} tokens")
+    missing = pending[schedule.pushed :]
+    if len(missing):
+        parents = None if draft.parents is None else draft.parents_behind(len(waiting))
+        state.hidden.push(state.backbone.embed(missing), parents)
+    if schedule.pushed != len(pending):
+        raise InvalidDraft(f"{schedule.pushed} rows were queued for {len(pending)} tokens")
     judged = len(draft.tokens) + 1
-    hidden = state.hidden.advance_all()[:, -judged:]
+    hidden = state.hidden.advance_all()[-judged:]
     state.keep_outputs(hidden)
-    return state.backbone.logits(state.hidden.padded(hidden))[0, :judged]
+    return state.backbone.logits(state.hidden.padded(hidden))[:judged]
 
 
 def commit(
@@ -125,14 +126,14 @@ def commit(
     *,
     prefill: bool = False,
 ) -> Round:
-    """Append what the rule gives, token by token, until it refuses a draft or the text ends."""
+    """Append what the rule gives, token by token, until it keeps no draft or the text ends."""
     tokens: list[int] = []
     accepted, reason = 0, None
-    for token, is_draft in rule.verdicts(state, target_logits, draft):
-        state.append(token)
-        tokens.append(token)
-        accepted += is_draft
-        reason = stop.reason(state, token)
+    for row, verdict in walk(state, draft, target_logits, rule):
+        state.append(verdict.token, row)
+        tokens.append(verdict.token)
+        accepted += verdict.kept is not None
+        reason = stop.reason(state, verdict.token)
         if reason is not None:
             break
     return Round(
@@ -146,3 +147,21 @@ def commit(
         passes=state.hidden.schedule.passes,
         stop_reason=reason,
     )
+
+
+def walk(
+    state: DecodeState, draft: Draft, target_logits: Tensor, rule: AcceptanceRule
+) -> Iterator[tuple[int, Verdict]]:
+    """Down the draft as long as the rule keeps a token: each row with the verdict behind it.
+
+    The caller commits each token before it asks for the next: processors see the true prefix.
+    """
+    target, row = Target(target_logits), 0
+    while True:
+        following = draft.following(row)
+        proposed = [draft.proposed(index) for index in following]
+        verdict = rule.verdict(state.ids, target, row, proposed)
+        yield row, verdict
+        if verdict.kept is None:
+            return
+        row = following[verdict.kept] + 1

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.schedule import Pass, Schedule
+from selfspec.errors import InvalidDraft
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
+from selfspec.model.rows import Rows
 
 
 class HiddenCache:
@@ -29,33 +31,40 @@ class HiddenCache:
     def __init__(
         self,
         backbone: Backbone,
-        kv: KVCache,
+        lease: Lease,
         exit_layers: Sequence[int] = (),
         pinned_rows: int | None = None,
     ) -> None:
         """`exit_layers` rise and lie in 0..L-1."""
         self.schedule = Schedule(exit_layers, backbone.num_layers)
         self._backbone = backbone
-        self._kv = kv
-        self._rows = max(pinned_rows or 1, backbone.min_rows)
+        self._lease = lease
+        self._rows = max(pinned_rows or 1, backbone.claims.least_rows)
         self._queues: list[list[Tensor]] = [[] for _ in self.schedule.depths]
+        self._parents: list[int] | None = None
 
-    def push(self, embeddings: Tensor) -> None:
-        """Queue [B, T, d] at boundary 0."""
+    def push(self, embeddings: Tensor, parents: Sequence[int] | None = None) -> None:
+        """Queue [T, d] at boundary 0: each row follows the one before, or its parent.
+
+        A tree's rows come together, and alone: `parents` as in a Span. Raises InvalidDraft else.
+        """
+        if self._parents is not None or (parents is not None and self.schedule.pushed):
+            raise InvalidDraft("a tree's rows are queued all at once, and no others beside them")
+        self._parents = None if parents is None else list(parents)
         self._queues[0].append(embeddings)
-        self.schedule.push(embeddings.shape[1])
+        self.schedule.push(len(embeddings))
 
     def rows(self, boundary: int) -> Tensor:
-        """All rows waiting at `boundary`, [B, rows, d]. They stay there."""
+        """All rows waiting at `boundary`, [rows, d]. They stay there."""
         queue = self._queues[boundary]
         if len(queue) > 1:
-            queue[:] = [torch.cat(queue, dim=1)]
+            queue[:] = [torch.cat(queue)]
         return queue[0]
 
     def advance(self, boundary: int, until: int | None = None) -> Tensor:
         """Run all rows waiting at `boundary` to boundary `until` (default the next), in one pass.
 
-        Returns what the pass computed, [B, rows, d]; it joins the queue at `until`.
+        Returns what the pass computed, [rows, d]; it joins the queue at `until`.
         """
         until = boundary + 1 if until is None else until
         step = self.schedule.advance(boundary, until)
@@ -67,27 +76,30 @@ class HiddenCache:
         return hidden
 
     def advance_all(self) -> Tensor:
-        """Run every waiting row to boundary L and return them all, [B, rows, d]."""
+        """Run every waiting row to boundary L and return them all, [rows, d]."""
         for boundary, until in self.schedule.finish():
             self.advance(boundary, until)
         return self.rows(len(self._queues) - 1)
 
     def padded(self, hidden: Tensor) -> Tensor:
-        """[B, T, d] with zero rows up to the number that every pass has at least."""
-        missing = self._rows - hidden.shape[1]
+        """[T, d] with zero rows up to the number that every pass has at least."""
+        missing = self._rows - len(hidden)
         return torch.nn.functional.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
 
     def clear(self) -> None:
         """Drop all waiting rows, and begin the schedule of another round."""
         for queue in self._queues:
             queue.clear()
+        self._parents = None
         self.schedule.clear()
 
     def _run(self, hidden: Tensor, step: Pass) -> Tensor:
-        start = self._kv.length(step.first)
-        block = self.padded(hidden)
-        positions = torch.arange(start, start + block.shape[1], device=block.device)[None]
-        output = self._backbone.run(block, step.first, step.last, positions, self._kv)
-        if block.shape[1] > step.rows:
-            self._kv.truncate(start + step.rows, step.first, step.last)
-        return output[:, : step.rows]
+        start = self._lease.length(step.first)
+        block, parents = self.padded(hidden), self._parents
+        if parents is not None:  # padding follows the last row
+            parents = parents + list(range(step.rows - 1, len(block) - 1))
+        rows = Rows.of(self._lease, start, len(block), block.device, parents)
+        output = self._backbone.run(block, step.first, step.last, rows)
+        if len(block) > step.rows:
+            self._lease.truncate(start + step.rows, step.first, step.last)
+        return output[: step.rows]

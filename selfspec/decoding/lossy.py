@@ -7,15 +7,14 @@ drafter has none and counts as certain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.drafters import Draft
+from selfspec.decoding.acceptance import Proposed, Target, Verdict
 from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
 from selfspec.errors import InvalidOption
 from selfspec.heads.confidence import Ensemble, Signal, entropy
 
@@ -58,17 +57,15 @@ class CmAsd:
         self._base = tolerance
         self._gain = tolerance_gain
 
-    def verdicts(
-        self, state: DecodeState, target_logits: Tensor, draft: Draft
-    ) -> Iterator[tuple[int, bool]]:
-        """Token to commit, and whether it is the draft's; ends after the first that is not."""
-        for index, token in enumerate(draft.tokens):
-            scores = self._sampler.scores(state.ids, target_logits[index : index + 1])[0]
-            if not self._close(scores, token, self._tolerance(draft, index)):
-                yield chosen(self._sampler, scores), False
-                return
-            yield token, True
-        yield chosen(self._sampler, self._sampler.scores(state.ids, target_logits[-1:])[0]), False
+    def verdict(
+        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+    ) -> Verdict:
+        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
+        scores = self._sampler.scores(ids, target.row(row))[0]
+        for index, draft in enumerate(proposed):
+            if self._close(scores, draft.token, self._tolerance(draft)):
+                return Verdict(draft.token, index)
+        return Verdict(chosen(self._sampler, scores))
 
     def _close(self, scores: Tensor, token: int, tolerance: float) -> bool:
         """Both conditions, on [V]: differences of scores are those of log-probabilities."""
@@ -76,10 +73,8 @@ class CmAsd:
         near = (scores[token] >= best[-1]) & (best[0] - scores[token] <= tolerance)
         return bool(near)
 
-    def _tolerance(self, draft: Draft, index: int) -> float:
-        sure = 1.0
-        if draft.beliefs is not None:
-            sure = float(self._signal(draft.beliefs[index].log()))
+    def _tolerance(self, draft: Proposed) -> float:
+        sure = 1.0 if draft.belief is None else float(self._signal(draft.belief.log()))
         return self._base + self._gain * (sure if self._reading == "intent" else 1.0 - sure)
 
 
@@ -116,21 +111,18 @@ class Easd:
         self._least_common = overlap_threshold * overlap_tokens
         self._overlap_tokens = overlap_tokens
 
-    def verdicts(
-        self, state: DecodeState, target_logits: Tensor, draft: Draft
-    ) -> Iterator[tuple[int, bool]]:
-        """Token to commit, and whether it is the draft's; ends after the first that is not."""
-        for index, token in enumerate(draft.tokens):
-            scores = self._sampler.scores(state.ids, target_logits[index : index + 1])[0]
-            if draft.beliefs is not None and self._ambiguous(scores, draft.beliefs[index]):
-                scores = scores.index_fill(
-                    0, scores.new_tensor([token], dtype=torch.long), -torch.inf
-                )
-            if not self._stays(scores, token, draft, index):
-                yield chosen(self._sampler, scores), False
-                return
-            yield token, True
-        yield chosen(self._sampler, self._sampler.scores(state.ids, target_logits[-1:])[0]), False
+    def verdict(
+        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+    ) -> Verdict:
+        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
+        scores = self._sampler.scores(ids, target.row(row))[0]
+        for index, draft in enumerate(proposed):
+            if draft.belief is not None and self._ambiguous(scores, draft.belief):
+                ruled_out = scores.new_tensor([draft.token], dtype=torch.long)
+                scores = scores.index_fill(0, ruled_out, -torch.inf)
+            if self._stays(scores, draft):
+                return Verdict(draft.token, index)
+        return Verdict(chosen(self._sampler, scores))
 
     def _ambiguous(self, scores: Tensor, belief: Tensor) -> bool:
         """Whether both laws [V] are flat and agree on their best tokens; one device read."""
@@ -141,13 +133,13 @@ class Easd:
         flat = torch.minimum(entropy(target), entropy(belief)) > self._entropy_threshold
         return bool(flat & (common > self._least_common))
 
-    def _stays(self, scores: Tensor, token: int, draft: Draft, index: int) -> bool:
+    def _stays(self, scores: Tensor, draft: Proposed) -> bool:
         if not self._sampler.do_sample:
-            return int(scores.argmax(-1)) == token
+            return int(scores.argmax(-1)) == draft.token
         # a draft that was certain has the law one-hot
-        drafted = 1.0 if draft.probs is None else draft.probs[index][token]
+        drafted = 1.0 if draft.law is None else draft.law[draft.token]
         u = self._sampler.uniform(scores.device)
-        return bool(u * drafted < scores.softmax(-1)[token])
+        return bool(u * drafted < scores.softmax(-1)[draft.token])
 
 
 def chosen(sampler: Sampler, scores: Tensor) -> int:

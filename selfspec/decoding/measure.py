@@ -25,7 +25,8 @@ from selfspec.decoding.stats import Stopwatch
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.judge import ExitJudge, read_together
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
+from selfspec.model.rows import Rows
 
 _ROWS = 8
 """As many as a pinned pass has."""
@@ -70,16 +71,16 @@ class _Bench:
     def __post_init__(self) -> None:
         """Fill a cache, and begin a plain decoding beside it."""
         backbone, config = self.backbone, self.heads.config
-        self._kv = KVCache(backbone.num_layers)
-        block = torch.zeros(1, self.context, dtype=torch.int64, device=backbone.device)
-        self._token = block[:, :1]
+        self._lease = Lease(backbone.num_layers)
+        block = torch.zeros(self.context, dtype=torch.int64, device=backbone.device)
+        self._token = block[:1]
         self._embedded = backbone.embed(block)
         self._outputs = self._run(self._embedded, backbone.num_layers)
         self._judge = ExitJudge(backbone.num_layers, dict.fromkeys(config.exit_layers, 1.0))
         self._layers = itertools.cycle(config.exit_layers)
         self._short = max(1, backbone.num_layers // _SHORT)
         greedy = Sampler(LogitsProcessorList())
-        state = DecodeState(backbone, block)
+        state = DecodeState(backbone, block[None])
         endless = StopRule(max_length=self.context + 2 * _REPEATS)
         self._rounds = rounds(state, NoDrafter(), GreedyMatch(greedy), endless, Stopwatch())
         next(self._rounds)
@@ -89,8 +90,8 @@ class _Bench:
         """Clock every part once."""
         num_layers = self.backbone.num_layers
         for rows in range(1, self.rows + 1):
-            width = max(rows, self.backbone.min_rows)
-            part, ends = self._embedded[:, :width], self._outputs[:, :width]
+            width = max(rows, self.backbone.claims.least_rows)
+            part, ends = self._embedded[:width], self._outputs[:width]
             self._clock("layers", rows, lambda part=part: self._run(part, num_layers))  # type: ignore[misc]
             self._clock("logits", rows, lambda ends=ends: self.backbone.logits(ends))  # type: ignore[misc]
             self._clock("short", rows, lambda part=part: self._run(part, self._short))  # type: ignore[misc]
@@ -129,11 +130,11 @@ class _Bench:
         self.seconds.setdefault((name, rows), []).append(self.now() - start)
 
     def _run(self, hidden: Tensor, last: int) -> Tensor:
-        """Layers 1..last on [1, T, d] behind the context; the cache stays as it was."""
-        held = self._kv.length(0)
-        positions = torch.arange(held, held + hidden.shape[1], device=hidden.device)[None]
-        output = self.backbone.run(hidden, 0, last, positions, self._kv)
-        self._kv.truncate(max(held, self.context))
+        """Layers 1..last on [T, d] behind the context; the lease stays as it was."""
+        held = self._lease.length(0)
+        rows = Rows.of(self._lease, held, len(hidden), hidden.device)
+        output = self.backbone.run(hidden, 0, last, rows)
+        self._lease.truncate(max(held, self.context))
         return output
 
     def _judge_one(self) -> None:
@@ -141,7 +142,8 @@ class _Bench:
         layer = next(self._layers)
         head = self.heads[layer]
         self.backbone.embed(self._token)
-        deep = self._outputs[:, -1] if self.heads.reads_deep else None
-        logits = head.unembed(head.features(self._outputs[:, -1], deep))
+        newest = self._outputs[-1:]
+        deep = newest if self.heads.reads_deep else None
+        logits = head.unembed(head.features(newest, deep))
         confidence = self._judge.confidence(logits, layer)
         read_together(confidence, head.to_target_ids(logits.argmax(-1)))

@@ -157,7 +157,7 @@ def token_cost(second: Backbone, model: Backbone) -> float:
 
 def block_cost(model: Backbone) -> float:
     """What a model pays for two rows instead of one, as a share of a step, where unmeasured."""
-    one_row_kernels = model.min_rows == 1 and model.device.type == "cpu"
+    one_row_kernels = model.claims.steady_from is None and model.device.type == "cpu"
     return _PLAIN_BLOCK_COST if one_row_kernels else 0.0
 
 

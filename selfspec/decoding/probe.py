@@ -16,7 +16,7 @@ from torch import Tensor
 from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,10 @@ class PinnedProbe:
 
         Raises PinnedUnavailable if neither does, InvalidOption for more slots than could be had.
         """
-        if self._backbone.min_rows > 1 and self._failure(PassShape(), widest) is None:
+        if (
+            self._backbone.claims.steady_from is not None
+            and self._failure(PassShape(), widest) is None
+        ):
             return PassShape()
         if (fixed.slots or 0) > _MOST_SLOTS:
             raise InvalidOption(
@@ -64,7 +67,7 @@ class PinnedProbe:
 
     def holds_unpadded(self, widest: int) -> bool:
         """Whether kernels treat rows alike by themselves, as a quick look has it."""
-        if self._backbone.min_rows == 1:
+        if self._backbone.claims.steady_from is None:
             return False
         failure = self._failure(PassShape(), widest, quick=True)
         if failure is not None:
@@ -104,7 +107,7 @@ def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bo
 def _check_at(backbone: Backbone, shape: PassShape, widest: int, context: int, count: int) -> None:
     """`count` tokens behind `context` others."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(backbone.vocab_size, (1, context + count), generator=generator)
+    ids = torch.randint(backbone.vocab_size, (context + count,), generator=generator)
     ids = ids.to(backbone.device)
     alone = _logits(backbone, ids, [1] * count, shape, widest)
     uneven = [1 + step % (widest - 1) for step in range(count)]
@@ -123,20 +126,20 @@ def _logits(
     backbone: Backbone, ids: Tensor, widths: list[int], shape: PassShape, widest: int
 ) -> Tensor:
     """Logits [count, V] of the last tokens of `ids`, run in blocks of `widths`."""
-    kv = KVCache(backbone.num_layers, shape.slots)
-    hidden = HiddenCache(backbone, kv, pinned_rows=shape.rows)
-    start = ids.shape[1] - len(widths)
-    hidden.push(backbone.embed(ids[:, :start]))
+    lease = Lease(backbone.num_layers, shape.slots)
+    hidden = HiddenCache(backbone, lease, pinned_rows=shape.rows)
+    start = len(ids) - len(widths)
+    hidden.push(backbone.embed(ids[:start]))
     hidden.advance_all()
     found: list[Tensor] = []
-    while start < ids.shape[1]:
-        block = ids[:, start : start + widths[len(found)]]
-        wrong = (block[:, -1:] + 1) % backbone.vocab_size
-        drafted = torch.cat([block, wrong.expand(-1, widest - block.shape[1])], dim=1)
+    while start < len(ids):
+        block = ids[start : start + widths[len(found)]]
+        wrong = (block[-1:] + 1) % backbone.vocab_size
+        drafted = torch.cat([block, wrong.expand(widest - len(block))])
         hidden.clear()
         hidden.push(backbone.embed(drafted if len(found) % 2 else block))
         states = hidden.advance_all()
-        found.append(backbone.logits(hidden.padded(states))[0, : block.shape[1]])
-        start += block.shape[1]
-        kv.truncate(start)
+        found.append(backbone.logits(hidden.padded(states))[: len(block)])
+        start += len(block)
+        lease.truncate(start)
     return torch.cat(found)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 
 
 def shared_prefix(old: Tensor, new: Tensor) -> int:
@@ -35,18 +35,19 @@ class DecodeState:
         *,
         pad: int = 0,
         exit_layers: Sequence[int] = (),
-        kv: KVCache | None = None,
+        lease: Lease | None = None,
         pinned_rows: int | None = None,
     ) -> None:
-        """`ids` [1, n] with n > pad. `kv` may hold a prefix of them, from an earlier turn."""
+        """`ids` [1, n] with n > pad. `lease` may hold a prefix of them, from an earlier turn."""
         self.backbone = backbone
-        self.kv = KVCache(backbone.num_layers) if kv is None else kv
-        self.hidden = HiddenCache(backbone, self.kv, exit_layers, pinned_rows)
+        self.lease = Lease(backbone.num_layers) if lease is None else lease
+        self.hidden = HiddenCache(backbone, self.lease, exit_layers, pinned_rows)
         self.pad = pad
         self._length = ids.shape[1]
         self._committed: list[int] = ids[0, pad:].tolist()
         self._outputs: Tensor | None = None
-        self._outputs_from = 0
+        self._path: list[int] = []
+        """Rows of the round, counted from the newest token's, whose tokens stay."""
         self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
 
     @property
@@ -66,34 +67,40 @@ class DecodeState:
     @property
     def waiting_ids(self) -> Tensor:
         """Committed ids that are not through all layers: a prompt, later the newest one, [1, w]."""
-        return self.ids[:, self.pad + self.kv.length(self.backbone.num_layers - 1) :]
+        return self.ids[:, self.pad + self.lease.length(self.backbone.num_layers - 1) :]
 
     @property
     def deep(self) -> Tensor | None:
         """Output of layer L at the position before the newest token, [1, d]; None if not known."""
-        if self._outputs is None:
+        if self._outputs is None or not self._path:
             return None
-        return self._outputs[:, self._length - 1 - self._outputs_from]
+        last = self._path[-1]
+        return self._outputs[last : last + 1]
 
     def keep_outputs(self, outputs: Tensor) -> None:
-        """Outputs of layer L, [1, k + 1, d], that the next committed tokens come from."""
-        self._outputs, self._outputs_from = outputs, self._length
+        """Outputs of layer L, [k + 1, d], that the next committed tokens come from."""
+        self._outputs, self._path = outputs, []
 
-    def append(self, token: int) -> None:
-        """Commit one token."""
+    def append(self, token: int, row: int) -> None:
+        """Commit the token that comes behind `row` of the round: 0 the newest token's, 1 .. k."""
         if self._length == self._buffer.shape[1]:
             self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
         self._buffer[0, self._length].fill_(token)  # assigning uploads (torch 2.11)
         self._committed.append(token)
         self._length += 1
+        self._path.append(row)
 
     @contextmanager
     def round(self) -> Iterator[None]:
         """Afterwards, also on an error: caches hold what is committed, and nothing waits."""
+        newest = self._length - self.pad - 1
         try:
             yield
         finally:
             # the deepest layer holds least: an error may have stopped a pass halfway down
-            deepest = self.kv.length(self.backbone.num_layers - 1)
-            self.kv.truncate(min(self._length - self.pad - 1, deepest))
+            deepest = self.lease.length(self.backbone.num_layers - 1)
+            if deepest <= newest:
+                self.lease.truncate(deepest)
+            else:
+                self.lease.keep(newest, self._path[: self._length - self.pad - 1 - newest])
             self.hidden.clear()

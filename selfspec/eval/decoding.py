@@ -6,7 +6,7 @@ Called by `lossless`, which plants drafts, and by `dialled`, which times rounds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,10 +16,9 @@ from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator, acceptance_rule
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule
+from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.decode import rounds
-from selfspec.decoding.drafters import Draft, Drafter
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.drafters import Drafter
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 
@@ -58,14 +57,13 @@ class Recorder:
         """Of all tokens so far, [n, V]."""
         return torch.stack(self._rows)
 
-    def verdicts(
-        self, state: DecodeState, target_logits: Tensor, draft: Draft
-    ) -> Iterator[tuple[int, bool]]:
+    def verdict(
+        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+    ) -> Verdict:
         """What the rule says."""
-        verdicts = self._rule.verdicts(state, target_logits, draft)
-        for row, verdict in zip(target_logits, verdicts, strict=False):
-            self._rows.append(row.clone())
-            yield verdict
+        verdict = self._rule.verdict(ids, target, row, proposed)
+        self._rows.append(target.row(row)[0].clone())
+        return verdict
 
 
 def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:

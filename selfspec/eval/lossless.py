@@ -26,7 +26,8 @@ from selfspec.eval.quality import first_divergence
 from selfspec.eval.reference import model_in, named, speculator_in, why_no_copy
 from selfspec.eval.suites import Question
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
+from selfspec.model.rows import Rows
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -103,11 +104,11 @@ def _segments(subject: Subject) -> Rung:
     bits = Bits()
     for case in subject.cases:
         with torch.inference_mode():
-            hidden, kv = backbone.embed(case.ids), KVCache(backbone.num_layers)
-            positions = torch.arange(case.ids.shape[1], device=hidden.device)[None]
+            hidden, lease = backbone.embed(case.ids[0]), Lease(backbone.num_layers)
+            rows = Rows.of(lease, 0, len(hidden), hidden.device)
             for first, last in itertools.pairwise(sorted({0, *exits, backbone.num_layers})):
-                hidden = backbone.run(hidden, first, last, positions, kv)
-            bits.compare(case.id, backbone.logits(hidden)[0], model(case.ids).logits[0].float())
+                hidden = backbone.run(hidden, first, last, rows)
+            bits.compare(case.id, backbone.logits(hidden), model(case.ids).logits[0].float())
         subject.tick()
     return _judged(bits, f"{bits.positions:,} positions, cut at layers {list(exits)}")
 
@@ -125,7 +126,7 @@ def _invariance(subject: Subject) -> Rung:
         for case in subject.cases:
             kinds = _compare_pinned(speculator, case, options, bits)
             subject.tick()
-        slots = speculator.state(subject.cases[0].request, options, 0).kv.slots
+        slots = speculator.state(subject.cases[0].request, options, 0).lease.slots
     except PinnedUnavailable as error:
         return Rung(outcome="skipped", found=str(error))
     how = "kernels that treat rows alike" if slots is None else f"every pass of {rows} rows"

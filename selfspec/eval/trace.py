@@ -129,7 +129,7 @@ class Explorer:
         Nothing is noted behind the draft `right`, behind an end token, or where no threshold that
         can be replayed lets a draft leave.
         """
-        held = state.kv.length(0)
+        held = state.lease.length(0)
         said = self._ask(state, token, deep)
         node = self._nodes.add(said)
         found: dict[int, int] = {}
@@ -142,16 +142,16 @@ class Explorer:
             if branch not in found:
                 found[branch] = self._look(state, draft, features, room - 1, None)
             self._nodes.children[node][column] = found[branch]
-        state.kv.truncate(held)
+        state.lease.truncate(held)
         return node
 
     def _ask(self, state: DecodeState, token: int, deep: Tensor | None) -> list[_Said]:
         """Run one token's row up to the deepest exit layer; what each says of the next token."""
         state.hidden.clear()  # rows of other branches; their keys and values stay
-        state.hidden.push(state.backbone.embed(state.ids.new_tensor([[token]])))
+        state.hidden.push(state.backbone.embed(state.ids.new_tensor([token])))
         said = []
         for boundary, layer in enumerate(state.hidden.schedule.depths[1:-1]):
-            hidden = state.hidden.advance(boundary)[:, -1]
+            hidden = state.hidden.advance(boundary)[-1:]
             head = self._heads[layer]
             features = head.features(hidden, deep)
             logits = head.unembed(features)

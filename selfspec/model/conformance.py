@@ -1,6 +1,6 @@
 """Whether a model may be cut into segments, and whether other executors compute what it does.
 
-Comes in: a model, or a Backbone made of it. Goes out: nothing, or an error that says where they
+Comes in: a model, or a Decoder made of it. Goes out: nothing, or an error that says where they
 part. Called by the backbone when it is made.
 """
 
@@ -9,21 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.errors import UnsupportedModel
+from selfspec.model.decoder import Decoder
 from selfspec.model.executors import Executor
-from selfspec.model.executors.generic import MASKS, attention_types
+from selfspec.model.executors.masks import MASKS, attention_types
 from selfspec.model.hooks import captured_outputs
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 from selfspec.model.parts import text_config
-
-if TYPE_CHECKING:
-    from selfspec.model.backbone import Backbone
+from selfspec.model.rows import Rows
 
 _CHECK_PREFIX, _CHECK_BLOCK = 7, 3
 """Rows of the conformance check: a first pass on an empty cache, then a block behind it."""
@@ -75,92 +74,118 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} shares keys and values between layers. {_INSTEAD}")
 
 
-def check_conformance(backbone: Backbone) -> None:
+def check_conformance(decoder: Decoder) -> None:
     """Raise UnsupportedModel at the first layer whose bits differ from `model.forward`.
 
     Random blocks go through both, one layer of ours at a time: one at the first positions, one
     behind it, and one for each stretch of `stretches`. Costs two short passes each.
     """
-    num_layers, ids = backbone.num_layers, _random_ids(backbone, seed=0)
-    theirs, ours = DynamicCache(), KVCache(num_layers)
-    with evaluation(backbone.model):
-        for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK], dim=1):
-            _conform(backbone, block, ours.length(0), theirs, ours)
-        for start, held in stretches(backbone):
+    num_layers, ids = decoder.num_layers, _random_ids(decoder, seed=0)
+    theirs, ours = DynamicCache(), Lease(num_layers)
+    with evaluation(decoder.model):
+        for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK]):
+            _conform(decoder, block, ours.length(0), theirs, ours)
+        for start, held in stretches(decoder):
             _conform(
-                backbone, ids, start, PlantedCache(num_layers, held), PlantedCache(num_layers, held)
+                decoder, ids, start, PlantedLease(num_layers, held), PlantedLease(num_layers, held)
             )
 
 
-def _conform(backbone: Backbone, ids: Tensor, start: int, theirs: Any, ours: KVCache) -> None:
-    """Compare one block at positions from `start` on, behind what the caches hold."""
-    positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-    with captured_outputs(list(backbone.layers)) as expected:
-        output = backbone.model(ids, past_key_values=theirs, position_ids=positions)
-    if (found := output.logits.shape[1]) != ids.shape[1]:
+def _conform(decoder: Decoder, ids: Tensor, start: int, theirs: Any, ours: Lease) -> None:
+    """Compare one block at positions from `start` on, behind what both hold."""
+    rows = Rows.of(ours, start, len(ids), ids.device)
+    with captured_outputs(list(decoder.layers)) as expected:
+        output = decoder.model(ids[None], past_key_values=theirs, position_ids=rows.positions[None])
+    if (found := output.logits.shape[1]) != len(ids):
         raise UnsupportedModel(
-            f"{type(backbone.model).__name__} runs {found} rows for {ids.shape[1]} tokens: it adds "
+            f"{type(decoder.model).__name__} runs {found} rows for {len(ids)} tokens: it adds "
             f"its own (prompt tuning does). {_INSTEAD}"
         )
-    hidden = backbone.embed(ids)
-    for layer in range(backbone.num_layers):
-        hidden = backbone.run(hidden, layer, layer + 1, positions, ours)
+    hidden = decoder.embed(ids)
+    for layer in range(decoder.num_layers):
+        hidden = decoder.run(hidden, layer, layer + 1, rows)
         where = f"layer {layer + 1}" + (f" behind {start} positions" if start else "")
-        _require_equal(hidden, expected[layer], where, backbone)
-    _require_equal(backbone.logits(hidden), output.logits.float(), "the logits", backbone)
+        _require_equal(hidden, expected[layer][0], where, decoder)
+    _require_equal(decoder.logits(hidden), output.logits[0].float(), "the logits", decoder)
 
 
 def check_agreement(
-    backbone: Backbone, other: Executor, done: Callable[[nn.Module], object] = lambda _: None
+    decoder: Decoder, other: Executor, done: Callable[[nn.Module], object] = lambda _: None
 ) -> None:
     """Raise ValueError unless `other` computes each layer, and the logits, up to rounding.
 
     Both get the same inputs layer by layer, so that errors do not add up and none can hide; at the
     places of the conformance check. Each layer is handed to `done` when it has been read.
     """
-    num_layers, ids = backbone.num_layers, _random_ids(backbone, seed=1)
-    caches = KVCache(num_layers), KVCache(num_layers)
-    with torch.inference_mode(), evaluation(backbone.model):
-        for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK], dim=1):
-            _agree(backbone, other, block, caches[0].length(0), caches, done)
-        for start, held in stretches(backbone):
-            caches = PlantedCache(num_layers, held), PlantedCache(num_layers, held)
-            _agree(backbone, other, ids, start, caches, done)
+    num_layers, ids = decoder.num_layers, _random_ids(decoder, seed=1)
+    leases = Lease(num_layers), Lease(num_layers)
+    with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
+        for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK]):
+            _agree(decoder, other, block, leases[0].length(0), leases, done)
+        for start, held in stretches(decoder):
+            leases = PlantedLease(num_layers, held), PlantedLease(num_layers, held)
+            _agree(decoder, other, ids, start, leases, done)
 
 
 def _agree(
-    backbone: Backbone,
+    decoder: Decoder,
     other: Executor,
     ids: Tensor,
     start: int,
-    caches: tuple[KVCache, KVCache],
+    leases: tuple[Lease, Lease],
     done: Callable[[nn.Module], object],
 ) -> None:
-    """Compare one block at positions from `start` on, behind what the caches hold."""
-    bound = _AGREEMENT[backbone.dtype]
-    positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-    hidden = backbone.embed(ids)
-    for layer in range(backbone.num_layers):
-        ours = backbone.run(hidden, layer, layer + 1, positions, caches[0])
-        theirs = other.run(hidden, layer, layer + 1, positions, caches[1])
+    """Compare one block at positions from `start` on, behind what both hold."""
+    bound = _AGREEMENT[decoder.dtype]
+    mine, its = (Rows.of(lease, start, len(ids), ids.device) for lease in leases)
+    hidden = decoder.embed(ids)
+    for layer in range(decoder.num_layers):
+        ours = decoder.own.run(hidden, layer, layer + 1, mine)
+        theirs = other.run(hidden, layer, layer + 1, its)
         if not _size(theirs - ours) <= bound * _size(ours - hidden):
             raise ValueError(f"layer {layer + 1} comes out differently at position {start}")
-        done(backbone.layers[layer])
+        done(decoder.layers[layer])
         hidden = ours
-    logits = backbone._executor.logits(hidden)
+    logits = decoder.own.logits(hidden)
     if not _size(other.logits(hidden) - logits) <= bound * _size(logits):
         raise ValueError("the logits come out differently")
 
 
-def stretches(backbone: Backbone) -> list[tuple[int, int]]:
+def check_trees(decoder: Decoder, executor: Executor) -> None:
+    """Raise UnsupportedModel unless a row beside siblings comes out as it does alone.
+
+    Some layers count positions by themselves, from how many rows there are. Up to rounding, at the
+    places of the conformance check.
+    """
+    bound, ids = _AGREEMENT[decoder.dtype], _random_ids(decoder, seed=2)
+    parents = [*[-1] * (len(ids) - 1), 0]
+    path = [0, len(ids) - 1]
+    with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
+        for start, held in [(0, 0), *stretches(decoder)]:
+            tree, alone = (PlantedLease(decoder.num_layers, held) for _ in range(2))
+            beside = Rows.of(tree, start, len(ids), ids.device, parents)
+            chain = Rows.of(alone, start, len(path), ids.device)
+            hidden = decoder.embed(ids)
+            for layer in range(decoder.num_layers):
+                found = executor.run(hidden, layer, layer + 1, beside)
+                expected = executor.run(hidden[path], layer, layer + 1, chain)
+                if not _size(found[path] - expected) <= bound * _size(expected - hidden[path]):
+                    raise UnsupportedModel(
+                        f"layer {layer + 1} comes out otherwise beside siblings, at position "
+                        f"{start}: this model runs no trees of drafts. Draft chains"
+                    )
+                hidden = found
+
+
+def stretches(decoder: Decoder) -> list[tuple[int, int]]:
     """Where else to look: first position, and filled slots in front of it.
 
     Just under the model's limit, and across every position that its config names. Up to
     _MOST_HELD, slots are filled as in a text of that length; beyond, positions alone are far and no
     slot is filled: a window wider than that is not tried.
     """
-    rows, limit = _CHECK_PREFIX + _CHECK_BLOCK, backbone.max_positions
-    named = sorted(named_positions(backbone.config.to_dict(), limit))[:_MOST_NAMED]
+    rows, limit = _CHECK_PREFIX + _CHECK_BLOCK, decoder.max_positions
+    named = sorted(named_positions(decoder.config.to_dict(), limit))[:_MOST_NAMED]
     starts = {max(0, min(place - _CHECK_PREFIX, limit - rows)) for place in (*named, limit)}
     return [(start, start if start <= _MOST_HELD else 0) for start in sorted(starts - {0})]
 
@@ -176,7 +201,7 @@ def named_positions(fields: Mapping[str, Any], limit: int) -> set[int]:
     return found
 
 
-class PlantedCache(KVCache):
+class PlantedLease(Lease):
     """Says that it holds positions, of keys 0 and values that show who looks at which.
 
     It forgets what a layer adds: one block runs through it, and memory is needed for one layer
@@ -191,7 +216,7 @@ class PlantedCache(KVCache):
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: object, seen: int = 0, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """As of any cache."""
+        """As of any lease."""
         self._plant(layer, keys, values)
         found = super().update(keys, values, layer, seen=seen)
         self._keys[layer] = self._values[layer] = None
@@ -200,14 +225,14 @@ class PlantedCache(KVCache):
     def room(
         self, count: int, first: int, last: int, like: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """As of any cache."""
+        """As of any lease."""
         for layer in range(first, last):
             self._plant(layer, like, like)
             yield from super().room(count, layer, layer + 1, like)
             self._keys[layer] = self._values[layer] = None
 
     def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """As of any cache."""
+        """As of any lease."""
         super().move_to(keys, values)
         for buffer in values:
             self._mark(buffer)
@@ -225,11 +250,11 @@ class PlantedCache(KVCache):
         values[..., :count, :] = size[:, None] * (self._held / _MARKED**2)
 
 
-def _random_ids(backbone: Backbone, *, seed: int) -> Tensor:
-    """[1, rows] ids for a check."""
+def _random_ids(decoder: Decoder, *, seed: int) -> Tensor:
+    """[rows] ids for a check."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (1, _CHECK_PREFIX + _CHECK_BLOCK)
-    return torch.randint(backbone.vocab_size, shape, generator=generator).to(backbone.device)
+    count = _CHECK_PREFIX + _CHECK_BLOCK
+    return torch.randint(decoder.vocab_size, (count,), generator=generator).to(decoder.device)
 
 
 def _size(values: Tensor) -> float:
@@ -248,11 +273,11 @@ def evaluation(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
-def _require_equal(found: Tensor, expected: Tensor, where: str, backbone: Backbone) -> None:
+def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder) -> None:
     if not torch.equal(found, expected.to(found.device)):
         difference = (found.float() - expected.to(found.device).float()).abs().max().item()
         raise UnsupportedModel(
-            f"{type(backbone.model).__name__} differs from its own forward at {where} "
+            f"{type(decoder.model).__name__} differs from its own forward at {where} "
             f"by up to {difference:.3g}: its decoder does more than embed, layers, norm, lm_head. "
             f"{_INSTEAD}"
         )

@@ -61,10 +61,7 @@ def entropies(backbone: Backbone, conversations: Sequence[Conversation]) -> Tens
     last = backbone.num_layers
     hidden = features(backbone, FeatureSpec((last,)), padded(conversations)).hidden[last]
     with torch.no_grad():
-        parts = [
-            entropy(backbone.logits(rows[None])[0].softmax(-1))
-            for rows in hidden.split(_LOGIT_ROWS)
-        ]
+        parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(_LOGIT_ROWS)]
     return torch.cat(parts).cpu()
 
 

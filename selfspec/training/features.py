@@ -6,7 +6,6 @@ them by `fit` and `calibrate`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
 from selfspec.training.data import Batch
 
 _LOGIT_ROWS = 128
@@ -94,17 +92,11 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     """One frozen pass over a batch."""
     stops = (*spec.layers, backbone.num_layers) if spec.to_the_end else spec.layers
     ids = batch.ids.to(backbone.device)
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     device = backbone.unembedding.weight.device
     predicts = batch.predicts.to(device)
-    states, kv = [], KVCache(backbone.num_layers)
     # right padding behind causal attention needs no mask: no answer position can see it
     with _frozen(backbone.model):
-        hidden = backbone.embed(ids)
-        for first, last in itertools.pairwise((0, *stops)):
-            if first < last:
-                hidden = backbone.run(hidden, first, last, positions, kv)
-            states.append(hidden.to(device))
+        states = [hidden.to(device) for hidden in backbone.states(ids, stops)]
         last_output = states.pop() if spec.to_the_end else None
         deep = _deep(backbone, last_output, predicts) if spec.deep else None
         top = _top(backbone, last_output, predicts, spec.top_k)
@@ -133,7 +125,7 @@ def _top(
         return None
     ids, log_probs = [], []
     for rows in last_output[predicts].split(_LOGIT_ROWS):
-        logits = backbone.logits(rows[None])[0]  # [rows, V]
+        logits = backbone.logits(rows)
         best = logits.topk(min(count, logits.shape[-1]), dim=-1)
         ids.append(best.indices.int())
         log_probs.append((best.values - logits.logsumexp(-1, keepdim=True)).half())

@@ -191,7 +191,7 @@ def _places(
     made = chained(lenses, looked.hidden, looked.deep, exits, behind)
     places: list[Place] = []
     for rows in torch.arange(len(steps)).split(_ROWS):
-        target_logits = backbone.logits(looked.hidden[backbone.num_layers][rows][None])[0]
+        target_logits = backbone.logits(looked.hidden[backbone.num_layers][rows])
         final = reader.likeliest(target_logits.log_softmax(-1))
         tokens = looked.following[rows]
         said = [reader.said(layer, made[layer][rows], target_logits, tokens) for layer in lenses]

@@ -29,7 +29,7 @@ from tests.models import FAMILIES, VOCAB_SIZE, make_model, random_ids
 def test_untrained_heads_read_the_last_state_as_the_model_does(family: str, kind: str) -> None:
     backbone = Backbone(make_model(family), executor="generic")
     heads = make_heads(kind, backbone.unembedding)
-    hidden = backbone.embed(random_ids(3))
+    hidden = backbone.embed(random_ids(3)[0])
     found = heads[4](hidden)
     assert found.dtype == torch.float32
     assert torch.equal(found, backbone.logits(hidden))
@@ -46,7 +46,7 @@ def test_an_untrained_deep_fused_head_foretells_nothing(
 def test_heads_are_in_the_models_dtype_and_give_float32(kind: str, dtype: torch.dtype) -> None:
     backbone = Backbone(make_model("llama", dtype), executor="generic")
     head = make_heads(kind, backbone.unembedding)[2]
-    hidden = backbone.embed(random_ids(3))
+    hidden = backbone.embed(random_ids(3)[0])
     assert hidden.dtype == dtype
     assert head(hidden).dtype == torch.float32
     assert {weight.dtype for weight in head.parameters()} <= {dtype}

@@ -12,10 +12,12 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from selfspec.decoding.acceptance import Proposed
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Ended, Stopwatch
+from selfspec.model.rows import depths
 
 
 @dataclass(kw_only=True)
@@ -23,6 +25,9 @@ class Draft:
     """k proposed tokens."""
 
     tokens: list[int] = field(default_factory=list)
+    parents: list[int] | None = None
+    """None: each token follows the one before. Else, for each, the earlier one that it follows;
+    -1: the newest committed token."""
     probs: list[Tensor] | None = None
     """The law each token was drawn from, [V] each, after the processors; None: they are certain."""
     beliefs: list[Tensor] | None = None
@@ -33,6 +38,32 @@ class Draft:
     ended: Ended = "off"
     source: str = "exit"
     """Who proposed them: exit, ngram or draft-model."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens of its longest path."""
+        if self.parents is None:
+            return len(self.tokens)
+        return 1 + max(depths(self.parents), default=-1)
+
+    def following(self, row: int) -> list[int]:
+        """Tokens that follow a row of verification: 0 the newest token's, i + 1 that of token i."""
+        if self.parents is None:
+            return [row] if row < len(self.tokens) else []
+        return [index for index, parent in enumerate(self.parents) if parent == row - 1]
+
+    def proposed(self, index: int) -> Proposed:
+        """One of the tokens, with what is known of it."""
+        return Proposed(
+            self.tokens[index],
+            None if self.probs is None else self.probs[index],
+            None if self.beliefs is None else self.beliefs[index],
+        )
+
+    def parents_behind(self, waiting: int) -> list[int]:
+        """Parents of the rows of a verification: `waiting` committed tokens, then a tree's."""
+        behind = [waiting + parent for parent in self.parents or ()]
+        return [*range(-1, waiting - 1), *behind]
 
 
 class Committed(Protocol):

@@ -21,7 +21,7 @@ from selfspec.decoding.sequence import DecodeState, shared_prefix
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import DraftModelMismatch
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 
 
 class DraftCache:
@@ -34,26 +34,26 @@ class DraftCache:
         """
         self.backbone = backbone
         self._vocab_size = backbone.vocab_size if vocab_size is None else vocab_size
-        self._kv = KVCache(backbone.num_layers)
-        self._hidden = HiddenCache(backbone, self._kv)
+        self._lease = Lease(backbone.num_layers)
+        self._hidden = HiddenCache(backbone, self._lease)
         self._ran = torch.zeros(0, dtype=torch.int64, device=backbone.device)
 
     def rewind(self, ids: Tensor) -> Tensor:
-        """Keep what is shared with `ids` [1, n]; the ids that have to run, [1, m], at least one."""
-        shared = shared_prefix(self._ran, ids[0, :-1].to(self._ran.device))
-        self._kv.truncate(shared)
+        """Keep what is shared with `ids` [n]; the ids that have to run, [m], at least one."""
+        shared = shared_prefix(self._ran, ids[:-1].to(self._ran.device))
+        self._lease.truncate(shared)
         self._ran = self._ran[:shared]
-        return ids[:, shared:]
+        return ids[shared:]
 
     def run(self, ids: Tensor) -> Tensor:
-        """Append `ids` [1, m]; logits [1, V] of the token behind them, V as the target has it."""
+        """Append `ids` [m]; logits [1, V] of the token behind them, V as the target has it."""
         rows = ids.to(self._ran.device)
         self._hidden.clear()
         # an id of the target's padding has no embedding here: any other one costs a draft at most
         self._hidden.push(self.backbone.embed(rows.clamp(max=self.backbone.vocab_size - 1)))
-        last = self._hidden.advance_all()[:, -1:]
-        self._ran = torch.cat([self._ran, rows[0]])
-        logits = self.backbone.logits(self._hidden.padded(last))[0, :1].to(ids.device)
+        last = self._hidden.advance_all()[-1:]
+        self._ran = torch.cat([self._ran, rows])
+        logits = self.backbone.logits(self._hidden.padded(last))[:1].to(ids.device)
         missing = self._vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
@@ -85,13 +85,13 @@ class DraftModelDrafter(PacedDrafter):
         writer = DraftWriter(
             self, min(limit, room), source="draft-model", sampled=self._sampler.do_sample
         )
-        rows = self._cache.rewind(ids[:, state.pad :])
+        rows = self._cache.rewind(ids[0, state.pad :])
         while writer.room:
             logits = self._cache.run(rows)
             choice = self._sampler.choose(ids, logits, believe=self.beliefs)
             writer.add(choice, self._confidence(logits))
-            rows = ids.new_tensor([[choice.token]])
-            ids = torch.cat([ids, rows], dim=1)
+            rows = ids.new_tensor([choice.token])
+            ids = torch.cat([ids, rows[None]], dim=1)
         return writer.draft
 
     def _confidence(self, logits: Tensor) -> float:

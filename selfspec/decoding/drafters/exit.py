@@ -58,7 +58,7 @@ class ExitDrafter(PacedDrafter):
         ids = state.ids
         deep = known_deep(self._heads, state)
         while writer.room:
-            state.hidden.push(state.backbone.embed(ids[:, -1:]))
+            state.hidden.push(state.backbone.embed(ids[0, -1:]))
             found = self._first_exit(state, ids, deep, watch)
             if found is None:
                 writer.stop("depth")
@@ -77,7 +77,7 @@ class ExitDrafter(PacedDrafter):
         saw the drawn token would bias the output.
         """
         for boundary, layer in enumerate(state.hidden.schedule.depths[1:-1]):
-            hidden = state.hidden.advance(boundary)[:, -1]  # [1, d]: the row being drafted
+            hidden = state.hidden.advance(boundary)[-1:]  # [1, d]: the row being drafted
             watch.lap("draft")
             head = self._heads[layer]
             features = head.features(hidden, deep)

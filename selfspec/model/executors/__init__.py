@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.rows import Rows
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What an executor says of itself. The backbone never gives it a pass that it cannot run."""
+
+    steady_from: int | None = None
+    """From this many rows on a row's bits do not depend on how many others run with it, so shorter
+    passes are padded; the probe tests it. None: not claimed."""
+    trees: bool = False
+    """Runs rows that have siblings."""
+    spans: int = 1
+    """Sequences of one pass at most; the backbone splits what has more."""
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of a pass at least."""
+        return self.steady_from or 1
 
 
 class Executor(Protocol):
     """Runs a range of decoder layers on a block of rows, and the way from there to logits."""
 
-    min_rows: int
-    """Passes are padded to this many rows. More than 1 claims, for the probe to test, that from
-    there on a row's bits do not depend on how many others run with it."""
+    claims: Claims
 
-    def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
-        """Layers first+1..last on [B, T, d] at `positions` [B, T]; appends T positions to `kv`."""
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Output of layer L, [B, T, d] -> final norm and lm_head, [B, T, V]."""
+        """Output of layer L, [T, d] -> final norm and lm_head, [T, V]."""

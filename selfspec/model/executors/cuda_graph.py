@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfspec.model.executors import Claims
 from selfspec.model.executors.capture import Capture, GraphCapture, Replays, uncaptured
-from selfspec.model.executors.generic import SLIDING, GenericExecutor
+from selfspec.model.executors.generic import GenericExecutor
 from selfspec.model.executors.known import require_capturable
-from selfspec.model.executors.static_slots import SamplingCache, SlotView, StaticSlots
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.executors.masks import SLIDING, as_mask
+from selfspec.model.executors.static_slots import SamplingLease, SlotView, StaticSlots
+from selfspec.model.kv_store import Lease
+from selfspec.model.rows import Rows
 
 ROW_COUNTS = (1, 2, 4, 8, 16)
 """Rows of a captured pass; fewer are padded, more (prompts) run uncaptured."""
@@ -47,7 +50,7 @@ logger = logging.getLogger(__name__)
 class CudaGraphExecutor:
     """Segments at fixed addresses, each captured once per number of rows and of slots."""
 
-    min_rows = 1
+    claims = Claims()
 
     def __init__(self, decoder: Any, lm_head: nn.Module, *, slots: int = _FIRST_SLOTS) -> None:
         """Nothing is captured before `start_capture`. `slots`: positions with room at first.
@@ -65,10 +68,10 @@ class CudaGraphExecutor:
         self._limit = -(-limit // 64) * 64
         weight = decoder.embed_tokens.weight
         with torch.inference_mode(False):
-            self._hidden = weight.new_zeros(1, _MOST_ROWS, config.hidden_size)
-            self._positions = torch.zeros(1, _MOST_ROWS, dtype=torch.int64, device=weight.device)
+            self._hidden = weight.new_zeros(_MOST_ROWS, config.hidden_size)
+            self._positions = torch.zeros(_MOST_ROWS, dtype=torch.int64, device=weight.device)
             self._places = torch.zeros_like(self._positions)  # the slots of the rows
-            self._offsets = torch.arange(_MOST_ROWS, device=weight.device)[None]
+            self._offsets = torch.arange(_MOST_ROWS, device=weight.device)
         self._slots = StaticSlots(self._samples, self._count(min(slots, self._limit)))
         self._replays = Replays(lambda: uncaptured)
         self._lock = threading.Lock()  # answers may be written in several threads
@@ -96,72 +99,69 @@ class CudaGraphExecutor:
             if not float(error) <= _TRIAL_ERROR * float(right.float().square().mean().sqrt()):
                 raise ValueError("a captured segment, replayed, comes out differently")
 
-    def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
-        """Layers first+1..last on [1, T, d] at `positions` [1, T]; appends T positions to `kv`.
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease.
 
         Positions rise by one. The rows go to the slots behind those that these layers have filled.
         """
-        count, start = hidden.shape[1], kv.length(first)
-        rows = _padded(count)
-        kv.check_room(start + count)
-        needed = kv.slots + _MOST_ROWS if kv.slots else start + (rows or count)
+        lease, count = rows.only.lease, len(hidden)
+        start, padded = lease.length(first), _padded(count)
+        lease.check_room(start + count)
+        needed = lease.slots + _MOST_ROWS if lease.slots else start + (padded or count)
         with self._lock:
-            self._lend(kv, needed)
-            if rows is None:
-                return self._generic.run(hidden, first, last, positions, kv)
-            self._fill(hidden, rows)
-            torch.add(self._offsets[:, :rows], positions[:, :1], out=self._positions[:, :rows])
-            torch.add(self._offsets[:, :rows], start, out=self._places[:, :rows])
+            self._lend(lease, needed)
+            if padded is None:
+                return self._generic.run(hidden, first, last, rows)
+            self._fill(hidden, padded)
+            torch.add(self._offsets[:padded], rows.positions[:1], out=self._positions[:padded])
+            torch.add(self._offsets[:padded], start, out=self._places[:padded])
             seen = self._count(needed)
             output = self._replays.run(
-                (first, last, rows, seen), lambda: self._segment(first, last, rows, seen)
+                (first, last, padded, seen), lambda: self._segment(first, last, padded, seen)
             )
-            kv.extend(count, first, last)
-            return output[:, :count].clone()  # the next replay overwrites it
+            lease.extend(count, first, last)
+            return output[:count].clone()  # the next replay overwrites it
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Output of layer L, [1, T, d] -> what lm_head gives, [1, T, V]."""
-        if (rows := _padded(hidden.shape[1])) is None:
+        """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""
+        count = len(hidden)
+        if (padded := _padded(count)) is None:
             return self._generic.logits(hidden)
         with self._lock:
-            self._fill(hidden, rows)
+            self._fill(hidden, padded)
             output = self._replays.run(
-                (rows,), lambda: self._generic.logits(self._hidden[:, :rows])
+                (padded,), lambda: self._generic.logits(self._hidden[:padded])
             )
-            return output[:, : hidden.shape[1]].clone()
+            return output[:count].clone()
 
-    def _segment(self, first: int, last: int, rows: int, seen: int) -> Tensor:
+    def _segment(self, first: int, last: int, count: int, seen: int) -> Tensor:
         """Layers first+1..last from the fixed buffers: what is captured."""
-        positions, places = self._positions[:, :rows], self._places[:, :rows]
+        positions, places = self._positions[None, :count], self._places[:count]
         kinds = set(self._generic.layer_types[first:last])
         masks = {kind: self._mask(kind, places, seen) for kind in kinds}
         view = SlotView(self._slots, places, seen)
-        hidden = self._hidden[:, :rows]
-        return self._generic.run_layers(hidden, first, last, positions, view, masks)
+        hidden = self._hidden[None, :count]
+        return self._generic.run_layers(hidden, first, last, positions, view, masks)[0]
 
     def _mask(self, kind: str, places: Tensor, seen: int) -> Tensor:
-        """[1, 1, rows, seen] as transformers makes it, but from slots on the device, [1, rows]."""
+        """[1, 1, rows, seen] as transformers makes it, but from slots on the device, [rows]."""
         config = self._decoder.config
-        behind = places[0, :, None] - torch.arange(seen, device=places.device)
+        behind = places[:, None] - torch.arange(seen, device=places.device)
         visible = behind >= 0
         if kind == SLIDING:
             visible &= behind < config.sliding_window
-        if config._attn_implementation == "eager":
-            lowest = torch.finfo(self._hidden.dtype).min
-            zero = self._hidden.new_zeros(())
-            return torch.where(visible, zero, lowest)[None, None]
-        return visible[None, None]
+        return as_mask(visible, config, self._hidden)
 
     def _fill(self, hidden: Tensor, rows: int) -> None:
-        """Copy [1, T, d] into the fixed buffer, zeros behind it up to `rows`."""
-        count = hidden.shape[1]
-        self._hidden[:, :count] = hidden
+        """Copy [T, d] into the fixed buffer, zeros behind it up to `rows`."""
+        count = len(hidden)
+        self._hidden[:count] = hidden
         if count < rows:
             # what lay there may be NaN, which masks let through; assigning uploads (torch 2.11)
-            self._hidden[:, count:rows].zero_()
+            self._hidden[count:rows].zero_()
 
-    def _lend(self, kv: KVCache, needed: int) -> None:
-        """Have `kv` in the slots, with room for `needed` positions."""
+    def _lend(self, lease: Lease, needed: int) -> None:
+        """Have `lease` in the slots, with room for `needed` positions."""
         if needed > self._slots.slots:
             self._slots.recall()
             # dropped before the new ones are made: both at once may not fit the device
@@ -169,7 +169,7 @@ class CudaGraphExecutor:
             self._replays.clear()
             self._slots = StaticSlots(self._samples, self._count(needed))
             logger.info("keys and values now take %d MB", self.nbytes // 1_000_000)
-        self._slots.lend(kv)
+        self._slots.lend(lease)
 
     def _count(self, needed: int) -> int:
         """Slots for `needed` positions: few distinct counts, and none beyond what is ever used."""
@@ -179,25 +179,26 @@ class CudaGraphExecutor:
     @torch.no_grad()
     def _one_position(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of one token, per layer."""
-        cache, embed = SamplingCache(self._num_layers), self._decoder.embed_tokens
-        first = torch.zeros(1, 1, dtype=torch.int64, device=embed.weight.device)
-        self._generic.run(embed(first), 0, self._num_layers, first, cache)
-        return [cache.samples[layer] for layer in range(self._num_layers)]
+        lease, embed = SamplingLease(self._num_layers), self._decoder.embed_tokens
+        device = embed.weight.device
+        ids = torch.zeros(1, dtype=torch.int64, device=device)
+        self._generic.run(embed(ids), 0, self._num_layers, Rows.of(lease, 0, 1, device))
+        return [lease.samples[layer] for layer in range(self._num_layers)]
 
     @torch.no_grad()
     def _trial(self) -> list[Tensor]:
         """Outputs and logits of a few passes over one text, at the first and the last positions."""
         found, count = [], sum(_TRIAL_ROWS)
         weight = self._decoder.embed_tokens.weight
-        ids = torch.arange(count, device=weight.device)[None] % len(weight)
+        ids = torch.arange(count, device=weight.device) % len(weight)
         for start in (0, max(0, int(self._decoder.config.max_position_embeddings) - count)):
-            kv = KVCache(self._num_layers)
-            places = torch.arange(start, start + count, device=weight.device)[None]
-            blocks = zip(ids.split(_TRIAL_ROWS, 1), places.split(_TRIAL_ROWS, 1), strict=True)
-            for block, positions in blocks:
+            lease, done = Lease(self._num_layers), start
+            for block in ids.split(_TRIAL_ROWS):
+                rows = Rows.of(lease, done, len(block), weight.device)
                 hidden = self._decoder.embed_tokens(block)
-                found.append(self.run(hidden, 0, self._num_layers, positions, kv))
+                found.append(self.run(hidden, 0, self._num_layers, rows))
                 found.append(self.logits(found[-1]))
+                done += len(block)
         return found
 
 

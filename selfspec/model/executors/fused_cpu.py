@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.compiled import compiled
-from selfspec.model.executors.generic import FULL
 from selfspec.model.executors.known import require_llama_like
+from selfspec.model.executors.masks import FULL
 from selfspec.model.executors.packed_cpu import PackedExecutor, RowNorm
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -58,7 +58,7 @@ class FusedExecutor(PackedExecutor):
         super().__init__(decoder, lm_head, done)
         self._width = int(decoder.layers[0].mlp.down_proj.in_features)
 
-    def _run(self, rows: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
+    def _run(self, rows: Tensor, first: int, last: int, positions: Tensor, kv: Lease) -> Tensor:
         """Layers first+1..last on one block, [T, d], behind the positions that `kv` holds."""
         count, held = len(rows), kv.length(first)
         rotations = self._rotation(rows, positions, held)

@@ -7,25 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
-)
 
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.executors import Claims
+from selfspec.model.executors.masks import MASKS, attention_types, tree_mask
+from selfspec.model.kv_store import Lease
 from selfspec.model.parts import DecoderParts
-
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-CHUNKED = "chunked_attention"
-MASKS = {
-    FULL: create_causal_mask,
-    SLIDING: create_sliding_window_causal_mask,
-    CHUNKED: create_chunked_causal_mask,
-}
-"""Attention types whose layers keep one key and value per position, and who makes their masks."""
+from selfspec.model.rows import Rows
 
 
 class LayerCache(Protocol):
@@ -38,7 +25,7 @@ class LayerCache(Protocol):
 class GenericExecutor:
     """Calls `decoder.layers[i]` directly, with masks sized by the layers that are run."""
 
-    min_rows = 1
+    claims = Claims(trees=True)
 
     def __init__(self, decoder: DecoderParts, lm_head: nn.Module) -> None:
         self.decoder = decoder
@@ -48,11 +35,22 @@ class GenericExecutor:
         taken = {} if rotary is None else inspect.signature(rotary.forward).parameters
         self._rotary_by_type = "layer_type" in taken  # Gemma3 has one base frequency per type
 
-    def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
-        """Layers first+1..last on [B, T, d] at `positions` [B, T]; appends T positions to `kv`."""
-        types = set(self.layer_types[first:last])
-        masks = {kind: self._mask(kind, hidden, first, positions, kv) for kind in types}
-        return self.run_layers(hidden, first, last, positions, kv, masks)
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""
+        span, block, positions = rows.only, hidden[None], rows.positions[None]
+        kinds = set(self.layer_types[first:last])
+        if span.parents is None:
+            masks = self.masks(kinds, block, first, positions, span.lease)
+        else:
+            start = span.lease.length(first)
+            width = span.lease.get_mask_sizes(span.count, first)[0]
+            masks = {
+                kind: tree_mask(
+                    kind, self.decoder.config, rows.positions, span.parents, start, width, hidden
+                )
+                for kind in kinds
+            }
+        return self.run_layers(block, first, last, positions, span.lease, masks)[0]
 
     def run_layers(
         self,
@@ -81,20 +79,28 @@ class GenericExecutor:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Output of layer L, [B, T, d] -> final norm and lm_head, [B, T, V]."""
-        product: Tensor = self._lm_head(self.decoder.norm(hidden))
-        return product
+        """Output of layer L, [T, d] -> final norm and lm_head, [T, V]."""
+        product: Tensor = self._lm_head(self.decoder.norm(hidden[None]))
+        return product[0]
 
-    def _mask(self, kind: str, hidden: Tensor, first: int, positions: Tensor, kv: KVCache) -> Any:
-        """The mask for T rows behind what layer first+1 holds; None only where sdpa needs none."""
-        return MASKS[kind](
-            config=self.decoder.config,
-            inputs_embeds=hidden,
-            attention_mask=None,
-            past_key_values=kv,  # type: ignore[arg-type]  # our cache offers what masks need
-            position_ids=positions,
-            layer_idx=first,
-        )
+    def masks(
+        self, kinds: Iterable[str], hidden: Tensor, first: int, positions: Tensor, lease: Lease
+    ) -> dict[str, Any]:
+        """By attention type, for [B, T, d] behind what layer first+1 holds.
+
+        None where sdpa needs none.
+        """
+        return {
+            kind: MASKS[kind](
+                config=self.decoder.config,
+                inputs_embeds=hidden,
+                attention_mask=None,
+                past_key_values=lease,  # type: ignore[arg-type]  # it offers what masks need
+                position_ids=positions,
+                layer_idx=first,
+            )
+            for kind in kinds
+        }
 
     def _rotations(
         self, hidden: Tensor, positions: Tensor, types: Iterable[str]
@@ -108,12 +114,3 @@ class GenericExecutor:
         else:
             made = dict.fromkeys(types, rotary(hidden, position_ids=positions))
         return {kind: {"position_embeddings": rotations} for kind, rotations in made.items()}
-
-
-def attention_types(config: PreTrainedConfig) -> list[str]:
-    """Attention type of each layer; one for all, by `sliding_window`, if the config names none."""
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return list(types)
-    one = FULL if getattr(config, "sliding_window", None) is None else SLIDING
-    return [one] * config.num_hidden_layers

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from selfspec.model.executors.generic import FULL, SLIDING, attention_types
+from selfspec.model.executors.masks import FULL, SLIDING, attention_types
 from selfspec.model.executors.source import words
 from selfspec.model.products import why_unpackable
 

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.executors.generic import FULL, attention_types
+from selfspec.model.executors import Claims
 from selfspec.model.executors.known import require_llama_like
+from selfspec.model.executors.masks import FULL, attention_types
 from selfspec.model.executors.slots import SteadySlots
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 from selfspec.model.products import PackedLinear
+from selfspec.model.rows import Rows
 
 _ATTENTION_ROWS = {16: 12, 0: 25}
 """Query rows of one product at least, by head size from: below them float32 `bmm` rounds a row
@@ -64,8 +66,7 @@ class PackedLayer:
 class PackedExecutor:
     """The decoder from packed weights; keys, values and attention in float32."""
 
-    min_rows = 2
-    """From two rows on, results do not depend on the number of rows. The probe tests it."""
+    claims = Claims(steady_from=2)
 
     def __init__(
         self, decoder: Any, lm_head: nn.Linear, done: Callable[[nn.Module], object] = lambda _: None
@@ -106,16 +107,17 @@ class PackedExecutor:
         return self._lm_head.nbytes + sum(part.nbytes for four in parts for part in four)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Output of layer L, [1, T, d] -> what lm_head gives, [1, T, V]."""
-        return self._lm_head(self._decoder.norm(hidden)[0])[None]
+        """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""
+        return self._lm_head(self._decoder.norm(hidden))
 
-    def run(self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
-        """Layers first+1..last on [1, T, d] at `positions` [1, T]; appends T positions to `kv`."""
-        blocks = zip(hidden[0].split(_BLOCK_ROWS), positions[0].split(_BLOCK_ROWS), strict=True)
-        done = [self._run(rows, first, last, places, kv) for rows, places in blocks]
-        return torch.cat(done)[None] if len(done) > 1 else done[0][None]
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""
+        lease = rows.only.lease
+        blocks = zip(hidden.split(_BLOCK_ROWS), rows.positions.split(_BLOCK_ROWS), strict=True)
+        done = [self._run(block, first, last, places, lease) for block, places in blocks]
+        return torch.cat(done) if len(done) > 1 else done[0]
 
-    def _run(self, rows: Tensor, first: int, last: int, positions: Tensor, kv: KVCache) -> Tensor:
+    def _run(self, rows: Tensor, first: int, last: int, positions: Tensor, kv: Lease) -> Tensor:
         """Layers first+1..last on one block, [T, d]."""
         start = kv.length(first)
         held = kv.get_mask_sizes(len(rows), first)[0]
@@ -139,7 +141,7 @@ class PackedExecutor:
         rows: Tensor,
         rotation: Tensor,
         masks: Sequence[Tensor],
-        kv: KVCache,
+        kv: Lease,
     ) -> Tensor:
         """Attention of layer `index`, before its output product: [T, d] -> [T, heads * size].
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.model.kv_cache import KVCache
+from selfspec.model.kv_store import Lease
 
 
 class StaticSlots:
@@ -24,14 +24,14 @@ class StaticSlots:
         with torch.inference_mode(False):  # else only inference mode could write to them
             self.keys = [_zeros(keys, slots) for keys, _ in samples]
             self.values = [_zeros(values, slots) for _, values in samples]
-        self._tenant: weakref.ref[KVCache] | None = None
+        self._tenant: weakref.ref[Lease] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
 
-    def lend(self, kv: KVCache) -> None:
+    def lend(self, kv: Lease) -> None:
         """Move the keys and values of `kv` here; those of the sequence before it move out."""
         if self._tenant is not None and self._tenant() is kv:
             return
@@ -61,9 +61,9 @@ class SlotView:
     """
 
     def __init__(self, slots: StaticSlots, places: Tensor, seen: int) -> None:
-        """`places` [1, rows]: slots; layers look at the first `seen` slots."""
+        """`places` [rows]: slots; layers look at the first `seen` slots."""
         self._slots = slots
-        self._places = places[0]
+        self._places = places
         self._seen = seen
 
     def update(
@@ -76,8 +76,8 @@ class SlotView:
         return all_keys[:, :, : self._seen], all_values[:, :, : self._seen]
 
 
-class SamplingCache(KVCache):
-    """A cache that notes what each layer wants to keep."""
+class SamplingLease(Lease):
+    """A lease that notes what each layer wants to keep."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)

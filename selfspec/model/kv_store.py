@@ -1,21 +1,22 @@
-"""Keys and values per layer: filled by attention while layers run, shortened after each round.
+"""Keys and values per layer: filled by attention while layers run, cut after each round.
 
 Each layer has a length of its own, since shallow layers see drafts that deep layers have not seen
-yet. Buffers are preallocated and grow by doubling; shortening only moves a number.
+yet. Buffers are preallocated and grow by doubling; what is kept of a chain only moves a number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 _FIRST_SLOTS = 256
 """Slots of a new buffer: a short answer to a short prompt fits without growing."""
 
 
-class KVCache:
-    """Keys and values of one sequence, layer by layer.
+class Lease:
+    """Where the keys and values of one sequence are, layer by layer.
 
     It offers the few methods that transformers' attention layers (`update`) and mask functions
     (`get_seq_length`, `get_query_offset`, `get_mask_sizes`) call on a cache.
@@ -99,6 +100,19 @@ class KVCache:
         """Cut layers first+1..last (default all) to at most `length` positions; copies nothing."""
         last = self.num_layers if last is None else last
         self._lengths[first:last] = [min(held, length) for held in self._lengths[first:last]]
+
+    def keep(self, start: int, path: Sequence[int]) -> None:
+        """Of the positions from `start` on keep those of `path`, in every layer.
+
+        `path` counts from `start` and rises: the accepted rows of a round. A chain's are 0, 1, ..,
+        and nothing is copied; those of a tree move up.
+        """
+        if list(path) != list(range(len(path))):
+            for buffer in (*self._keys, *self._values):
+                if buffer is not None:
+                    chosen = torch.tensor(path, device=buffer.device) + start
+                    buffer[..., start : start + len(path), :] = buffer[..., chosen, :]
+        self.truncate(start + len(path))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """What transformers calls `length`."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.model.kv_cache import KVCache, fixed_slots
+from selfspec.model.kv_store import Lease, fixed_slots
 
 
 def block(rows: int, seed: int = 0, head_dim: int = 4) -> tuple[Tensor, Tensor]:
@@ -17,7 +17,7 @@ def block(rows: int, seed: int = 0, head_dim: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def test_update_returns_all_blocks_in_order() -> None:
-    cache = KVCache(2)
+    cache = Lease(2)
     first, second = block(3, seed=1), block(2, seed=2)
     cache.update(*first, 0)
     keys, values = cache.update(*second, 0)
@@ -26,13 +26,13 @@ def test_update_returns_all_blocks_in_order() -> None:
 
 
 def test_what_transformers_passes_beyond_the_layer_is_ignored() -> None:
-    cache = KVCache(1)
+    cache = Lease(1)
     keys, _ = cache.update(*block(2), 0, {"sin": 1}, cache_position=torch.arange(2))
     assert keys.shape[-2] == 2
 
 
 def test_layers_have_lengths_and_contents_of_their_own() -> None:
-    cache = KVCache(3)
+    cache = Lease(3)
     shallow, deep = block(5, seed=1), block(2, seed=2)
     cache.update(*shallow, 0)
     keys, _ = cache.update(*deep, 2)
@@ -41,7 +41,7 @@ def test_layers_have_lengths_and_contents_of_their_own() -> None:
 
 
 def test_transformers_names_give_the_layers_own_length() -> None:
-    cache = KVCache(2)
+    cache = Lease(2)
     cache.update(*block(5), 0)
     cache.update(*block(2), 1)
     assert [cache.get_seq_length(layer) for layer in range(2)] == [5, 2]
@@ -49,7 +49,7 @@ def test_transformers_names_give_the_layers_own_length() -> None:
 
 
 def test_a_mask_covers_what_a_layer_holds_and_the_new_rows() -> None:
-    cache = KVCache(2)
+    cache = Lease(2)
     cache.update(*block(5), 0)
     cache.update(*block(2), 1)
     assert cache.get_mask_sizes(3, 0) == (8, 0)
@@ -57,7 +57,7 @@ def test_a_mask_covers_what_a_layer_holds_and_the_new_rows() -> None:
 
 
 def test_truncation_forgets_the_newest_and_later_rows_take_their_place() -> None:
-    cache = KVCache(1)
+    cache = Lease(1)
     first, second = block(6, seed=1), block(2, seed=2)
     cache.update(*first, 0)
     cache.truncate(4)
@@ -67,7 +67,7 @@ def test_truncation_forgets_the_newest_and_later_rows_take_their_place() -> None
 
 
 def test_truncation_never_lengthens_a_layer() -> None:
-    cache = KVCache(3)
+    cache = Lease(3)
     cache.update(*block(5), 0)
     cache.update(*block(2), 1)
     cache.truncate(4)
@@ -75,7 +75,7 @@ def test_truncation_never_lengthens_a_layer() -> None:
 
 
 def test_truncation_of_a_range_leaves_the_other_layers() -> None:
-    cache = KVCache(4)
+    cache = Lease(4)
     for layer in range(4):
         cache.update(*block(5), layer)
     cache.truncate(3, 1, 3)
@@ -85,7 +85,7 @@ def test_truncation_of_a_range_leaves_the_other_layers() -> None:
 
 
 def test_truncation_moves_no_data() -> None:
-    cache = KVCache(1)
+    cache = Lease(1)
     before, _ = cache.update(*block(6), 0)
     cache.truncate(1)
     after, _ = cache.update(*block(1), 0)
@@ -93,7 +93,7 @@ def test_truncation_moves_no_data() -> None:
 
 
 def test_two_thousand_single_rows_move_buffers_three_times() -> None:
-    cache = KVCache(1)
+    cache = Lease(1)
     sizes, written = [], []
     for step in range(2000):
         keys, values = block(1, seed=step)
@@ -107,23 +107,23 @@ def test_two_thousand_single_rows_move_buffers_three_times() -> None:
 
 @pytest.mark.parametrize(("rows", "slots"), [(1, 256), (256, 256), (257, 512), (1025, 2048)])
 def test_a_first_block_gets_the_next_power_of_two_of_slots(rows: int, slots: int) -> None:
-    keys, _ = KVCache(1).update(*block(rows), 0)
+    keys, _ = Lease(1).update(*block(rows), 0)
     assert keys.untyped_storage().nbytes() == slots * 4 * 2 * 4
 
 
 def test_buffers_keep_the_dtype_of_what_comes_in() -> None:
     keys, values = (part.bfloat16() for part in block(3))
-    all_keys, all_values = KVCache(1).update(keys, values, 0)
+    all_keys, all_values = Lease(1).update(keys, values, 0)
     assert (all_keys.dtype, all_values.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_only_fixed_slots_ask_for_a_mask_in_every_pass() -> None:
-    assert not KVCache(1).is_compileable
-    assert KVCache(1, slots=64).is_compileable
+    assert not Lease(1).is_compileable
+    assert Lease(1, slots=64).is_compileable
 
 
 def test_fixed_slots_always_return_whole_buffers_with_zeros_behind() -> None:
-    cache = KVCache(1, slots=64)
+    cache = Lease(1, slots=64)
     first = block(3)
     keys, values = cache.update(*first, 0)
     assert (keys.shape[-2], values.shape[-2], cache.length(0)) == (64, 64, 3)
@@ -135,21 +135,21 @@ def test_fixed_slots_always_return_whole_buffers_with_zeros_behind() -> None:
 
 
 def test_fixed_slots_are_written_in_place() -> None:
-    cache = KVCache(1, slots=64)
+    cache = Lease(1, slots=64)
     first, _ = cache.update(*block(3), 0)
     second, _ = cache.update(*block(61), 0)
     assert second.data_ptr() == first.data_ptr()
 
 
 def test_fixed_slots_give_masks_of_one_size() -> None:
-    cache = KVCache(1, slots=64)
+    cache = Lease(1, slots=64)
     assert cache.get_mask_sizes(3, 0) == (64, 0)
     cache.update(*block(5), 0)
     assert cache.get_mask_sizes(1, 0) == (64, 0)
 
 
 def test_raising_the_slots_keeps_what_a_layer_holds() -> None:
-    cache = KVCache(1, slots=64)
+    cache = Lease(1, slots=64)
     first, second = block(60, seed=1), block(10, seed=2)
     cache.update(*first, 0)
     cache.slots = 128
@@ -160,7 +160,7 @@ def test_raising_the_slots_keeps_what_a_layer_holds() -> None:
 
 
 def test_growing_does_not_copy_what_was_truncated() -> None:
-    cache = KVCache(1, slots=64)
+    cache = Lease(1, slots=64)
     keys, values = block(60)
     cache.update(keys * torch.nan, values * torch.nan, 0)
     cache.truncate(0)
