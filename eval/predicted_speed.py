@@ -25,7 +25,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.tuned import conditions
 from selfspec.cli.training import progress_bar
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import measure
+from selfspec.decoding.measure import measure
 from selfspec.eval.record import Record
 from selfspec.eval.suites import load_suite
 from selfspec.eval.totals import plain_seconds, predicted_seconds, totals

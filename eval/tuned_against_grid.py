@@ -28,7 +28,7 @@ import selfspec
 from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
-from selfspec.decoding.costs import measure
+from selfspec.decoding.measure import measure
 from selfspec.errors import HeadsNotFound
 from selfspec.eval import results
 from selfspec.eval.answers import ANSWERS, Answer, failures

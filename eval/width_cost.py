@@ -18,7 +18,7 @@ import typer
 
 import selfspec
 from selfspec.cli.env import machine
-from selfspec.decoding.costs import measure
+from selfspec.decoding.measure import measure
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 
@@ -48,8 +48,7 @@ def main(
         )
         draft_ids = torch.arange(width) if narrow else None
         costs = measure(backbone, ExitHeads(config, backbone.unembedding, draft_ids), rows=2)
-        share = costs.head / costs.plain_step()
-        rows.append({"width": width, "draft_s": costs.head, "share_of_step": share})
+        rows.append({"width": width, "draft_s": costs.head, "share_of_step": costs.head_cost})
     output.mkdir(parents=True, exist_ok=True)
     found = {"machine": machine(), "widths": rows}
     write(output / "width.json", json.dumps(found, indent=2) + "\n")

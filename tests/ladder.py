@@ -21,7 +21,6 @@ from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters import (
     DraftCache,
-    DraftCost,
     Drafter,
     DraftModelDrafter,
     ExitDrafter,
@@ -30,6 +29,7 @@ from selfspec.decoding.drafters import (
     SeenTextFirst,
     WhilePaying,
 )
+from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.probe import PassShape
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState

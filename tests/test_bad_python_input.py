@@ -1,10 +1,8 @@
-"""Careless and hostile input through the Python API: each gives one line, never a raw error."""
+"""Careless and hostile options through the Python API: each gives one line, never a raw error."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,156 +12,19 @@ from transformers import GenerationConfig
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
-from selfspec.errors import InvalidOption, InvalidPrompt, SelfspecError
-from tests.models import addressless, make_model, random_ids
-from tests.test_text import byte_level_bpe
-
-VOCAB = 280
-TEMPLATE = (
-    "{% if messages[0].role == 'robot' %}{{ raise_exception('no robots\nplease') }}{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-)
-IDS = [5, 6, 7]
+from selfspec.errors import InvalidOption, SelfspecError
+from tests.bad_calls import IDS, VOCAB, check, small_model, speaking
+from tests.models import addressless, random_ids
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return make_model("llama", vocab_size=VOCAB, tie_word_embeddings=True)
+    return small_model()
 
 
 @pytest.fixture(scope="module")
 def speculator(model: Any) -> Speculator:
-    tokenizer = byte_level_bpe()
-    tokenizer.chat_template = TEMPLATE
-    return wrap(model, tokenizer, heads="logit-lens", exit_layers=(2, 5), exit_threshold=0.05)
-
-
-def check(error: SelfspecError) -> None:
-    """One line that says what was found and what to do."""
-    text = str(error)
-    assert text
-    assert "\n" not in text
-    assert len(text) < 400
-    assert re.search(
-        r"expected|Did you mean|Known:|(\.|, or|:) ?(Give|Use|Leave|Shorten|Change|Check|Pad|Raise"
-        r"|Lower|Remove|Make|Fit|Run|change|leave|go on)",
-        text,
-    ), text
-
-
-# Prompts
-
-
-class Strange:
-    """Its repr fails."""
-
-    def __repr__(self) -> str:
-        raise RuntimeError("no repr")
-
-
-def user(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
-
-
-PROMPTS: dict[str, Any] = {
-    "none": None,
-    "number": 5,
-    "float": 1.5,
-    "bool": True,
-    "bytes": b"hello",
-    "dict": {"input_ids": IDS},
-    "set": {1, 2},
-    "generator": (token for token in IDS),
-    "function": len,
-    "object": Strange(),
-    "numpy": np.array(IDS),
-    "numpy floats": np.array([1.0]),
-    "empty text": "",
-    "blanks": " \n\t ",
-    "half a character": "\ud800",
-    "half a character within": "hello \udfff there",
-    "empty list": [],
-    "empty tuple": (),
-    "floats": [1.0, 2.0],
-    "bools": [True, False],
-    "text and ids": ["hello", 5],
-    "ids and text": [5, "hello"],
-    "ids and none": [5, None],
-    "ids and messages": [5, {"role": "user", "content": "hi"}],
-    "messages and ids": [*user("hi"), 5],
-    "several texts": ["hello", "there"],
-    "lists of ids": [[1, 2], [3, 4]],
-    "ragged lists": [[1, 2], [3]],
-    "nested lists": [[[1]]],
-    "tensors in a list": [torch.tensor(1)],
-    "nones": [None],
-    "negative id": [-1, 5],
-    "id beyond the vocabulary": [5, VOCAB],
-    "id beyond 32 bits": [2**40],
-    "id beyond 64 bits": [2**64],
-    "id below 64 bits": [-(2**70)],
-    "float tensor": torch.tensor([1.0, 2.0]),
-    "half tensor": torch.tensor([1.0]).half(),
-    "complex tensor": torch.tensor([1j]),
-    "bool tensor": torch.tensor([True, False]),
-    "tensor without dimensions": torch.tensor(5),
-    "tensor of three dimensions": torch.ones(1, 2, 3, dtype=torch.long),
-    "empty tensor": torch.empty(0, dtype=torch.long),
-    "tensor of empty rows": torch.empty(2, 0, dtype=torch.long),
-    "tensor of no rows": torch.empty(0, 3, dtype=torch.long),
-    "negative tensor": torch.tensor([[-5]]),
-    "tensor beyond the vocabulary": torch.tensor([[VOCAB]]),
-    "meta tensor": torch.empty(1, 3, dtype=torch.long, device="meta"),
-    "sparse tensor": torch.tensor([[1, 0, 2]]).to_sparse(),
-    "several rows": torch.tensor([IDS, IDS]),
-    "message without role": [{"content": "hi"}],
-    "message without content": [{"role": "user"}],
-    "empty message": [{}],
-    "role of a number": [{"role": 3, "content": "hi"}],
-    "content of a number": user(3),
-    "content of none": user(None),
-    "content of parts": user([{"type": "text", "text": "hi"}]),
-    "content of bytes": user(b"hi"),
-    "content with half a character": user("\ud800"),
-    "message and none": [*user("hi"), None],
-    "message and text": [*user("hi"), "hello"],
-    "message and list": [*user("hi"), ["user", "hello"]],
-    "a role the template refuses": [{"role": "robot", "content": "hi"}],
-}
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-@pytest.mark.parametrize("call", ["generate", "stream", "session"])
-def test_what_is_no_prompt_is_refused_in_one_line(
-    name: str, call: str, speculator: Speculator
-) -> None:
-    start: dict[str, Callable[..., Any]] = {
-        "generate": speculator.generate,
-        "stream": speculator.stream,
-        "session": speculator.session().generate,
-    }
-    with pytest.raises((InvalidPrompt, InvalidOption)) as caught:
-        start[call](PROMPTS[name], max_new_tokens=2)
-    check(caught.value)
-
-
-@pytest.mark.parametrize("name", sorted(PROMPTS.keys() - {"several rows"}))
-def test_what_is_no_batch_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
-    with pytest.raises(InvalidPrompt) as caught:
-        speculator.generate_batch(PROMPTS[name], max_new_tokens=2)
-    check(caught.value)
-
-
-@pytest.mark.parametrize("prompt", ["hello", user("hi"), "x" * 50])
-def test_words_without_a_tokenizer_are_refused_in_one_line(prompt: Any, model: Any) -> None:
-    with pytest.raises(InvalidPrompt) as caught:
-        wrap(model, heads="logit-lens").generate(prompt)
-    check(caught.value)
-
-
-def test_raw_is_for_text(speculator: Speculator) -> None:
-    with pytest.raises(InvalidPrompt, match="raw is for text"):
-        speculator.generate(user("hi"), raw=True)
+    return speaking(model)
 
 
 # Options of generate
@@ -272,7 +133,6 @@ def test_options_that_make_no_sense_are_refused_in_one_line(
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(PROMPTS) > 50
     assert len(OPTIONS) > 200
 
 
@@ -377,25 +237,3 @@ def test_after_bad_input_a_speculator_and_its_session_answer_as_before(
         session.generate(ids, prefix_allowed_tokens_fn=lambda _row, _ids: [])
     assert session.generate(ids, max_new_tokens=6).token_ids == expected
     assert speculator.generate(ids, max_new_tokens=6).token_ids == expected
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        IDS,
-        tuple(IDS),
-        torch.tensor(IDS),
-        torch.tensor([IDS], dtype=torch.int32),
-        torch.tensor([IDS], dtype=torch.uint8),
-    ],
-    ids=addressless,
-)
-def test_ids_of_any_whole_type_are_read(prompt: Any, speculator: Speculator) -> None:
-    expected = speculator.generate(torch.tensor([IDS]), max_new_tokens=4).token_ids
-    assert speculator.generate(prompt, max_new_tokens=4).token_ids == expected
-
-
-def test_a_message_of_a_call_needs_no_content(speculator: Speculator) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    messages: Any = [*user("hi"), call, *user("and?")]
-    assert speculator.generate(messages, max_new_tokens=2).token_ids

@@ -13,7 +13,7 @@ import torch
 
 from selfspec.cli.calibrate import described
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import Costs
+from selfspec.decoding.prices import Costs
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.training import calibrate, records, reliability

@@ -91,7 +91,7 @@ def test_the_page_replays_the_very_answer_or_nothing(
     assert ("cannot replay settings" in capsys.readouterr().err) != replays
     text = page.read_text()
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
-    assert (data["record"] is not None, data["costs"] is not None) == (replays, replays)
+    assert (data["record"] is not None, data["prices"] is not None) == (replays, replays)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 

@@ -10,28 +10,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from selfspec.config import SpeculationOptions
 from selfspec.eval import replay
 from selfspec.eval.record import Record
-from selfspec.eval.totals import totals
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.page import render
 from selfspec.visualise.texts import visible
-from tests.pages import COSTS, as_choice, plain, python_results
+from tests.pages import (
+    COSTS,
+    USED,
+    as_choice,
+    check_replayed,
+    long_trace,
+    many_settings,
+    plain,
+    python_results,
+)
 from tests.records import OPTIONS, recorded
-from tests.test_replay import random_setting
 from tests.traces import alone, make_trace, some_costs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402  # after the check
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-USED = SpeculationOptions(
-    exit_threshold=0.2, anneal_strength=0.5, max_draft_tokens=3, never_slower=False
-)
 PROMPT = 1
 
 Open = Callable[..., Page]
@@ -171,28 +174,13 @@ def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused"])
 def test_the_page_replays_what_python_replays(opened: Open, kind: str) -> None:
-    """Every field of every round; a threshold may equal a confidence to the last bit."""
     record = alone(recorded(kind).record, PROMPT)
     page = opened(render(make_trace(record, USED), record, COSTS))
-    options = [random_setting(record, seed) for seed in range(40)]
-    sure = np.unique(record.confidence[record.confidence >= record.info.min_threshold])
-    picks = random.Random(1).sample(range(len(sure)), 10)
-    options += [
-        replace(
-            options[0], exit_layers=None, max_draft_depth=None, exit_threshold=float(sure[pick])
-        )
-        for pick in picks
-    ]
-    for setting in options:
-        rounds = page.evaluate("choice => selfspec.replay(choice)", as_choice(record, setting))
-        judged = sum(entry.pop("judged") for entry in rounds)
-        assert rounds == [plain(entry) for entry in replay.rounds(record, 0, setting)], setting
-        assert judged == totals(record, [setting]).judged[0, 0]
-        found = page.evaluate(
-            "choice => selfspec.summary(selfspec.replay(choice))", as_choice(record, setting)
-        )
-        for name, value in python_results(record, setting).items():
-            assert found[name] == pytest.approx(value, rel=1e-12), (name, setting)
+    for setting in many_settings(record):
+        choice = as_choice(record, setting)
+        rounds = page.evaluate("choice => selfspec.replay(choice)", choice)
+        summary = page.evaluate("choice => selfspec.summary(selfspec.replay(choice))", choice)
+        check_replayed(record, setting, rounds, summary)
 
 
 def test_the_replay_of_the_settings_used_is_the_decode(page: Page, trace: LayerTrace) -> None:
@@ -374,32 +362,3 @@ MOVE = """(node, value) => {
   document.body.getBoundingClientRect();
   return performance.now() - start;
 }"""
-
-
-def long_trace(record: Record, places: int = 128) -> tuple[LayerTrace, Record]:
-    """Many tokens and 30 layers: a short answer over and over, its heads at other depths."""
-    copies, nodes = -(-places // len(record.answers)), len(record.tokens)
-    shifted = [
-        np.where(record.roots >= 0, record.roots + nodes * copy, record.roots)
-        for copy in range(copies)
-    ]
-    roots = np.concatenate(shifted)[:places].astype(np.int32)
-    roots[roots < 0] = 0
-    children = np.concatenate(
-        [
-            np.where(record.children >= 0, record.children + nodes * copy, 0)
-            for copy in range(copies)
-        ]
-    ).astype(np.int32)
-    layers = (4, 12, 20)
-    long = replace(
-        record,
-        info=replace(record.info, num_layers=31, exit_layers=layers, end_tokens=()),
-        prompts=(replace(record.prompts[0], new_tokens=places, max_new_tokens=places),),
-        answers=np.tile(record.answers, copies)[:places],
-        roots=roots,
-        tokens=np.tile(record.tokens, (copies, 1)),
-        children=children,
-        confidence=np.tile(record.confidence, (copies, 1, 1)),
-    )
-    return make_trace(long, USED, range(1, 31)), long

@@ -1,4 +1,4 @@
-"""The never-slower rule: what a draft costs, when drafting pauses, and what that can lose."""
+"""The never-slower rule: when drafting pauses, and what that can lose."""
 
 from __future__ import annotations
 
@@ -16,60 +16,19 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.drafters import (
     Draft,
-    DraftCache,
-    DraftCost,
     NgramDrafter,
     SeenTextFirst,
-    Sources,
     WhilePaying,
     while_paying,
 )
 from selfspec.decoding.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE
+from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import Stopwatch
-from selfspec.model.backbone import Backbone
 from tests import ladder
 from tests.models import make_model, random_ids
 from tests.test_ngram import Text
 
 COST = DraftCost(row=0.08, head=0.05, exit_layers=(3, 6), num_layers=12)
-
-
-# What a draft costs
-
-
-def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_were_asked() -> None:
-    draft = Draft(tokens=[1, 2], exit_layers=[3, 6], ended="width")
-    assert COST.of(draft) == pytest.approx(9 / 12 + 2 * 0.08 + 3 * 0.05)
-
-
-def test_a_difficult_token_costs_all_heads_and_no_layers() -> None:
-    assert COST.of(Draft(ended="depth")) == pytest.approx(2 * 0.05)
-    draft = Draft(tokens=[1], exit_layers=[3], ended="depth")
-    assert COST.of(draft) == pytest.approx(3 / 12 + 0.08 + 3 * 0.05)
-
-
-def test_the_second_row_may_cost_more_than_the_others() -> None:
-    cost = DraftCost(row=0.1, block=0.7)
-    drafts = [
-        Draft(tokens=[1] * count, exit_layers=[0] * count, source="ngram") for count in (0, 1, 3)
-    ]
-    assert [cost.of(draft) for draft in drafts] == pytest.approx([0.0, 0.8, 1.0])
-
-
-def test_a_draft_model_costs_its_share_of_the_weights() -> None:
-    backbone = Backbone(make_model("llama"), executor="generic")
-    second = make_model("llama", num_hidden_layers=3)
-    other = DraftCache(Backbone(second, executor="generic"))
-    share = sum(p.numel() for p in second.parameters()) / sum(
-        p.numel() for p in backbone.model.parameters()
-    )
-    sources = Sources(backbone, None, other)
-    assert 0.5 < share < 1.0
-    assert sources.token_cost == pytest.approx(share)
-    wide = Sources(backbone, None, DraftCache(Backbone(second.double(), executor="generic")))
-    assert wide.token_cost == pytest.approx(2 * share)
-    drafts = Draft(tokens=[1, 2], exit_layers=[0, 0], source="draft-model")
-    assert DraftCost(row=0.1, token=share).of(drafts) == pytest.approx(0.2 + 2 * share)
 
 
 def priced(row: float) -> DraftCost:

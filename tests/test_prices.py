@@ -1,81 +1,136 @@
-"""Rounds are counted exactly, and cost what their parts do."""
+"""What rounds cost: measured seconds of their parts, and shares of a plain step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
-import torch
 
-from eval.papers.prices import (
-    Prices,
-    RoundCounts,
-    by_drafts,
-    counts,
-    draft_seconds,
-    measured,
-    prices,
-    total,
-)
-from selfspec.api.speculator import wrap
-from selfspec.decoding.costs import Costs
-from selfspec.errors import InvalidOption
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.drafters import Draft
+from selfspec.decoding.prices import Costs, DraftCost, token_cost
+from selfspec.decoding.stats import Round
 from selfspec.model.backbone import Backbone
-from tests.models import make_model, random_ids
+from tests.models import make_model
 
-PRICES = Prices(verify=(10.0, 11.0, 12.0, 13.0), draft=2.0)
+COSTS = Costs(
+    num_layers=10,
+    layers=(1.0, 1.5),
+    start=(0.2, 0.5),
+    logits=(0.1, 0.2),
+    head=0.01,
+    round=0.05,
+)
 
-
-def test_rounds_are_told_apart_by_their_drafts() -> None:
-    # 9 rounds: 2 without drafts, 3 of one, 4 of three
-    assert by_drafts(9, {1: 7, 2: 4, 3: 4}) == {0: 2, 1: 3, 3: 4}
-    assert by_drafts(5, {}) == {0: 5}
-
-
-def test_counts_of_a_generation_are_those_of_its_rounds() -> None:
-    model = make_model("llama", torch.float64)
-    small = make_model("llama", torch.float64, num_hidden_layers=2)
-    speculator = wrap(model, draft_model=small, controller="heuristic", max_draft_tokens=2)
-    stream = speculator.stream(random_ids(9), max_new_tokens=20)
-    found = counts(stream.drain().stats)
-    rounds = [entry for entry in stream.rounds if not entry.prefill]
-    assert found.rounds == len(rounds)
-    assert found.drafted == sum(len(entry.draft_tokens) for entry in rounds)
-    assert found.rows == sum(len(entry.draft_tokens) + 1 for entry in rounds)
-    assert found.tokens == 19
-    assert found.accepted == sum(entry.accepted for entry in rounds)
+COST = DraftCost(row=0.08, head=0.05, exit_layers=(3, 6), num_layers=12)
 
 
-def test_a_round_costs_its_rows_and_its_drafts() -> None:
-    found = RoundCounts(tokens=9, accepted=5, by_drafts={0: 1, 2: 3})
-    assert PRICES.seconds(found) == 10 + 3 * (12 + 2 * 2)
-    assert PRICES.plain_seconds(9) == 90
-    assert PRICES.draft_cost == 0.2
-    assert found.steps(1 / 4) == 4 + 6 / 4
+# Seconds
 
 
-def test_counts_add_up() -> None:
-    one = RoundCounts(tokens=9, accepted=5, by_drafts={2: 3, 0: 1})
-    other = RoundCounts(tokens=4, accepted=2, by_drafts={2: 1, 1: 1})
-    assert total([one, other]) == RoundCounts(tokens=13, accepted=7, by_drafts={0: 1, 1: 1, 2: 4})
+def test_a_plain_step_is_layers_logits_and_bookkeeping() -> None:
+    assert COSTS.plain_step() == pytest.approx(1.15)
 
 
-def test_a_cost_table_becomes_prices() -> None:
-    table = Costs(
-        num_layers=4, layers=(8.0, 9.0), start=(0.0, 0.0), logits=(1.0, 2.0), head=0.5, round=0.25
+def test_shares_of_a_plain_step_add_up_to_the_widest_verification() -> None:
+    wide = replace(COSTS, layers=(1.0, 1.5, 1.6, 1.7), logits=(0.1, 0.2, 0.23, 0.26))
+    step = wide.plain_step()
+    assert wide.head_cost * step == pytest.approx(0.01)
+    assert wide.row_cost * step == pytest.approx(0.13)
+    assert wide.block_cost * step == pytest.approx(0.6 - 0.13)
+    assert (wide.block_cost + 3 * wide.row_cost) * step == pytest.approx(0.86)
+    # of two rows the second is both
+    assert COSTS.row_cost * COSTS.plain_step() == pytest.approx(0.6)
+    assert COSTS.block_cost == 0.0
+
+
+def test_rows_that_cost_nothing_or_too_much_are_within_what_options_allow() -> None:
+    flat = replace(COSTS, layers=(1.0, 1.0, 0.9), logits=(0.1, 0.1, 0.1))
+    assert (flat.row_cost, flat.block_cost) == (0.0, 0.0)
+    dear = replace(COSTS, layers=(1.0, 3.0, 9.0), logits=(0.1, 0.1, 0.1))
+    assert dear.row_cost == 1.0
+    SpeculationOptions(row_cost=dear.row_cost, block_cost=dear.block_cost)
+
+
+@pytest.mark.parametrize(("layers", "rows", "seconds"), [(10, 1, 1.0), (5, 1, 0.6), (1, 2, 0.6)])
+def test_a_pass_has_a_start_and_layers_that_all_cost_the_same(
+    layers: int, rows: int, seconds: float
+) -> None:
+    assert COSTS.seconds([(rows, 1, layers)], [], 0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_round_without_drafts_is_a_pass_through_all_layers_and_its_verdict(rows: int) -> None:
+    found = COSTS.seconds([(rows, 1, 10)], [(rows, 1)], 0)
+    assert found == pytest.approx(COSTS.step(rows))
+
+
+def test_counts_may_be_expected_ones_or_arrays() -> None:
+    counts = [
+        ((2.0, 13.0), (1.0, 10.0), 0.0, 1.0, 3.0),
+        ((0.25, 0.5), (0.75, 7.5), 0.5, 0.5, 0.75),
+    ]
+    one = [
+        COSTS.seconds([(1, *first), (2, *second)], [(1, alone), (2, both)], heads)
+        for first, second, alone, both, heads in counts
+    ]
+    assert one[0] == pytest.approx(2 * 0.2 + 13 * 0.08 + 1.5 + 0.2 + 0.05 + 3 * 0.01)
+    first, second, alone, both, heads = (np.array(part).T for part in zip(*counts, strict=True))
+    found = COSTS.seconds([(1, *first), (2, *second)], [(1, alone), (2, both)], heads)
+    assert found == pytest.approx(one)
+
+
+def test_rounds_cost_their_passes_their_verdicts_and_the_heads_asked() -> None:
+    prompt = Round(
+        tokens=[1], draft_tokens=[], exit_layers=[], accepted=0, ended="off", prefill=True
     )
-    assert prices(table, 3.0) == Prices(verify=(9.25, 11.25), draft=3.0)
+    drafted = Round(
+        tokens=[2, 3],
+        draft_tokens=[2],
+        exit_layers=[3],
+        accepted=1,
+        ended="depth",
+        passes=[(1, 0, 3), (1, 0, 3), (1, 3, 6), (2, 3, 10)],
+    )
+    passes = 3 * 0.2 + 9 * 0.08 + 0.5 + 7 * 0.1
+    found = COSTS.seconds_of([prompt, drafted], (3, 6))
+    assert found == pytest.approx(passes + 0.2 + 0.05 + 3 * 0.01)
+    seen = replace(drafted, source="ngram", exit_layers=[0], ended="width", passes=[(2, 0, 10)])
+    assert COSTS.seconds_of([prompt, seen], (3, 6)) == pytest.approx(COSTS.step(2))
 
 
-def test_the_price_of_a_draft_is_the_median_of_its_runs() -> None:
-    clock = iter(range(1000))
-    ticks = [next(clock) ** 2 for _ in range(60)]  # the i-th run takes 4 i + 1
-    small = Backbone(make_model("llama", num_hidden_layers=1))
-    assert draft_seconds(small, 16, iter(ticks).__next__) == 4 * 7 + 1
+# What drafting adds, as a share of a plain step
 
 
-def test_prices_are_measured_for_a_draft_model_and_refused_for_deep_exits() -> None:
-    model = make_model("llama")
-    found = measured(wrap(model, draft_model=make_model("llama", num_hidden_layers=1)), 3)
-    assert len(found.verify) == 3
-    assert min(*found.verify, found.draft) > 0
-    with pytest.raises(InvalidOption, match="heads on the embedding"):
-        measured(wrap(model, heads="logit-lens"), 3)
+def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_were_asked() -> None:
+    draft = Draft(tokens=[1, 2], exit_layers=[3, 6], ended="width")
+    assert COST.of(draft) == pytest.approx(9 / 12 + 2 * 0.08 + 3 * 0.05)
+
+
+def test_a_difficult_token_costs_all_heads_and_no_layers() -> None:
+    assert COST.of(Draft(ended="depth")) == pytest.approx(2 * 0.05)
+    draft = Draft(tokens=[1], exit_layers=[3], ended="depth")
+    assert COST.of(draft) == pytest.approx(3 / 12 + 0.08 + 3 * 0.05)
+
+
+def test_the_second_row_may_cost_more_than_the_others() -> None:
+    cost = DraftCost(row=0.1, block=0.7)
+    drafts = [
+        Draft(tokens=[1] * count, exit_layers=[0] * count, source="ngram") for count in (0, 1, 3)
+    ]
+    assert [cost.of(draft) for draft in drafts] == pytest.approx([0.0, 0.8, 1.0])
+
+
+def test_a_draft_model_costs_its_share_of_the_weights() -> None:
+    backbone = Backbone(make_model("llama"), executor="generic")
+    second = make_model("llama", num_hidden_layers=3)
+    share = sum(p.numel() for p in second.parameters()) / sum(
+        p.numel() for p in backbone.model.parameters()
+    )
+    assert 0.5 < share < 1.0
+    assert token_cost(Backbone(second, executor="generic"), backbone) == pytest.approx(share)
+    wide = Backbone(second.double(), executor="generic")
+    assert token_cost(wide, backbone) == pytest.approx(2 * share)
+    drafts = Draft(tokens=[1, 2], exit_layers=[0, 0], source="draft-model")
+    assert DraftCost(row=0.1, token=share).of(drafts) == pytest.approx(0.2 + 2 * share)

@@ -10,9 +10,9 @@ import pytest
 
 from selfspec.api.tuned import TUNED_OPTIONS
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import Costs
+from selfspec.decoding.prices import Costs
 from selfspec.errors import InvalidOption
-from selfspec.eval import forecast, replay
+from selfspec.eval import replay
 from selfspec.eval.record import NONE, Record
 from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
 from selfspec.eval.trace_options import TuneOptions
@@ -129,12 +129,14 @@ def test_predicted_seconds_add_up_the_parts_of_all_rounds() -> None:
         expected = 0.0
         for entry in replay.rounds(record, prompt, setting)[1:]:
             expected += COSTS.round + COSTS.logits[len(entry.draft_tokens)]
-            expected += sum(COSTS.run(last - first, rows) for rows, first, last in entry.passes)
+            for rows, first, last in entry.passes:
+                start, whole = COSTS.start[rows - 1], COSTS.layers[rows - 1]
+                expected += start + (whole - start) * (last - first) / COSTS.num_layers
             asked = sum((0, 5).index(layer) + 1 for layer in entry.exit_layers)
             expected += COSTS.head * (asked + 2 * (entry.ended == "depth"))
         assert found[0, prompt] == pytest.approx(expected)
         entries = replay.rounds(record, prompt, setting)
-        assert forecast.seconds(entries, (0, 5), COSTS) == pytest.approx(expected)
+        assert COSTS.seconds_of(entries, (0, 5)) == pytest.approx(expected)
 
 
 def test_text_already_seen_costs_what_its_verification_costs() -> None:
@@ -144,7 +146,7 @@ def test_text_already_seen_costs_what_its_verification_costs() -> None:
         entries = replay.rounds(record, prompt, setting)
         verified = [len(entry.draft_tokens) + 1 for entry in entries[1:]]
         expected = sum(COSTS.round + COSTS.logits[n - 1] + COSTS.layers[n - 1] for n in verified)
-        assert forecast.seconds(entries, (), COSTS) == pytest.approx(expected)
+        assert COSTS.seconds_of(entries, ()) == pytest.approx(expected)
 
 
 def test_plain_decoding_takes_a_step_for_every_token_but_the_first() -> None:
@@ -162,7 +164,7 @@ def followed(record: Record, setting: SpeculationOptions) -> float:
     """Seconds on all prompts."""
     layers = setting.exit_layers or ()
     return sum(
-        forecast.seconds(replay.rounds(record, prompt, setting), layers, COSTS)
+        COSTS.seconds_of(replay.rounds(record, prompt, setting), layers)
         for prompt in range(len(record.prompts))
     )
 

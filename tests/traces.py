@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import Costs
+from selfspec.decoding.prices import Costs
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record

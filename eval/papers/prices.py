@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from selfspec.api.speculator import Speculator
-from selfspec.decoding.costs import Costs, measure
 from selfspec.decoding.drafters import DraftCache
+from selfspec.decoding.measure import measure
+from selfspec.decoding.prices import Costs
 from selfspec.decoding.stats import GenerationStats
 from selfspec.errors import InvalidOption
 from selfspec.heads.exit_heads import logit_lens
@@ -148,7 +149,5 @@ def draft_seconds(
 
 def prices(costs: Costs, draft: float) -> Prices:
     """From a measured cost table and the seconds of a draft token."""
-    pairs = zip(costs.layers, costs.logits, strict=True)
-    return Prices(
-        verify=tuple(layers + logits + costs.round for layers, logits in pairs), draft=draft
-    )
+    rows = range(1, len(costs.layers) + 1)
+    return Prices(verify=tuple(costs.step(row) for row in rows), draft=draft)

@@ -58,7 +58,7 @@ def calibrate(
 def run(asked: dict[str, Any], folder: Path) -> Calibration:
     """Load, measure, and write where it is wanted."""
     base = training.load_base(asked)
-    from selfspec.decoding.costs import measure
+    from selfspec.decoding.measure import measure
     from selfspec.heads.exit_heads import ExitHeads
     from selfspec.model.backbone import Backbone
     from selfspec.training import calibrate as measuring

@@ -20,7 +20,7 @@ from selfspec.eval.trace_options import RecordOptions
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
-    from selfspec.decoding.costs import Costs
+    from selfspec.decoding.prices import Costs
     from selfspec.eval.record import Record
     from selfspec.visualise.layers import LayerTrace
 
@@ -171,7 +171,7 @@ def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict
 
     Says so where plain decoding gives another answer: then nothing can be replayed.
     """
-    from selfspec.decoding.costs import measure
+    from selfspec.decoding.measure import measure
     from selfspec.visualise.inspect import branches
 
     most = asked.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)

@@ -46,7 +46,7 @@ def tune(
     noted = training.options_of(RecordOptions, asked)
     chosen = [] if "record" in asked else recording.questions(asked, QUESTIONS)
     from selfspec.api import tuned
-    from selfspec.decoding.costs import measure
+    from selfspec.decoding.measure import measure
     from selfspec.eval import tune as choosing
 
     if "record" not in asked:

@@ -7,6 +7,7 @@ equal those of `replay.rounds`.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import Costs
+from selfspec.decoding.prices import Costs
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import Record
 from selfspec.eval.replay import Setting
-
-Counts = npt.NDArray[np.int32]
-Indices = npt.NDArray[np.integer]
+from selfspec.eval.schedules import Counts, Places, Schedules
 
 _KINDS = _ROUNDS, _TOKENS, _DRAFTED, _ACCEPTED, _JUDGED = range(5)
 """Columns of plain counters; behind them three tables by the number of rows."""
@@ -84,17 +83,11 @@ class Totals:
 def predicted_seconds(totals: Totals, costs: Costs) -> npt.NDArray[np.float64]:
     """Wall time behind the prompt's pass, [S, P]."""
     rows = range(1, totals.widest + 1)
-    start = np.array([costs.start[row - 1] for row in rows])
-    each = np.array([costs.run(1, row) for row in rows]) - start
-    logits = np.array([costs.logits[row - 1] for row in rows])
-    seconds: npt.NDArray[np.float64] = (
-        totals.passes @ start
-        + totals.layers @ each
-        + totals.verified @ logits
-        + totals.judged * costs.head
-        + totals.rounds * costs.round
+    return costs.seconds(
+        [(row, totals.passes[..., row - 1], totals.layers[..., row - 1]) for row in rows],
+        [(row, totals.verified[..., row - 1]) for row in rows],
+        totals.judged,
     )
-    return seconds
 
 
 def plain_seconds(record: Record, costs: Costs) -> npt.NDArray[np.float64]:
@@ -190,10 +183,9 @@ class _Walk:
     def __init__(self, board: _Board, setting: Setting) -> None:
         self._board = board
         self._setting = setting
-        self._depths = (0, *setting.layers, board.num_layers)
         count = len(board.places)
-        self._table = np.zeros((count, board.columns), np.int32)
-        self._waiting = np.zeros((len(self._depths) - 1, count), np.int32)
+        self._schedules = Schedules(setting.layers, board.num_layers, count, board.widest)
+        self._table = np.zeros((count, len(_KINDS)), np.int32)
         self._nodes = board.roots.copy()
         self._right = np.ones(count, np.bool_)
         self._open = np.arange(count)
@@ -203,11 +195,11 @@ class _Walk:
         """One more draft where drafting goes on; rounds that end here are verified for good."""
         board, table = self._board, self._table
         full = table[self._open, _DRAFTED] >= board.limits[self._open]
-        self._verify(self._open[full], table)
+        _verify(self._schedules, self._open[full])
         active = self._open[~full]
-        self._waiting[0, active] += 1
+        self._schedules.push(active)
         column, unsure = self._exits(active)
-        self._verify(unsure, table, difficult=True)
+        self._schedules.finish(unsure)  # the newest row has come to D_max already
         drafting = column >= 0
         active, column = active[drafting], column[drafting]
         nodes = self._nodes[active]
@@ -218,16 +210,19 @@ class _Walk:
         table[active, _DRAFTED] += 1
         self._nodes[active] = board.children[nodes, column]
         ended = board.is_end[nodes, column]
-        self._verify(active[ended], table)
+        _verify(self._schedules, active[ended])
         self._open = active[~ended]
 
     def verified(self) -> Counts:
         """[R, columns] if no more is drafted."""
-        table: Counts = self._table.copy()
-        self._verify(self._open, table)
-        return table
+        schedules, table = copy.deepcopy((self._schedules, self._table))
+        _verify(schedules, self._open)
+        table[:, _ROUNDS] = 1
+        table[:, _TOKENS] = np.minimum(table[:, _ACCEPTED] + 1, self._board.left)
+        verified = np.arange(self._board.widest) == table[:, _DRAFTED, None]
+        return np.concatenate([table, schedules.passes, schedules.layers, verified], axis=1)
 
-    def _exits(self, active: Indices) -> tuple[Indices, Indices]:
+    def _exits(self, active: Places) -> tuple[Places, Places]:
         """The column of the first confident layer, -1 for difficult tokens, and the latter."""
         board, setting = self._board, self._setting
         column = np.full(len(active), -1)
@@ -235,40 +230,15 @@ class _Walk:
         asked = zip(setting.columns, setting.thresholds, strict=True)
         for boundary, (index, tau) in enumerate(asked):
             places = active[waiting]
-            rows = self._waiting[boundary, places]
-            self._count(self._table, places, rows, self._depths[boundary : boundary + 2])
-            self._waiting[boundary, places] = 0
-            self._waiting[boundary + 1, places] += rows
+            self._schedules.advance(places, boundary)
             self._table[places, _JUDGED] += 1
             sure = board.confidence[self._nodes[places], index, setting.alpha] >= tau
             column[waiting[sure]] = index
             waiting = waiting[~sure]
         return column, active[waiting]
 
-    def _verify(self, places: Indices, table: Counts, *, difficult: bool = False) -> None:
-        """Take all waiting rows to layer L, and count the round."""
-        waiting = self._waiting[:, places]
-        if not difficult:  # else the newest row has come to D_max already
-            waiting[0] += 1
-        rows, first = waiting[0], np.zeros(len(places), np.int32)
-        for boundary, depth in enumerate(self._depths[1:-1], start=1):
-            meets = waiting[boundary] > 0
-            self._count(table, places[meets], rows[meets], (first[meets], depth))
-            rows = rows + waiting[boundary]
-            first = np.where(meets, depth, first)
-        self._count(table, places, rows, (first, self._board.num_layers))
-        accepted = table[places, _ACCEPTED]
-        table[places, _ROUNDS] = 1
-        table[places, _TOKENS] = np.minimum(accepted + 1, self._board.left[places])
-        verified = len(_KINDS) + 2 * self._board.widest
-        table[places, verified + table[places, _DRAFTED]] = 1
 
-    def _count(
-        self, table: Counts, places: Indices, rows: Indices, layers: Sequence[int | Indices]
-    ) -> None:
-        """One pass at each place; none where there are no rows or no layers."""
-        count = np.broadcast_to(layers[1] - layers[0], rows.shape)
-        runs = (rows > 0) & (count > 0)
-        places, rows, count = places[runs], rows[runs], count[runs]
-        table[places, len(_KINDS) - 1 + rows] += 1
-        table[places, len(_KINDS) - 1 + self._board.widest + rows] += count
+def _verify(schedules: Schedules, places: Places) -> None:
+    """The newest token of each round enters, and all rows go to layer L."""
+    schedules.push(places)
+    schedules.finish(places)

@@ -18,9 +18,10 @@ from torch import Tensor
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.api.tuned import conditions
+from selfspec.decoding import prices
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import rounds
-from selfspec.decoding.drafters import Draft, Sources, known_deep
+from selfspec.decoding.drafters import Draft, known_deep
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import HeadsNotFound, InvalidOption
@@ -281,7 +282,7 @@ class Recorder:
                 min_threshold=self._reach.threshold,
                 max_draft_tokens=self._reach.drafts,
                 end_tokens=tuple(sorted(self._end_tokens)),
-                block_cost=Sources(backbone).block_cost,
+                block_cost=prices.block_cost(backbone),
             ),
             prompts=tuple(self._prompts),
             contexts=np.array(self._contexts, np.int32),

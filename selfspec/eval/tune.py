@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import Costs
+from selfspec.decoding.prices import Costs
 from selfspec.errors import InvalidOption
-from selfspec.eval import forecast, replay
+from selfspec.eval import replay
 from selfspec.eval.record import NONE, Record
 from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
 from selfspec.eval.trace_options import TuneOptions
@@ -262,7 +262,7 @@ def _follow(record: Record, costs: Costs, setting: SpeculationOptions) -> _Follo
     every = [replay.rounds(record, prompt, setting) for prompt in range(len(record.prompts))]
     behind = [entry for entries in every for entry in entries if not entry.prefill]
     return _Followed(
-        seconds=np.array([forecast.seconds(entries, layers, costs) for entries in every]),
+        seconds=np.array([costs.seconds_of(entries, layers) for entries in every]),
         tokens=sum(len(entry.tokens) for entry in behind),
         rounds=len(behind),
     )

@@ -1,7 +1,7 @@
 """The exit heads of one model, one per exit layer, and the folder they are kept in.
 
 A folder holds `config.json` and `model.safetensors`: no pickle, and never the model's unembedding.
-What a stranger's folder may hold is checked in `heads_folder`. Called by the facade and the exit
+What a stranger's folder may hold is checked in `heads.folder`. Called by the facade and the exit
 drafter; made by `selfspec.training`.
 """
 

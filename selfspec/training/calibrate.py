@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec import files
-from selfspec.decoding.costs import Costs
+from selfspec.decoding.prices import Costs
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.training.cost_model import Exits, Setting, best_setting, exits
 from selfspec.training.measure import coverage

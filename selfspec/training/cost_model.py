@@ -8,13 +8,13 @@ heads that cost time, several exit layers, drafts that stop early. Called by `ca
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from selfspec.decoding.costs import MAX_DRAFT_TOKENS, Costs
+from selfspec.decoding.prices import Costs
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,22 @@ def expected(
     Places of a round are taken as independent; drafts behind a wrong one are taken to exit as
     often as others.
     """
-    tokens, reached, alive = 1.0, 1.0, 1.0
-    seconds, difficult = 0.0, 0.0
+    tokens, reached, alive, difficult = 1.0, 1.0, 1.0, 0.0
+    passes: list[tuple[int, float, float]] = []
+    heads = 0.0
     for place in range(width):
         found = first if place == 0 else later
         alive *= found.right
         tokens += alive
-        seconds += reached * _drafting(costs, layers, found, rows=place + 1)
+        asked = list(_asked(layers, found, reached))
+        heads += sum(chance for chance, _ in asked)
+        passes += [(place + 1, chance, chance * run) for chance, run in asked if run]
         difficult += reached * (1.0 - sum(found.at))
         reached *= sum(found.at)
-    deep = (1.0 - difficult) * costs.run(costs.num_layers, width + 1)
     # a difficult token, and all before it, have come through the shallow layers already
-    deep += difficult * costs.run(costs.num_layers - layers[-1], width + 1)
-    verification = costs.logits[width] + costs.round + deep
-    return tokens, tokens * costs.plain_step() / (seconds + verification)
+    deep = costs.num_layers - difficult * layers[-1]
+    seconds = costs.seconds([*passes, (width + 1, 1.0, deep)], [(width + 1, 1.0)], heads)
+    return tokens, tokens * costs.plain_step() / seconds
 
 
 def best_setting(
@@ -84,13 +86,16 @@ def best_setting(
     evaluate: Callable[[tuple[int, ...], tuple[float, ...]], tuple[Exits, Exits]],
     most_layers: int = 2,
 ) -> Setting:
-    """The fastest of all settings: at most `most_layers` exit layers, each with its thresholds."""
+    """The fastest of all settings: at most `most_layers` exit layers, each with its thresholds.
+
+    Drafts are as long as the rows whose costs were measured allow.
+    """
     found: list[Setting] = []
     for count in range(1, most_layers + 1):
         for layers in itertools.combinations(sorted(candidates), count):
             for taus in itertools.product(*(candidates[layer] for layer in layers)):
                 first, later = evaluate(layers, taus)
-                for width in range(1, MAX_DRAFT_TOKENS + 1):
+                for width in range(1, len(costs.layers)):
                     rate, gain = expected(costs, layers, first, later, width)
                     found.append(
                         Setting(
@@ -104,10 +109,9 @@ def best_setting(
     return max(found, key=lambda setting: setting.speed_up)
 
 
-def _drafting(costs: Costs, layers: Sequence[int], found: Exits, rows: int) -> float:
-    """Seconds to draft one token: each exit layer is reached by what has not left before."""
-    seconds, staying, depth = 0.0, 1.0, 0
+def _asked(layers: Sequence[int], found: Exits, reached: float) -> Iterator[tuple[float, int]]:
+    """By exit layer: the chance that its head is asked, and the layers that are run for it."""
+    staying, depth = reached, 0
     for layer, leaves in zip(layers, found.at, strict=True):
-        seconds += staying * (costs.run(layer - depth, rows) + costs.head)
-        staying, depth = staying - leaves, layer
-    return seconds
+        yield staying, layer - depth
+        staying, depth = staying - reached * leaves, layer

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from selfspec.decoding.costs import Costs
+from selfspec.decoding.prices import Costs
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval.record import NONE, Record
 from selfspec.visualise.layers import LayerTrace, TraceInfo
@@ -96,7 +96,7 @@ def page_data(
         "rounds": rounds,
         "words": list(words),
         "record": None if record is None else _packed(record),
-        "costs": None if costs is None else asdict(costs),
+        "prices": None if costs is None else _prices(costs),
         "start": None if begin is None else asdict(begin),
     }
 
@@ -117,6 +117,18 @@ def _check(trace: LayerTrace, record: Record, costs: Costs | None) -> None:
             f"costs are of {costs.num_layers} layers and up to {len(costs.layers)} rows, the "
             f"record needs {info.num_layers} layers and {rows} rows. Measure them again"
         )
+
+
+def _prices(costs: Costs) -> dict[str, Any]:
+    """Seconds that replay.js multiplies its counts by; lists go by rows: 1, 2, .."""
+    rows = range(1, len(costs.layers) + 1)
+    return {
+        "pass": costs.start,
+        "layer": [costs.layer(row) for row in rows],
+        "verdict": [costs.verdict(row) for row in rows],
+        "head": costs.head,
+        "plain_step": costs.plain_step(),
+    }
 
 
 def _packed(record: Record) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from selfspec.decoding.drafters.draft_model import (
 )
 from selfspec.decoding.drafters.exit import ExitDrafter, known_deep
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
-from selfspec.decoding.drafters.paying import DraftCost, WhilePaying, heads_asked
+from selfspec.decoding.drafters.paying import WhilePaying
 
 __all__ = [
     "Draft",
     "DraftCache",
-    "DraftCost",
     "DraftModelDrafter",
     "DraftWriter",
     "Drafter",
@@ -36,7 +35,6 @@ __all__ = [
     "WhilePaying",
     "check_same_size",
     "check_same_tokens",
-    "heads_asked",
     "known_deep",
     "make_drafter",
     "make_ngram",

@@ -6,20 +6,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from selfspec.config import SpeculationOptions
+from selfspec.decoding import prices
 from selfspec.decoding.controllers import make_controller
 from selfspec.decoding.drafters.base import Drafter, DraftsFrom, NoDrafter
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.exit import ExitDrafter
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst, StateT
-from selfspec.decoding.drafters.paying import DraftCost, WhilePaying
+from selfspec.decoding.drafters.paying import WhilePaying
 from selfspec.decoding.scores import Sampler
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.judge import ExitJudge, spread
 from selfspec.model.backbone import Backbone
-
-_PLAIN_BLOCK_COST = 0.7
-"""Two rows against one with plain kernels on a CPU, SmolLM2-135M in bfloat16: 1.7 steps."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +27,6 @@ class Sources:
     backbone: Backbone
     heads: ExitHeads | None = None
     draft_model: DraftCache | None = None
-
-    @property
-    def token_cost(self) -> float:
-        """What the draft model takes for a token, as a share of a step of the model.
-
-        By the weights that a step reads, which is a little too much: two layers of SmolLM2-135M
-        and its unembedding are 0.26 of it and took 0.17 (eval/results/papers/gammatune).
-        """
-        if self.draft_model is None:
-            return 0.0
-        return _weights(self.draft_model.backbone) / _weights(self.backbone)
-
-    @property
-    def block_cost(self) -> float:
-        """What the model pays for two rows instead of one, as a share of a step."""
-        one_row_kernels = (
-            self.backbone.claims.steady_from is None and self.backbone.device.type == "cpu"
-        )
-        return _PLAIN_BLOCK_COST if one_row_kernels else 0.0
 
 
 def make_drafter(
@@ -65,24 +44,26 @@ def make_drafter(
         return NoDrafter()
     if options.drafter == "exit" and sources.heads is None:
         return NoDrafter()
+    block = prices.block_cost(sources.backbone)
     if options.drafter == "ngram":
-        return make_ngram(options, sources.block_cost, end_tokens)
+        return make_ngram(options, block, end_tokens)
     other: Drafter
     layers: tuple[int, ...] = ()
+    token = 0.0
     if options.uses("draft-model"):
-        other = _draft_model(options, sources.draft_model, sampler, end_tokens)
+        other, token = _draft_model(options, sources, sampler, end_tokens)
     else:
         other, layers = _exit(options, sources.heads, sampler, end_tokens)
     other = while_paying(
         other,
         options,
-        block_cost=sources.block_cost,
+        block_cost=block,
         num_layers=sources.backbone.num_layers,
         exit_layers=layers,
-        token_cost=0.0 if layers else sources.token_cost,
+        token_cost=token,
     )
     if options.uses("ngram"):
-        return SeenTextFirst(make_ngram(options, sources.block_cost, end_tokens), other)
+        return SeenTextFirst(make_ngram(options, block, end_tokens), other)
     return other
 
 
@@ -114,7 +95,7 @@ def while_paying(
     """
     if not options.never_slower:
         return drafter
-    cost = DraftCost(
+    cost = prices.DraftCost(
         row=options.row_cost,
         block=block_cost if options.block_cost is None else options.block_cost,
         token=token_cost,
@@ -149,17 +130,15 @@ def _exit(
 
 def _draft_model(
     options: SpeculationOptions,
-    cache: DraftCache | None,
+    sources: Sources,
     sampler: Sampler,
     end_tokens: Collection[int],
-) -> DraftModelDrafter:
+) -> tuple[DraftModelDrafter, float]:
+    """And what a token of it costs, as a share of a step of the model."""
+    cache = sources.draft_model
     if cache is None:
         raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
     controller = make_controller(options, options.max_draft_tokens)
     beliefs = options.acceptance != "lossless"
-    return DraftModelDrafter(cache, sampler, controller, end_tokens, beliefs=beliefs)
-
-
-def _weights(backbone: Backbone) -> int:
-    """Bytes of a model's weights; shared ones count once."""
-    return sum(weight.numel() * weight.element_size() for weight in backbone.model.parameters())
+    drafter = DraftModelDrafter(cache, sampler, controller, end_tokens, beliefs=beliefs)
+    return drafter, prices.token_cost(cache.backbone, sources.backbone)

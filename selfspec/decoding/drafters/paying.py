@@ -6,13 +6,12 @@ sampling stays exact. Called by `choice`; replay follows it with the same classe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic
 
 from selfspec.decoding.drafters.base import Draft, DraftsFrom
 from selfspec.decoding.drafters.ngram import StateT
-from selfspec.decoding.stats import Round, Stopwatch
+from selfspec.decoding.prices import DraftCost
+from selfspec.decoding.stats import Stopwatch
 
 NEWEST = 1 / 16
 """Weight of the newest round in the running mean. With 1 / 8 drafts that pay paused by chance: in
@@ -24,41 +23,6 @@ PRIOR = 0.5
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 64
 """Rounds."""
-
-
-def heads_asked(found: Draft | Round, exit_layers: Sequence[int]) -> int:
-    """Every head in use up to where a draft token left, all of them for a difficult token."""
-    if found.source != "exit":
-        return 0
-    left = sum(exit_layers.index(layer) + 1 for layer in found.exit_layers)
-    return left + (len(exit_layers) if found.ended == "depth" else 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftCost:
-    """What drafting adds to a round, as a share of a plain step."""
-
-    row: float
-    """One more row of a verification."""
-    block: float = 0.0
-    """Two rows instead of one, beside that."""
-    token: float = 0.0
-    """A draft token of a second model."""
-    head: float = 0.0
-    """An exit head asked."""
-    exit_layers: tuple[int, ...] = ()
-    """Those in use, up to D_max."""
-    num_layers: int = 1
-
-    def of(self, draft: Draft) -> float:
-        """A draft token that left at layer l of L ran l / L of a step by itself.
-
-        A difficult token did not: verification goes on where it stopped.
-        """
-        count = len(draft.tokens)
-        verified = count * self.row + (self.block if count else 0.0)
-        made = count * self.token + sum(draft.exit_layers) / self.num_layers
-        return verified + made + self.head * heads_asked(draft, self.exit_layers)
 
 
 class WhilePaying(Generic[StateT]):

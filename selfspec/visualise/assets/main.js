@@ -36,7 +36,7 @@ const view = {
 
 const answer = [];
 const decoded = tell(data.rounds);
-const used = record && summary(replayRounds(record, settingOf(data.start)), data.costs);
+const used = record && summary(replayRounds(record, settingOf(data.start)), data.prices);
 
 /** Show the decode itself (null), or what another choice would have done. */
 function apply(choice) {
@@ -46,7 +46,7 @@ function apply(choice) {
   view.story = replayed ? tell(replayed) : decoded;
   if (record) {
     placeSettings(choice ?? data.start);
-    showResults(used, replayed ? summary(replayed, data.costs) : used);
+    showResults(used, replayed ? summary(replayed, data.prices) : used);
     $("reset").hidden = !choice;
   }
   paintAnswer();
@@ -109,7 +109,7 @@ function describe() {
   ].filter(Boolean).join(" · ");
   $("prompt").textContent = info.prompt;
   const notes = record ? [...data.start.notes] : [];
-  if (record && !data.costs) notes.push("no cost table, so no speed-up is predicted");
+  if (record && !data.prices) notes.push("no cost table, so no speed-up is predicted");
   $("notes").replaceChildren(...notes.map((note) => el("li", {}, note)));
   if (notes.length && data.start?.notes.length) $("results").tHead.rows[0].cells[1].textContent = "nearest";
   if (record) return;
@@ -146,5 +146,5 @@ globalThis.selfspec = {
   record,
   apply,
   replay: (choice) => replayRounds(record, settingOf(choice)),
-  summary: (rounds) => summary(rounds, data.costs),
+  summary: (rounds) => summary(rounds, data.prices),
 };

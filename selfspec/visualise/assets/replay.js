@@ -1,9 +1,9 @@
 // The rounds that a setting would have made, from a record alone: what selfspec/eval/replay.py does,
-// step by step, and the seconds that selfspec/eval/totals.py predicts. Knows nothing of the page.
+// step by step, and the seconds that selfspec/decoding/prices.py predicts. Knows nothing of the page.
 //
 // A setting is {layers, columns, thresholds, alpha, width}: exit layers in use up to D_max, their
 // columns in the record and their taus; the index of alpha; W_max. Rounds have the fields of
-// selfspec.stats.Round, and how often a head was `judged`.
+// selfspec.decoding.stats.Round, and how often a head was `judged`.
 
 /** Arrays from base64 of zlib of little-endian numbers, laid out by page.py. */
 async function unpackRecord(packed) {
@@ -69,14 +69,15 @@ function stopReason(record, known) {
   return record.end_tokens.includes(answers[answers.length - 1]) ? "eos" : "length";
 }
 
-/** How many rows wait at each boundary: the hidden-state cache without hidden states. */
-class Queues {
+/** How many rows wait at each boundary, and the passes so far: selfspec/decoding/schedule.py. */
+class Schedule {
   constructor(layers, numLayers) {
     this.depths = [0, ...layers, numLayers];
     this.waiting = this.depths.map(() => 0);
     this.passes = [];
   }
 
+  /** All rows at a boundary to another one in a pass; none where no layer lies between them. */
   advance(boundary, until) {
     const rows = this.waiting[boundary];
     const [first, last] = [this.depths[boundary], this.depths[until]];
@@ -86,28 +87,18 @@ class Queues {
   }
 
   /** All rows to boundary L; a pass goes on until it meets other rows. */
-  advanceAll() {
+  finish() {
     const end = this.depths.length - 1;
-    let boundary = this.#nextWaiting(0);
-    while (boundary < end) {
-      const until = this.#nextWaiting(boundary + 1);
-      this.advance(boundary, until);
-      boundary = until;
-    }
-  }
-
-  #nextWaiting(boundary) {
-    const end = this.depths.length - 1;
-    while (boundary < end && !this.waiting[boundary]) boundary += 1;
-    return boundary;
+    const stops = [...this.waiting.keys()].filter((b) => b < end && this.waiting[b]);
+    stops.forEach((boundary, index) => this.advance(boundary, stops[index + 1] ?? end));
   }
 }
 
 function oneRound(record, setting, root, limit, following) {
-  const queues = new Queues(setting.layers, record.num_layers);
-  const draft = draftTokens(record, setting, queues, root, limit);
-  if (draft.ended !== "depth") queues.waiting[0] += 1; // else the row has come to D_max already
-  queues.advanceAll();
+  const schedule = new Schedule(setting.layers, record.num_layers);
+  const draft = draftTokens(record, setting, schedule, root, limit);
+  if (draft.ended !== "depth") schedule.waiting[0] += 1; // else the row has come to D_max already
+  schedule.finish();
   let accepted = 0;
   while (accepted < draft.tokens.length && draft.tokens[accepted] === following[accepted]) {
     accepted += 1;
@@ -121,19 +112,19 @@ function oneRound(record, setting, root, limit, following) {
     ended: draft.ended,
     source: "exit",
     prefill: false,
-    passes: queues.passes,
+    passes: schedule.passes,
     stop_reason: null,
     judged: draft.judged,
   };
 }
 
-function draftTokens(record, setting, queues, root, limit) {
+function draftTokens(record, setting, schedule, root, limit) {
   const draft = { tokens: [], layers: [], judged: 0, ended: "budget" };
   if (setting.width <= limit) [limit, draft.ended] = [setting.width, "width"];
   let node = root;
   while (draft.tokens.length < limit) {
-    queues.waiting[0] += 1;
-    const column = firstExit(record, setting, queues, node, draft);
+    schedule.waiting[0] += 1;
+    const column = firstExit(record, setting, schedule, node, draft);
     if (column < 0) return { ...draft, ended: "depth" };
     const cell = node * record.exit_layers.length + column;
     draft.tokens.push(record.tokens[cell]);
@@ -145,9 +136,9 @@ function draftTokens(record, setting, queues, root, limit) {
 }
 
 /** The column of the first confident layer at a node; -1: difficult token. */
-function firstExit(record, setting, queues, node, draft) {
+function firstExit(record, setting, schedule, node, draft) {
   for (let boundary = 0; boundary < setting.columns.length; boundary += 1) {
-    queues.advance(boundary, boundary + 1);
+    schedule.advance(boundary, boundary + 1);
     draft.judged += 1;
     const column = setting.columns[boundary];
     const sure = confidenceAt(record, node, column, setting.alpha);
@@ -157,12 +148,12 @@ function firstExit(record, setting, queues, node, draft) {
 }
 
 /** Counts of rounds, the prompt's pass left out, and their predicted speed-up (null: unknown). */
-function summary(rounds, costs) {
+function summary(rounds, prices) {
   const later = rounds.filter((entry) => !entry.prefill);
   const sum = (value) => later.reduce((total, entry) => total + value(entry), 0);
   const [tokens, accepted] = [sum((entry) => entry.tokens.length), sum((entry) => entry.accepted)];
   const drafted = sum((entry) => entry.draft_tokens.length);
-  const seconds = predictedSeconds(later, costs);
+  const seconds = predictedSeconds(later, prices);
   return {
     rounds: later.length,
     tokens,
@@ -174,24 +165,19 @@ function summary(rounds, costs) {
       entry.passes.reduce((total, [rows, first, last]) => total + rows * (last - first), 0),
     ),
     seconds,
-    speed_up: seconds ? (tokens * plainStep(costs)) / seconds : null,
+    speed_up: seconds ? (tokens * prices.plain_step) / seconds : null,
   };
 }
 
-/** Wall time behind the prompt's pass: layers by rows, logits, heads, and what each round costs. */
-function predictedSeconds(rounds, costs) {
-  if (!costs) return null;
+/** Wall time behind the prompt's pass: Costs.seconds of selfspec/decoding/prices.py. */
+function predictedSeconds(rounds, prices) {
+  if (!prices) return null;
   let seconds = 0;
   for (const entry of rounds) {
     for (const [rows, first, last] of entry.passes) {
-      const start = costs.start[rows - 1];
-      seconds += start + ((costs.layers[rows - 1] - start) / costs.num_layers) * (last - first);
+      seconds += prices.pass[rows - 1] + prices.layer[rows - 1] * (last - first);
     }
-    seconds += costs.logits[entry.draft_tokens.length] + entry.judged * costs.head + costs.round;
+    seconds += prices.verdict[entry.draft_tokens.length] + entry.judged * prices.head;
   }
   return seconds;
-}
-
-function plainStep(costs) {
-  return costs.layers[0] + costs.logits[0] + costs.round;
 }

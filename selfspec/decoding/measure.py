@@ -1,6 +1,6 @@
-"""What layers, logits, heads and rounds cost here: a model and its heads come in, seconds go out.
+"""What layers, logits, heads and rounds cost here: a model and its heads come in, Costs go out.
 
-Called by `training.calibrate` and `eval.tune`, which choose settings by it.
+Called by the commands that choose settings or predict by costs: calibrate, tune, trace.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import LogitsProcessorList
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters import NoDrafter
+from selfspec.decoding.prices import Costs
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
@@ -27,8 +28,8 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
 from selfspec.model.rows import Rows
 
-MAX_DRAFT_TOKENS = 7
-"""Longest draft considered: 8 rows are as many as a pinned pass has."""
+_ROWS = 8
+"""As many as a pinned pass has."""
 
 _CONTEXT = 256
 _REPEATS = 15
@@ -36,63 +37,11 @@ _SHORT = 8
 """A short pass runs this fraction of the layers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Seconds, measured on this machine. Tuples go by the number of rows: 1, 2, ..."""
-
-    num_layers: int
-    layers: tuple[float, ...]
-    """A pass through all L layers."""
-    start: tuple[float, ...]
-    """The part of any pass that does not depend on its layers: positions, masks, queues."""
-    logits: tuple[float, ...]
-    """The model's own head."""
-    head: float
-    """One draft token embedded and judged by one exit head, and the answer read back."""
-    round: float
-    """What a round costs beside layers and logits: verdicts, commit, rewinding."""
-
-    def plain_step(self) -> float:
-        """One token without drafts."""
-        return self.layers[0] + self.logits[0] + self.round
-
-    @property
-    def head_cost(self) -> float:
-        """One exit head asked, as a share of a plain step."""
-        return self.head / self.plain_step()
-
-    @property
-    def row_cost(self) -> float:
-        """What a verification's third row and each later one adds, as a share of a plain step.
-
-        The second one where there is no third.
-        """
-        first = 2 if len(self.layers) > 2 else 1
-        rows = len(self.layers) - first
-        extra = (self._verified(len(self.layers)) - self._verified(first)) / rows
-        return min(max(extra / self.plain_step(), 0.0), 1.0)
-
-    @property
-    def block_cost(self) -> float:
-        """What the second row adds beyond that, as a share of a plain step, at least 0."""
-        extra = (self._verified(2) - self._verified(1)) / self.plain_step()
-        return max(extra - self.row_cost, 0.0)
-
-    def _verified(self, rows: int) -> float:
-        return self.layers[rows - 1] + self.logits[rows - 1]
-
-    def run(self, count: float, rows: int) -> float:
-        """A pass of `rows` rows through `count` layers; no layers are no pass."""
-        start = self.start[rows - 1]
-        each = (self.layers[rows - 1] - start) / self.num_layers
-        return start + each * count if count else 0.0
-
-
 def measure(
     backbone: Backbone,
     heads: ExitHeads,
     *,
-    rows: int = MAX_DRAFT_TOKENS + 1,
+    rows: int = _ROWS,
     context: int = _CONTEXT,
     now: Callable[[], float] = time.perf_counter,
 ) -> Costs:

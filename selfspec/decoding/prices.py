@@ -1,0 +1,166 @@
+"""What a round costs: counts of its passes, rows and heads come in, seconds or plain steps go out.
+
+The one home of these sums; no tensors. `Costs` are seconds, as `decoding.measure` finds them on
+this machine: calibration, tuning, the laboratory and the page predict by them. `DraftCost` says in
+shares of a plain step what drafting adds to a round: the drafters' never-slower rule goes by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from selfspec.decoding.stats import Round
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from selfspec.decoding.drafters.base import Draft
+    from selfspec.model.backbone import Backbone
+
+Count = TypeVar("Count", float, "npt.NDArray[Any]")
+"""How often: a number, also an expected one, or an array of them."""
+
+_PLAIN_BLOCK_COST = 0.7
+"""Two rows against one with plain kernels on a CPU, SmolLM2-135M in bfloat16: 1.7 steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds, measured on this machine. Tuples go by the number of rows: 1, 2, ..."""
+
+    num_layers: int
+    layers: tuple[float, ...]
+    """A pass through all L layers."""
+    start: tuple[float, ...]
+    """The part of any pass that does not depend on its layers: positions, masks, queues."""
+    logits: tuple[float, ...]
+    """The model's own head."""
+    head: float
+    """One draft token embedded and judged by one exit head, and the answer read back."""
+    round: float
+    """What a round costs beside layers and logits: verdicts, commit, rewinding."""
+
+    def layer(self, rows: int) -> float:
+        """One layer of a pass, beside the pass's start."""
+        return (self.layers[rows - 1] - self.start[rows - 1]) / self.num_layers
+
+    def verdict(self, rows: int) -> float:
+        """What a round's end costs beside its layers: logits of all rows, and bookkeeping."""
+        return self.logits[rows - 1] + self.round
+
+    def step(self, rows: int) -> float:
+        """A round that takes `rows` rows through all layers in one pass, drafts left out."""
+        return self.layers[rows - 1] + self.verdict(rows)
+
+    def plain_step(self) -> float:
+        """One token without drafts."""
+        return self.step(1)
+
+    def seconds(
+        self,
+        passes: Iterable[tuple[int, Count, Count]],
+        rounds: Iterable[tuple[int, Count]],
+        heads: Count,
+    ) -> Count:
+        """Of rounds in all.
+
+        `passes`: rows, how many passes of so many rows, layers that they run in all; `rounds`:
+        rows verified, how many rounds of so many; `heads`: how often one was asked.
+        """
+        found = heads * self.head
+        for rows, count, layers in passes:
+            found = found + count * self.start[rows - 1] + layers * self.layer(rows)
+        for rows, count in rounds:
+            found = found + count * self.verdict(rows)
+        return found
+
+    def seconds_of(self, rounds: Iterable[Round], exit_layers: Sequence[int]) -> float:
+        """Of rounds that drafted from `exit_layers`, or from text already seen, which is free.
+
+        The prompt's pass is left out.
+        """
+        behind = [entry for entry in rounds if not entry.prefill]
+        return self.seconds(
+            [(rows, 1, last - first) for entry in behind for rows, first, last in entry.passes],
+            [(len(entry.draft_tokens) + 1, 1) for entry in behind],
+            sum(heads_asked(entry, exit_layers) for entry in behind),
+        )
+
+    @property
+    def head_cost(self) -> float:
+        """One exit head asked, as a share of a plain step."""
+        return self.head / self.plain_step()
+
+    @property
+    def row_cost(self) -> float:
+        """What a verification's third row and each later one adds, as a share of a plain step.
+
+        The second one where there is no third.
+        """
+        most = len(self.layers)
+        first = 2 if most > 2 else 1
+        extra = (self.step(most) - self.step(first)) / (most - first)
+        return min(max(extra / self.plain_step(), 0.0), 1.0)
+
+    @property
+    def block_cost(self) -> float:
+        """What the second row adds beyond that, as a share of a plain step, at least 0."""
+        extra = (self.step(2) - self.step(1)) / self.plain_step()
+        return max(extra - self.row_cost, 0.0)
+
+
+def heads_asked(found: Draft | Round, exit_layers: Sequence[int]) -> int:
+    """Every head in use up to where a draft token left, all of them for a difficult token."""
+    if found.source != "exit":
+        return 0
+    left = sum(exit_layers.index(layer) + 1 for layer in found.exit_layers)
+    return left + (len(exit_layers) if found.ended == "depth" else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftCost:
+    """What drafting adds to a round, as a share of a plain step."""
+
+    row: float
+    """One more row of a verification."""
+    block: float = 0.0
+    """Two rows instead of one, beside that."""
+    token: float = 0.0
+    """A draft token of a second model."""
+    head: float = 0.0
+    """An exit head asked."""
+    exit_layers: tuple[int, ...] = ()
+    """Those in use, up to D_max."""
+    num_layers: int = 1
+
+    def of(self, draft: Draft) -> float:
+        """A draft token that left at layer l of L ran l / L of a step by itself.
+
+        A difficult token did not: verification goes on where it stopped.
+        """
+        count = len(draft.tokens)
+        verified = count * self.row + (self.block if count else 0.0)
+        made = count * self.token + sum(draft.exit_layers) / self.num_layers
+        return verified + made + self.head * heads_asked(draft, self.exit_layers)
+
+
+def token_cost(second: Backbone, model: Backbone) -> float:
+    """What a draft model takes for a token, as a share of a step of the model.
+
+    By the weights that a step reads, which is a little too much: two layers of SmolLM2-135M and its
+    unembedding are 0.26 of it and took 0.17 (eval/results/papers/gammatune).
+    """
+    return _weights(second) / _weights(model)
+
+
+def block_cost(model: Backbone) -> float:
+    """What a model pays for two rows instead of one, as a share of a step, where unmeasured."""
+    one_row_kernels = model.claims.steady_from is None and model.device.type == "cpu"
+    return _PLAIN_BLOCK_COST if one_row_kernels else 0.0
+
+
+def _weights(backbone: Backbone) -> int:
+    """Bytes of a model's weights; shared ones count once."""
+    return sum(weight.numel() * weight.element_size() for weight in backbone.model.parameters())
