@@ -16,7 +16,7 @@ from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 
 from selfspec.errors import InvalidOption
-from selfspec.model.products import PackedLinear
+from selfspec.model.products import Product
 from selfspec.model.unembedding import Unembedding
 
 
@@ -69,7 +69,7 @@ class ExitHead(nn.Module, ABC):
         # a list: state_dict must not see it, and a file must not be loaded into it
         self._shared = [vocabulary.rows]
         self._bias = (vocabulary.bias,)  # a tuple, for the same reason
-        self._packed: PackedLinear | None = None
+        self._packed: Product | None = None
         self._build(unembedding, inner_size)
 
     @abstractmethod
@@ -99,7 +99,7 @@ class ExitHead(nn.Module, ABC):
         """Whether `unembed_with` was called."""
         return self._packed is not None
 
-    def unembed_with(self, packed: PackedLinear) -> None:
+    def unembed_with(self, packed: Product) -> None:
         """Multiply by the draft vocabulary's rows with `packed` where nothing is fitted."""
         self._packed = packed
 

@@ -7,8 +7,23 @@ operators are private: what torch's own compiler emits for frozen weights.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
+
+
+class Product(Protocol):
+    """A linear layer ready to run, however its weights are stored. Executors are made of these."""
+
+    nbytes: int
+    """Of the weights."""
+    dtype: torch.dtype
+    """Of what it takes and gives."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[.., in] -> [.., out]."""
+
 
 _PACK_ROWS = 8
 """Row count that weights are laid out for; any number runs."""

@@ -18,7 +18,7 @@ from selfspec.model.executors.known import require_llama_like
 from selfspec.model.executors.masks import FULL, attention_types
 from selfspec.model.executors.slots import SteadySlots
 from selfspec.model.kv_store import Lease
-from selfspec.model.products import PackedLinear
+from selfspec.model.products import PackedLinear, Product
 from selfspec.model.rows import Rows
 
 _ATTENTION_ROWS = {16: 12, 0: 25}
@@ -53,14 +53,14 @@ class PackedLayer:
 
     kind: str
     input_norm: RowNorm
-    projections: PackedLinear  # queries, keys, values
+    projections: Product  # queries, keys, values
     head_norm: Tensor | None  # [heads + kv heads, head_dim]: weights of q_norm and k_norm
     head_eps: float
-    output: PackedLinear
+    output: Product
     mlp_norm: RowNorm
-    gate_up: PackedLinear
+    gate_up: Product
     activation: Any
-    down: PackedLinear
+    down: Product
 
 
 class PackedExecutor:
@@ -89,7 +89,8 @@ class PackedExecutor:
         self._window = int(getattr(decoder.config, "sliding_window", None) or 0)
         # rotary pairs (j, j + size / 2) become neighbours: a rotation is then one complex product
         self._pairs = torch.arange(self._size).view(2, -1).T.flatten()
-        self._lm_head = PackedLinear.of(lm_head)  # the largest first, while there is most room
+        # the largest first, while there is most room
+        self._lm_head: Product = PackedLinear.of(lm_head)
         done(lm_head)
         self._layers: list[PackedLayer] = []
         for layer, kind in zip(decoder.layers, attention_types(decoder.config), strict=True):
