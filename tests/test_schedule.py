@@ -227,8 +227,8 @@ def test_plain_decoding_gives_transformers_own_text(
 def test_between_rounds_every_layer_holds_all_ids_but_the_newest(
     watched: WatchedBackbone, truth: list[int], seed: int, pinned_rows: int | None
 ) -> None:
-    kv = Lease(8, slots=None if pinned_rows is None else 64)
-    state = make_state(watched, kv=kv, pinned_rows=pinned_rows)
+    lease = Lease(8, slots=None if pinned_rows is None else 64)
+    state = make_state(watched, lease=lease, pinned_rows=pinned_rows)
     kept = set()
     for entry in decode(state, coin_tosses(state, truth, seed), max_length=45):
         assert lengths(state) == [state.length - 1] * 8

@@ -92,7 +92,7 @@ class Chains:
         """`prompt` [1, P]; `text`: the tokens behind it, as plain decoding writes them."""
         self.text = list(text)
         self._cache = cache
-        self._ids = torch.cat([prompt, prompt.new_tensor([self.text])], dim=1)
+        self._ids = torch.cat([prompt[0], prompt.new_tensor(self.text)])
         self._start = prompt.shape[1]
         self._drafted: dict[int, list[tuple[int, float]]] = defaultdict(list)
 
@@ -101,8 +101,8 @@ class Chains:
         """The draft's token `index`, from 0, behind `place` tokens, and its top probability."""
         known = self._drafted[place]
         while len(known) <= index:
-            ahead = self._ids.new_tensor([[token for token, _ in known]], dtype=torch.int64)
-            ids = torch.cat([self._ids[:, : self._start + place], ahead], dim=1)
+            ahead = self._ids.new_tensor([token for token, _ in known])
+            ids = torch.cat([self._ids[: self._start + place], ahead])
             logits = self._cache.run(self._cache.rewind(ids))
             known.append((int(logits.argmax(-1)), float(top_probability(logits))))
         return known[index]

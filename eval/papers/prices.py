@@ -137,7 +137,7 @@ def draft_seconds(
     """Median of 15 draft tokens behind `context` others, each read back."""
     cache = DraftCache(draft_model)
     length = min(context, draft_model.max_positions - 1) + 1
-    ids = torch.zeros(1, length, dtype=torch.int64, device=draft_model.device)
+    ids = torch.zeros(length, dtype=torch.int64, device=draft_model.device)
     cache.run(ids)
     seconds = []
     for _ in range(_REPEATS):
