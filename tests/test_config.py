@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check_keys
+from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions
 from selfspec.errors import InvalidOption
+from selfspec.typed import check_keys
 
 
 def test_the_defaults_are_valid_and_lossless() -> None:

@@ -14,6 +14,7 @@ import typer
 
 from selfspec import untrusted
 from selfspec.cli import streams
+from selfspec.config import check
 from selfspec.errors import CannotWrite, InvalidData, InvalidPrompt, SelfspecError
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard
 
 
 def load(settings: Settings) -> Speculator:
-    """The speculator that the flags ask for; this is where torch is imported."""
+    """The speculator that the flags ask for; this is where torch is imported.
+
+    Raises InvalidOption for what no model could make sense of, before anything is loaded.
+    """
+    check(settings.speculation)
     from selfspec.api import speculator as generate
 
     return generate.load(**settings.loading, **settings.speculation)

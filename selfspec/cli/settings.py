@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from selfspec import config
 from selfspec.cli.flags import Flag, merged, option_flags
-from selfspec.config import SpeculationOptions
+from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import InvalidOption
 
-LOADING = (
+_USUAL = frozenset(
+    {
+        *("model", "heads", "dtype", "device", "speculate", "drafter", "max_new_tokens"),
+        *("temperature", "top_p", "seed", "stop_strings"),
+    }
+)
+"""Of the flags below, those that --help lists."""
+
+
+def _grouped(group: str, flags: Iterable[Flag]) -> tuple[Flag, ...]:
+    return tuple(replace(flag, group=group, rare=flag.name not in _USUAL) for flag in flags)
+
+
+_LOADING = (
     Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
     Flag("heads", str, "Exit heads: a folder, a known name, a hub id, or logit-lens."),
     Flag("dtype", str, "float32, bfloat16 (the default), float16 or float64."),
@@ -22,9 +35,11 @@ LOADING = (
     Flag("executor", str, "auto (the default), generic, packed or fused (CPU), cuda-graph (GPU)."),
 )
 
-SPECULATION = option_flags(SpeculationOptions)
+_HINTS = {"drafter": str | dict}
+_METAVARS = dict.fromkeys(("drafter", "controller", "acceptance"), "KIND[:KEY=VALUE,..]")
+_METAVARS["prices"] = "KEY=VALUE,.."
 
-GENERATION = (
+_GENERATION = (
     Flag("max_new_tokens", int, f"Tokens at most; {config.DEFAULT_MAX_NEW_TOKENS} if not given."),
     Flag("min_new_tokens", int, "Tokens at least."),
     Flag("stop_strings", list[str], "End the answer behind this text; repeatable.", ("--stop",)),
@@ -36,6 +51,17 @@ GENERATION = (
     Flag("repetition_penalty", float, "Above 1 makes tokens that are there already less likely."),
     Flag("seed", int, "Makes drawing repeatable."),
 )
+
+LOADING = _grouped("Model", _LOADING)
+SPECULATION = _grouped(
+    "Drafts",
+    (
+        replace(flag, metavar=_METAVARS.get(flag.name), hint=_HINTS.get(flag.name, flag.hint))
+        for flag in option_flags(SpeculationOptions, OPTION_NAMES)
+    ),
+)
+GENERATION = _grouped("Answer", _GENERATION)
+
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda value: value >= 1, "at least 1. Ask for more tokens"),
     "min_new_tokens": (lambda value: value >= 0, "at least 0"),
