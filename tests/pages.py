@@ -18,16 +18,16 @@ COSTS = some_costs(RECORD_LAYERS, OPTIONS.max_draft_tokens + 1)
 
 def as_choice(record: Record, options: SpeculationOptions) -> dict[str, Any]:
     """Options as the page's sliders hold them."""
-    info = record.info
-    layers = options.exit_layers or info.exit_layers
-    taus = options.thresholds if len(options.thresholds) > 1 else options.thresholds * len(layers)
+    info, own = record.info, options.exit
+    layers = own.layers or info.exit_layers
+    taus = own.thresholds if len(own.thresholds) > 1 else own.thresholds * len(layers)
     by_layer = dict(zip(layers, taus, strict=True))
     return {
         "used": [layer in layers for layer in info.exit_layers],
         "thresholds": [by_layer.get(layer, 1.0) for layer in info.exit_layers],
-        "alpha": info.anneal_strengths.index(options.anneal_strength),
-        "depth": layers[-1] if options.max_draft_depth is None else options.max_draft_depth,
-        "width": options.max_draft_tokens,
+        "alpha": info.anneal_strengths.index(own.anneal_strength),
+        "depth": layers[-1] if own.max_depth is None else own.max_depth,
+        "width": own.max_tokens,
     }
 
 

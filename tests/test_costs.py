@@ -12,6 +12,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MAX_DRAFT_TOKENS, Costs, measure
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.model.backbone import Backbone
+from selfspec.options import Prices
 from tests.heads.kinds import make_heads
 
 COSTS = Costs(
@@ -45,7 +46,7 @@ def test_rows_that_cost_nothing_or_too_much_are_within_what_options_allow() -> N
     assert (flat.row_cost, flat.block_cost) == (0.0, 0.0)
     dear = replace(COSTS, layers=(1.0, 3.0, 9.0), logits=(0.1, 0.1, 0.1))
     assert dear.row_cost == 1.0
-    SpeculationOptions(row_cost=dear.row_cost, block_cost=dear.block_cost)
+    SpeculationOptions(prices=Prices(row=dear.row_cost, block=dear.block_cost))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import typer
 
 from selfspec import files
 from selfspec.cli import common, env, training
-from selfspec.cli.flags import Flag, merged, option_flags, with_flags
+from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
 from selfspec.eval.methods import METHODS
 from selfspec.eval.options import BenchOptions
@@ -36,7 +36,9 @@ FLAGS = (
     ),
     Flag("overwrite", bool, "Start over where the output holds results."),
     Flag("resume", bool, "Go on where an interrupted run of the same options stopped."),
-    *option_flags(BenchOptions),
+    *grouped(
+        "Prompts", option_flags(BenchOptions), ("suite", "limit", "max_new_tokens", "repeats")
+    ),
     *LOADING,
     *SPECULATION,
 )

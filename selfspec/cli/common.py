@@ -14,7 +14,6 @@ import typer
 
 from selfspec import untrusted
 from selfspec.cli import streams
-from selfspec.config import check
 from selfspec.errors import CannotWrite, InvalidData, InvalidPrompt, SelfspecError
 
 if TYPE_CHECKING:
@@ -47,11 +46,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard
 
 
 def load(settings: Settings) -> Speculator:
-    """The speculator that the flags ask for; this is where torch is imported.
-
-    Raises InvalidOption for what no model could make sense of, before anything is loaded.
-    """
-    check(settings.speculation)
+    """The speculator that the flags ask for; this is where torch is imported."""
     from selfspec.api import speculator as generate
 
     return generate.load(**settings.loading, **settings.speculation)

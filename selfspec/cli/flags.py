@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
 
 from selfspec.cli.help import docstrings, everything, metavar_of
+from selfspec.config import OPTION_NAMES, check
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.options.moved import check_names
 from selfspec.options.parts import Part
+from selfspec.options.text import laid_over
 from selfspec.options.values import members, typed
 from selfspec.typed import annotations_of
 from selfspec.untrusted import read_yaml
@@ -83,6 +85,11 @@ def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Fla
     return tuple(flags)
 
 
+def grouped(group: str, flags: Iterable[Flag], usual: Collection[str] = ()) -> tuple[Flag, ...]:
+    """`flags` under one heading; --help lists those that are `usual`."""
+    return tuple(replace(flag, group=group, rare=flag.name not in usual) for flag in flags)
+
+
 def with_flags(*flags: Flag) -> Callable[[Command], Command]:
     """Give a command flags; it gets those that were given as one dict, its keyword `flags`."""
 
@@ -124,11 +131,21 @@ def _help_all(flags: Sequence[Flag]) -> inspect.Parameter:
 def merged(file: Path | None, given: dict[str, Any], flags: Sequence[Flag]) -> dict[str, Any]:
     """What was given over the keys of a YAML file, typed; null in the file is a value.
 
-    Raises InvalidOption for unknown keys and wrong types.
+    Options with settings are merged setting by setting. Raises InvalidOption for unknown keys,
+    wrong types and options that no model could make sense of.
     """
     hints = {flag.name: flag.hint for flag in flags}
-    values = (_read_yaml(file, hints) if file else {}) | given
-    return {name: typed(name, value, hints[name]) for name, value in values.items()}
+    found = [
+        {name: typed(name, value, hints[name]) for name, value in values.items()}
+        for values in (_read_yaml(file, hints) if file else {}, given)
+    ]
+    for values in found:
+        check({name: value for name, value in values.items() if name in OPTION_NAMES})
+    below, above = found
+    for name in below.keys() & above.keys():
+        if dict in members(hints[name]):
+            above[name] = laid_over(name, below[name], above[name])
+    return below | above
 
 
 def _read_yaml(file: Path, known: Iterable[str]) -> dict[str, Any]:

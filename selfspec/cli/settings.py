@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec import config
-from selfspec.cli.flags import Flag, merged, option_flags
+from selfspec.cli.flags import Flag, grouped, merged, option_flags
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import InvalidOption
 
@@ -19,10 +19,6 @@ _USUAL = frozenset(
     }
 )
 """Of the flags below, those that --help lists."""
-
-
-def _grouped(group: str, flags: Iterable[Flag]) -> tuple[Flag, ...]:
-    return tuple(replace(flag, group=group, rare=flag.name not in _USUAL) for flag in flags)
 
 
 _LOADING = (
@@ -52,15 +48,16 @@ _GENERATION = (
     Flag("seed", int, "Makes drawing repeatable."),
 )
 
-LOADING = _grouped("Model", _LOADING)
-SPECULATION = _grouped(
+LOADING = grouped("Model", _LOADING, _USUAL)
+SPECULATION = grouped(
     "Drafts",
     (
         replace(flag, metavar=_METAVARS.get(flag.name), hint=_HINTS.get(flag.name, flag.hint))
         for flag in option_flags(SpeculationOptions, OPTION_NAMES)
     ),
+    _USUAL,
 )
-GENERATION = _grouped("Answer", _GENERATION)
+GENERATION = grouped("Answer", _GENERATION, _USUAL)
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda value: value >= 1, "at least 1. Ask for more tokens"),

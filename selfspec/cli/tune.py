@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.cli import common, recording, training
-from selfspec.cli.flags import Flag, merged, option_flags, with_flags
+from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.trace_options import RecordOptions, TuneOptions
@@ -25,8 +25,8 @@ FLAGS = (
     Flag("record", str, "A record of these heads, from selfspec trace; instead of a suite."),
     *recording.SUITE,
     *LOADING,
-    *option_flags(RecordOptions),
-    *option_flags(TuneOptions),
+    *grouped("Record", option_flags(RecordOptions), ("max_new_tokens",)),
+    *grouped("Choice", option_flags(TuneOptions), ("objective",)),
     Flag("dry_run", bool, "Report only."),
     Flag("forget", bool, "Remove what was found for these heads on this machine."),
 )

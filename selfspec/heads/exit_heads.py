@@ -285,7 +285,7 @@ def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> Ex
         vocab_size=vocab_size,
         exit_layers=tuple(range(1, num_layers)),
         head_type="logit-lens",
-        defaults={"exit_layers": [num_layers * 3 // 4]},
+        defaults={"drafter": f"exit:layers={num_layers * 3 // 4}"},
     )
     return ExitHeads(config, unembedding).eval()
 

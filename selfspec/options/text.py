@@ -55,17 +55,29 @@ def changed(part: P, settings: Any) -> P:
     """
     if isinstance(settings, type(part)):
         return settings
-    values = _pairs(part.kind, settings) if isinstance(settings, str) else settings or {}
-    if not isinstance(values, Mapping):
-        raise InvalidOption(f"{part.kind} is {shown(settings)}, expected KEY=VALUE,.. or a mapping")
     hints = annotations_of(type(part))
-    names = {str(name).strip().replace("-", "_"): value for name, value in values.items()}
+    names = _named(part.kind, settings)
     known = [entry.name for entry in fields(part)]  # type: ignore[arg-type]  # a dataclass
     if names and not known:
         raise InvalidOption(f"{part.kind} has no settings, found {shown(settings)}. Leave them out")
     check_keys(names, known, f"setting of {part.kind}:")
     read = {name: typed(f"{part.kind}:{name}", value, hints[name]) for name, value in names.items()}
     return replace(part, **read)  # type: ignore[type-var]  # a dataclass
+
+
+def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
+    """What two values of one option say together, each text or a mapping, as a mapping.
+
+    Kinds are those of `above`; of one that both name, `above` wins setting by setting. Raises
+    InvalidOption.
+    """
+    if group == "prices":
+        return _named(group, below) | _named(group, above)
+    first, second = (
+        {entry[0]: _named(*entry) for entry in _entries(group, value) if isinstance(entry, tuple)}
+        for value in (below, above)
+    )
+    return {kind: first.get(kind, {}) | settings for kind, settings in second.items()}
 
 
 def text(part: Part, *, full: bool = False) -> str:
@@ -111,6 +123,14 @@ def _entries(group: str, value: Any) -> Iterator[Part | tuple[str, Any]]:
             yield from _entries(group, one)
     else:
         raise InvalidOption(f"{group} is {shown(value)}, expected text like KIND:KEY=VALUE,..")
+
+
+def _named(kind: str, settings: Any) -> dict[str, Any]:
+    """Settings by name: of text, a mapping, or nothing. Raises InvalidOption."""
+    values = _pairs(kind, settings) if isinstance(settings, str) else settings or {}
+    if not isinstance(values, Mapping):
+        raise InvalidOption(f"{kind} is {shown(settings)}, expected KEY=VALUE,.. or a mapping")
+    return {str(name).strip().replace("-", "_"): value for name, value in values.items()}
 
 
 def _pairs(kind: str, said: str) -> dict[str, str]:

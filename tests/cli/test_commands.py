@@ -135,7 +135,7 @@ def heads_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "vocab_size": 16,
         "exit_layers": [2, 4],
         "head_type": "translator",
-        "defaults": {"exit_threshold": 0.7},
+        "defaults": {"drafter": "exit:threshold=0.7"},
         "training": {
             "data": "talks",
             "validation": "more talks",
@@ -194,7 +194,7 @@ def test_heads_show_reads_the_config_only(
     assert main(["heads", "show", str(heads_folder)]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["exit_layers"] == "2, 4"
-    assert lines["defaults"] == '{"exit_threshold": 0.7}'
+    assert lines["defaults"] == '{"drafter": "exit:threshold=0.7"}'
 
 
 def test_heads_check_says_ok(
@@ -294,7 +294,7 @@ def test_help_of_every_command_is_shown(capsys: pytest.CaptureFixture[str]) -> N
         assert main([*arguments, "--help"]) == 0
         assert capsys.readouterr().out.rstrip() == shown.rstrip()
     assert main(["generate", "--help"]) == 0
-    assert "--max-draft-tokens N" in capsys.readouterr().out
+    assert "--drafter KIND[:KEY=VALUE,..]" in capsys.readouterr().out
 
 
 def test_log_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
