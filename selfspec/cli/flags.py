@@ -69,16 +69,13 @@ class Flag:
 
 
 def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:
-    """A flag per field of an option dataclass, or for `names` of them; its docstring is the help.
-
-    Fields that hold objects with settings take text, or a mapping in YAML.
-    """
+    """A flag per field of an option dataclass, or for `names` of them; its docstring is the help."""
     hints, texts, built_in = annotations_of(options), docstrings(options), options()
     flags = []
     for name in names or [entry.name for entry in fields(options)]:
         default, hint, text = getattr(built_in, name), hints[name], texts[name]
         if isinstance(default, Part):
-            default, hint = default.kind if default.kind != name else None, str | dict
+            default = default.kind if default.kind != name else None
         if default is not None and hint is not bool:
             text = f"{text} Built in: {default}."
         flags.append(Flag(name, hint, text))
