@@ -69,7 +69,7 @@ class Flag:
 
 
 def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:
-    """A flag per field of an option dataclass, or for `names` of them; its docstring is the help."""
+    """A flag per field of an option dataclass, or for `names`; its docstring is the help."""
     hints, texts, built_in = annotations_of(options), docstrings(options), options()
     flags = []
     for name in names or [entry.name for entry in fields(options)]:
