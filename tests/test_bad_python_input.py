@@ -232,7 +232,7 @@ OPTIONS: list[dict[str, Any]] = [
     # of ours, for one call
     *options("speculate", "no", 1),
     *options("drafter", "none at all", 5, [], {}, [5], "draft-model", "ngram+draft-model"),
-    *settings("drafter", "exit", "layers", 5, "x", [99], [0], [2.5], [], [5, 2], [2, 2], [-1]),
+    *settings("drafter", "exit", "layers", 9, "x", [99], [0], [2.5], [], [5, 2], [2, 2], [-1]),
     *settings("drafter", "exit", "threshold", "x", 0.0, 1.5, NAN, [], [0.5, 0.5, 0.5], ["x"]),
     *settings("drafter", "exit", "anneal_strength", "x", -1.0, NAN, INF),
     *settings("drafter", "exit", "max_depth", "x", 99, 0, 1.5, 3),
@@ -344,7 +344,7 @@ def test_a_loop_for_hugging_face_is_refused_in_one_line(
 @pytest.mark.parametrize(
     "values",
     [
-        *settings("drafter", "exit", "layers", 5, [99], "x"),
+        *settings("drafter", "exit", "layers", 9, [99], "x"),
         *settings("drafter", "exit", "threshold", "x", 2.0, [0.5, 0.5, 0.5]),
         *options("drafter", "fast", None),
         *settings("drafter", "exit", "max_tokens", None, "six", 1.5),

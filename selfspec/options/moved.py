@@ -48,7 +48,7 @@ def hint(name: str) -> str | None:
         return None
     option, kind, setting = MOVED[name]
     value = f"{kind}:{setting}=.." if kind else f"{setting}=.."
-    return f"It is part of {option} now: --{option} {value}, in Python {option}='{value}'"
+    return f"It is part of {option} now. Give --{option} {value}, in Python {option}='{value}'"
 
 
 def check_names(names: Iterable[str], known: Iterable[str], kind: str) -> None:
