@@ -131,8 +131,8 @@ def _compared(family: str, model: PreTrainedModel) -> tuple[str, str]:
 
 _DRAFTERS: dict[str, dict[str, Any]] = {
     "no": {"speculate": False},  # plain decoding on our runtime
-    "exit": {"exit_layers": (2, 4), "exit_threshold": 0.02, "never_slower": False},
-    "ngram": {"drafter": "ngram", "ngram_size": 1, "never_slower": False},
+    "exit": {"drafter": "exit:layers=2/4,threshold=0.02", "never_slower": False},
+    "ngram": {"drafter": "ngram:size=1", "never_slower": False},
 }
 
 

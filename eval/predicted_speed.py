@@ -33,6 +33,7 @@ from selfspec.eval.trace import record
 from selfspec.eval.trace_options import RecordOptions
 from selfspec.eval.tune import candidates
 from selfspec.files import write
+from selfspec.options.text import text
 
 PLAIN = {"speculate": False}
 
@@ -110,11 +111,7 @@ def options_of(setting: SpeculationOptions) -> dict[str, Any]:
     """Keywords of `generate`."""
     return {
         "speculate": True,
-        "drafter": "exit",
-        "exit_layers": setting.exit_layers,
-        "exit_threshold": setting.exit_threshold,
-        "anneal_strength": setting.anneal_strength,
-        "max_draft_tokens": setting.max_draft_tokens,
+        "drafter": text(setting.exit, full=True),
         "never_slower": setting.never_slower,
     }
 
@@ -127,15 +124,11 @@ def machine(speculator: Speculator) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """For people."""
-    head = "| exit layers | tau | alpha | W_max | predicted | measured | ratio |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    head = "| drafter | predicted | measured | ratio |"
+    lines = [head, "|---|---|---|---|"]
     for row in results:
-        options = row["options"]
         cells = [
-            ", ".join(map(str, options["exit_layers"])),
-            ", ".join(f"{tau:g}" for tau in options["exit_threshold"]),
-            f"{options['anneal_strength']:g}",
-            str(options["max_draft_tokens"]),
+            row["options"]["drafter"],
             f"{row['predicted']:.2f}×",
             f"{row['measured']:.2f}×",
             f"{row['predicted'] / row['measured']:.2f}",

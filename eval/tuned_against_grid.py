@@ -38,10 +38,12 @@ from selfspec.eval.metrics import SpeedUp, speed_up
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite, spread
 from selfspec.eval.summary import seconds_by_prompt
+from selfspec.eval.sweeps import Moved
 from selfspec.eval.trace import record
 from selfspec.eval.trace_options import RecordOptions, TuneOptions
 from selfspec.eval.tune import Tuned, tune
 from selfspec.files import write
+from selfspec.options.text import word
 
 TAUS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 WIDTHS = (1, 2, 3, 5, 7)
@@ -114,13 +116,7 @@ def grid(speculator: Speculator, points: int, seed: int) -> list[dict[str, Any]]
     fitted = tuple(speculator.heads.config.exit_layers)
     sets = dict.fromkeys([*((layer,) for layer in fitted), fitted])
     every = [
-        {
-            "exit_layers": layers,
-            "exit_threshold": tau,
-            "anneal_strength": speculator.options.anneal_strength,
-            "max_draft_tokens": width,
-            "max_draft_depth": None,
-        }
+        {"drafter": f"exit:layers={word(layers)},threshold={tau},max_depth=none,max_tokens={width}"}
         for layers, tau, width in itertools.product(sets, TAUS, WIDTHS)
     ]
     return random.Random(seed).sample(every, min(points, len(every)))
@@ -131,8 +127,9 @@ def contenders(
 ) -> list[Contender]:
     """Plain decoding, the tuned setting, then the grid."""
     (plain,) = candidates(speculator, ["plain"])["plain"]
-    own = tuned.options | {"max_draft_depth": None, "never_slower": True}
-    chosen, *others = swept(speculator, [own, *settings])
+    own = tuned.options | {"never_slower": True}
+    moves = [Moved("drafter", setting["drafter"], setting) for setting in (own, *settings)]
+    chosen, *others = swept(speculator, moves)
     return [replace(plain, label="plain"), replace(chosen, label="tuned"), *others]
 
 

@@ -2,18 +2,25 @@
 
 Command-line flags, YAML keys and keyword arguments are derived from these dataclasses. A value
 given in several places is taken from: flag > YAML file > what was tuned for this machine > the
-heads' own defaults > here.
+heads' own defaults > here. That holds for each setting: text changes what it names, so that
+`--drafter exit:threshold=0.9` leaves the heads' exit layers as they are. An object is taken whole.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from selfspec.errors import InvalidOption
-from selfspec.typed import annotations_of, check_types, shown
+from selfspec.options import text
+from selfspec.options.controllers import CONTROLLERS, Bounded, Controller, Fixed
+from selfspec.options.drafters import DRAFTERS, TOGETHER, DraftModel, Exit, Ngram
+from selfspec.options.moved import check_names
+from selfspec.options.parts import Part, Range, check_fields
+from selfspec.options.prices import Prices
+from selfspec.options.rules import ACCEPTANCE, Acceptance, Easd, Lenient, Lossless
+from selfspec.typed import check_keys, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,264 +28,230 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-DRAFTERS = ("exit", "ngram", "ngram+exit", "draft-model", "ngram+draft-model", "none")
-
-ACCEPTANCE = ("lossless", "cm-asd", "easd")
-READINGS = ("intent", "paper")
-
 _WIDEST_PROBED = 16
 """Rows: a probe of more would take longer than it is worth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """How tokens are drafted and checked. Only `acceptance` and `lenience` change the output."""
+    """How tokens are drafted and checked. Only `acceptance` changes the output.
+
+    Settings of all drafters are kept side by side, whichever are in use.
+    """
 
     speculate: bool = True
-    """Draft at all. False is plain decoding on the same runtime, the honest baseline."""
+    """Draft at all; without drafts it is plain decoding on the same runtime."""
 
     drafter: str = "exit"
-    """What proposes tokens: exit (heads on shallow layers), ngram (text already seen), draft-model
-    (a second, smaller model), ngram+exit or ngram+draft-model (whichever promises more), none."""
+    """What proposes tokens: exit (heads), ngram (text already seen), draft-model, ngram+exit,
+    ngram+draft-model, none.
 
-    exit_layers: tuple[int, ...] | None = None
-    """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
+    Of two the one that promises more drafts.
+    """
 
-    exit_threshold: float | tuple[float, ...] = 0.9
-    """tau, in (0, 1]: a token exits where its annealed confidence reaches it. One value for all
-    exit layers, or one per layer. High by default: a wrong draft costs work."""
+    controller: Controller = field(default_factory=Fixed)
+    """What sets W_max of the next round: fixed, heuristic, threshold, gammatune, gammatune-plus,
+    cm-asd."""
 
-    anneal_strength: float = 0.2
-    """alpha, at least 0, in `T_l = 1 + alpha (1 - l / L)`; 0 turns annealing off. The paper calls
-    for "a small" one without printing it (section 3.3)."""
+    acceptance: Acceptance = field(default_factory=Lossless)
+    """Which drafts stay: lossless, or one of the lossy rules lenient, cm-asd, easd."""
 
-    max_draft_depth: int | None = None
-    """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
+    prices: Prices = field(default_factory=Prices)
+    """What drafts cost here, as shares of a step: row, head, block."""
 
-    max_draft_tokens: int = 6
-    """W_max, at least 1: drafts per round, or where a controller starts."""
+    exit: Exit = field(default_factory=Exit)
+    """Of exit heads."""
 
-    controller: str = "fixed"
-    """What sets W_max of the next round: fixed, heuristic (two more after a round that was kept,
-    else one less), threshold (stop behind an unsure draft), gammatune, gammatune-plus, cm-asd."""
+    ngram: Ngram = field(default_factory=Ngram)
+    """Of text already seen."""
 
-    shortest_draft: int = 1
-    """gamma_min, k_min: shortest W_max that a controller may choose, at least 1."""
+    draft_model: DraftModel = field(default_factory=DraftModel)
+    """Of a second model."""
 
-    longest_draft: int = 10
-    """gamma_max, k_max: longest W_max that a controller may choose; in pinned mode never more than
-    `pinned_rows - 1`. Printed nowhere: where verification starts to cost on a CPU."""
-
-    controller_threshold: float = 0.4
-    """Top probability, in [0, 1], from which threshold and gammatune-plus draft on. As in Hugging
-    Face's `assistant_confidence_threshold`; GammaTune prints none."""
-
-    gammatune_rate: float = 0.3
-    """eta, in (0, 1]: weight of the newest round in the mean. Printed nowhere."""
-
-    gammatune_step: float = 2.0
-    """delta, at least 0: what a wholly accepted round counts more. Printed nowhere; the heuristic's
-    own step."""
-
-    confidence_weights: tuple[float, ...] = (0.4, 0.3, 0.3)
-    """CM-ASD's lambdas: weights of entropy, logit margin and softmax margin, which sum to 1.
-    Printed nowhere: the two margins say much the same."""
-
-    margin_scale: float = 1.0
-    """CM-ASD's beta, above 0: sharpness of the logit margin. Printed nowhere: 1 gives a sigmoid of
-    the margin as it is, in nats."""
-
-    length_scale: float = 1.0
-    """CM-ASD's alpha, in (0, 1]: share of `longest_draft` that full confidence drafts. The
-    document's "full confidence"."""
-
-    ngram_size: int = 4
-    """Longest n-gram that is looked up, at least 1; the longest that is found decides."""
-
-    ngram_draft_tokens: int = 7
-    """W_max of drafts from text already seen, at least 1. Larger than that of exit heads, because
-    they cost no time to make; with the newest token they fill a pinned pass."""
-
-    row_cost: float = 0.08
-    """What one more row adds to a verification, as a share of a step, in [0, 1]: drafts from text
-    already seen are proposed while their chance exceeds it. Packed weights on a CPU measure 0.05;
-    a little more is safer where guesses get worse."""
-
-    head_cost: float = 0.08
-    """What asking one exit head adds to a round, as a share of a step, at least 0. SmolLM2-135M in
-    bfloat16 measures 0.075."""
+    easd: Easd = field(default_factory=Easd)
+    """Where `easd` as text starts: heads may know its entropy threshold."""
 
     never_slower: bool = True
     """Pause exit heads or a draft model where what they gave lately is less than what they cost;
-    try them again later. Text already seen costs nothing to draft and has its own rule."""
+    try them again later.
 
-    block_cost: float | None = None
-    """What a verification of two rows costs more than one of one, as a share of a step, at least 0:
-    text already seen must promise more tokens. None: 0.7 where a CPU runs one row by kernels of its
-    own, else 0."""
-
-    acceptance: str = "lossless"
-    """What decides which drafts stay: lossless (greedy match, speculative sampling), or one of the
-    lossy rules cm-asd (close to the target's best) and easd (none where both models waver)."""
+    Text already seen costs nothing to draft and has its own rule.
+    """
 
     require_lossless: bool = False
     """Refuse lossy settings."""
-
-    lenience: float = 1.0
-    """In (0, 1]: a sampled draft stays when u < p / (q * lenience). Below 1 is lossy."""
-
-    cm_asd_reading: str = "intent"
-    """intent: cm-asd is stricter where the drafter is unsure, as its text says; paper: looser, as
-    its formula does."""
-
-    top_beta: int = 3
-    """CM-ASD's beta, at least 1: a draft must be among so many best tokens. Printed nowhere."""
-
-    tolerance: float = 0.1
-    """CM-ASD's tau_base, at least 0, in nats below the best token. The document's example."""
-
-    tolerance_gain: float = 0.9
-    """CM-ASD's gamma, at least 0, in nats: what confidence (intent) or its lack (paper) adds.
-    Printed nowhere: with tolerance 0.1 a token may be e times less likely than the best."""
-
-    entropy_threshold: float | None = None
-    """EASD's tau_H, at least 0, in nats. None: calibrate it with selfspec calibrate --entropy."""
-
-    overlap_threshold: float = 0.8
-    """EASD's tau_O, in [0, 1]: more than this share of the best tokens is the same in both."""
-
-    overlap_tokens: int = 5
-    """EASD's N, at least 1: how many best tokens are compared."""
 
     pinned: bool | None = None
     """Bitwise draft invariance. True: by passes of one shape where kernels do not have it; refused
     where a probe finds that bits move. None: as far as kernels have it, which costs nothing."""
 
-    pinned_rows: int = 8
+    pinned_rows: Annotated[int, Range(lambda rows: 1 <= rows <= 1024, "in [1, 1024]")] = 8
     """Rows of every pass in pinned mode: one for the newest token, one for each draft token."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no model could make sense of."""
-        check_types(vars(self), annotations_of(SpeculationOptions))
-        _require(bool(self.thresholds), "exit_threshold", self.exit_threshold, "or one per layer")
-        for tau in self.thresholds:
-            _require(0.0 < tau <= 1.0, "exit_threshold", tau, "in (0, 1]")
-        for name, (holds, expected) in _RANGES.items():
-            value = getattr(self, name)
-            _require(holds(value), name, value, expected)
-        check_keys([self.drafter], DRAFTERS, "drafter")
-        check_keys([self.acceptance], ACCEPTANCE, "acceptance")
-        check_keys([self.cm_asd_reading], READINGS, "cm_asd_reading")
-        self._check_losses()
-        self._check_lengths()
+        check_fields(self)
+        check_keys([self.drafter], TOGETHER, "drafter")
+        if self.require_lossless and self.loss is not None:
+            raise InvalidOption(f"{self.loss} is lossy, but require_lossless is set. Leave one out")
+        if self.pinned:
+            self._check_rows()
 
-    def _check_lengths(self) -> None:
-        """Raise InvalidOption for bounds that leave no draft length."""
-        if self.shortest_draft > self.longest_possible_draft:
-            rows = f" and pinned_rows {self.pinned_rows}" if self.pinned else ""
-            raise InvalidOption(
-                f"shortest_draft {self.shortest_draft} exceeds longest_draft {self.longest_draft}"
-                f"{rows}. Lower the one or raise the other"
-            )
-        widths = {"max_draft_tokens": self.max_draft_tokens}
-        if self.uses("ngram"):
-            widths["ngram_draft_tokens"] = self.ngram_draft_tokens
-        for name, width in widths.items():
-            if self.pinned and self.pinned_rows <= width:
+    def _check_rows(self) -> None:
+        """Raise InvalidOption for drafts that a pinned pass has no room for."""
+        needed = {f"{kind}:max_tokens": width for kind, width in self.widths.items()}
+        if isinstance(self.controller, Bounded):
+            needed[f"{self.controller.kind}:shortest"] = self.controller.shortest
+        for name, width in needed.items():
+            if self.pinned_rows <= width:
                 raise InvalidOption(
                     f"pinned_rows is {self.pinned_rows}, but {name} {width} needs at least "
                     f"{width + 1} rows. Raise the one or lower the other"
                 )
 
-    def _check_losses(self) -> None:
-        """Raise InvalidOption for lossy settings that exclude each other, or were excluded."""
-        if self.acceptance != "lossless" and self.lenience < 1.0:
-            raise InvalidOption(
-                f"lenience {self.lenience} and acceptance {self.acceptance}: each is a rule of its "
-                "own. Leave one out"
-            )
-        if self.require_lossless and self.loss is not None:
-            raise InvalidOption(f"{self.loss} is lossy, but require_lossless is set. Leave one out")
+    @property
+    def widths(self) -> dict[str, int]:
+        """W_max of each drafter in use."""
+        return {part.kind: part.max_tokens for part in self._drafters() if self.uses(part.kind)}
 
     @property
     def loss(self) -> str | None:
         """Which option changes the output where drafts are made; None: none does."""
-        if self.acceptance != "lossless":
-            return f"acceptance {self.acceptance}"
-        return f"lenience {self.lenience}" if self.lenience < 1.0 else None
+        if isinstance(self.acceptance, Lossless):
+            return None
+        if isinstance(self.acceptance, Lenient):
+            lenience = self.acceptance.lenience
+            return f"lenience {lenience}" if lenience < 1.0 else None
+        return f"acceptance {self.acceptance.kind}"
 
     def uses(self, source: str) -> bool:
         """Whether `source` (exit, ngram, ..) is part of the drafter."""
         return source in self.drafter.split("+")
 
-    @property
-    def longest_possible_draft(self) -> int:
-        """`longest_draft`, or what a pinned pass has room for beside the newest token."""
-        room = self.pinned_rows - 1
-        return min(self.longest_draft, room) if self.pinned else self.longest_draft
+    def longest_draft(self, width: int) -> int:
+        """What the controller never exceeds where a drafter's W_max is `width`.
+
+        In pinned mode a pass has no more room beside the newest token.
+        """
+        if not isinstance(self.controller, Bounded):
+            return width
+        longest = self.controller.longest
+        return min(longest, self.pinned_rows - 1) if self.pinned else longest
 
     @property
     def widest_pass(self) -> int:
         """Rows of the widest verification that these drafts lead to, 16 if that is more."""
-        widths = [self.ngram_draft_tokens] if self.uses("ngram") else []
-        widths += [self.max_draft_tokens] if self.drafter != "ngram" else []
-        widths += [self.longest_draft] if self.controller != "fixed" else []
-        return 1 + min(max(widths), _WIDEST_PROBED - 1)
-
-    @property
-    def thresholds(self) -> tuple[float, ...]:
-        """Tau as a tuple: of length 1 (all layers) or one per exit layer."""
-        tau = self.exit_threshold
-        return tuple(tau) if isinstance(tau, Iterable) else (tau,)
+        widths = [max(width, self.longest_draft(width)) for width in self.widths.values()]
+        return 1 + min(max(widths, default=0), _WIDEST_PROBED - 1)
 
     def updated(self, values: Mapping[str, Any]) -> SpeculationOptions:
-        """A copy with `values` replaced. Raises InvalidOption for a key that does not exist."""
+        """A copy with `values` replaced: objects, text, or nested mappings for those that have one.
+
+        Raises InvalidOption.
+        """
+        return replace(self, **self.changes(values))
+
+    def changes(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that `values` replace, each checked by itself. Raises InvalidOption."""
         if not isinstance(values, Mapping):
             raise InvalidOption(f"options are {shown(values)}, expected names and values")
-        check_keys(values, OPTION_NAMES, "option")
-        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
-        return replace(self, **{**values, **lists})
+        check_names(values, _FIELDS, "option")
+        found = {name: value for name, value in values.items() if name not in _PARTS}
+        for name in (name for name in _PARTS if name in values):
+            found |= _PARTS[name](name, values[name], {**vars(self), **found})
+        return found
+
+    def described(self) -> dict[str, Any]:
+        """Keywords that give these options, as text where they have settings, ready for JSON."""
+        used = [text.text(part) for part in self._drafters() if self.uses(part.kind)]
+        found = {name: getattr(self, name) for name in OPTION_NAMES} | {
+            "drafter": "+".join(used) or "none",
+            "controller": text.text(self.controller),
+            # in full: easd as text starts where the heads say
+            "acceptance": text.text(self.acceptance, full=isinstance(self.acceptance, Easd)),
+            "prices": text.settings(self.prices),
+        }
+        return {name: value for name, value in found.items() if value != ""}
+
+    def differing(self) -> dict[str, Any]:
+        """The least that `updated` needs to make these options of the built-in ones, for JSON."""
+        built_in = SpeculationOptions()
+        usual = built_in.described()
+        idle = [part for part in self._drafters() if not self.uses(part.kind)]
+        kept = {_field(type(part)): text.settings(part) for part in (*idle, self.easd)}
+        found = {name: value for name, value in kept.items() if value}
+        return found | {k: v for k, v in self.described().items() if v != usual.get(k)}
+
+    def _drafters(self) -> tuple[Ngram, Exit, DraftModel]:
+        return self.ngram, self.exit, self.draft_model
 
 
-_AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
-_AT_LEAST_0 = (lambda value: value >= 0.0, "at least 0")
-_SHARE = (lambda value: 0.0 < value <= 1.0, "in (0, 1]")
-_PROBABILITY = (lambda value: 0.0 <= value <= 1.0, "in [0, 1]")
+_Fields = dict[str, Any]
 
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "anneal_strength": _AT_LEAST_0,
-    "max_draft_tokens": _AT_LEAST_1,
-    "shortest_draft": _AT_LEAST_1,
-    "ngram_size": _AT_LEAST_1,
-    "ngram_draft_tokens": _AT_LEAST_1,
-    "row_cost": _PROBABILITY,
-    "head_cost": _AT_LEAST_0,
-    "block_cost": (lambda value: value is None or value >= 0.0, "at least 0"),
-    "controller_threshold": _PROBABILITY,
-    "gammatune_rate": _SHARE,
-    "gammatune_step": _AT_LEAST_0,
-    "confidence_weights": (
-        lambda weights: len(weights) == 3 and min(weights) >= 0.0 and abs(sum(weights) - 1) < 1e-6,
-        "of three weights, at least 0, that sum to 1",
-    ),
-    "margin_scale": (lambda value: value > 0.0, "above 0"),
-    "length_scale": _SHARE,
-    "lenience": _SHARE,
-    "top_beta": _AT_LEAST_1,
-    "tolerance": _AT_LEAST_0,
-    "tolerance_gain": _AT_LEAST_0,
-    "entropy_threshold": (lambda value: value is None or value >= 0.0, "at least 0"),
-    "overlap_threshold": _PROBABILITY,
-    "overlap_tokens": _AT_LEAST_1,
-    "pinned_rows": (lambda value: 1 <= value <= 1024, "in [1, 1024]"),
+
+def _settings(name: str, value: Any, present: _Fields) -> _Fields:
+    """Of one part, whichever is in use."""
+    return {name: text.changed(present[name], value)}
+
+
+def _drafter(name: str, value: Any, present: _Fields) -> _Fields:
+    """Which are in use, and their settings."""
+    found = text.parts(name, value, DRAFTERS, lambda kind: present.get(_field(kind), kind()))
+    kinds = "+".join(part.kind for part in found)
+    check_keys([kinds], TOGETHER, name)
+    return {name: kinds} | {_field(type(part)): part for part in found if part.kind != "none"}
+
+
+def _one_of(kinds: text.Kinds) -> Callable[[str, Any, _Fields], _Fields]:
+    """A reader of an option that has one of several kinds."""
+
+    def read(name: str, value: Any, present: _Fields) -> _Fields:
+        def start(kind: type[Part]) -> Part:
+            now = present[name]
+            return now if type(now) is kind else present.get(_field(kind), kind())
+
+        found = text.parts(name, value, kinds, start)
+        if len(found) != 1:
+            raise InvalidOption(
+                f"{name} is {shown(value)}, expected one kind. Leave the others out"
+            )
+        return {name: found[0]}
+
+    return read
+
+
+def _field(kind: type[Part]) -> str:
+    """The field of SpeculationOptions for settings of a kind, if it has one."""
+    return kind.kind.replace("-", "_")
+
+
+_PARTS = {
+    **dict.fromkeys(("prices", "exit", "ngram", "draft_model", "easd"), _settings),
+    "drafter": _drafter,
+    "controller": _one_of(CONTROLLERS),
+    "acceptance": _one_of(ACCEPTANCE),
 }
-"""What a value must hold, and how an error says so."""
+"""How options with settings of their own are read, in this order."""
 
-_MOST_LISTED = 16
-"""Known names that an error lists."""
+_FIELDS = frozenset(entry.name for entry in fields(SpeculationOptions))
 
-OPTION_NAMES = frozenset(entry.name for entry in fields(SpeculationOptions))
-"""Every SpeculationOptions field."""
+OPTION_NAMES = tuple(
+    entry.name
+    for entry in fields(SpeculationOptions)
+    if entry.name not in ("exit", "ngram", "draft_model", "easd")
+)
+"""Keywords of `generate`, flags and keys of a YAML file. The other fields are reached by these."""
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Raise InvalidOption for keywords that do not exist, or values that they cannot have.
+
+    For use before anything is loaded: what depends on the heads' defaults is not looked at.
+    """
+    check_names(values, OPTION_NAMES, "option")
+    rows_later = {"pinned": None} if values.get("pinned") is True else {}
+    SpeculationOptions().updated({**values, **rows_later})
+
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Tokens to generate where neither the caller nor the model says."""
@@ -332,55 +305,11 @@ class GenerateOptions(TypedDict, total=False):
     raw: bool
     """A prompt in words is tokenised as it is, without the chat template."""
     speculate: bool
-    drafter: str
-    exit_layers: tuple[int, ...] | None
-    exit_threshold: float | tuple[float, ...]
-    anneal_strength: float
-    max_draft_depth: int | None
-    max_draft_tokens: int
-    controller: str
-    shortest_draft: int
-    longest_draft: int
-    controller_threshold: float
-    gammatune_rate: float
-    gammatune_step: float
-    confidence_weights: tuple[float, ...]
-    margin_scale: float
-    length_scale: float
-    ngram_size: int
-    ngram_draft_tokens: int
-    row_cost: float
-    head_cost: float
+    drafter: str | Mapping[str, Any] | Exit | Ngram | DraftModel | Sequence[Any]
+    controller: str | Mapping[str, Any] | Controller
+    acceptance: str | Mapping[str, Any] | Acceptance
+    prices: str | Mapping[str, Any] | Prices
     never_slower: bool
-    block_cost: float | None
-    acceptance: str
     require_lossless: bool
-    lenience: float
-    cm_asd_reading: str
-    top_beta: int
-    tolerance: float
-    tolerance_gain: float
-    entropy_threshold: float | None
-    overlap_threshold: float
-    overlap_tokens: int
     pinned: bool | None
     pinned_rows: int
-
-
-def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
-    """Raise InvalidOption at the first of `values` not in `known`, naming the nearest known one."""
-    names = sorted(known)
-    for key in values:
-        if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"Known: {', '.join(names[:_MOST_LISTED])}"
-            if len(names) > _MOST_LISTED:
-                hint = f"Leave it out: it is like none of the {len(names)} known ones"
-            if near:
-                hint = f"Did you mean {near[0]}?"
-            raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
-
-
-def _require(condition: bool, name: str, value: object, expected: str) -> None:
-    if not condition:
-        raise InvalidOption(f"{name} is {value}, expected a value {expected}")

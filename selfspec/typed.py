@@ -6,10 +6,11 @@ fit. Called by `config` before any range is looked at, and where records are rea
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,6 +19,9 @@ from selfspec.errors import InvalidData, InvalidOption
 
 _SHOWN = 60
 """Characters of a value that an error repeats."""
+
+_MOST_LISTED = 16
+"""Known names that an error lists."""
 
 _WORDS: dict[Any, tuple[str, str]] = {
     bool: ("True or False", "True or False"),
@@ -34,10 +38,28 @@ _TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), A
 """Names in annotations that need torch: whoever uses such a value checks it."""
 
 
-@functools.cache
 def annotations_of(options: type) -> dict[str, Any]:
     """Type hints of a class of options; what only torch knows is Any."""
+    return _annotations(options)
+
+
+@functools.cache
+def _annotations(options: type) -> dict[str, Any]:
     return get_type_hints(options, localns=_TORCH_CLASSES)
+
+
+def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
+    """Raise InvalidOption at the first of `values` not in `known`, naming the nearest known one."""
+    names = sorted(known)
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"Known: {', '.join(names[:_MOST_LISTED])}"
+            if len(names) > _MOST_LISTED:
+                hint = f"Leave it out: it is like none of the {len(names)} known ones"
+            if near:
+                hint = f"Did you mean {near[0]}?"
+            raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:

@@ -24,10 +24,10 @@ from transformers import (
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.config import DRAFTERS
-from selfspec.decoding.controllers import CONTROLLERS
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.model.unembedding import Unembedding
+from selfspec.options.controllers import CONTROLLERS, Bounded
+from selfspec.options.drafters import TOGETHER
 from tests.models import VOCAB_SIZE, make_model, random_ids
 
 LAYERS = 4
@@ -274,36 +274,52 @@ def speculations(draw: st.DrawFn, heads: str) -> dict[str, Any]:
     pinned = draw(st.sampled_from([None, None, False, True]))
     most = rows - 1 if pinned else 12
     longest = draw(st.integers(1, most))
-    found = {
-        "drafter": draw(st.sampled_from(DRAFTERS)),
-        "controller": draw(st.sampled_from(sorted(CONTROLLERS))),
-        "exit_layers": layers,
-        "exit_threshold": draw(st.one_of(shares, st.tuples(*[shares for _ in layers]))),
-        "max_draft_depth": draw(st.sampled_from([None, *layers])),
-        "max_draft_tokens": draw(st.integers(1, most)),
-        "ngram_draft_tokens": draw(st.integers(1, most)),
-        "longest_draft": longest,
-        "shortest_draft": draw(st.integers(1, longest)),
+    settings: dict[str, dict[str, Any]] = {
+        "exit": {
+            "layers": layers,
+            "threshold": draw(st.one_of(shares, st.tuples(*[shares for _ in layers]))),
+            "max_depth": draw(st.sampled_from([None, *layers])),
+            "max_tokens": draw(st.integers(1, most)),
+            **draw(tuning(anneal_strength=st.sampled_from([0.0, 0.5, 2.0]))),
+        },
+        "ngram": {"max_tokens": draw(st.integers(1, most)), **draw(tuning(size=st.integers(1, 5)))},
+        "draft-model": {"max_tokens": draw(st.integers(1, most))},
+        "none": {},
+    }
+    bounds = {"longest": longest, "shortest": draw(st.integers(1, longest))}
+    controller = draw(st.sampled_from(sorted(CONTROLLERS)))
+    held = bounds if issubclass(CONTROLLERS[controller], Bounded) else {}
+    return {
+        "drafter": {k: settings[k] for k in draw(st.sampled_from(TOGETHER)).split("+")},
+        "controller": {controller: held | draw(CONTROLLER_TUNING.get(controller, tuning()))},
+        "prices": draw(PRICES),
         "never_slower": draw(st.booleans()),
         "pinned": pinned,
         "pinned_rows": rows,
     }
-    return found | draw(st.fixed_dictionaries({}, optional=TUNING))
 
 
-TUNING: dict[str, st.SearchStrategy[Any]] = {
-    "anneal_strength": st.sampled_from([0.0, 0.5, 2.0]),
-    "controller_threshold": shares,
-    "gammatune_rate": shares,
-    "gammatune_step": st.sampled_from([0.0, 1.0, 4.0]),
-    "confidence_weights": st.sampled_from([(1.0, 0.0, 0.0), (0.2, 0.2, 0.6)]),
-    "margin_scale": st.sampled_from([0.1, 5.0]),
-    "length_scale": shares,
-    "ngram_size": st.integers(1, 5),
-    "row_cost": st.sampled_from([0.0, 0.3]),
-    "head_cost": st.sampled_from([0.0, 0.3]),
-    "block_cost": st.sampled_from([0.0, 0.7]),
+def tuning(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Some of these, or none."""
+    return st.fixed_dictionaries({}, optional=values)
+
+
+STEPS = st.sampled_from([0.0, 1.0, 4.0])
+CONTROLLER_TUNING = {
+    "threshold": tuning(threshold=shares),
+    "gammatune": tuning(rate=shares, step=STEPS),
+    "gammatune-plus": tuning(rate=shares, step=STEPS, threshold=shares),
+    "cm-asd": tuning(
+        weights=st.sampled_from([(1.0, 0.0, 0.0), (0.2, 0.2, 0.6)]),
+        margin_scale=st.sampled_from([0.1, 5.0]),
+        scale=shares,
+    ),
 }
+PRICES = tuning(
+    row=st.sampled_from([0.0, 0.3]),
+    head=st.sampled_from([0.0, 0.3]),
+    block=st.sampled_from([0.0, 0.7]),
+)
 
 
 @st.composite

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from selfspec.api.speculator import wrap
+from selfspec.config import OPTION_NAMES
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.decode import StopRule, rounds
@@ -248,14 +249,10 @@ def check_sampling(
     residuals matter. With the fixed seed a correct sampler passes always.
     """
     size = model.config.vocab_size
-    speculator = wrap(
-        model,
-        heads="logit-lens",
-        exit_layers=(1,),
-        exit_threshold=0.01,
-        max_draft_tokens=2,
-        **options,
-    )
+    own = {name: options.pop(name) for name in OPTION_NAMES if name in options}
+    speculator = wrap(model, heads="logit-lens", drafter="exit", **options)
+    low = {"exit": "layers=1,threshold=0.01,max_tokens=2", "draft_model": "max_tokens=2"}
+    speculator.options = speculator.options.updated(low | own)
     # asked once: transformers takes longer to read the keywords than the answer takes
     call = speculator.call(
         ids,

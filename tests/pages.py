@@ -14,6 +14,7 @@ from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record
 from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
+from selfspec.options import Exit
 from selfspec.visualise.layers import LayerTrace
 from tests.records import OPTIONS
 from tests.test_replay import random_setting
@@ -22,7 +23,7 @@ from tests.traces import make_trace, some_costs
 RECORD_LAYERS = 6
 COSTS = some_costs(RECORD_LAYERS, OPTIONS.max_draft_tokens + 1)
 USED = SpeculationOptions(
-    exit_threshold=0.2, anneal_strength=0.5, max_draft_tokens=3, never_slower=False
+    exit=Exit(threshold=0.2, anneal_strength=0.5, max_tokens=3), never_slower=False
 )
 
 
@@ -30,9 +31,9 @@ def many_settings(record: Record) -> list[SpeculationOptions]:
     """By chance; in some a threshold equals a confidence to the last bit."""
     options = [random_setting(record, seed) for seed in range(40)]
     sure = np.unique(record.confidence[record.confidence >= record.info.min_threshold])
-    everywhere = replace(options[0], exit_layers=None, max_draft_depth=None)
+    everywhere = options[0].updated({"exit": {"layers": None, "max_depth": None}})
     taus = random.Random(1).sample(sure.tolist(), 10)
-    return [*options, *(replace(everywhere, exit_threshold=tau) for tau in taus)]
+    return [*options, *(everywhere.updated({"exit": {"threshold": tau}}) for tau in taus)]
 
 
 def check_replayed(
@@ -48,16 +49,16 @@ def check_replayed(
 
 def as_choice(record: Record, options: SpeculationOptions) -> dict[str, Any]:
     """Options as the page's sliders hold them."""
-    info = record.info
-    layers = options.exit_layers or info.exit_layers
-    taus = options.thresholds if len(options.thresholds) > 1 else options.thresholds * len(layers)
+    info, own = record.info, options.exit
+    layers = own.layers or info.exit_layers
+    taus = own.thresholds if len(own.thresholds) > 1 else own.thresholds * len(layers)
     by_layer = dict(zip(layers, taus, strict=True))
     return {
         "used": [layer in layers for layer in info.exit_layers],
         "thresholds": [by_layer.get(layer, 1.0) for layer in info.exit_layers],
-        "alpha": info.anneal_strengths.index(options.anneal_strength),
-        "depth": layers[-1] if options.max_draft_depth is None else options.max_draft_depth,
-        "width": options.max_draft_tokens,
+        "alpha": info.anneal_strengths.index(own.anneal_strength),
+        "depth": layers[-1] if own.max_depth is None else own.max_depth,
+        "width": own.max_tokens,
     }
 
 

@@ -47,7 +47,7 @@ def test_layers_dispatched_over_devices_run_as_before(model: PreTrainedModel) ->
     places["model.rotary_emb"] = "cpu"
     dispatch_model(split, places, force_hooks=True)
     assert hasattr(split.model.layers[3], "_hf_hook")
-    speculator = wrap(split, heads="logit-lens", exit_layers=(2, 4), exit_threshold=0.05)
+    speculator = wrap(split, heads="logit-lens", drafter="exit:layers=2/4,threshold=0.05")
     answer = speculator.generate(ids, max_new_tokens=10)
     assert answer.token_ids == expected
     assert answer.stats.drafted > 0
@@ -57,7 +57,7 @@ def test_wrapping_and_generating_leave_the_model_as_it_was() -> None:
     model = make_model("llama").train()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config, generation = model.config.to_dict(), model.generation_config.to_dict()
-    speculator = wrap(model, heads="logit-lens", exit_threshold=0.05)
+    speculator = wrap(model, heads="logit-lens", drafter="exit:threshold=0.05")
     speculator.generate(random_ids(5), max_new_tokens=5)
     assert model.training
     assert model.config.to_dict() == config

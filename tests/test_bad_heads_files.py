@@ -57,6 +57,7 @@ CONFIG_VALUES: list[tuple[str, Any]] = [
     *(("temperatures", value) for value in (None, [], "hot", {"2": "1"}, {"2": NAN}, {"2": 0})),
     *(("temperatures", value) for value in ({"2": -1}, {"2": INF}, {"3": 1.0}, {"x": 1.0})),
     *(("defaults", value) for value in (None, [], "fast", {"magic": 1}, {"exit_threshold": "x"})),
+    *(("defaults", {"drafter": value}) for value in ("exit:threshold=7", "exit:layers=3", 5, None)),
     *(("defaults", value) for value in ({"exit_threshold": 7}, {"max_draft_tokens": "many"})),
     *(("defaults", value) for value in ({"exit_layers": [3]}, {"exit_threshold": [0.5] * 3})),
     *(("training", value) for value in (None, [], 3)),

@@ -35,7 +35,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         suite = ["--suite", "prompts.jsonl"]
         assert main(["trace", *LENS, "--record", "record", *suite, *SHORT]) == 0
-        bench = ["bench", *LENS, *suite, "--output", "run", *SHORT, "--exit-layers", "2"]
+        bench = ["bench", *LENS, *suite, "--output", "run", *SHORT, "--drafter", "exit:layers=2"]
         assert main([*bench, "--methods", "plain"]) == 0
     return folder
 
@@ -253,7 +253,7 @@ def test_a_run_that_is_another_is_not_gone_on_with(
 ) -> None:
     RESUMED[kind](place)
     bench = ["bench", *LENS, "--suite", "prompts.jsonl", "--output", "run", *SHORT]
-    bench += ["--exit-layers", "2", "--methods", "plain", "--resume"]
+    bench += ["--drafter", "exit:layers=2", "--methods", "plain", "--resume"]
     refused(bench, place, capsys)
 
 

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, SelfspecError
+from selfspec.options import Exit, Fixed
 from tests.bad_calls import IDS, VOCAB, check, small_model, speaking
 from tests.models import addressless, random_ids
 
@@ -34,6 +35,10 @@ NAN, INF = math.nan, math.inf
 
 def options(name: str, *values: Any, **others: Any) -> list[dict[str, Any]]:
     return [{name: value} | others for value in values]
+
+
+def settings(name: str, kind: str, key: str, *values: Any) -> list[dict[str, Any]]:
+    return [{name: {kind: {key: value}}} for value in values]
 
 
 def too_many(_one: Any, _two: Any, _three: Any) -> None:
@@ -87,24 +92,31 @@ OPTIONS: list[dict[str, Any]] = [
     *options("raw", "x", 1),
     # of ours, for one call
     *options("speculate", "no", 1),
-    *options("drafter", "none at all", 5, ["exit"], "draft-model", "ngram+draft-model"),
-    *options("exit_layers", 5, "2", [99], [0], [2.5], ["2"], [], [5, 2], [2, 2], [-1]),
-    *options("exit_threshold", "x", 0.0, 1.5, NAN, [], [0.5, 0.5, 0.5], ["x"]),
-    *options("anneal_strength", "x", -1.0, NAN, INF),
-    *options("max_draft_depth", "x", 99, 0, 1.5, 3),
-    *options("max_draft_tokens", "6", 0, -1, 2.5, True),
-    *options("controller", "fast", 5),
-    *options("shortest_draft", 0, "x", 99, 1.5),
-    *options("longest_draft", 0, "x", -1),
-    *options("controller_threshold", 1.5, "x", NAN),
-    *options("gammatune_rate", 0.0, "x"),
-    *options("confidence_weights", 0.4, [1.0], [0.5, 0.5, 0.5], ["a", "b", "c"], [NAN, 0.5, 0.5]),
-    *options("ngram_size", 0, "x"),
-    *options("row_cost", NAN, -1.0, "x", 2.0),
-    *options("block_cost", NAN, -1.0, "x"),
-    *options("acceptance", "always", 5, "easd"),
-    *options("lenience", 0.0, 2.0, "x", 0.5),
-    *options("entropy_threshold", -1.0, "x"),
+    *options("drafter", "none at all", 5, [], {}, [5], "draft-model", "ngram+draft-model"),
+    *settings("drafter", "exit", "layers", 9, "x", [99], [0], [2.5], [], [5, 2], [2, 2], [-1]),
+    *settings("drafter", "exit", "threshold", "x", 0.0, 1.5, NAN, [], [0.5, 0.5, 0.5], ["x"]),
+    *settings("drafter", "exit", "anneal_strength", "x", -1.0, NAN, INF),
+    *settings("drafter", "exit", "max_depth", "x", 99, 0, 1.5, 3),
+    *settings("drafter", "exit", "max_tokens", "six", 0, -1, 2.5, True, None),
+    *settings("drafter", "ngram", "size", 0, "x"),
+    *options("drafter", "exit:", "exit:3", "exit:layers", "exit:=3", "exit:layers=2,layers=5"),
+    *options("drafter", "exit,ngram", {"exit": 5}, {"exit": {5: 5}}, Fixed(), object()),
+    *options("controller", "fast", 5, "fixed+threshold", "fixed:longest=3", Exit()),
+    *settings("controller", "gammatune", "shortest", 0, "x", 99, 1.5),
+    *settings("controller", "gammatune", "longest", 0, "x", -1),
+    *settings("controller", "gammatune", "rate", 0.0, "x"),
+    *settings("controller", "threshold", "threshold", 1.5, "x", NAN),
+    *settings(
+        "controller", "cm-asd", "weights", 0.4, [1.0], [0.5, 0.5, 0.5], ["a"], [NAN, 0.5, 0.5]
+    ),
+    *({"prices": {name: value}} for name in ("row", "block") for value in (NAN, -1.0, "x")),
+    *options("prices", "row=2", "rows=1", 5, "0.3", Exit()),
+    *options("acceptance", "always", 5, "easd", "lenient:lenience=0.5"),
+    *settings("acceptance", "lenient", "lenience", 0.0, 2.0, "x"),
+    *settings("acceptance", "easd", "entropy", -1.0, "x"),
+    # old names
+    *options("exit_layers", [2]),
+    *options("lenience", 0.5),
     *options("pinned", "x", 1),
     *options("pinned_rows", 0, -1, 10**9, "x", 1, pinned=True),
     # that do not exist
@@ -172,8 +184,9 @@ LOOPS: list[dict[str, Any]] = [
     {"strings": 5},
     {"strings": [5]},
     {"strings": [""]},
-    {"max_draft_tokens": "6"},
-    {"exit_treshold": 0.5},
+    {"drafter": "exit:max_tokens=six"},
+    {"drafter": "exit:treshold=0.5"},
+    {"exit_threshold": 0.5},
     {"drafter": "fast"},
     {"temperature": 0.5},
 ]
@@ -191,10 +204,11 @@ def test_a_loop_for_hugging_face_is_refused_in_one_line(
 @pytest.mark.parametrize(
     "values",
     [
-        *options("exit_layers", 5, [99], "2"),
-        *options("exit_threshold", "x", 2.0, [0.5, 0.5, 0.5]),
+        *settings("drafter", "exit", "layers", 9, [99], "x"),
+        *settings("drafter", "exit", "threshold", "x", 2.0, [0.5, 0.5, 0.5]),
         *options("drafter", "fast", None),
-        *options("max_draft_tokens", None, "6", 1.5),
+        *settings("drafter", "exit", "max_tokens", None, "six", 1.5),
+        *options("exit_layers", [2]),
         *options("max_tokens", 5),
         *options("executor", "fast", 5, None),
     ],
@@ -204,7 +218,7 @@ def test_wrapping_with_options_that_make_no_sense_is_refused_in_one_line(
     values: dict[str, Any], model: Any
 ) -> None:
     with pytest.raises(InvalidOption) as caught:
-        wrap(model, **({"heads": "logit-lens", "exit_layers": [2, 5]} | values))
+        wrap(model, **({"heads": "logit-lens", "drafter": "exit:layers=2/5"} | values))
     check(caught.value)
 
 

@@ -44,8 +44,7 @@ def speculator() -> Speculator:
         make_model("llama", torch.float64),
         make_tokenizer(),
         heads="logit-lens",
-        exit_layers=(2, 4),
-        exit_threshold=0.05,
+        drafter="exit:layers=2/4,threshold=0.05",
     )
 
 
@@ -202,8 +201,8 @@ def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
 ) -> None:
     """Under a rule that keeps every draft; the reference belongs to a question's last turn."""
     speculator = bench.speculator
-    loose: dict[str, Any] = {"top_beta": 100, "tolerance": 100.0, "exit_threshold": 1e-6}
-    monkeypatch.setattr(speculator, "options", replace(speculator.options, **loose))
+    loose = {"acceptance": "cm-asd:top_beta=100,tolerance=100", "exit": {"threshold": 1e-6}}
+    monkeypatch.setattr(speculator, "options", speculator.options.updated(loose))
     model: Any = speculator.model
     entries = [contender(speculator, name) for name in ("plain", "cm-asd")]
     path = tmp_path / "answers.jsonl"

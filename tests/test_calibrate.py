@@ -152,8 +152,8 @@ def test_calibrated_heads_carry_settings_that_the_runtime_takes(
     calibrate.write(result.heads, tmp_path, found, {"data": "talks"})
     loaded = ExitHeads.from_pretrained(tmp_path, backbone.unembedding, backbone.fingerprint, "tiny")
     options = SpeculationOptions().updated(loaded.config.defaults)
-    assert options.exit_layers == found.setting.exit_layers
-    assert options.thresholds == found.setting.exit_threshold
+    assert options.exit.layers == found.setting.exit_layers
+    assert options.exit.thresholds == found.setting.exit_threshold
     assert loaded.config.temperatures == {
         str(layer): entry.temperature for layer, entry in found.reliabilities.items()
     }

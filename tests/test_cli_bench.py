@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from selfspec.cli.bench import swept_values
 from selfspec.cli.main import main
 from selfspec.errors import InvalidOption
 from selfspec.eval.methods import METHODS, Method
+from selfspec.eval.sweeps import moved
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
 COMMAND = ["bench", "--model", "model", "--dtype", "float32", "--heads", "logit-lens"]
-COMMAND += ["--exit-layers", "2,4", "--exit-threshold", "0.05", "--max-new-tokens", "6"]
+COMMAND += ["--drafter", "exit:layers=2/4,threshold=0.05", "--max-new-tokens", "6"]
 PROMPTS = ["--suite", "prompts.jsonl", "--output", "out"]
 
 
@@ -36,18 +37,18 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_results_hold_the_run_the_answers_and_the_tables(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*COMMAND, *PROMPTS, "--limit", "2", "--sweep", "max_draft_tokens=1,2"]) == 0
+    assert main([*COMMAND, *PROMPTS, "--limit", "2", "--sweep", "exit.max_tokens=1,2"]) == 0
     printed = capsys.readouterr().out
     out = workplace / "out"
     assert printed == (out / "table.md").read_text()
-    assert "| speculation(max_draft_tokens=2) |" in printed
+    assert "| speculation(exit.max_tokens=2) |" in printed
     names = ["answers.jsonl", "run.yaml", "summary.json", "table.csv", "table.md"]
     assert sorted(path.name for path in out.iterdir()) == names
     run = yaml.safe_load((out / "run.yaml").read_text())
     assert run["run"]["suite"] == "prompts.jsonl"
     assert run["run"]["methods"] == ["hugging-face", "plain", "speculation", "ngram", "ngram+exit"]
     assert run["questions"] == {"reported": 2, "settings_chosen_on": []}
-    assert run["speculation"]["exit_layers"] == [2, 4]
+    assert run["speculation"]["drafter"] == "exit:layers=2/4,threshold=0.05"
     assert run["machine"]["threads"] == 1
     assert run["model"]["executor"] == ("packed" if run["machine"]["compiler"] is None else "fused")
     assert str(workplace) not in (out / "run.yaml").read_text()
@@ -149,11 +150,14 @@ def test_a_failing_method_gives_exit_code_1_and_the_rest_of_the_table(
         ([*PROMPTS, "--methods", "plain,specualtion"], "Did you mean speculation?"),
         ([*PROMPTS, "--limit", "0"], "limit is 0, expected at least 1"),
         ([*PROMPTS, "--sweep", "tau=1"], "unknown option to sweep 'tau'"),
-        ([*PROMPTS, "--sweep", "max_draft_depth=3"], "max_draft_depth 3 is not among"),
+        ([*PROMPTS, "--sweep", "exit.max_depth=3"], "exit:max_depth 3 is not among"),
         ([*PROMPTS, "--overwrite", "--resume"], "--overwrite and --resume at once"),
         (["--suite", "six", "--output", "out"], "unknown suite 'six'"),
         (["--suite", "broken.jsonl", "--output", "out"], "broken.jsonl, line 1 is not JSON"),
-        ([*PROMPTS, "--methods", "no-depth-bound", "--exit-layers", "1,2,3,4,5"], "is the same"),
+        (
+            [*PROMPTS, "--methods", "no-depth-bound", "--drafter", "exit:layers=1/2/3/4/5"],
+            "is the same",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -166,23 +170,50 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert not (workplace / "out").exists()
 
 
-def test_a_sweep_is_read_as_settings() -> None:
-    assert swept_values("exit-threshold=0.1, 0.3") == [
-        {"exit_threshold": 0.1},
-        {"exit_threshold": 0.3},
+def test_a_sweep_is_one_setting_per_value() -> None:
+    assert moved("exit.threshold = 0.1, 0.3") == [
+        ("exit.threshold", 0.1, {"drafter": "exit:threshold=0.1"}),
+        ("exit.threshold", 0.3, {"drafter": "exit:threshold=0.3"}),
     ]
-    assert swept_values("max_draft_tokens=2") == [{"max_draft_tokens": 2}]
+    found = [entry.setting for name in SWEEPS for entry in moved(name)]
+    assert found == list(SWEEPS.values())
 
 
-@pytest.mark.parametrize("text", ["exit_threshold", "exit_threshold=", "exit_threshold=high"])
+SWEEPS: dict[str, dict[str, Any]] = {
+    "exit.layers=2/4": {"drafter": "exit:layers=2/4"},
+    "draft-model.max_tokens=2": {"drafter": "draft-model:max_tokens=2"},
+    "gammatune.rate=0.5": {"controller": "gammatune:rate=0.5"},
+    "controller.cm-asd.scale=0.5": {"controller": "cm-asd:scale=0.5"},
+    "acceptance.cm-asd.tolerance=0": {"acceptance": "cm-asd:tolerance=0.0"},
+    "prices.block=none": {"prices": "block=none"},
+    "acceptance=easd": {"acceptance": "easd"},
+    "pinned_rows=4": {"pinned_rows": 4},
+}
+
+
+@pytest.mark.parametrize("text", ["exit.threshold", "exit.threshold=", "exit.threshold=high"])
 def test_a_broken_sweep_says_what_is_expected(text: str) -> None:
     with pytest.raises(InvalidOption, match="expected"):
-        swept_values(text)
+        moved(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("exit.treshold=1", "Did you mean exit.threshold?"),
+        ("exit_threshold=1", "It is part of drafter now"),
+    ],
+)
+def test_an_unknown_name_to_sweep_names_the_nearest(text: str, words: str) -> None:
+    with pytest.raises(InvalidOption, match=re.escape(words)):
+        moved(text)
 
 
 def test_help_says_how_a_list_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "--methods TEXT[,TEXT..] Some of hugging-face, plain, speculation" in words
-    assert "--exit-threshold X[,X..]" in words
-    assert "--exit-layers N[,N..]" in words
+    assert main(["bench", "--help-all"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "exit:threshold=X[/X..]" in words
+    assert "exit:layers=N[/N..]" in words

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from selfspec.cli.main import main
+from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.model.backbone import Backbone
 from tests.models import make_model
@@ -42,9 +43,11 @@ def test_defaults_are_written_into_the_heads(
     after = HeadsConfig.read(workplace / "heads")
     assert (before.defaults, before.temperatures) == ({}, {})
     assert after.temperatures.keys() == {"0", "2", "4"}
-    assert set(after.defaults["exit_layers"]) <= {0, 2, 4}
+    layers = SpeculationOptions().updated(after.defaults).exit.layers
+    assert layers is not None
+    assert set(layers) <= {0, 2, 4}
     output = capsys.readouterr().out
-    assert f"exit layers {after.defaults['exit_layers']}" in output
+    assert f"exit layers {list(layers)}" in output
     assert "210 held-out positions" in output
 
 

@@ -15,7 +15,7 @@ from tests.models import make_model
 from tests.talks import make_tokenizer
 
 COMMAND = ["trace", "--model", "model", "--dtype", "float32", "--heads", "logit-lens"]
-COMMAND += ["--exit-layers", "2,4", "--exit-threshold", "0.05", "--max-new-tokens", "6"]
+COMMAND += ["--drafter", "exit:layers=2/4,threshold=0.05", "--max-new-tokens", "6"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     shown = capsys.readouterr().out
     found = LayerTrace.load(Path(kept))
     plain = load("model", dtype="float32", heads="logit-lens")
-    options = {"exit_layers": (2, 4), "exit_threshold": 0.05, "max_new_tokens": 6}
+    options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6}
     answer = plain.generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
     assert [place.token for place in found.places] == answer.token_ids
     assert found.info.settings.exit_layers == (2, 4)
@@ -109,12 +109,12 @@ def test_a_page_of_a_kept_trace_replays_nothing(workplace: Path, tmp_path: Path)
         (["a", "--output", "nowhere/t.jsonl"], "there is no folder nowhere. Make it first"),
         (["a", "--output", "model"], "model is a folder. Name a file"),
         (["a", "--svg", "map.png"], "expected a name that ends in .svg"),
-        (["a", "--exit-layers", "2,9"], "exit layer 9 is not among"),
+        (["a", "--drafter", "exit:layers=2/9"], "exit layer 9 is not among"),
         (["a", "--heads", "nowhere"], "nowhere"),
         (["a", "--suite", "six-tasks"], "--suite means nothing without --record"),
         (["a", "--min-threshold", "0.1"], "--min-threshold means nothing without --record"),
         (["a", "--record", "new", "--png", "map.png"], "--png means nothing with --record"),
-        (["a", "--record", "new", "--exit-threshold", "1"], "--exit-threshold means nothing with"),
+        (["a", "--record", "new"], "--drafter means nothing with"),
         (["a", "--from", "long.jsonl"], "a prompt and --from at once"),
         ([" "], "the prompt is empty"),
     ],

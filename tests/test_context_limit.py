@@ -23,9 +23,7 @@ LIMIT = 64
 FAMILIES = ["llama", "mistral", "gemma2", "gemma3", "granite"]
 DRAFTING: dict[str, Any] = {
     "heads": "logit-lens",
-    "exit_layers": (2, 5),
-    "exit_threshold": 0.05,
-    "max_draft_tokens": 4,
+    "drafter": "exit:layers=2/5,threshold=0.05,max_tokens=4",
 }
 
 

@@ -9,7 +9,6 @@ import torch
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import (
-    CONTROLLERS,
     Bounds,
     CmAsdLength,
     DraftController,
@@ -21,6 +20,8 @@ from selfspec.decoding.controllers import (
     make_controller,
 )
 from selfspec.errors import InvalidOption
+from selfspec.options import Exit
+from selfspec.options.controllers import CONTROLLERS
 
 BOUNDS = Bounds(1, 10)
 
@@ -128,15 +129,9 @@ def test_cm_asd_scales_and_forgets_between_rounds() -> None:
 
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_no_controller_leaves_its_bounds(name: str) -> None:
-    options = SpeculationOptions(
-        controller=name,
-        max_draft_tokens=4,
-        shortest_draft=2,
-        longest_draft=6,
-        pinned=True,
-        pinned_rows=6,
-    )
-    controller = make_controller(options, options.max_draft_tokens)
+    bounds = {"shortest": 2, "longest": 6} if name not in ("fixed", "threshold") else {}
+    options = SpeculationOptions(exit=Exit(max_tokens=4), pinned=True, pinned_rows=6)
+    controller = make_controller(options.updated({"controller": {name: bounds}}), 4)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         length = controller.begin()
@@ -152,7 +147,7 @@ def test_no_controller_leaves_its_bounds(name: str) -> None:
 @pytest.mark.parametrize("name", ["heuristic", "gammatune", "gammatune-plus"])
 @pytest.mark.parametrize("first", [1, 3, 10])
 def test_learners_grow_on_success_and_shrink_on_failure(name: str, first: int) -> None:
-    controller = make_controller(SpeculationOptions(controller=name), first)
+    controller = make_controller(SpeculationOptions().updated({"controller": name}), first)
     for _ in range(30):
         controller.end(controller.begin(), controller.begin())
     assert controller.begin() == 10
@@ -164,13 +159,13 @@ def test_learners_grow_on_success_and_shrink_on_failure(name: str, first: int) -
 @pytest.mark.parametrize(
     ("option", "value", "name"),
     [
-        ("controller_threshold", 0.8, "threshold"),
-        ("controller_threshold", 0.8, "gammatune-plus"),
-        ("gammatune_rate", 0.9, "gammatune"),
-        ("gammatune_step", 5.0, "gammatune"),
-        ("shortest_draft", 6, "heuristic"),
-        ("longest_draft", 4, "cm-asd"),
-        ("length_scale", 0.5, "cm-asd"),
+        ("threshold", 0.8, "threshold"),
+        ("threshold", 0.8, "gammatune-plus"),
+        ("rate", 0.9, "gammatune"),
+        ("step", 5.0, "gammatune"),
+        ("shortest", 6, "heuristic"),
+        ("longest", 4, "cm-asd"),
+        ("scale", 0.5, "cm-asd"),
     ],
 )
 def test_every_option_changes_its_controller(option: str, value: float, name: str) -> None:
@@ -184,23 +179,23 @@ def test_every_option_changes_its_controller(option: str, value: float, name: st
             found.append(drafted)
         return found
 
-    options = SpeculationOptions(controller=name)
-    assert played(options) != played(options.updated({option: value}))
+    options = SpeculationOptions().updated({"controller": name})
+    assert played(options) != played(options.updated({"controller": {name: {option: value}}}))
 
 
 def test_options_of_the_ensemble_reach_the_signal() -> None:
     law = torch.tensor([[2.0, 1.0, 0.0]])
 
     def confidence(**values: object) -> float:
-        options = SpeculationOptions(controller="cm-asd").updated(values)
+        options = SpeculationOptions().updated({"controller": {"cm-asd": values}})
         signal = make_controller(options, 4).signal
         assert signal is not None
         return signal(law).item()
 
     assert len({confidence(), confidence(margin_scale=3.0)}) == 2
-    assert confidence() != confidence(confidence_weights=(1.0, 0.0, 0.0))
+    assert confidence() != confidence(weights=(1.0, 0.0, 0.0))
 
 
 def test_an_unknown_controller_names_the_nearest() -> None:
     with pytest.raises(InvalidOption, match="Did you mean gammatune"):
-        make_controller(SpeculationOptions(controller="gamatune"), 4)
+        SpeculationOptions().updated({"controller": "gamatune"})

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.stats import Round
+from selfspec.options import Exit
 from tests.models import make_model, random_ids
 
 WAITING = {
@@ -70,7 +71,7 @@ def speculator(request: pytest.FixtureRequest) -> Speculator:
 
 def rounds_of(speculator: Speculator, **options: Any) -> Iterator[tuple[Round, Counter[str]]]:
     """Each round behind the prompt's own, and what it waited for."""
-    settings: Any = {"exit_layers": (2, 5), "max_draft_tokens": 4, "max_new_tokens": 24} | options
+    settings: Any = {"drafter": "exit:layers=2/5,max_tokens=4", "max_new_tokens": 24} | options
     entries = speculator.stream(random_ids(13), **settings)._entries
     next(entries)
     while True:
@@ -99,7 +100,7 @@ def test_exit_heads_read_once_per_judgement_and_once_per_verification(
     speculator: Speculator, tau: float
 ) -> None:
     endings = set()
-    for entry, counts in rounds_of(speculator, exit_threshold=tau):
+    for entry, counts in rounds_of(speculator, drafter=Exit(threshold=tau)):
         drafted = len(entry.draft_tokens)
         # each draft token is uploaded to be embedded, all of them once more to be verified: right
         # behind a read, when nothing else is left to wait for
@@ -112,21 +113,23 @@ def test_exit_heads_read_once_per_judgement_and_once_per_verification(
 def test_a_controller_that_asks_for_more_than_the_judge_reads_no_more(
     speculator: Speculator,
 ) -> None:
-    for entry, counts in rounds_of(speculator, exit_threshold=0.05, controller="cm-asd"):
+    for entry, counts in rounds_of(speculator, drafter="exit:threshold=0.05", controller="cm-asd"):
         assert counts["list"] == judged(entry) + 1
         assert not counts.keys() - {"list", "upload"}
 
 
 def test_text_already_seen_reads_the_verdicts_alone(speculator: Speculator) -> None:
     drafted = 0
-    for entry, counts in rounds_of(speculator, drafter="ngram", row_cost=0.0):
+    for entry, counts in rounds_of(speculator, drafter="ngram", prices="row=0.0"):
         assert counts == Counter({"list": 1, "upload": int(bool(entry.draft_tokens))})
         drafted += len(entry.draft_tokens)
     assert drafted
 
 
 def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> None:
-    for entry, counts in rounds_of(speculator, exit_threshold=0.05, do_sample=True, seed=0):
+    for entry, counts in rounds_of(
+        speculator, drafter="exit:threshold=0.05", do_sample=True, seed=0
+    ):
         drafted = len(entry.draft_tokens)
         refused = entry.accepted < drafted
         verdicts = entry.accepted + refused
@@ -145,7 +148,7 @@ def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
         executor=speculator.backbone.executor_name,
         draft_model=second,
     )
-    for entry, counts in rounds_of(both, exit_layers=None):
+    for entry, counts in rounds_of(both, drafter="exit:layers=none"):
         drafted = len(entry.draft_tokens)
         # one for each argmax, two to find where the draft model's cache parts from the text
         assert counts["list"] == 1

@@ -155,7 +155,7 @@ def test_vocabulary_holds_what_is_needed_then_the_lowest() -> None:
 def test_a_right_head_keeps_every_draft() -> None:
     backbone = Backbone(early_model(make_model("llama", torch.float64), 3, 5))
     heads, head = dialled_heads(backbone, 3)
-    options: dict[str, Any] = {"exit_threshold": 1e-6, "max_draft_tokens": 4}
+    options: dict[str, Any] = {"drafter": "exit:threshold=1e-06,max_tokens=4"}
     speculator = wrap(backbone.model, heads=heads, **options)
     stats = speculator.generate(IDS, max_new_tokens=21).stats
     assert (stats.accepted, stats.drafted, stats.rounds) == (16, 16, 4)

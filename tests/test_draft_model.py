@@ -155,7 +155,7 @@ def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
 
 def test_a_model_that_drafts_for_itself_is_always_right() -> None:
     model = make_model("llama", torch.float64)
-    speculator = wrap(model, draft_model=model, max_draft_tokens=3)
+    speculator = wrap(model, draft_model=model, drafter="draft-model:max_tokens=3")
     stats = speculator.generate(random_ids(9), max_new_tokens=21).stats
     assert (stats.drafted, stats.accepted) == (15, 15)
     assert stats.drafted_by_source == {"draft-model": 15}
@@ -209,7 +209,7 @@ def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int) -> 
     tokenizer = make_tokenizer()  # of ten tokens: all rows behind them are padding
     model, small = make_model("llama", torch.float64), make_model("llama", vocab_size=rows)
     plain = wrap(model, speculate=False).generate(random_ids(9), max_new_tokens=12).token_ids
-    speculator = wrap(model, tokenizer, draft_model=small, max_draft_tokens=3)
+    speculator = wrap(model, tokenizer, draft_model=small, drafter="draft-model:max_tokens=3")
     for talker in (speculator, speculator.session()):
         answer = talker.generate(random_ids(9), max_new_tokens=12)
         assert answer.token_ids == plain

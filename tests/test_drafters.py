@@ -9,19 +9,14 @@ import pytest
 import torch
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.config import DRAFTERS
-from selfspec.decoding.controllers import CONTROLLERS
 from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.options.controllers import CONTROLLERS
+from selfspec.options.drafters import TOGETHER
 from tests import ladder
 from tests.models import make_model, random_ids
 
-EAGER: dict[str, Any] = {
-    "exit_layers": (2, 5),
-    "exit_threshold": 0.05,
-    "row_cost": 0.0,
-    "block_cost": 0.0,
-}
-"""Drafts all the time, mostly wrongly."""
+FREE = "row=0,block=0"
+"""Prices at which text already seen is proposed in full."""
 
 
 @pytest.fixture(scope="module")
@@ -33,32 +28,29 @@ def exact() -> Any:
 @pytest.fixture(scope="module")
 def speculator(exact: Any) -> Speculator:
     second = make_model("llama", torch.float64, num_hidden_layers=2)
-    return wrap(
-        exact,
-        heads="logit-lens",
-        draft_model=second,
-        drafter="exit",
-        max_draft_tokens=3,
-        **EAGER,
-    )
+    eager = "exit:layers=2/5,threshold=0.05,max_tokens=3"  # drafts all the time, mostly wrongly
+    found = wrap(exact, heads="logit-lens", draft_model=second, drafter=eager, prices=FREE)
+    found.options = found.options.updated({"draft_model": "max_tokens=3"})
+    return found
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "none"])
+@pytest.mark.parametrize("drafter", [name for name in TOGETHER if name != "none"])
 def test_no_drafter_under_any_controller_changes_a_token(
     speculator: Speculator, drafter: str, controller: str
 ) -> None:
     ids = random_ids(13)
     plain = speculator.generate(ids, max_new_tokens=40, drafter="none")
-    options: dict[str, Any] = {"drafter": drafter, "controller": controller}
-    found = speculator.generate(ids, max_new_tokens=40, controller_threshold=0.1, **options)
+    sure = ":threshold=0.1" if controller in ("threshold", "gammatune-plus") else ""
+    options: dict[str, Any] = {"drafter": drafter, "controller": controller + sure}
+    found = speculator.generate(ids, max_new_tokens=40, **options)
     assert found.token_ids == plain.token_ids
     assert found.stats.drafted > 0
     assert found.stats.lossless
     assert set(found.stats.drafted_by_source) <= set(drafter.split("+"))
 
 
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "none"])
+@pytest.mark.parametrize("drafter", [name for name in TOGETHER if name != "none"])
 def test_no_drafter_changes_what_a_penalty_or_a_limit_does(
     speculator: Speculator, drafter: str
 ) -> None:
@@ -74,7 +66,7 @@ def test_no_drafter_changes_what_a_penalty_or_a_limit_does(
 def test_no_drafter_changes_the_distribution_of_samples(drafter: str) -> None:
     sizes: dict[str, Any] = {"vocab_size": 4, "num_hidden_layers": 2}
     model, ids = make_model("llama", **sizes), random_ids(6, vocab_size=4)
-    options: dict[str, Any] = {"drafter": drafter, "row_cost": 0.0, "block_cost": 0.0}
+    options: dict[str, Any] = {"drafter": drafter, "prices": FREE}
     if drafter == "draft-model":
         options["draft_model"] = make_model("llama", **sizes | {"num_hidden_layers": 1})
     ladder.check_sampling(model, ids, draws=600, **options)
@@ -89,7 +81,7 @@ def test_seen_text_needs_no_heads_and_no_warning(
     exact: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "selfspec"):
-        alone = wrap(exact, drafter="ngram", row_cost=0.0, block_cost=0.0)
+        alone = wrap(exact, drafter="ngram", prices=FREE)
         assert not caplog.messages
         wrap(exact)
         assert "plain decoding" in caplog.text
@@ -113,11 +105,9 @@ def test_an_unknown_drafter_names_the_nearest(exact: Any) -> None:
 
 def test_lengths_of_seen_text_and_of_exits_are_bounded_apart(speculator: Speculator) -> None:
     found = speculator.generate(
-        random_ids(13), max_new_tokens=60, drafter="ngram+exit", max_draft_tokens=1
+        random_ids(13), max_new_tokens=60, drafter="ngram+exit:max_tokens=1"
     )
     widths = max(found.stats.drafted_by_index)
     assert widths > 1
-    with pytest.raises(InvalidOption, match="ngram_draft_tokens 7 needs at least 8 rows"):
-        speculator.generate(
-            random_ids(5), drafter="ngram", pinned=True, pinned_rows=7, max_draft_tokens=2
-        )
+    with pytest.raises(InvalidOption, match="ngram:max_tokens 7 needs at least 8 rows"):
+        speculator.generate(random_ids(5), drafter="ngram", pinned=True, pinned_rows=7)

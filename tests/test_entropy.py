@@ -10,8 +10,10 @@ import torch
 
 from selfspec.api.speculator import load
 from selfspec.cli.main import main
+from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.model.backbone import Backbone
+from selfspec.options import Easd
 from selfspec.training.entropy import calibrated, entropies, threshold
 from tests.heads.kinds import make_heads
 from tests.models import make_model, random_ids
@@ -61,11 +63,16 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n")
     backbone = Backbone(model)
     unembedding, digest = backbone.unembedding, backbone.fingerprint
-    defaults = {"exit_layers": [2], "exit_threshold": 0.1}
+    defaults = {"drafter": "exit:layers=2,threshold=0.1"}
     heads = make_heads("translator", unembedding, base_fingerprint=digest, defaults=defaults)
     heads.save(tmp_path / "heads")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def entropy_of(config: HeadsConfig) -> float | None:
+    """tau_H of the defaults."""
+    return SpeculationOptions().updated(config.defaults).easd.entropy
 
 
 def test_it_becomes_a_default_of_the_heads_and_easd_uses_it(
@@ -74,13 +81,14 @@ def test_it_becomes_a_default_of_the_heads_and_easd_uses_it(
     before = HeadsConfig.read(workplace / "heads")
     assert main([*COMMAND, "--heads", "heads"]) == 0
     after = HeadsConfig.read(workplace / "heads")
-    value = after.defaults["entropy_threshold"]
-    assert after.defaults == before.defaults | {"entropy_threshold": value}
+    value = entropy_of(after)
+    assert value is not None
+    assert after.defaults == before.defaults | {"easd": f"entropy={value}"}
     output = capsys.readouterr().out
     assert f"entropy threshold {value} nats" in output
     assert "written to heads" in output
     speculator = load("model", heads="heads", dtype="float32", acceptance="easd")
-    assert speculator.options.entropy_threshold == value
+    assert speculator.options.acceptance == Easd(entropy=value)
     assert not speculator.generate(random_ids(5), max_new_tokens=4).stats.lossless
 
 
@@ -89,7 +97,7 @@ def test_without_heads_or_in_a_dry_run_it_is_only_printed(
 ) -> None:
     before = (workplace / "heads" / "config.json").read_bytes()
     assert main(COMMAND) == 0
-    assert "not stored: give it as --entropy-threshold" in capsys.readouterr().out
+    assert "not stored: give it as --acceptance easd:entropy=" in capsys.readouterr().out
     assert main([*COMMAND, "--heads", "heads", "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == {"entropy_threshold", "positions", "mean_entropy"}
@@ -99,9 +107,9 @@ def test_without_heads_or_in_a_dry_run_it_is_only_printed(
 
 def test_calibrating_the_heads_later_keeps_it(workplace: Path) -> None:
     assert main([*COMMAND, "--heads", "heads"]) == 0
-    value = HeadsConfig.read(workplace / "heads").defaults["entropy_threshold"]
+    value = entropy_of(HeadsConfig.read(workplace / "heads"))
     assert main(["calibrate", *MODEL, "--heads", "heads", "--data", "talks.jsonl"]) == 0
-    assert HeadsConfig.read(workplace / "heads").defaults["entropy_threshold"] == value
+    assert entropy_of(HeadsConfig.read(workplace / "heads")) == value
 
 
 def test_it_needs_a_text(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def test_weights_of_another_kind_run_as_they_are() -> None:
     model: Any = make_model("llama", tie_word_embeddings=False)
     for layer in model.model.layers:
         hide(layer.mlp.up_proj)
-    backbone = same_as_the_model(model, heads="logit-lens", exit_threshold=0.05)
+    backbone = same_as_the_model(model, heads="logit-lens", drafter="exit:threshold=0.05")
     assert "weights are of type Hidden" in backbone.refused["fused"]
     hide(model.lm_head)
     backbone = same_as_the_model(model, drafter="ngram")
@@ -107,7 +107,7 @@ def test_layers_that_cannot_run_in_inference_mode_run_without_it() -> None:
     model: Any = make_model("llama")
     for layer in model.model.layers:
         layer.mlp.up_proj.__class__ = NeedsVersions
-    same_as_the_model(model, heads="logit-lens", exit_threshold=0.05)
+    same_as_the_model(model, heads="logit-lens", drafter="exit:threshold=0.05")
     same_as_the_model(model, drafter="ngram")
 
 
@@ -115,7 +115,7 @@ def test_an_unembedding_of_another_dtype_behind_a_hook_runs() -> None:
     model: Any = make_model("llama", torch.bfloat16, tie_word_embeddings=False)
     model.lm_head.float()
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-    backbone = same_as_the_model(model, heads="logit-lens", exit_threshold=0.05)
+    backbone = same_as_the_model(model, heads="logit-lens", drafter="exit:threshold=0.05")
     assert "lm_head has hooks" in backbone.refused["packed"]
 
 

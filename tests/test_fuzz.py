@@ -123,7 +123,7 @@ def test_so_is_every_turn_of_a_session(family: str) -> None:
 def test_a_stream_closed_within_its_last_round_has_not_ended() -> None:
     """Found by the sessions above."""
     speculator = fuzz.speculator("llama", torch.float64, "generic", "logit-lens")
-    options: Any = {"drafter": "exit", "exit_threshold": 0.01, "never_slower": False}
+    options: Any = {"drafter": "exit:threshold=0.01", "never_slower": False}
     for new in range(2, 9):
         whole = speculator.stream(random_ids(9), max_new_tokens=new, **options)
         reasons = [whole.result.stop_reason for _ in whole]

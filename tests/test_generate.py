@@ -31,9 +31,7 @@ def exact() -> Any:
 @pytest.fixture
 def speculator(exact: Any) -> Speculator:
     """Drafts all the time, mostly wrongly."""
-    return wrap(
-        exact, heads="logit-lens", exit_layers=(2, 5), exit_threshold=0.05, max_draft_tokens=4
-    )
+    return wrap(exact, heads="logit-lens", drafter="exit:layers=2/5,threshold=0.05,max_tokens=4")
 
 
 def hugging_face(model: Any, ids: Tensor, **options: Any) -> list[int]:
@@ -99,7 +97,7 @@ def test_end_tokens_and_criteria_stop_in_the_middle_of_an_accepted_block(
     with torch.no_grad():
         model.model.layers[5].self_attn.o_proj.weight.mul_(1e-3)
         model.model.layers[5].mlp.down_proj.weight.mul_(1e-3)
-    easy = wrap(model, heads="logit-lens", exit_layers=(5,), exit_threshold=0.01)
+    easy = wrap(model, heads="logit-lens", drafter="exit:layers=5,threshold=0.01")
     ids = random_ids(13)
     expected = hugging_face(model, ids)
     for count in range(2, 12):
@@ -179,7 +177,7 @@ def test_inside_hugging_faces_generate_tokens_and_output_object_are_its_own(
     record = exact.generate(
         ids,
         max_new_tokens=NEW_TOKENS,
-        custom_generate=speculator.hf(exit_threshold=0.5),
+        custom_generate=speculator.hf(drafter="exit:threshold=0.5"),
         return_dict_in_generate=True,
     )
     assert torch.equal(record.sequences, expected)
@@ -239,12 +237,14 @@ def test_plain_decoding_is_the_same_text_without_drafts(speculator: Speculator) 
 
 def test_a_lossy_rule_is_labelled_and_needs_sampling(speculator: Speculator) -> None:
     ids = random_ids(5)
-    lossy = speculator.generate(ids, max_new_tokens=5, do_sample=True, lenience=0.5, seed=0)
+    lossy = speculator.generate(
+        ids, max_new_tokens=5, do_sample=True, acceptance="lenient:lenience=0.5", seed=0
+    )
     assert not lossy.stats.lossless
     assert lossy.stats.line().endswith("lossy")
     assert speculator.generate(ids, max_new_tokens=5, do_sample=True, seed=0).stats.lossless
     with pytest.raises(InvalidOption, match="do_sample"):
-        speculator.generate(ids, lenience=0.5)
+        speculator.generate(ids, acceptance="lenient:lenience=0.5")
 
 
 @pytest.mark.parametrize(
@@ -254,14 +254,14 @@ def test_a_lossy_rule_is_labelled_and_needs_sampling(speculator: Speculator) -> 
         ({"max_new_token": 3}, "Did you mean max_new_tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": -1.0, "do_sample": True}, "temperature"),
-        ({"exit_threshold": 0.0}, "exit_threshold is 0.0"),
-        ({"exit_layers": (0,)}, "exit layer 0"),
-        ({"exit_layers": (6,)}, "exit layer 6"),
-        ({"exit_layers": (4, 2)}, "rising"),
-        ({"max_draft_depth": 3}, "max_draft_depth 3"),
-        ({"exit_threshold": (0.5, 0.5, 0.5)}, "3 exit thresholds for 2"),
+        ({"drafter": "exit:threshold=0.0"}, "exit:threshold is 0.0"),
+        ({"drafter": "exit:layers=0"}, "exit layer 0"),
+        ({"drafter": "exit:layers=6"}, "exit layer 6"),
+        ({"drafter": "exit:layers=4/2"}, "rising"),
+        ({"drafter": "exit:max_depth=3"}, "exit:max_depth 3"),
+        ({"drafter": "exit:threshold=0.5/0.5/0.5"}, "3 exit thresholds for 2"),
         ({"pinned": True, "pinned_rows": 3}, "pinned_rows is 3"),
-        ({"lenience": 0.0}, "lenience is 0.0"),
+        ({"acceptance": "lenient:lenience=0.0"}, "lenient:lenience is 0.0"),
         ({"stop_strings": "x"}, "need a tokenizer"),
     ],
     ids=str,

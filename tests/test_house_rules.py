@@ -16,7 +16,9 @@ from tests.house import PACKAGE, SOURCES, TREES
 
 FLOORS = (
     ("errors",),
-    ("config", "typed", "files", "untrusted"),
+    ("typed", "files", "untrusted"),
+    ("options",),
+    ("config",),
     ("hub",),
     ("model",),
     ("heads",),

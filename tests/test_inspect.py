@@ -13,6 +13,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.judge import ExitJudge
 from selfspec.model.backbone import Backbone
+from selfspec.options import Exit
 from selfspec.visualise.inspect import branches, inspect
 from selfspec.visualise.layers import LayerTrace
 from tests.models import VOCAB_SIZE, make_model, random_ids
@@ -20,7 +21,7 @@ from tests.records import KINDS, NEW_TOKENS, recorded
 from tests.talks import make_tokenizer
 
 PROMPT = random_ids(5, 1)
-EAGER: dict[str, Any] = {"exit_threshold": 0.15, "max_draft_tokens": 3, "never_slower": False}
+EAGER: dict[str, Any] = {"drafter": "exit:threshold=0.15,max_tokens=3", "never_slower": False}
 """Many drafts, right and wrong ones."""
 
 
@@ -82,7 +83,7 @@ def test_heads_behind_a_draft_read_guesses_as_they_did() -> None:
 @pytest.mark.parametrize("kind", ["translator", "low-rank"])
 def test_numbers_are_those_of_a_plain_loop(kind: str) -> None:
     speculator = recorded(kind).speculator
-    found = looked(kind, anneal_strength=0.5)
+    found = looked(kind, drafter="exit:anneal_strength=0.5")
     heads = speculator.heads
     assert heads is not None
     temperatures = {int(layer): value for layer, value in heads.config.temperatures.items()}
@@ -134,7 +135,7 @@ def test_tokens_outside_the_draft_vocabulary_have_no_rank() -> None:
 
 
 def test_all_layers_are_looked_at_and_only_some_were_in_use() -> None:
-    info = looked("deep-fused-0", all_layers=True, exit_threshold=0.25).info
+    info = looked("deep-fused-0", all_layers=True, drafter="exit:threshold=0.25").info
     assert info.exit_layers == (0, 1, 2, 3, 4, 5)
     assert info.head_kinds == ("deep-fused", *["logit-lens"] * 5)
     assert info.thresholds == (0.25, *[0.9] * 5)
@@ -146,7 +147,7 @@ def test_all_layers_are_looked_at_and_only_some_were_in_use() -> None:
 
 def test_depth_and_thresholds_by_layer_are_kept() -> None:
     taus = (0.2, 0.3, 0.4)
-    info = looked("translator", exit_threshold=taus, max_draft_depth=3).info
+    info = looked("translator", drafter=Exit(threshold=taus, max_depth=3)).info
     assert (info.settings.exit_layers, info.settings.exit_thresholds) == ((1, 3), (0.2, 0.3))
     assert info.thresholds == (0.2, 0.3, 0.9)
     assert info.prompt_tokens == 5
@@ -164,7 +165,7 @@ def test_a_model_without_heads_needs_all_layers() -> None:
 
 def test_layers_without_heads_are_refused_before_the_work() -> None:
     with pytest.raises(InvalidOption, match="exit layer 4 is not among"):
-        looked("translator", exit_layers=(1, 4))
+        looked("translator", drafter="exit:layers=1/4")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -201,7 +202,7 @@ def test_looking_leaves_no_hook() -> None:
 def test_texts_and_rejected_drafts_are_kept() -> None:
     model = make_model("llama", vocab_size=10)
     speculator = wrap(model, make_tokenizer(), heads="logit-lens", executor="generic")
-    options: dict[str, Any] = {"exit_layers": (3,), "exit_threshold": 0.01, "max_new_tokens": 12}
+    options: dict[str, Any] = {"drafter": "exit:layers=3,threshold=0.01", "max_new_tokens": 12}
     found = inspect(speculator, "a b c", **options)
     assert found.info.prompt == "a b c"
     text = "".join(place.text for place in found.places)

@@ -38,7 +38,7 @@ def exact() -> Any:
 
 @pytest.fixture(scope="module")
 def speculator(exact: Any) -> Speculator:
-    return wrap(exact, heads="logit-lens", exit_layers=(2, 5), exit_threshold=0.05)
+    return wrap(exact, heads="logit-lens", drafter="exit:layers=2/5,threshold=0.05")
 
 
 def fields() -> set[str]:

@@ -44,7 +44,7 @@ def test_queries_scaled_by_position_come_out_as_the_models_own(
     ministral: Callable[[torch.dtype], PreTrainedModel], dtype: torch.dtype
 ) -> None:
     model, ids = ministral(dtype), random_ids(THRESHOLD - 5)
-    speculator = wrap(model, heads="logit-lens", exit_threshold=0.05)
+    speculator = wrap(model, heads="logit-lens", drafter="exit:threshold=0.05")
     answer = speculator.generate(ids, max_new_tokens=3 * THRESHOLD)
     expected = model.generate(ids, max_new_tokens=3 * THRESHOLD, do_sample=False)  # type: ignore[operator]  # typed as Tensor | Module upstream
     assert answer.token_ids == expected[0, ids.shape[1] :].tolist()

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TopKLogitsWarper
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.config import DRAFTERS, SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, SpeculativeSampling, Target
 from selfspec.decoding.drafters import Draft
-from selfspec.decoding.lossy import LOSSY, CmAsd, Easd
+from selfspec.decoding.lossy import CmAsd, Easd, lossy_rule
 from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.heads.confidence import entropy
+from selfspec.options import rules
+from selfspec.options.drafters import TOGETHER
 from tests.ladder import chi_square_p
 from tests.laws import (
     DRAFT,
@@ -271,23 +273,24 @@ def test_a_hundred_thousand_tokens_follow_the_rules_own_law(
         ("cm-asd", "tolerance", 0.5, 4),
         ("cm-asd", "tolerance_gain", 2.0, 4),
         ("cm-asd", "top_beta", 1, 4),
-        ("cm-asd", "cm_asd_reading", "paper", 4),
-        ("cm-asd", "confidence_weights", (0.0, 1.0, 0.0), 4),
+        ("cm-asd", "reading", "paper", 4),
+        ("cm-asd", "weights", (0.0, 1.0, 0.0), 4),
         ("cm-asd", "margin_scale", 9.0, 4),
-        ("easd", "entropy_threshold", 9.0, 1),
-        ("easd", "overlap_threshold", 0.9, 1),
-        ("easd", "overlap_tokens", 2, 1),
+        ("easd", "entropy", 9.0, 1),
+        ("easd", "overlap", 0.9, 1),
+        ("easd", "tokens", 2, 1),
     ],
 )
 def test_every_option_changes_its_rule(name: str, option: str, value: Any, token: int) -> None:
     # C is 0.4 * 0.246 + 0.3 * 2/3 + 0.3 / 2 = 0.448, tau 0.37; token 4 lies 0.41 below the best
-    base = SpeculationOptions(acceptance=name, entropy_threshold=0.0, tolerance_gain=0.6)
-    base = base.updated({"overlap_threshold": 0.7, "overlap_tokens": 4})
-    if option == "top_beta":
-        base = base.updated({"tolerance": 0.5})
+    tolerance = 0.5 if option == "top_beta" else 0.1
+    base: dict[str, rules.CmAsd | rules.Easd] = {
+        "cm-asd": rules.CmAsd(tolerance=tolerance, tolerance_gain=0.6),
+        "easd": rules.Easd(entropy=0.0, overlap=0.7, tokens=4),
+    }
     kept = []
-    for options in (base, base.updated({option: value})):
-        rule = LOSSY[name](greedy_sampler(), options)
+    for wanted in (base[name], replace(base[name], **{option: value})):
+        rule = lossy_rule(greedy_sampler(), wanted)
         kept.append([verdicts(rule, Words(0), LOGITS, draft_of(x))[0] for x in range(5)])
     assert kept[0][token] != kept[1][token]
 
@@ -300,19 +303,14 @@ def speculator() -> Speculator:
         model,
         heads="logit-lens",
         draft_model=second,
-        drafter="exit",
-        exit_layers=(2, 5),
-        exit_threshold=0.05,
-        max_draft_tokens=3,
-        row_cost=0.0,
-        block_cost=0.0,
-        entropy_threshold=0.1,
+        drafter="exit:layers=2/5,threshold=0.05,max_tokens=3",
+        prices="row=0,block=0",
     )
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "none"])
-@pytest.mark.parametrize("acceptance", LOSSY)
+@pytest.mark.parametrize("drafter", [name for name in TOGETHER if name != "none"])
+@pytest.mark.parametrize("acceptance", ["cm-asd", "easd:entropy=0.1"])
 def test_every_drafter_serves_every_lossy_rule_and_results_say_so(
     speculator: Speculator, acceptance: str, drafter: str, do_sample: bool
 ) -> None:
@@ -334,10 +332,10 @@ def test_a_rule_without_slack_gives_the_plain_text_and_one_with_slack_another(
     def text(**options: Any) -> list[int]:
         return speculator.generate(ids, max_new_tokens=40, **options).token_ids
 
-    assert text(acceptance="cm-asd", tolerance=0.0, tolerance_gain=0.0) == plain
-    assert text(acceptance="cm-asd", tolerance=9.0, top_beta=90) != plain
-    assert text(acceptance="easd", entropy_threshold=9.0) == plain
-    assert text(acceptance="easd", entropy_threshold=0.0, overlap_threshold=0.0) != plain
+    assert text(acceptance="cm-asd:tolerance=0,tolerance_gain=0") == plain
+    assert text(acceptance="cm-asd:tolerance=9,top_beta=90") != plain
+    assert text(acceptance="easd:entropy=9") == plain
+    assert text(acceptance="easd:entropy=0,overlap=0") != plain
 
 
 def test_a_lossy_rule_is_announced_once_and_never_where_nothing_is_drafted(
@@ -354,4 +352,4 @@ def test_a_lossy_rule_is_announced_once_and_never_where_nothing_is_drafted(
 
 def test_easd_without_a_calibrated_threshold_names_the_command() -> None:
     with pytest.raises(InvalidOption, match="Run: selfspec calibrate --entropy"):
-        LOSSY["easd"](greedy_sampler(), SpeculationOptions(acceptance="easd"))
+        lossy_rule(greedy_sampler(), rules.Easd())

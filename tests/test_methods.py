@@ -14,6 +14,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval.contenders import Contender, candidates, described, swept
 from selfspec.eval.methods import METHODS, NO_BOUND, Written, endless, unchanged
+from selfspec.eval.sweeps import moved as moves
 from tests.models import make_model, random_ids
 
 COUNT = 20
@@ -37,10 +38,7 @@ def speculator() -> Speculator:
         make_model("llama", torch.float64),
         heads="logit-lens",
         draft_model=make_model("llama", torch.float64, num_hidden_layers=2),
-        drafter="exit",
-        exit_layers=(2, 4),
-        exit_threshold=(0.04, 0.06),
-        max_draft_tokens=3,
+        drafter="exit:layers=2/4,threshold=0.04/0.06,max_tokens=3",
     )
 
 
@@ -57,7 +55,7 @@ def moved(speculator: Speculator, **values: Any) -> Speculator:
         speculator.tokenizer,
         speculator.heads,
         speculator.label,
-        replace(speculator.options, **values),
+        speculator.options.updated(values),
         speculator.draft_model,
     )
 
@@ -95,11 +93,9 @@ def test_a_method_with_a_text_of_its_own_says_so_and_has_nothing_to_choose(
 ) -> None:
     wavering = moved(
         speculator,
-        exit_threshold=1e-6,
-        top_beta=100,
-        tolerance=100.0,
-        entropy_threshold=0.0,
-        overlap_threshold=0.0,
+        exit={"threshold": 1e-6},
+        acceptance="cm-asd:top_beta=100,tolerance=100" if name == "cm-asd" else "lossless",
+        easd={"entropy": 0.0, "overlap": 0.0},
     )
     (entry,) = grid(wavering, name)
     assert entry.own_text
@@ -124,7 +120,7 @@ def test_options_and_sweeps_that_are_lossy_are_marked_but_plain_decoding_is_not(
         "speculation": True,
         "ngram": True,
     }
-    entries = swept(speculator, [{"acceptance": "lossless"}, {"acceptance": "cm-asd"}])
+    entries = swept(speculator, moves("acceptance=lossless,cm-asd"))
     assert [entry.lossy for entry in entries] == [False, True]
 
 
@@ -198,7 +194,7 @@ def test_methods_with_drafts_need_heads() -> None:
         with pytest.raises(HeadsNotFound):
             candidates(bare, [name])
     with pytest.raises(HeadsNotFound):
-        swept(bare, [{"exit_threshold": 0.5}])
+        swept(bare, moves("exit.threshold=0.5"))
 
 
 def test_the_draft_model_drafts_where_its_method_is_asked_for(speculator: Speculator) -> None:
@@ -218,8 +214,11 @@ def test_methods_that_lack_what_drafts_say_so(speculator: Speculator) -> None:
 
 def test_draft_lengths_of_a_draft_model_are_swept_without_heads(speculator: Speculator) -> None:
     bare = wrap(speculator.model, draft_model=make_model("llama", torch.float64))
-    entries = swept(bare, [{"max_draft_tokens": 1}, {"max_draft_tokens": 4}])
-    assert [entry.setting["max_draft_tokens"] for entry in entries] == [1, 4]
+    entries = swept(bare, moves("draft-model.max_tokens=1,4"))
+    assert [entry.swept for entry in entries] == [
+        {"draft-model.max_tokens": 1},
+        {"draft-model.max_tokens": 4},
+    ]
 
 
 # --- ablations
@@ -227,25 +226,22 @@ def test_draft_lengths_of_a_draft_model_are_swept_without_heads(speculator: Spec
 
 def test_without_annealing_only_alpha_changes(speculator: Speculator) -> None:
     (entry,) = candidates(speculator, ["no-annealing"])["no-annealing"]
-    assert entry.setting == {"drafter": "exit", "never_slower": False, "anneal_strength": 0.0}
+    assert entry.setting == {"drafter": "exit:anneal_strength=0", "never_slower": False}
 
 
 def test_without_a_depth_bound_all_layers_are_in_use_with_the_nearest_threshold(
     speculator: Speculator,
 ) -> None:
-    bounded = moved(speculator, max_draft_depth=2)
+    bounded = moved(speculator, exit={"max_depth": 2})
     (entry,) = candidates(bounded, ["no-depth-bound"])["no-depth-bound"]
     assert entry.setting == {
-        "drafter": "exit",
+        "drafter": "exit:max_depth=none,layers=1/2/3/4/5,threshold=0.04/0.04/0.04/0.06/0.06",
         "never_slower": False,
-        "max_draft_depth": None,
-        "exit_layers": (1, 2, 3, 4, 5),
-        "exit_threshold": (0.04, 0.04, 0.04, 0.06, 0.06),
     }
 
 
 def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Speculator) -> None:
-    bold = moved(speculator, exit_threshold=1e-6)
+    bold = moved(speculator, exit={"threshold": 1e-6})
     ends = {entry.ended for entry in written(bold, "speculation").rounds if not entry.prefill}
     assert "width" in ends
     ends = {entry.ended for entry in written(bold, "no-width-bound").rounds if not entry.prefill}
@@ -255,7 +251,7 @@ def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Sp
 def test_without_the_value_rule_all_that_was_said_before_is_proposed(
     speculator: Speculator,
 ) -> None:
-    dear = moved(speculator, row_cost=0.9, block_cost=0.9)
+    dear = moved(speculator, prices="row=0.9,block=0.9")
     drafted = {}
     for name in ("ngram+exit", "no-value-rule"):
         stats = written(dear, name).stats
@@ -265,7 +261,7 @@ def test_without_the_value_rule_all_that_was_said_before_is_proposed(
 
 
 def test_without_the_never_slower_rule_dear_heads_go_on(speculator: Speculator) -> None:
-    dear = moved(speculator, head_cost=9.0)
+    dear = moved(speculator, prices="head=9")
     drafted = {}
     for name in ("ngram+exit", "no-never-slower"):
         stats = written(dear, name).stats
@@ -278,14 +274,14 @@ def test_without_the_never_slower_rule_dear_heads_go_on(speculator: Speculator) 
     ("name", "options"),
     [
         ("no-annealing", {"anneal_strength": 0.0}),
-        ("no-depth-bound", {"exit_layers": None, "exit_threshold": 0.1}),
+        ("no-depth-bound", {"layers": None, "threshold": 0.1}),
     ],
 )
 def test_an_ablation_that_removes_nothing_is_refused(
     speculator: Speculator, name: str, options: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidOption, match=f"{name} is the same as speculation"):
-        candidates(moved(speculator, **options), [name])
+        candidates(moved(speculator, exit=options), [name])
 
 
 # --- peers
@@ -295,19 +291,21 @@ def test_a_fixed_exit_drafts_as_many_tokens_as_it_should_at_its_layer(
     speculator: Speculator,
 ) -> None:
     grid = candidates(speculator, ["fixed-exit"])["fixed-exit"]
-    assert [entry.setting["exit_layers"] for entry in grid[::3]] == [(1,), (3,), (5,)]
-    for number, entry in enumerate(grid):
-        width = entry.setting["max_draft_tokens"]
+    settings = [speculator.options.updated(entry.setting).exit for entry in grid]
+    assert [setting.layers for setting in settings[::3]] == [(1,), (3,), (5,)]
+    for number, setting in enumerate(settings):
+        width = setting.max_tokens
         for one in written(speculator, "fixed-exit", number).rounds[1:]:
-            assert set(one.exit_layers) <= set(entry.setting["exit_layers"])
+            assert set(one.exit_layers) <= set(setting.layers or ())
             assert len(one.draft_tokens) == width or one.ended == "budget"
 
 
 def test_threshold_exits_have_no_bound(speculator: Speculator) -> None:
     for entry in candidates(speculator, ["threshold-exit"])["threshold-exit"]:
-        assert entry.setting["exit_layers"] == (1, 2, 3, 4, 5)
-        assert entry.setting["max_draft_tokens"] == NO_BOUND
-        assert entry.setting["anneal_strength"] == 0.0
+        setting = speculator.options.updated(entry.setting).exit
+        assert setting.layers == (1, 2, 3, 4, 5)
+        assert setting.max_tokens == NO_BOUND
+        assert setting.anneal_strength == 0.0
 
 
 def test_one_exit_stops_at_an_unsure_token(speculator: Speculator) -> None:
@@ -319,22 +317,23 @@ def test_one_exit_stops_at_an_unsure_token(speculator: Speculator) -> None:
 
 
 def test_a_sweep_moves_one_option_at_a_time(speculator: Speculator) -> None:
-    settings: list[dict[str, Any]] = [{"exit_threshold": 0.3}, {"exit_layers": (4, 5)}]
-    entries = swept(moved(speculator, exit_threshold=0.1), settings)
-    labels = ["speculation(exit_threshold=0.3)", "speculation(exit_layers=4/5)"]
+    settings = moves("exit.threshold=0.3") + moves("exit.layers=4/5")
+    entries = swept(moved(speculator, exit={"threshold": 0.1}), settings)
+    labels = ["speculation(exit.threshold=0.3)", "speculation(exit.layers=4/5)"]
     assert [entry.label for entry in entries] == labels
 
 
 def test_a_sweep_drafts_from_exit_heads_whatever_their_defaults_name(
     speculator: Speculator,
 ) -> None:
-    (entry,) = swept(moved(speculator, drafter="ngram+exit"), [{"exit_threshold": 0.3}])
-    assert (entry.setting["drafter"], entry.label) == ("exit", "speculation(exit_threshold=0.3)")
+    (entry,) = swept(moved(speculator, drafter="ngram+exit"), moves("exit.threshold=0.3"))
+    assert entry.setting["drafter"] == "exit:threshold=0.3"
+    assert entry.label == "speculation(exit.threshold=0.3)"
 
 
 def test_a_sweep_to_a_depth_that_is_no_exit_layer_is_refused(speculator: Speculator) -> None:
-    with pytest.raises(InvalidOption, match="max_draft_depth 3 is not among"):
-        swept(speculator, [{"max_draft_depth": 3}])
+    with pytest.raises(InvalidOption, match="exit:max_depth 3 is not among"):
+        swept(speculator, moves("exit.max_depth=3"))
 
 
 def test_the_record_says_what_a_method_is_and_what_it_was_chosen_from(

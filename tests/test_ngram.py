@@ -118,7 +118,7 @@ def test_a_draft_must_promise_what_a_block_of_rows_costs() -> None:
 
 def test_a_block_costs_more_where_one_row_has_kernels_of_its_own() -> None:
     ids = torch.arange(96)[None]  # whatever comes was there before: a chance of 1/2
-    options: dict[str, Any] = {"drafter": "ngram", "ngram_size": 1, "ngram_draft_tokens": 1}
+    options: dict[str, Any] = {"drafter": "ngram:size=1,max_tokens=1"}
     for executor, expected in (("generic", False), ("packed", True)):
         speculator = wrap(make_model("llama"), executor=executor, **options)
         stats = speculator.generate(ids, max_new_tokens=6).stats
@@ -238,7 +238,7 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving() -> None:
 
 def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it() -> None:
     model = make_model("llama", torch.float64)
-    speculator = wrap(model, drafter="ngram", row_cost=0.0, block_cost=0.0, ngram_size=2)
+    speculator = wrap(model, drafter="ngram:size=2", prices="row=0.0,block=0.0")
     session = speculator.session()
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)

@@ -43,9 +43,7 @@ def exact() -> Any:
 @pytest.fixture(scope="module")
 def speculator(exact: Any) -> Speculator:
     """Drafts all the time, mostly wrongly."""
-    return wrap(
-        exact, heads="logit-lens", exit_layers=(2, 5), exit_threshold=0.05, max_draft_tokens=4
-    )
+    return wrap(exact, heads="logit-lens", drafter="exit:layers=2/5,threshold=0.05,max_tokens=4")
 
 
 @pytest.fixture

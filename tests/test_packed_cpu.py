@@ -101,7 +101,7 @@ def test_where_a_processor_cannot_multiply_bfloat16_layers_keep_their_own(
     with pytest.raises(UnsupportedModel, match="this processor has no products in bfloat16"):
         Backbone(model, executor=executor)
     assert isinstance(Backbone(make_model("llama"), executor=executor)._executor, PackedExecutor)
-    speculator = wrap(model, heads="logit-lens", exit_threshold=0.05)
+    speculator = wrap(model, heads="logit-lens", drafter="exit:threshold=0.05")
     assert speculator.backbone.executor_name == "generic"
     plain = speculator.generate(random_ids(9), max_new_tokens=20, pinned=True, speculate=False)
     drafted = speculator.generate(random_ids(9), max_new_tokens=20, pinned=True)
@@ -146,11 +146,11 @@ def test_the_probe_finds_kernels_that_depend_on_the_number_of_rows(
 def test_pinned_mode_falls_back_to_fixed_shapes(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculator = wrap(model, heads="logit-lens", executor="packed", exit_threshold=0.05)
+    speculator = wrap(model, heads="logit-lens", executor="packed", drafter="exit:threshold=0.05")
     free = PassShape()
     assert speculator.engine.probe.shape(PassShape(8, 64), 8) == free
     monkeypatch.setattr(PackedLinear, "__call__", depends_on_rows)
-    again = wrap(model, heads="logit-lens", executor="packed", exit_threshold=0.05)
+    again = wrap(model, heads="logit-lens", executor="packed", drafter="exit:threshold=0.05")
     assert again.engine.probe.shape(PassShape(8, 64), 8) == PassShape(8, 64)
     plain = again.generate(random_ids(9), max_new_tokens=20, pinned=True, speculate=False)
     drafted = again.generate(random_ids(9), max_new_tokens=20, pinned=True)
@@ -162,7 +162,9 @@ def test_bits_are_pinned_by_default_where_a_probe_finds_it_so(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pinned(executor: str, **options: Any) -> bool:
-        speculator = wrap(model, heads="logit-lens", executor=executor, exit_threshold=0.05)
+        speculator = wrap(
+            model, heads="logit-lens", executor=executor, drafter="exit:threshold=0.05"
+        )
         return speculator.generate(random_ids(9), max_new_tokens=6, **options).stats.pinned
 
     assert pinned("packed")

@@ -12,13 +12,14 @@ from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.record import Record
+from selfspec.options import Exit
 from selfspec.visualise.page import render
 from selfspec.visualise.start import start
 from tests.records import OPTIONS, recorded
 from tests.traces import alone, make_trace, some_costs
 
 USED = SpeculationOptions(
-    exit_threshold=0.3, anneal_strength=0.5, max_draft_tokens=3, never_slower=False
+    exit=Exit(threshold=0.3, anneal_strength=0.5, max_tokens=3), never_slower=False
 )
 
 
@@ -87,7 +88,7 @@ def test_costs_that_do_not_reach_are_refused(record: Record) -> None:
 
 
 def test_sliders_begin_at_the_settings_of_the_decode(record: Record) -> None:
-    options = replace(USED, exit_layers=(1, 5), exit_threshold=(0.3125, 0.7), max_draft_depth=1)
+    options = USED.updated({"drafter": "exit:layers=1/5,threshold=0.3125/0.7,max_depth=1"})
     trace = make_trace(record, options)
     begin = start(trace.info, record.info)
     assert begin.notes == ()
@@ -96,7 +97,7 @@ def test_sliders_begin_at_the_settings_of_the_decode(record: Record) -> None:
 
 
 def test_pauses_of_the_decode_are_not_replayed(record: Record) -> None:
-    trace = make_trace(record, replace(USED, never_slower=True, head_cost=9.0))
+    trace = make_trace(record, USED.updated({"never_slower": True, "prices": "head=9"}))
     assert any(entry.ended == "off" for entry in trace.rounds[1:])
     begin = start(trace.info, record.info, trace.rounds)
     assert begin.notes == ("decoded with pauses where drafts did not pay; here none are made",)

@@ -15,6 +15,7 @@ import pytest
 from selfspec.config import SpeculationOptions
 from selfspec.eval import replay
 from selfspec.eval.record import Record
+from selfspec.options import Exit
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.page import render
 from selfspec.visualise.texts import visible
@@ -194,7 +195,7 @@ def test_the_replay_of_the_settings_used_is_the_decode(page: Page, trace: LayerT
 def test_sliders_give_the_counts_of_python(page: Page, record: Record) -> None:
     info, dice = record.info, random.Random(3)
     page.get_by_label("one τ for all layers").set_checked(False)
-    used = python_results(record, replace(USED, exit_layers=info.exit_layers))
+    used = python_results(record, USED.updated({"exit": {"layers": info.exit_layers}}))
     assert result(page, "rounds", "used") == str(used["rounds"])
     for _ in range(8):
         taus = []
@@ -208,10 +209,12 @@ def test_sliders_give_the_counts_of_python(page: Page, record: Record) -> None:
         for name, value in (("#alpha", alpha), ("#width", width), ("#depth", depth)):
             set_slider(page, page.locator(name), value)
         options = SpeculationOptions(
-            exit_threshold=tuple(taus),
-            anneal_strength=info.anneal_strengths[alpha],
-            max_draft_depth=info.exit_layers[depth],
-            max_draft_tokens=width,
+            exit=Exit(
+                threshold=tuple(taus),
+                anneal_strength=info.anneal_strengths[alpha],
+                max_depth=info.exit_layers[depth],
+                max_tokens=width,
+            ),
             never_slower=False,
         )
         expected = python_results(record, options)
@@ -241,7 +244,7 @@ def test_a_layer_can_be_switched_off(page: Page, record: Record) -> None:
     first, *others = record.info.exit_layers
     for layer in others:
         page.get_by_label(f"use exit layer {layer}").uncheck()
-    expected = python_results(record, replace(USED, exit_layers=(first,)))
+    expected = python_results(record, USED.updated({"exit": {"layers": (first,)}}))
     assert result(page, "rounds") == str(expected["rounds"])
     assert page.get_by_label(f"use exit layer {first}").is_disabled()  # one must stay
 
@@ -249,7 +252,7 @@ def test_a_layer_can_be_switched_off(page: Page, record: Record) -> None:
 def test_one_threshold_can_move_all(page: Page, record: Record) -> None:
     layers = record.info.exit_layers
     set_slider(page, page.locator(f"[data-layer='{layers[0]}']"), 0.5)
-    expected = python_results(record, replace(USED, exit_threshold=0.5))
+    expected = python_results(record, USED.updated({"exit": {"threshold": 0.5}}))
     assert result(page, "rounds") == str(expected["rounds"])
     assert page.locator(f"[data-layer='{layers[-1]}']").input_value() == "0.5"
 

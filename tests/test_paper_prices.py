@@ -33,7 +33,9 @@ def test_rounds_are_told_apart_by_their_drafts() -> None:
 def test_counts_of_a_generation_are_those_of_its_rounds() -> None:
     model = make_model("llama", torch.float64)
     small = make_model("llama", torch.float64, num_hidden_layers=2)
-    speculator = wrap(model, draft_model=small, controller="heuristic", max_draft_tokens=2)
+    speculator = wrap(
+        model, draft_model=small, controller="heuristic", drafter="draft-model:max_tokens=2"
+    )
     stream = speculator.stream(random_ids(9), max_new_tokens=20)
     found = counts(stream.drain().stats)
     rounds = [entry for entry in stream.rounds if not entry.prefill]

@@ -67,7 +67,7 @@ def test_gammatune_replays_the_rounds_that_live_runs_make(asked: dict[str, Any])
         assert gain[0]["best"] == 1.0
     names = [gain["controller"] for gain in summary["sensitivity"]["here"]]
     assert len(names) == len(set(names)) == 5 + 12
-    assert names[5] == "gammatune, gammatune_rate 0.1"
+    assert names[5] == "gammatune, rate 0.1"
     fixed = [row for row in summary["settings"] if row["controller"] == "fixed"]
     assert [row["rounds"] for row in fixed] == sorted((r["rounds"] for r in fixed), reverse=True)
 

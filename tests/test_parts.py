@@ -36,7 +36,7 @@ NEW = [*BREADTH, "gpt_neox"]
 def test_drafts_leave_the_text_of_new_families_as_it_is(family: str) -> None:
     model, ids = make_model(family, torch.float64), random_ids(30)
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30)  # type: ignore[operator]  # a mixin
-    options: dict[str, Any] = {"exit_layers": (2, 4), "exit_threshold": 0.02}
+    options: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.02"}
     speculator = wrap(model, heads="logit-lens", never_slower=False, **options)
     answer = speculator.generate(ids, max_new_tokens=30)
     assert answer.token_ids == made[0, 30:].tolist()

@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import pytest
 import torch
@@ -156,7 +155,7 @@ def test_a_pause_is_no_failure_of_the_other_drafter_and_leaves_the_field_to_seen
 # Through the facade
 
 
-EAGER: dict[str, Any] = {"exit_layers": (2, 5), "exit_threshold": 0.05, "block_cost": 0.0}
+EAGER = {"exit": "layers=2/5,threshold=0.05", "prices": "block=0"}
 """Heads that nobody fitted: they draft all the time, wrongly."""
 
 
@@ -164,7 +163,8 @@ EAGER: dict[str, Any] = {"exit_layers": (2, 5), "exit_threshold": 0.05, "block_c
 def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str) -> None:
     model = make_model("llama", torch.float64)
     second = make_model("llama", torch.float64, num_hidden_layers=2)
-    speculator = wrap(model, heads="logit-lens", draft_model=second, drafter=drafter, **EAGER)
+    speculator = wrap(model, heads="logit-lens", draft_model=second, drafter=drafter)
+    speculator.options = speculator.options.updated(EAGER)
     ids, count = random_ids(13), 120
     plain = speculator.generate(ids, max_new_tokens=count, speculate=False)
     found = {
@@ -179,9 +179,10 @@ def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str) -> None:
 
 
 def test_dearer_heads_are_paused_earlier() -> None:
-    speculator = wrap(make_model("llama", torch.float64), heads="logit-lens", **EAGER)
+    speculator = wrap(make_model("llama", torch.float64), heads="logit-lens")
+    speculator.options = speculator.options.updated(EAGER)
     cheap, dear = (
-        speculator.generate(random_ids(13), max_new_tokens=60, head_cost=cost).stats.drafted
+        speculator.generate(random_ids(13), max_new_tokens=60, prices={"head": cost}).stats.drafted
         for cost in (0.0, 10.0)
     )
     assert cheap > dear > 0
@@ -191,5 +192,5 @@ def test_pauses_do_not_change_the_distribution_of_samples() -> None:
     model = make_model("llama", vocab_size=4, num_hidden_layers=2)
     # two wrong drafts cost between 7.5 and 8.5 steps: a pause follows, where one is right none does
     ladder.check_sampling(
-        model, random_ids(6, vocab_size=4), draws=600, length=4, head_cost=3.3, block_cost=0.0
+        model, random_ids(6, vocab_size=4), draws=600, length=4, prices="head=3.3,block=0"
     )

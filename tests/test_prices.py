@@ -12,6 +12,7 @@ from selfspec.decoding.drafters import Draft
 from selfspec.decoding.prices import Costs, DraftCost, token_cost
 from selfspec.decoding.stats import Round
 from selfspec.model.backbone import Backbone
+from selfspec.options import Prices
 from tests.models import make_model
 
 COSTS = Costs(
@@ -50,7 +51,7 @@ def test_rows_that_cost_nothing_or_too_much_are_within_what_options_allow() -> N
     assert (flat.row_cost, flat.block_cost) == (0.0, 0.0)
     dear = replace(COSTS, layers=(1.0, 3.0, 9.0), logits=(0.1, 0.1, 0.1))
     assert dear.row_cost == 1.0
-    SpeculationOptions(row_cost=dear.row_cost, block_cost=dear.block_cost)
+    SpeculationOptions(prices=Prices(row=dear.row_cost, block=dear.block_cost))
 
 
 @pytest.mark.parametrize(("layers", "rows", "seconds"), [(10, 1, 1.0), (5, 1, 0.6), (1, 2, 0.6)])

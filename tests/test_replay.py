@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ import selfspec
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.controllers import CONTROLLERS
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
@@ -22,6 +21,8 @@ from selfspec.eval.record import Record
 from selfspec.eval.totals import totals
 from selfspec.eval.trace import Recorder
 from selfspec.eval.trace_options import RecordOptions
+from selfspec.options import Exit, GammaTune, Ngram, Prices
+from selfspec.options.controllers import CONTROLLERS, Controller
 from tests.models import random_ids
 from tests.packing import PINNED_DTYPE
 from tests.records import KINDS, NEW_TOKENS, OPTIONS, PROMPTS, recorded
@@ -41,11 +42,13 @@ def random_setting(record: Record, seed: int) -> SpeculationOptions:
     layers = tuple(sorted(dice.sample(fitted, dice.randint(1, len(fitted)))))
     taus = [max(dice.uniform(floor, 1.0) ** 2, floor) for _ in layers]
     return SpeculationOptions(
-        exit_layers=layers,
-        exit_threshold=tuple(taus) if dice.random() < 0.5 else taus[0],
-        anneal_strength=dice.choice(info.anneal_strengths),
-        max_draft_depth=dice.choice([None, *layers]),
-        max_draft_tokens=dice.randint(1, info.max_draft_tokens),
+        exit=Exit(
+            layers=layers,
+            threshold=tuple(taus) if dice.random() < 0.5 else taus[0],
+            anneal_strength=dice.choice(info.anneal_strengths),
+            max_depth=dice.choice([None, *layers]),
+            max_tokens=dice.randint(1, info.max_draft_tokens),
+        ),
         never_slower=False,
     )
 
@@ -74,26 +77,35 @@ def test_random_settings_replay_as_they_run(kind: str) -> None:
     assert ended > 0  # drafting went on behind a wrong draft, and behind a right one
 
 
+def random_controller(name: str, dice: random.Random, most: int) -> Controller:
+    """One of this name with settings by chance, that drafts at most `most` tokens."""
+    shortest = dice.randint(1, most)
+    values: dict[str, Any] = {
+        "shortest": shortest,
+        "longest": dice.randint(shortest, most),
+        "threshold": dice.uniform(0.1, 0.9),
+        "rate": dice.uniform(0.1, 1.0),
+        "step": dice.uniform(0.0, 3.0),
+    }
+    known = {entry.name for entry in fields(CONTROLLERS[name])}
+    return CONTROLLERS[name](**{key: value for key, value in values.items() if key in known})
+
+
 def learning_setting(record: Record, seed: int, drafter: str) -> SpeculationOptions:
     """A random setting under a random controller, within what was recorded."""
     dice, most = random.Random(f"{seed} {drafter}"), record.info.max_draft_tokens
     known = [name for name in CONTROLLERS if name != "cm-asd" or drafter == "ngram"]
-    shortest = dice.randint(1, most)
     return replace(
         random_setting(record, seed),
         drafter=drafter,
-        controller=dice.choice(known),
-        shortest_draft=shortest,
-        longest_draft=dice.randint(shortest, most),
-        controller_threshold=dice.uniform(0.1, 0.9),
-        gammatune_rate=dice.uniform(0.1, 1.0),
-        gammatune_step=dice.uniform(0.0, 3.0),
-        ngram_size=dice.randint(1, 4),
-        ngram_draft_tokens=dice.randint(1, 9),
-        row_cost=dice.choice([0.0, 0.05, 0.2]),
-        block_cost=dice.choice([None, 0.0, 0.3]),
+        controller=random_controller(dice.choice(known), dice, most),
+        ngram=Ngram(size=dice.randint(1, 4), max_tokens=dice.randint(1, 9)),
+        prices=Prices(
+            row=dice.choice([0.0, 0.05, 0.2]),
+            block=dice.choice([None, 0.0, 0.3]),
+            head=dice.choice([0.0, 0.08, 1.0, 9.0]),
+        ),
         never_slower=dice.random() < 0.8,
-        head_cost=dice.choice([0.0, 0.08, 1.0, 9.0]),
     )
 
 
@@ -180,7 +192,7 @@ def test_totals_of_many_settings_equal_counted_rounds(kind: str) -> None:
     record, _ = recorded(kind)
     settings = [random_setting(record, seed) for seed in range(SETTINGS)]
     # neighbours that differ in width are replayed together, in any order
-    settings += [replace(settings[0], max_draft_tokens=width) for width in (3, 1, 4)]
+    settings += [settings[0].updated({"exit": {"max_tokens": width}}) for width in (3, 1, 4)]
     found = totals(record, settings)
     assert found.widest == OPTIONS.max_draft_tokens + 1
     for index, options in enumerate(settings):
@@ -195,22 +207,24 @@ def test_totals_of_many_settings_equal_counted_rounds(kind: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"exit_threshold": 0.1}, "exit_threshold 0.1 lies below 0.15"),
-        ({"anneal_strength": 0.3}, "anneal_strength 0.3 was not recorded, only [0.0, 0.5, 2.0]"),
-        ({"max_draft_tokens": 5}, "max_draft_tokens 5, recorded were 4"),
-        ({"exit_layers": (2,)}, "exit layer 2 is not among [1, 3, 5]"),
-        ({"exit_threshold": (0.5, 0.6)}, "2 exit thresholds for 3 exit layers"),
-        ({"max_draft_depth": 4}, "4 is not among the exit layers [1, 3, 5]"),
-        ({"controller": "gammatune"}, "longest_draft 10, recorded were 4"),
+        ({"drafter": "exit:threshold=0.1"}, "exit:threshold 0.1 lies below 0.15"),
+        (
+            {"drafter": "exit:anneal_strength=0.3"},
+            "exit:anneal_strength 0.3 was not recorded, only [0.0, 0.5, 2.0]",
+        ),
+        ({"drafter": "exit:max_tokens=5"}, "exit:max_tokens 5, recorded were 4"),
+        ({"drafter": "exit:layers=2"}, "exit layer 2 is not among [1, 3, 5]"),
+        ({"drafter": "exit:threshold=0.5/0.6"}, "2 exit thresholds for 3 exit layers"),
+        ({"drafter": "exit:max_depth=4"}, "4 is not among the exit layers [1, 3, 5]"),
+        ({"controller": "gammatune"}, "gammatune:longest 10, recorded were 4"),
         ({"controller": "cm-asd"}, "controller cm-asd looks at more than the best token's"),
-        ({"controller": "slow"}, "unknown controller 'slow'"),
         ({"drafter": "ngram+draft-model"}, "what a draft model says was not recorded"),
         ({"acceptance": "cm-asd"}, "acceptance cm-asd writes other texts than those recorded"),
     ],
 )
 def test_what_was_not_recorded_is_refused(changes: dict[str, object], reason: str) -> None:
     record, _ = recorded("translator")
-    options = replace(SpeculationOptions(anneal_strength=0.5, max_draft_tokens=4), **changes)  # type: ignore[arg-type]  # options by name
+    options = SpeculationOptions(exit=Exit(anneal_strength=0.5, max_tokens=4)).updated(changes)
     with pytest.raises(InvalidOption) as caught:
         replay.rounds(record, 0, options)
     assert reason in str(caught.value)
@@ -221,8 +235,8 @@ def test_what_was_not_recorded_is_refused(changes: dict[str, object], reason: st
 )
 def test_what_learns_from_round_to_round_has_no_totals(changes: dict[str, Any]) -> None:
     record, _ = recorded("translator")
-    base = SpeculationOptions(anneal_strength=0.5, max_draft_tokens=4, never_slower=False)
-    options = replace(base, **changes)
+    base = SpeculationOptions(exit=Exit(anneal_strength=0.5, max_tokens=4), never_slower=False)
+    options = base.updated(changes)
     with pytest.raises(InvalidOption, match="is replayed round by round only"):
         totals(record, [options])
 
@@ -250,8 +264,7 @@ def test_the_default_model_replays_as_it_runs(heads: str) -> None:
         both = replace(
             options,
             drafter="ngram+exit",
-            controller="gammatune",
-            longest_draft=3,
+            controller=GammaTune(longest=3),
             never_slower=True,
         )
         found = replay.rounds(record, 0, both)

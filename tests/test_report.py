@@ -19,7 +19,7 @@ from selfspec.eval.summary import summarise
 from selfspec.eval.tables import Table
 
 PNG = b"\x89PNG"
-SWEPT = [f"speculation(exit_threshold={tau})" for tau in (0.9, 0.1)]
+SWEPT = [f"speculation(exit.threshold={tau})" for tau in (0.9, 0.1)]
 LABELS = ["plain", "speculation", "no-width-bound", *SWEPT]
 SECONDS = dict(zip(LABELS, (4.0, 2.0, 5.0, 3.2, 2.5), strict=True))
 COUNTS: dict[str, dict[str, float]] = {
@@ -35,7 +35,8 @@ def described(label: str) -> dict[str, Any]:
     return {
         "method": label.split("(")[0],
         "source": "<source> & more",
-        "setting": {"exit_threshold": float(value[1])} if value else {},
+        "setting": {"drafter": f"exit:threshold={value[1]}"} if value else {},
+        "swept": {"exit.threshold": float(value[1])} if value else {},
         "chosen_from": [],
     }
 
@@ -64,7 +65,7 @@ def run(summary: dict[str, Any]) -> Results:
         "run": {"suite": "s.jsonl", "max_new_tokens": 4, "repeats": 1, "seed": 0},
         "questions": {"reported": 2, "settings_chosen_on": ["x"]},
         "model": {"name": "<b>model", "dtype": "float32", "device": "cpu", "heads": "h"},
-        "speculation": {"exit_threshold": 0.9},
+        "speculation": {"drafter": "exit:threshold=0.9"},
         "machine": {"threads": 1},
     }
     return Results("first", record, summary)
@@ -75,8 +76,8 @@ def run(summary: dict[str, Any]) -> Results:
 
 def test_a_sweep_is_sorted_by_its_value(summary: dict[str, Any]) -> None:
     data = plots.sweep_data(summary)
-    assert list(data) == ["exit_threshold"]
-    found = plots.sweep_statistic("exit_threshold", data["exit_threshold"], "plain")
+    assert list(data) == ["exit.threshold"]
+    found = plots.sweep_statistic("exit.threshold", data["exit.threshold"], "plain")
     assert found.name == "exit threshold (tau)"
     assert (found.unit, found.prompts) == ("× plain", 2)
     assert found.at == [0.1, 0.9]
@@ -149,8 +150,8 @@ def test_speed_ups_are_shown_over_plain_decoding_where_it_was_measured(
 
 def test_values_that_are_lists_are_words_on_the_axis(summary: dict[str, Any]) -> None:
     figures = summary["all"]["overall"]["speculation"]
-    found = plots.sweep_statistic("exit_layers", [([4, 20], figures)], "plain")
-    assert (found.name, found.at) == ("exit_layers", ["4/20"])
+    found = plots.sweep_statistic("exit.layers", [([4, 20], figures)], "plain")
+    assert (found.name, found.at) == ("exit.layers", ["4/20"])
 
 
 def test_each_figure_is_a_file(summary: dict[str, Any], tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_dynamic_quantisation_of_activations_is_found() -> None:
 def test_such_a_model_gets_no_drafts_and_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
     model, ids = quantised(OneScale), random_ids(9)
     with caplog.at_level(logging.WARNING):
-        speculator = wrap(model, heads="logit-lens", exit_threshold=0.01)
+        speculator = wrap(model, heads="logit-lens", drafter="exit:threshold=0.01")
     assert "no drafts for LlamaForCausalLM: the rows of a pass change each other" in caplog.text
     answer = speculator.generate(ids, max_new_tokens=40)
     assert answer.stats.drafted == 0
@@ -88,7 +88,7 @@ def test_such_a_model_gets_no_drafts_and_is_told_why(caplog: pytest.LogCaptureFi
 
 
 def test_rows_that_mind_themselves_are_drafted_for() -> None:
-    speculator = wrap(quantised(OwnScale), heads="logit-lens", exit_threshold=0.01)
+    speculator = wrap(quantised(OwnScale), heads="logit-lens", drafter="exit:threshold=0.01")
     stats = speculator.generate(random_ids(9), max_new_tokens=40).stats
     assert stats.drafted > 0
     assert stats.drafts_refused is None

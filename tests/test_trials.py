@@ -17,7 +17,10 @@ from tests.talks import make_tokenizer
 
 QUESTIONS = [Question(id=name, task="QA", turns=(f"{name} b",)) for name in ("a", "c")]
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-SETTINGS = {"plain": {**GREEDY, "speculate": False}, "drafts": {**GREEDY, "max_draft_tokens": 2}}
+SETTINGS = {
+    "plain": {**GREEDY, "speculate": False},
+    "drafts": {**GREEDY, "drafter": "draft-model:max_tokens=2"},
+}
 
 
 @pytest.fixture(scope="module")

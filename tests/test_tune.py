@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from selfspec.eval.tune import (
     thresholds,
     tune,
 )
+from selfspec.options import Exit, Ngram, Prices
 from tests.records import FLOOR, OPTIONS, recorded
 
 ROWS = OPTIONS.max_draft_tokens + 1
@@ -108,8 +108,8 @@ def test_every_candidate_can_be_replayed_and_widths_are_neighbours() -> None:
     record = recorded("translator").record
     found = candidates(record, 2)
     assert len(found) == len(set(found)) > 1000
-    assert {len(setting.exit_layers or ()) for setting in found} == {1, 2}
-    assert [setting.max_draft_tokens for setting in found[:8]] == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert {len(setting.exit.layers or ()) for setting in found} == {1, 2}
+    assert [setting.exit.max_tokens for setting in found[:8]] == [1, 2, 3, 4, 1, 2, 3, 4]
     for setting in found[:: len(found) // 50]:
         replay.Setting.of(record, setting)
     assert len(candidates(record, 1)) < len(found) < len(candidates(record, 3))
@@ -118,10 +118,7 @@ def test_every_candidate_can_be_replayed_and_widths_are_neighbours() -> None:
 def test_predicted_seconds_add_up_the_parts_of_all_rounds() -> None:
     record = recorded("deep-fused").record
     setting = SpeculationOptions(
-        exit_layers=(0, 5),
-        exit_threshold=0.3,
-        anneal_strength=0.5,
-        max_draft_tokens=3,
+        exit=Exit(layers=(0, 5), threshold=0.3, anneal_strength=0.5, max_tokens=3),
         never_slower=False,
     )
     found = predicted_seconds(totals(record, [setting]), COSTS)
@@ -141,7 +138,7 @@ def test_predicted_seconds_add_up_the_parts_of_all_rounds() -> None:
 
 def test_text_already_seen_costs_what_its_verification_costs() -> None:
     record = recorded("translator").record
-    setting = SpeculationOptions(drafter="ngram", ngram_draft_tokens=3, row_cost=0.0)
+    setting = SpeculationOptions(drafter="ngram", ngram=Ngram(max_tokens=3), prices=Prices(row=0.0))
     for prompt in range(len(record.prompts)):
         entries = replay.rounds(record, prompt, setting)
         verified = [len(entry.draft_tokens) + 1 for entry in entries[1:]]
@@ -155,14 +152,13 @@ def test_plain_decoding_takes_a_step_for_every_token_but_the_first() -> None:
     assert plain_seconds(record, COSTS) == pytest.approx([n * COSTS.plain_step() for n in steps])
 
 
-def costs_here() -> dict[str, Any]:
-    """What `tune` makes of COSTS: 1.32 a plain step."""
-    return {"row_cost": 0.083, "block_cost": 0.0, "head_cost": 0.038}
+COSTS_HERE = Prices(row=0.083, block=0.0, head=0.038)
+"""What `tune` makes of COSTS: 1.32 a plain step."""
 
 
 def followed(record: Record, setting: SpeculationOptions) -> float:
     """Seconds on all prompts."""
-    layers = setting.exit_layers or ()
+    layers = setting.exit.layers or ()
     return sum(
         COSTS.seconds_of(replay.rounds(record, prompt, setting), layers)
         for prompt in range(len(record.prompts))
@@ -176,7 +172,7 @@ def test_no_setting_is_faster_on_the_prompts_it_was_chosen_on() -> None:
     settings = candidates(record, 2)
     assert not any(setting.never_slower for setting in settings)
     seconds = predicted_seconds(totals(record, settings), COSTS).sum(-1)
-    first = replace(settings[seconds.argmin()], never_slower=True, **costs_here())
+    first = replace(settings[seconds.argmin()], never_slower=True, prices=COSTS_HERE)
     plain = plain_seconds(record, COSTS).sum()
     assert found.speed_up_in_sample >= plain / followed(record, first) - 1e-9
     assert found.speed_up <= found.speed_up_in_sample
@@ -205,23 +201,23 @@ def repeating(record: Record) -> Record:
 def test_drafts_from_text_already_seen_are_chosen_where_texts_repeat() -> None:
     record = repeating(recorded("translator").record)
     found = tune(record, COSTS, TuneOptions(), unseen)
-    assert found.options["drafter"] in ("ngram", "ngram+exit")
-    assert found.options["ngram_draft_tokens"] == OPTIONS.max_draft_tokens
+    chosen = SpeculationOptions().updated(found.options)
+    assert chosen.uses("ngram")
+    assert chosen.ngram.max_tokens == OPTIONS.max_draft_tokens
     dear = tune(record, replace(COSTS, head=5.0), TuneOptions(), unseen)
     assert dear.options == {
         "speculate": True,
-        "drafter": "ngram",
-        "ngram_draft_tokens": 4,
-        "row_cost": dear.options["row_cost"],
-        "block_cost": 0.0,
+        "drafter": "ngram:size=4,max_tokens=4",
+        "prices": dear.options["prices"],
     }
 
 
 def test_what_was_measured_here_is_what_the_rules_go_by() -> None:
     record = recorded("translator").record
     found = tune(record, COSTS, TuneOptions(), unseen).options
-    assert (found["block_cost"], found["head_cost"]) == (0.0, 0.038)
-    assert found["row_cost"] in (0.083, SpeculationOptions().row_cost)
+    prices = SpeculationOptions().updated(found).prices
+    assert (prices.block, prices.head) == (0.0, 0.038)
+    assert prices.row in (0.083, Prices().row)
     assert found.keys() <= set(TUNED_OPTIONS)
 
 

@@ -15,17 +15,15 @@ from selfspec.api import tuned
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
+from selfspec.options import Exit
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 
 OPTIONS: dict[str, Any] = {
     "speculate": True,
-    "exit_layers": [4],
-    "exit_threshold": [0.25],
-    "anneal_strength": 0.5,
-    "max_draft_tokens": 3,
+    "drafter": "exit:layers=4,threshold=0.25,anneal_strength=0.5,max_tokens=3",
 }
-DEFAULTS: dict[str, Any] = {"exit_layers": [2], "exit_threshold": [0.8], "lenience": 1.0}
+DEFAULTS: dict[str, Any] = {"drafter": "exit:layers=2,threshold=0.8"}
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +48,16 @@ def wrapped(model: PreTrainedModel, heads: ExitHeads, **options: Any) -> Specula
 
 
 def test_without_a_file_the_heads_defaults_hold(model: PreTrainedModel, heads: ExitHeads) -> None:
-    assert wrapped(model, heads).options.exit_layers == (2,)
+    assert wrapped(model, heads).options.exit.layers == (2,)
 
 
 def test_what_was_tuned_wins_over_the_heads_and_what_is_asked_for_wins_over_both(
     model: PreTrainedModel, heads: ExitHeads, kept: Path
 ) -> None:
-    options = wrapped(model, heads).options
-    assert (options.exit_layers, options.thresholds) == ((4,), (0.25,))
-    assert (options.anneal_strength, options.max_draft_tokens) == (0.5, 3)
-    asked = wrapped(model, heads, max_draft_tokens=5).options
-    assert (asked.exit_layers, asked.max_draft_tokens) == ((4,), 5)
+    tuned_exit = wrapped(model, heads).options.exit
+    assert tuned_exit == Exit(layers=(4,), threshold=0.25, anneal_strength=0.5, max_tokens=3)
+    asked = wrapped(model, heads, drafter="exit:max_tokens=5").options.exit
+    assert (asked.layers, asked.max_tokens) == ((4,), 5)
 
 
 def test_where_drafting_does_not_pay_it_is_off_until_asked_for(
@@ -68,7 +65,7 @@ def test_where_drafting_does_not_pay_it_is_off_until_asked_for(
 ) -> None:
     tuned.write(backbone, heads, {"speculate": False}, {})
     assert not wrapped(model, heads).options.speculate
-    assert wrapped(model, heads, speculate=True).options.exit_layers == (2,)
+    assert wrapped(model, heads, speculate=True).options.exit.layers == (2,)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -118,7 +115,9 @@ def test_another_model_dtype_number_of_threads_or_head_has_another_file(
 
 
 def test_defaults_of_the_heads_do_not_change_the_file(backbone: Backbone, kept: Path) -> None:
-    other = make_heads("translator", backbone.unembedding, defaults={"max_draft_tokens": 2})
+    other = make_heads(
+        "translator", backbone.unembedding, defaults={"drafter": "exit:max_tokens=2"}
+    )
     assert tuned.path(backbone, other) == kept
 
 
@@ -132,14 +131,14 @@ def test_a_processor_has_a_name() -> None:
         ("{", "Expecting property name"),
         ("[]", "list indices"),
         ("{}", "format_version"),
-        ('{"format_version": 2}', "format version 2, not 1"),
-        ('{"format_version": 1}', "options"),
-        ({"lenience": 0.5}, "unknown option 'lenience'"),  # would change the output
+        ('{"format_version": 1}', "format version 1, not 2"),
+        ('{"format_version": 2}', "options"),
+        ({"acceptance": "lenient"}, "unknown option 'acceptance'"),  # would change the output
         ({"pinned": True}, "unknown option 'pinned'"),
-        ({"exit_layers": [3]}, "exit layer 3 is not among [2, 4]"),
-        ({"exit_layers": [2], "exit_threshold": [0.5, 0.6]}, "2 exit thresholds for 1 exit layers"),
-        ({"max_draft_tokens": 0}, "max_draft_tokens is 0"),
-        ({"max_draft_tokens": "x"}, "max_draft_tokens is 'x', expected a whole number"),
+        ({"drafter": "exit:layers=3"}, "exit layer 3 is not among [2, 4]"),
+        ({"drafter": "exit:layers=2,threshold=0.5/0.6"}, "2 exit thresholds for 1 exit layers"),
+        ({"drafter": "exit:max_tokens=0"}, "exit:max_tokens is 0"),
+        ({"drafter": "exit:max_tokens=x"}, "exit:max_tokens is 'x', expected a whole number"),
     ],
     ids=str,
 )
@@ -152,10 +151,10 @@ def test_a_broken_file_is_named_in_one_line_and_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if isinstance(content, dict):
-        content = json.dumps({"format_version": 1, "options": content})
+        content = json.dumps({"format_version": 2, "options": content})
     kept.write_text(content)
     options = wrapped(model, heads).options
-    assert (options.exit_layers, options.lenience, options.pinned) == ((2,), 1.0, None)
+    assert (options.exit.layers, options.loss, options.pinned) == ((2,), None, None)
     (line,) = said(caplog)
     assert line.startswith(f"ignored {kept}: ")
     assert reason in line

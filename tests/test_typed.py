@@ -11,6 +11,7 @@ import pytest
 
 from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.errors import InvalidOption
+from selfspec.options import CmAsdLength, Exit, Prices
 from selfspec.typed import annotations_of, check_types, described, fits, shown
 from tests.models import addressless
 
@@ -97,23 +98,26 @@ def test_every_option_has_a_type_in_words(options: type) -> None:
         assert "typing." not in described(hint)
 
 
-BAD: list[dict[str, Any]] = [
-    *({name: value} for name in ("max_draft_tokens", "pinned_rows") for value in ("6", 2.5, True)),
-    *({"row_cost": value} for value in ("0.1", None, float("nan"), float("inf"))),
-    *({"exit_layers": value} for value in (5, "2,4", (2, "4"), {2: 4})),
-    *({"exit_threshold": value} for value in ("0.9", None, ("a",), 10**400)),
-    {"speculate": "no"},
-    {"drafter": 3},
-    {"confidence_weights": 0.4},
-    {"anneal_strength": float("inf")},
-    {"pinned_rows": 0},
-    {"pinned_rows": 10**9},
+BAD: list[tuple[Any, dict[str, Any]]] = [
+    *((Exit, {"max_tokens": value}) for value in ("6", 2.5, True)),
+    *((SpeculationOptions, {"pinned_rows": value}) for value in ("6", 2.5, True, 0, 10**9)),
+    *((Prices, {"row": value}) for value in ("0.1", None, float("nan"), float("inf"))),
+    *((Exit, {"layers": value}) for value in (5, "2,4", (2, "4"), {2: 4})),
+    *((Exit, {"threshold": value}) for value in ("0.9", None, ("a",), 10**400)),
+    (SpeculationOptions, {"speculate": "no"}),
+    (SpeculationOptions, {"drafter": 3}),
+    (SpeculationOptions, {"controller": "fixed"}),
+    (CmAsdLength, {"weights": 0.4}),
+    (Exit, {"anneal_strength": float("inf")}),
 ]
 
 
-@pytest.mark.parametrize("values", BAD, ids=addressless)
-def test_options_of_another_type_are_refused_in_one_line(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("options", "values"), BAD, ids=addressless)
+def test_options_of_another_type_are_refused_in_one_line(
+    options: Any, values: dict[str, Any]
+) -> None:
     (name,) = values
-    with pytest.raises(InvalidOption, match=rf"^{name} is .*, expected ") as caught:
-        SpeculationOptions(**values)
+    kind = f"{options.kind}:" if hasattr(options, "kind") else ""
+    with pytest.raises(InvalidOption, match=rf"^{kind}{name} is .*, expected ") as caught:
+        options(**values)
     assert "\n" not in str(caught.value)

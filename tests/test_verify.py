@@ -27,7 +27,7 @@ from tests.packing import RUNNING_BFLOAT16
 from tests.talks import make_tokenizer
 from tests.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 
-OPTIONS: dict[str, Any] = {"exit_layers": (2, 4), "exit_threshold": 0.05, "max_draft_tokens": 3}
+OPTIONS: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.05,max_tokens=3"}
 
 
 def speculator_of(model: PreTrainedModel, **options: Any) -> Speculator:
@@ -58,7 +58,7 @@ def outcomes(subject: Subject) -> list[str]:
 def test_a_correct_model_passes_every_rung(executor: str) -> None:
     model = make_model("llama", torch.bfloat16)
     heads = train(make_heads("deep-fused", Backbone(model).unembedding))
-    exits: dict[str, Any] = {"exit_layers": (2, 4), "exit_threshold": 0.02, "max_draft_tokens": 3}
+    exits: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.02,max_tokens=3"}
     found = wrap(model, heads=heads, executor=executor, **exits)
     ticks: list[None] = []
     subject = subject_of(found, tick=lambda: ticks.append(None))
@@ -269,7 +269,7 @@ def test_command_fails_with_a_planted_bug(
     [
         (["--limit", "0"], "limit is 0"),
         (["--questions", "nowhere.jsonl"], "Leave out --questions"),
-        (["--lenience", "0.5"], "No such option: --lenience"),
+        (["--lenience", "0.5"], "--acceptance lenient:lenience=.."),
         (["--max-new-tokens", "0"], "max_new_tokens"),
     ],
 )

@@ -58,8 +58,8 @@ def followed() -> Iterator[list[tuple[Step | None, Step]]]:
 
 @pytest.fixture(scope="module")
 def speculator() -> Speculator:
-    options: dict[str, Any] = {"exit_layers": (2, 4), "exit_threshold": 0.05}
-    made = wrap(make_model("llama"), heads="logit-lens", **options)
+    drafter = "exit:layers=2/4,threshold=0.05"
+    made = wrap(make_model("llama"), heads="logit-lens", drafter=drafter)
     made.generate(random_ids(5), max_new_tokens=6)  # probes and packs
     return made
 

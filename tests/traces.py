@@ -52,17 +52,18 @@ def alone(record: Record, prompt: int) -> Record:
 
 def settings_of(options: SpeculationOptions, fitted: Sequence[int]) -> TraceSettings:
     """What a trace notes of options; layers below D_max are not in use."""
-    by_layer = spread(options.thresholds, options.exit_layers or fitted)
-    depth = max(by_layer) if options.max_draft_depth is None else options.max_draft_depth
+    own = options.exit
+    by_layer = spread(own.thresholds, own.layers or fitted)
+    depth = max(by_layer) if own.max_depth is None else own.max_depth
     used = {layer: tau for layer, tau in by_layer.items() if layer <= depth}
     return TraceSettings(
         exit_layers=tuple(used),
         exit_thresholds=tuple(used.values()),
-        anneal_strength=options.anneal_strength,
+        anneal_strength=own.anneal_strength,
         max_draft_depth=depth,
-        max_draft_tokens=options.max_draft_tokens,
+        max_draft_tokens=own.max_tokens,
         drafter=options.drafter,
-        controller=options.controller,
+        controller=options.controller.kind,
         lossless=True,
     )
 

@@ -26,6 +26,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.eval.decoding import decode, greedy_request
 from selfspec.eval.suites import Question
 from selfspec.model.backbone import Backbone
+from selfspec.options import Exit
 
 _SURE = 1e-6
 """A threshold that every token reaches: all drafts leave at the one exit."""
@@ -124,7 +125,7 @@ class _Rig:
         options = replace(self.speculator.options, speculate=dial is not None)
         if dial is not None:
             self.head.wrong_share = dial.wrong_share
-            options = replace(options, max_draft_tokens=dial.max_draft_tokens)
+            options = options.updated({"exit": {"max_tokens": dial.max_draft_tokens}})
         found = decode(self.speculator, self.requests[prompt], options)
         rounds = [entry for entry in found.entries if not entry.prefill]
         return Run(
@@ -188,7 +189,7 @@ def round_cost(drafts: int, depth_ratio: float, *, rows: int, head: float = 0.0)
 def _rig(base: Speculator, questions: Sequence[Question], sweep: Sweep, extra: int) -> _Rig:
     """Plain texts come first: the draft vocabulary must hold them."""
     backbone = Backbone(early_model(base.model, sweep.layers, extra))
-    options = SpeculationOptions(exit_threshold=_SURE, speculate=False, never_slower=False)
+    options = SpeculationOptions(exit=Exit(threshold=_SURE), speculate=False, never_slower=False)
     plain = Speculator(backbone, base.tokenizer, None, base.label, options)
     requests = {q.id: greedy_request(plain, q.turns[0], sweep.max_new_tokens) for q in questions}
     texts = {name: decode(plain, request, options).tokens for name, request in requests.items()}

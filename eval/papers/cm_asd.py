@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from eval.papers import lossy, shared, trials
-from selfspec.config import READINGS
 from selfspec.eval.suites import SIX_TASKS
+from selfspec.options.rules import READINGS, CmAsd
 
 NOTE = """\
 # CM-ASD: speed against quality
@@ -48,7 +48,7 @@ def main(
 ) -> None:
     """Decode, compare, write."""
     speculator = shared.load(
-        draft_model, dtype, controller="cm-asd", max_draft_tokens=1, longest_draft=longest_draft
+        draft_model, dtype, max_tokens=1, controller=f"cm-asd:longest={longest_draft}"
     )
     asked = shared.first_turns(suite, questions, limit, *TASKS)
     shared.begin(output, speculator)
@@ -57,9 +57,7 @@ def main(
     settings = lossy.baselines(new_tokens) | {
         label(reading, tau): {
             **lossy.greedy(new_tokens),
-            "acceptance": "cm-asd",
-            "cm_asd_reading": reading,
-            "tolerance": tau,
+            "acceptance": CmAsd(reading=reading, tolerance=tau),
         }
         for reading in READINGS
         for tau in taus

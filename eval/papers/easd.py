@@ -23,6 +23,7 @@ from eval.papers import lossy, shared, trials
 from selfspec.eval.quality import expected_number, final_number
 from selfspec.eval.suites import SIX_TASKS, Question
 from selfspec.eval.tables import Table
+from selfspec.options import Easd
 
 NOTE = """\
 # EASD: speed and right answers
@@ -51,7 +52,7 @@ def main(
     new_tokens: int = 160,
 ) -> None:
     """Decode, compare, write."""
-    speculator = shared.load(draft_model, dtype, max_draft_tokens=max_draft_tokens)
+    speculator = shared.load(draft_model, dtype, max_tokens=max_draft_tokens)
     asked = [
         question
         for question in shared.first_turns(suite, questions, limit, "math")
@@ -64,9 +65,7 @@ def main(
     settings = lossy.baselines(new_tokens) | {
         label(tau, share): {
             **lossy.greedy(new_tokens),
-            "acceptance": "easd",
-            "entropy_threshold": tau,
-            "overlap_threshold": share,
+            "acceptance": Easd(entropy=tau, overlap=share),
         }
         for tau, share in grid(taus, shares, entropy_threshold)
     }

@@ -57,22 +57,21 @@ class Setting(NamedTuple):
     def options(self) -> dict[str, Any]:
         """Keywords of `generate`."""
         return {
-            "drafter": "draft-model",
+            "drafter": f"draft-model:max_tokens={self.initial}",
             "never_slower": False,
-            "controller": self.controller,
-            "max_draft_tokens": self.initial,
-        } | dict([self.changed] if self.changed else [])
+            "controller": {self.controller: dict([self.changed] if self.changed else [])},
+        }
 
 
 SETTINGS = tuple(Setting(name, initial) for name in CONTROLLERS for initial in INITIAL_LENGTHS)
 
 _UNPRINTED: dict[str, dict[str, tuple[float, ...]]] = {
     "gammatune": {
-        "gammatune_rate": (0.1, 0.5, 0.8),
-        "gammatune_step": (0, 1, 4),
-        "longest_draft": (5, 20),
+        "rate": (0.1, 0.5, 0.8),
+        "step": (0, 1, 4),
+        "longest": (5, 20),
     },
-    "gammatune-plus": {"gammatune_rate": (0.1, 0.8), "controller_threshold": (0.2, 0.6)},
+    "gammatune-plus": {"rate": (0.1, 0.8), "threshold": (0.2, 0.6)},
 }
 """Constants that GammaTune does not print, and values beside our choice."""
 
@@ -114,7 +113,7 @@ def replayed(chains: Chains, options: SpeculationOptions) -> RoundCounts:
     Exactly those of a run where no end token stops a draft. The controller may look at nothing but
     the top probability.
     """
-    controller = make_controller(options, options.max_draft_tokens)
+    controller = make_controller(options, options.draft_model.max_tokens)
     drafter = PacedDrafter(controller)
     by_drafts: Counter[int] = Counter()
     text, place, accepted = chains.text, 1, 0  # the prompt's own pass gives the first token

@@ -28,6 +28,7 @@ from selfspec.errors import InvalidOption
 from selfspec.eval.reference import block_logits
 from selfspec.eval.suites import SIX_TASKS
 from selfspec.eval.tables import Table
+from selfspec.options import Lenient
 
 NOTE = """\
 # Lenience: speed against divergence
@@ -62,7 +63,7 @@ def main(
     values = [float(value) for value in leniences.split(",")]
     if 1.0 not in values:
         raise InvalidOption("leniences hold no 1: there is nothing to compare with")
-    speculator = shared.load(draft_model, dtype, max_draft_tokens=max_draft_tokens)
+    speculator = shared.load(draft_model, dtype, max_tokens=max_draft_tokens)
     asked = shared.first_turns(suite, questions, limit)
     shared.begin(output, speculator)
     prices = shared.priced(output, speculator, max_draft_tokens)
@@ -75,7 +76,9 @@ def main(
         "seed": seed,
     }
     settings = {lossy.PLAIN: {**sampling, "speculate": False}}
-    settings |= {label(value): {**sampling, "lenience": value} for value in values}
+    settings |= {
+        label(value): {**sampling, "acceptance": Lenient(lenience=value)} for value in values
+    }
     with shared.progress("lenience") as show:
         found = trials.run(speculator, asked, settings, output / trials.TRIALS, show)
     groups = trials.by_label(found, list(settings))

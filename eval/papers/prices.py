@@ -124,7 +124,7 @@ def measured(speculator: Speculator, rows: int, context: int = 256) -> Prices:
         lens = logit_lens(backbone.unembedding, backbone.num_layers, speculator.label)
         whole = measure(backbone, lens, rows=rows, context=context)
         return prices(whole, draft_seconds(speculator.draft_model, context))
-    if heads is None or (speculator.options.exit_layers or heads.config.exit_layers) != (0,):
+    if heads is None or (speculator.options.exit.layers or heads.config.exit_layers) != (0,):
         raise InvalidOption("prices are for a draft model, or heads on the embedding (layer 0)")
     whole = measure(backbone, heads, rows=rows, context=context)
     return prices(whole, whole.head)

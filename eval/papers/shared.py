@@ -33,15 +33,18 @@ Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """Of a figure: places and values by name."""
 
 
-def load(draft_model: Path | None, dtype: str, **options: Any) -> Speculator:
+def load(
+    draft_model: Path | None, dtype: str, *, max_tokens: int = 6, controller: str = "fixed"
+) -> Speculator:
     """The default model with a draft model, or without one with the heads that come with it.
 
-    These are asked to draft whatever they think: how many is up to the controller.
+    These are asked to draft whatever they think: how many is up to W_max and the controller.
     """
-    options = {"never_slower": False, **options}
+    options: dict[str, Any] = {"dtype": dtype, "never_slower": False, "controller": controller}
     if draft_model is not None:
-        return selfspec.load(draft_model=draft_model, dtype=dtype, **options)
-    return selfspec.load(dtype=dtype, exit_threshold=1e-6, **options)
+        drafter = f"draft-model:max_tokens={max_tokens}"
+        return selfspec.load(draft_model=draft_model, drafter=drafter, **options)
+    return selfspec.load(drafter=f"ngram+exit:threshold=1e-6,max_tokens={max_tokens}", **options)
 
 
 def first_turns(suite: str, questions: Path | None, limit: int, *tasks: str) -> list[Question]:
@@ -75,7 +78,7 @@ def begin(output: Path, speculator: Speculator | None) -> None:
     facts: dict[str, Any] = {"run": {"command": command()}, "machine": machine()}
     if speculator is not None:
         facts["run"]["model"] = speculator.label
-        facts["run"]["options"] = json.loads(json.dumps(asdict(speculator.options)))
+        facts["run"]["options"] = json.loads(json.dumps(speculator.options.described()))
     results.begin(output, facts, resume=True)
 
 

@@ -28,13 +28,14 @@ from transformers.generation.stopping_criteria import (
 )
 
 from selfspec.api.keywords import refuse_model_keywords, refuse_other_decoding
-from selfspec.config import DEFAULT_MAX_NEW_TOKENS, GenerateOptions, check_keys
+from selfspec.config import DEFAULT_MAX_NEW_TOKENS, OPTION_NAMES, GenerateOptions
 from selfspec.decoding.decode import StopRule, remind
 from selfspec.decoding.engine import Asked
 from selfspec.decoding.one_row import called, criterion_for
 from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.model.backbone import Backbone
+from selfspec.options.moved import check_names
 from selfspec.typed import annotations_of, check_types, shown
 
 _NO_MAX_LENGTH = 20
@@ -127,9 +128,10 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     None stands for "not given", as it does in transformers.
     """
     hints = annotations_of(GenerateOptions)
-    check_keys(options, hints, "option")
+    check_names(options, hints, "option")
     given = {name: value for name, value in options.items() if value is not None}
-    check_types(given, hints)
+    ours = {name: value for name, value in given.items() if name not in OPTION_NAMES}
+    check_types(ours, hints)  # the others by SpeculationOptions
     _check_ranges(given)
     config = given.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):

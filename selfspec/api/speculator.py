@@ -34,7 +34,7 @@ from selfspec.api.request import (
 from selfspec.api.session import Session
 from selfspec.api.stream import Call, Generation, Stream
 from selfspec.api.text import Prompt, encode
-from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions
+from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
 from selfspec.decoding.drafters import (
     check_same_size,
     check_same_tokens,
@@ -154,7 +154,7 @@ class Speculator:
         """One call's keywords, sorted: for Hugging Face, for speculation, and who listens."""
         check_options(options, self.backbone.vocab_size)
         rest: dict[str, Any] = dict(options)
-        speculation = self.options.updated({k: rest.pop(k) for k in OPTION_NAMES & rest.keys()})
+        speculation = self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest})
         streamer = rest.pop("streamer", None)
         ids = encode(self.tokenizer, prompt, raw=rest.pop("raw", False))
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
@@ -189,10 +189,12 @@ def load(
     `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
     fused the same with the rest of a layer compiled, cuda-graph the own layers as CUDA graphs, auto
     the best of these that can be had. `draft_model`: a smaller one with the same tokens, which
-    drafts. `options` are SpeculationOptions. Raises ModelNotFound, UnsupportedModel, HeadsNotFound,
-    InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
+    drafts. `options` are those of SpeculationOptions, as objects, text or mappings. Raises
+    ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch,
+    InvalidOption.
     """
     check_loading(model, draft_model, heads, attn_implementation, device)
+    check(options)
     read = partial(
         hub.load_model, dtype=dtype, device=device, attn_implementation=attn_implementation
     )
@@ -228,6 +230,7 @@ def wrap(
     DraftModelMismatch, InvalidOption.
     """
     check_wrapping(tokenizer, heads, draft_model)
+    check(options)
     backbone = Backbone(model, executor=executor)
     drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
     label = label or model.config.name_or_path or type(model).__name__
@@ -245,7 +248,7 @@ def _speculator(
     """Heads, their settings, and a draft model beside a model that is cut open."""
     fitted = _find_heads(backbone, heads, label)
     base = SpeculationOptions()
-    if fitted is None and second is None and options.get("drafter", "exit") == "exit":
+    if fitted is None and second is None and base.updated(options).drafter == "exit":
         logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
     elif fitted is not None:
         fitted.pack()

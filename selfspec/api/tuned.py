@@ -16,30 +16,20 @@ from typing import Any
 
 import torch
 
-from selfspec.config import SpeculationOptions, check_keys
+from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidData, InvalidOption, first_line
 from selfspec.files import cache_folder
 from selfspec.files import write as write_file
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
+from selfspec.typed import check_keys
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
-TUNED_OPTIONS = (
-    "speculate",
-    "drafter",
-    "exit_layers",
-    "exit_threshold",
-    "anneal_strength",
-    "max_draft_tokens",
-    "ngram_draft_tokens",
-    "row_cost",
-    "block_cost",
-    "head_cost",
-)
+TUNED_OPTIONS = ("speculate", "drafter", "prices")
 """What a file may set: options that change the speed and nothing else."""
 
 _CPU_FACTS = Path("/proc/cpuinfo")

@@ -11,12 +11,12 @@ import typer
 
 from selfspec import files
 from selfspec.cli import common, env, training
-from selfspec.cli.flags import Flag, merged, option_flags, typed, with_flags
+from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
-from selfspec.config import check_keys
-from selfspec.errors import InvalidOption
 from selfspec.eval.methods import METHODS
 from selfspec.eval.options import BenchOptions
+from selfspec.eval.sweeps import moved
+from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
@@ -29,10 +29,16 @@ DEFAULT_METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit"
 FLAGS = (
     Flag("output", str, "Folder to write the results to. Required."),
     Flag("methods", tuple[str, ...], f"Some of {', '.join(METHODS)}. Built in: the first five."),
-    Flag("sweep", list[str], "Also speculation with OPTION=VALUE,VALUE,..; repeatable."),
+    Flag(
+        "sweep",
+        list[str],
+        "Also speculation with NAME=VALUE,..: exit.threshold=0.5,0.7; repeatable.",
+    ),
     Flag("overwrite", bool, "Start over where the output holds results."),
     Flag("resume", bool, "Go on where an interrupted run of the same options stopped."),
-    *option_flags(BenchOptions),
+    *grouped(
+        "Prompts", option_flags(BenchOptions), ("suite", "limit", "max_new_tokens", "repeats")
+    ),
     *LOADING,
     *SPECULATION,
 )
@@ -51,7 +57,7 @@ def bench(
     options = training.options_of(BenchOptions, asked)
     names = asked.get("methods", DEFAULT_METHODS)
     check_keys(names, METHODS, "method")
-    sweep = [values for text in asked.get("sweep", []) for values in swept_values(text)]
+    sweep = [move for text in asked.get("sweep", []) for move in moved(text)]
     from selfspec.eval import results
     from selfspec.eval.quality import check_packages
     from selfspec.eval.suites import load_suite
@@ -67,8 +73,8 @@ def bench(
     from selfspec.eval import bench as measuring
     from selfspec.eval.contenders import candidates, swept
 
-    grid, moved = candidates(speculator, names), swept(speculator, sweep)
-    entries = [entry for entries in (*grid.values(), moved) for entry in entries]
+    grid, moves = candidates(speculator, names), swept(speculator, sweep)
+    entries = [entry for entries in (*grid.values(), moves) for entry in entries]
     if options.quality or any(entry.own_text for entry in entries):
         check_packages()
     tuning = any(len(entries) > 1 for entries in grid.values())
@@ -76,7 +82,7 @@ def bench(
     with files.locked(folder):
         results.begin(folder, record(asked, options, speculator, questions), resume=resume)
         runner = measuring.Bench(speculator=speculator, options=options)
-        summary = measured(runner, grid, moved, questions, folder)
+        summary = measured(runner, grid, moves, questions, folder)
         text = results.write(folder, summary)
     common.emit(json.dumps(summary) + "\n" if as_json else text)
     for line in summary["failures"]:
@@ -85,21 +91,10 @@ def bench(
         raise typer.Exit(1)
 
 
-def swept_values(text: str) -> list[dict[str, Any]]:
-    """`exit_threshold=0.1,0.3` as one setting per value, typed. Raises InvalidOption."""
-    name, equals, values = text.partition("=")
-    name = name.strip().replace("-", "_")
-    hints = {flag.name: flag.hint for flag in SPECULATION}
-    if not equals:
-        raise InvalidOption(f"sweep is {text!r}, expected OPTION=VALUE,VALUE,..")
-    check_keys([name], hints, "option to sweep")
-    return [{name: typed(name, value.strip(), hints[name])} for value in values.split(",")]
-
-
 def measured(
     runner: Bench,
     grid: dict[str, list[Contender]],
-    moved: list[Contender],
+    moves: list[Contender],
     questions: tuple[list[Question], list[Question]],
     folder: Path,
 ) -> dict[str, Any]:
@@ -115,7 +110,7 @@ def measured(
         tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
         with training.progress_bar("settings", "questions") as show:
             tuning = runner.measure(others, tried, folder / TUNING, show)
-    methods = [*chosen(grid, tuning).values(), *moved]
+    methods = [*chosen(grid, tuning).values(), *moves]
     with training.progress_bar("bench", "questions") as show:
         answers = runner.measure(reported, methods, folder / ANSWERS, show)
     memory = runner.memory(reported, answers, methods)
@@ -156,7 +151,7 @@ def record(
         "run": run,
         "questions": ids,
         "model": model,
-        "speculation": asdict(speculator.options),
+        "speculation": speculator.options.described(),
         "machine": env.machine(),
     }
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps(facts))  # lists, as YAML gives back

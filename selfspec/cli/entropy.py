@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.cli import common, training
+from selfspec.config import SpeculationOptions
 from selfspec.hub import models as hub
 from selfspec.training.options import CacheOptions
 
@@ -37,7 +38,11 @@ def _calibrate(asked: dict[str, Any], folder: Path | None, *, stored: bool, as_j
     if as_json:
         common.emit(json.dumps(asdict(found)) + "\n")
         return
-    where = f"written to {folder}" if stored else "not stored: give it as --entropy-threshold"
+    where = (
+        f"written to {folder}"
+        if stored
+        else "not stored: give it as --acceptance easd:entropy={found.entropy_threshold}"
+    )
     common.emit(
         f"entropy threshold {found.entropy_threshold} nats, the mean of the highest "
         f"{entropy.SHARE:.0%} at {found.positions:,} answer positions (mean of all "
@@ -52,6 +57,7 @@ def _store(folder: Path, base: training.Base, value: float) -> None:
     heads = ExitHeads.from_pretrained(
         folder, base.backbone.unembedding, base.backbone.fingerprint, base.name
     )
-    defaults = heads.config.defaults | {"entropy_threshold": value}
-    heads.config = replace(heads.config, defaults=defaults)
+    options = SpeculationOptions().updated(heads.config.defaults)
+    options = options.updated({"easd": {"entropy": value}})
+    heads.config = replace(heads.config, defaults=options.differing())
     heads.config.write(folder)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.cli import common, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
-from selfspec.config import check_keys
 from selfspec.errors import CannotWrite
 from selfspec.training.options import PRESETS, CacheOptions, FitOptions
+from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from selfspec.training.fit import Fitted, Job, Progress

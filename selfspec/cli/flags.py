@@ -7,26 +7,26 @@ that the order flag > YAML file > heads > built-in holds. Imports no torch.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import itertools
-import math
-import types
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin
 
 import typer
 
-from selfspec.config import check_keys
+from selfspec.cli.help import docstrings, everything, metavar_of
+from selfspec.config import OPTION_NAMES, check
 from selfspec.errors import InvalidData, InvalidOption
+from selfspec.options.moved import check_names
+from selfspec.options.parts import Part
+from selfspec.options.text import laid_over
+from selfspec.options.values import members, typed
+from selfspec.typed import annotations_of
 from selfspec.untrusted import read_yaml
 
 Command = Callable[..., None]
-
-_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", list[str]: "TEXT"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ class Flag:
     """Type of the value, as annotated in Python."""
     help: str
     aliases: tuple[str, ...] = ()
+    metavar: str | None = None
+    """What stands for the value in the help; None: by its type."""
+    group: str = "Options"
+    """Where --help-all lists it."""
+    rare: bool = False
+    """Not listed by --help."""
 
     @property
     def long_name(self) -> str:
@@ -52,9 +58,8 @@ class Flag:
             names[0] += f"/--no-{names[0][2:]}"
         many = [member for member in members(self.hint) if get_origin(member) is tuple]
         annotation = str if many else members(self.hint)[0]
-        metavar = _METAVARS.get(get_args(many[0])[0] if many else annotation)
-        metavar = f"{metavar}[,{metavar}..]" if many else metavar
-        option = typer.Option(*names, help=self.help, metavar=metavar)
+        metavar = self.metavar or metavar_of(self.hint, ",")
+        option = typer.Option(*names, help=self.help, metavar=metavar, hidden=self.rare)
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -63,16 +68,23 @@ class Flag:
         )
 
 
-def option_flags(options: type) -> tuple[Flag, ...]:
-    """One flag per field of an option dataclass; its attribute docstring is the help."""
-    hints, texts = get_type_hints(options), _attribute_docstrings(options)
+def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:
+    """A flag per field of an option dataclass, or for `names`; its docstring is the help."""
+    hints, texts, built_in = annotations_of(options), docstrings(options), options()
     flags = []
-    for entry in fields(options):
-        text = texts[entry.name]
-        if entry.default is not None and hints[entry.name] is not bool:
-            text = f"{text} Built in: {entry.default}."
-        flags.append(Flag(entry.name, hints[entry.name], text))
+    for name in names or [entry.name for entry in fields(options)]:
+        default, hint, text = getattr(built_in, name), hints[name], texts[name]
+        if isinstance(default, Part):
+            default = default.kind if default.kind != name else None
+        if default is not None and hint is not bool:
+            text = f"{text} Built in: {default}."
+        flags.append(Flag(name, hint, text))
     return tuple(flags)
+
+
+def grouped(group: str, flags: Iterable[Flag], usual: Collection[str] = ()) -> tuple[Flag, ...]:
+    """`flags` under one heading; --help lists those that are `usual`."""
+    return tuple(replace(flag, group=group, rare=flag.name not in usual) for flag in flags)
 
 
 def with_flags(*flags: Flag) -> Callable[[Command], Command]:
@@ -81,10 +93,10 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [entry for entry in signature.parameters.values() if entry.name != "flags"]
-        parameters = [*own, *(flag.parameter() for flag in flags)]
+        parameters = [*own, *(flag.parameter() for flag in flags), _help_all(flags)]
 
         @functools.wraps(command)
-        def wrapper(**given: Any) -> None:
+        def wrapper(*, help_all: bool, **given: Any) -> None:  # noqa: ARG001  # typer's
             values = {flag.name: given.pop(flag.name) for flag in flags}
             asked = {name: value for name, value in values.items() if value not in (None, [])}
             command(**given, flags=asked)
@@ -96,30 +108,41 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
     return decorate
 
 
+def _help_all(flags: Sequence[Flag]) -> inspect.Parameter:
+    """The flag that shows the help of all flags, and leaves."""
+
+    def shown(context: typer.Context, asked: bool) -> None:  # typer's
+        if asked:
+            typer.echo(everything(context, {flag.name: flag.group for flag in flags}))
+            raise typer.Exit
+
+    option = typer.Option("--help-all", help="Show all options.", is_eager=True, callback=shown)
+    return inspect.Parameter(
+        "help_all",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[bool, option],
+    )
+
+
 def merged(file: Path | None, given: dict[str, Any], flags: Sequence[Flag]) -> dict[str, Any]:
     """What was given over the keys of a YAML file, typed; null in the file is a value.
 
-    Raises InvalidOption for unknown keys and wrong types.
+    Options with settings are merged setting by setting. Raises InvalidOption for unknown keys,
+    wrong types and options that no model could make sense of.
     """
     hints = {flag.name: flag.hint for flag in flags}
-    values = (_read_yaml(file, hints) if file else {}) | given
-    return {name: typed(name, value, hints[name]) for name, value in values.items()}
-
-
-def members(hint: Any) -> tuple[Any, ...]:
-    """The types in a union, or the type itself."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as `hint` says; text is parsed. Raises InvalidOption if no reading fits."""
-    for member in members(hint):
-        try:
-            return _CONVERTERS[get_origin(member) or member](value, member)
-        except (TypeError, ValueError, OverflowError):
-            continue
-    expected = " or ".join(_described(member) for member in members(hint))
-    raise InvalidOption(f"{name} is {value!r}, expected {expected}")
+    found = [
+        {name: typed(name, value, hints[name]) for name, value in values.items()}
+        for values in (_read_yaml(file, hints) if file else {}, given)
+    ]
+    for values in found:
+        check({name: value for name, value in values.items() if name in OPTION_NAMES})
+    below, above = found
+    for name in below.keys() & above.keys():
+        if dict in members(hints[name]):
+            above[name] = laid_over(name, below[name], above[name])
+    return below | above
 
 
 def _read_yaml(file: Path, known: Iterable[str]) -> dict[str, Any]:
@@ -137,71 +160,5 @@ def _read_yaml(file: Path, known: Iterable[str]) -> dict[str, Any]:
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     if len(values) < len(loaded):
         raise InvalidOption(f"{file} has a key twice, with a dash and with an underscore")
-    check_keys(values, known, f"key in {file}:")
+    check_names(values, known, f"key in {file}:")
     return values
-
-
-def _attribute_docstrings(options: type) -> dict[str, str]:
-    """What the docstring below each field of a dataclass says, on one line."""
-    (tree,) = ast.parse(inspect.getsource(options)).body
-    body = tree.body if isinstance(tree, ast.ClassDef) else []
-    texts = {}
-    for entry, below in itertools.pairwise(body):
-        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
-            match below:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    texts[entry.target.id] = " ".join(text.split())
-    return texts
-
-
-def _number(value: Any, member: Any) -> Any:
-    """Int or float; a whole number where the type is int, and never a bool."""
-    number = member(value)
-    if not math.isfinite(number):
-        raise ValueError(value)
-    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
-        raise ValueError(value)
-    return number
-
-
-def _exactly(value: Any, member: Any) -> Any:
-    if not isinstance(value, member):
-        raise TypeError(value)
-    return value
-
-
-def _sequence(value: Any, member: Any) -> Any:
-    """A list or tuple, text with commas, or one item on its own."""
-    entry, *_ = get_args(member)
-    container = get_origin(member)
-    items: Sequence[Any]
-    if isinstance(value, str):
-        items = value.split(",") if container is tuple else [value]
-    else:
-        items = value if isinstance(value, list | tuple) else [value]
-    if not items:
-        raise ValueError(value)
-    return container(_CONVERTERS[entry](item, entry) for item in items)
-
-
-def _nothing(value: Any, _member: Any) -> None:
-    if value is not None:
-        raise TypeError(value)
-
-
-_CONVERTERS: dict[Any, Callable[[Any, Any], Any]] = {
-    bool: _exactly,
-    str: _exactly,
-    int: _number,
-    float: _number,
-    tuple: _sequence,
-    list: _sequence,
-    types.NoneType: _nothing,
-}
-
-
-def _described(member: Any) -> str:
-    words = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
-    if get_origin(member) in (tuple, list):
-        return f"a list (each {words[get_args(member)[0]]})"
-    return words.get(member, "nothing")

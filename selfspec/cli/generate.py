@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,5 +78,5 @@ def record(speculator: Speculator, answer: Generation, asked: Settings) -> dict[
         "stats": answer.stats.to_dict(),
         "model": speculator.label,
         "heads": None if speculator.heads is None else heads,
-        "options": asdict(speculator.options) | asked.generation,
+        "options": speculator.options.described() | asked.generation,
     }

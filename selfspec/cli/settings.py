@@ -3,39 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from selfspec import config
-from selfspec.cli.flags import Flag, merged, option_flags
-from selfspec.config import SpeculationOptions
+from selfspec.cli.flags import Flag, grouped, merged, option_flags
+from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import InvalidOption
 
-LOADING = (
-    Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
-    Flag("heads", str, "Exit heads: a folder, a known name, a hub id, or logit-lens."),
-    Flag("dtype", str, "float32, bfloat16 (the default), float16 or float64."),
-    Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
-    Flag("attn_implementation", str, "sdpa (the default) or eager."),
-    Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
-    Flag("executor", str, "auto (the default), generic, packed or fused (CPU), cuda-graph (GPU)."),
+_USUAL = frozenset(
+    {
+        *("model", "heads", "dtype", "device", "speculate", "drafter", "max_new_tokens"),
+        *("temperature", "top_p", "seed", "stop_strings"),
+    }
+)
+"""Of the flags below, those that --help lists."""
+
+
+LOADING = grouped(
+    "Model",
+    (
+        Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
+        Flag("heads", str, "Exit heads: a folder, a known name, a hub id, or logit-lens."),
+        Flag("dtype", str, "float32, bfloat16 (the default), float16 or float64."),
+        Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
+        Flag("attn_implementation", str, "sdpa (the default) or eager."),
+        Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
+        Flag(
+            "executor", str, "auto (the default), generic, packed or fused (CPU), cuda-graph (GPU)."
+        ),
+    ),
+    _USUAL,
 )
 
-SPECULATION = option_flags(SpeculationOptions)
+_NESTED = {
+    **dict.fromkeys(("drafter", "controller", "acceptance"), "KIND[:KEY=VALUE,..]"),
+    "prices": "KEY=VALUE,..",
+}
+"""Options with settings of their own: text on the command line, text or a mapping in YAML."""
 
-GENERATION = (
-    Flag("max_new_tokens", int, f"Tokens at most; {config.DEFAULT_MAX_NEW_TOKENS} if not given."),
-    Flag("min_new_tokens", int, "Tokens at least."),
-    Flag("stop_strings", list[str], "End the answer behind this text; repeatable.", ("--stop",)),
-    Flag("do_sample", bool, "Draw tokens; implied by the next four."),
-    Flag("temperature", float, "Divides the logits, above 0."),
-    Flag("top_k", int, "Draw from this many of the most likely tokens."),
-    Flag("top_p", float, "Draw from the most likely tokens that sum to this, in (0, 1]."),
-    Flag("min_p", float, "Leave out tokens less likely than this times the likeliest."),
-    Flag("repetition_penalty", float, "Above 1 makes tokens that are there already less likely."),
-    Flag("seed", int, "Makes drawing repeatable."),
+SPECULATION = grouped(
+    "Drafts",
+    (
+        replace(flag, metavar=_NESTED[flag.name], hint=str | dict) if flag.name in _NESTED else flag
+        for flag in option_flags(SpeculationOptions, OPTION_NAMES)
+    ),
+    _USUAL,
 )
+
+GENERATION = grouped(
+    "Answer",
+    (
+        Flag(
+            "max_new_tokens", int, f"Tokens at most; {config.DEFAULT_MAX_NEW_TOKENS} if not given."
+        ),
+        Flag("min_new_tokens", int, "Tokens at least."),
+        Flag(
+            "stop_strings", list[str], "End the answer behind this text; repeatable.", ("--stop",)
+        ),
+        Flag("do_sample", bool, "Draw tokens; implied by the next four."),
+        Flag("temperature", float, "Divides the logits, above 0."),
+        Flag("top_k", int, "Draw from this many of the most likely tokens."),
+        Flag("top_p", float, "Draw from the most likely tokens that sum to this, in (0, 1]."),
+        Flag("min_p", float, "Leave out tokens less likely than this times the likeliest."),
+        Flag(
+            "repetition_penalty", float, "Above 1 makes tokens that are there already less likely."
+        ),
+        Flag("seed", int, "Makes drawing repeatable."),
+    ),
+    _USUAL,
+)
+
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda value: value >= 1, "at least 1. Ask for more tokens"),
     "min_new_tokens": (lambda value: value >= 0, "at least 0"),

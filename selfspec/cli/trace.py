@@ -12,7 +12,7 @@ import typer
 
 from selfspec import files
 from selfspec.cli import common, recording
-from selfspec.cli.flags import Flag, merged, option_flags, with_flags
+from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, sorted_settings
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.errors import InvalidOption
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _RECORDING = option_flags(RecordOptions)
 _LOOKING = (*SPECULATION, *GENERATION)
 _SHARED_NAMES = {flag.name for flag in _RECORDING} & {flag.name for flag in _LOOKING}
-ONLY_RECORD = (
-    *recording.SUITE,
-    *(flag for flag in _RECORDING if flag.name not in _SHARED_NAMES),
+ONLY_RECORD = grouped(
+    "Record",
+    (*recording.SUITE, *(flag for flag in _RECORDING if flag.name not in _SHARED_NAMES)),
 )
 """Flags that mean something with --record only."""
 PICTURES = (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.cli import common, recording, training
-from selfspec.cli.flags import Flag, merged, option_flags, with_flags
+from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.trace_options import RecordOptions, TuneOptions
@@ -25,8 +25,8 @@ FLAGS = (
     Flag("record", str, "A record of these heads, from selfspec trace; instead of a suite."),
     *recording.SUITE,
     *LOADING,
-    *option_flags(RecordOptions),
-    *option_flags(TuneOptions),
+    *grouped("Record", option_flags(RecordOptions), ("max_new_tokens",)),
+    *grouped("Choice", option_flags(TuneOptions), ("objective",)),
     Flag("dry_run", bool, "Report only."),
     Flag("forget", bool, "Remove what was found for these heads on this machine."),
 )
@@ -101,7 +101,8 @@ def described(found: Tuned, file: Path | None) -> str:
     lines = [f"{found.settings:,} settings replayed on {found.prompts} prompts"]
     if found.speculates:
         lines += [
-            ", ".join(settings(found.options)),
+            f"drafter {found.options['drafter']}",
+            f"prices {found.options['prices']}",
             f"{found.compression_rate:.2f} tokens per verification, worst prompt "
             f"{found.worst:.2f} x",
         ]
@@ -109,18 +110,3 @@ def described(found: Tuned, file: Path | None) -> str:
     if file is not None:
         lines.append(f"kept in {file}; selfspec tune --forget removes it")
     return "\n".join(lines) + "\n"
-
-
-def settings(options: dict[str, Any]) -> list[str]:
-    """What was chosen, in words."""
-    words = [f"drafter {options['drafter']}"]
-    if "exit_layers" in options:
-        words += [
-            f"exit layers {options['exit_layers']}",
-            f"thresholds {options['exit_threshold']}",
-            f"alpha {options['anneal_strength']:g}",
-            f"at most {options['max_draft_tokens']} draft tokens",
-        ]
-    if "ngram_draft_tokens" in options:
-        words.append(f"{options['ngram_draft_tokens']} from text already seen")
-    return words

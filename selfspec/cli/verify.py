@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _PROMPTS, _NEW_TOKENS, _COPY_GB = 6, 48, 8.0
 
-_OPTIONS = tuple(flag for flag in SPECULATION if flag.name not in ("pinned", "lenience"))
-"""Bits are pinned where the ladder compares them; lenience is lossy by design."""
+_OPTIONS = tuple(flag for flag in SPECULATION if flag.name != "pinned")
+"""Bits are pinned where the ladder compares them."""
 
 FLAGS = (
     *LOADING,
@@ -65,7 +65,7 @@ def verify(
             "model": speculator.label,
             "prompts": len(questions),
             "max_new_tokens": new_tokens,
-            "options": asdict(speculator.options),
+            "options": speculator.options.described(),
             "rungs": [{"claim": claim, **asdict(rung)} for claim, rung in rungs.items()],
             "passed": passed,
             "verdict": words,

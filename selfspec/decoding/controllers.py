@@ -2,17 +2,18 @@
 
 A drafter asks its controller before a round, after each draft token, and tells it afterwards what
 was kept. With exit heads that sets W_max of the next round, while the judge keeps the depth. To add
-a controller: a class and a line in CONTROLLERS.
+a controller: a class here, its settings in `selfspec.options.controllers`, a line in
+`make_controller`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from selfspec.config import SpeculationOptions, check_keys
+from selfspec.config import SpeculationOptions
 from selfspec.heads.confidence import Ensemble, Signal, top_probability
+from selfspec.options import controllers as asked
 
 
 class DraftController(Protocol):
@@ -195,37 +196,18 @@ class CmAsdLength:
         """Nothing is learnt."""
 
 
-def _bounds(options: SpeculationOptions) -> Bounds:
-    return Bounds(options.shortest_draft, options.longest_possible_draft)
-
-
-CONTROLLERS: dict[str, Callable[[SpeculationOptions, int], DraftController]] = {
-    "fixed": lambda _, length: Fixed(length),
-    "heuristic": lambda options, length: Heuristic(length, _bounds(options)),
-    "threshold": lambda options, length: Threshold(length, options.controller_threshold),
-    "gammatune": lambda options, length: GammaTune(
-        length, _bounds(options), options.gammatune_rate, options.gammatune_step
-    ),
-    "gammatune-plus": lambda options, length: GammaTunePlus(
-        length,
-        _bounds(options),
-        options.gammatune_rate,
-        options.gammatune_step,
-        options.controller_threshold,
-    ),
-    "cm-asd": lambda options, _: CmAsdLength(
-        _bounds(options),
-        options.length_scale,
-        Ensemble(options.confidence_weights, options.margin_scale),
-    ),
-}
-"""By name: a controller from options and the first length."""
-
-
 def make_controller(options: SpeculationOptions, length: int) -> DraftController:
-    """The controller that `options` name, starting at `length`.
-
-    Raises InvalidOption for an unknown name.
-    """
-    check_keys([options.controller], CONTROLLERS, "controller")
-    return CONTROLLERS[options.controller](options, length)
+    """The controller that `options` name, starting at `length`."""
+    wanted = options.controller
+    if isinstance(wanted, asked.Threshold):
+        return Threshold(length, wanted.threshold)
+    if isinstance(wanted, asked.Fixed):
+        return Fixed(length)
+    bounds = Bounds(wanted.shortest, options.longest_draft(length))
+    if isinstance(wanted, asked.CmAsdLength):
+        return CmAsdLength(bounds, wanted.scale, Ensemble(wanted.weights, wanted.margin_scale))
+    if isinstance(wanted, asked.GammaTunePlus):
+        return GammaTunePlus(length, bounds, wanted.rate, wanted.step, wanted.threshold)
+    if isinstance(wanted, asked.GammaTune):
+        return GammaTune(length, bounds, wanted.rate, wanted.step)
+    return Heuristic(length, bounds)

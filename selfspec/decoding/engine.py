@@ -16,7 +16,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters import DraftCache, Drafter, Sources, make_drafter
-from selfspec.decoding.lossy import LOSSY
+from selfspec.decoding.lossy import lossy_rule
 from selfspec.decoding.probe import PassShape, PinnedProbe
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
@@ -25,6 +25,7 @@ from selfspec.errors import InvalidOption
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease, fixed_slots
+from selfspec.options import CmAsd, Easd, Lenient
 
 logger = logging.getLogger(__name__)
 
@@ -148,11 +149,13 @@ def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> Acceptance
 
     Raises InvalidOption for lenience without sampling, and for EASD without a threshold.
     """
-    if options.speculate and options.acceptance != "lossless":
-        return LOSSY[options.acceptance](sampler, options)
+    wanted = options.acceptance
+    if options.speculate and isinstance(wanted, CmAsd | Easd):
+        return lossy_rule(sampler, wanted)
+    lenience = wanted.lenience if isinstance(wanted, Lenient) else 1.0
     if sampler.do_sample:
-        return SpeculativeSampling(sampler, options.lenience)
-    if options.lenience < 1.0:
+        return SpeculativeSampling(sampler, lenience)
+    if lenience < 1.0:
         raise InvalidOption(
             "lenience below 1 needs do_sample: greedy drafts match or do not. Leave one out"
         )

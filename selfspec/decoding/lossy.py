@@ -7,16 +7,16 @@ drafter has none and counts as certain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Proposed, Target, Verdict
 from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.heads.confidence import Ensemble, Signal, entropy
+from selfspec.options import rules
 
 
 class CmAsd:
@@ -147,33 +147,31 @@ def chosen(sampler: Sampler, scores: Tensor) -> int:
     return sampler.draw(scores.softmax(-1)) if sampler.do_sample else int(scores.argmax(-1))
 
 
-def _cm_asd(sampler: Sampler, options: SpeculationOptions) -> CmAsd:
+def _cm_asd(sampler: Sampler, wanted: rules.CmAsd) -> CmAsd:
     return CmAsd(
         sampler,
-        Ensemble(options.confidence_weights, options.margin_scale),
-        reading=options.cm_asd_reading,
-        top_beta=options.top_beta,
-        tolerance=options.tolerance,
-        tolerance_gain=options.tolerance_gain,
+        Ensemble(wanted.weights, wanted.margin_scale),
+        reading=wanted.reading,
+        top_beta=wanted.top_beta,
+        tolerance=wanted.tolerance,
+        tolerance_gain=wanted.tolerance_gain,
     )
 
 
-def _easd(sampler: Sampler, options: SpeculationOptions) -> Easd:
-    if options.entropy_threshold is None:
+def _easd(sampler: Sampler, wanted: rules.Easd) -> Easd:
+    if wanted.entropy is None:
         raise InvalidOption(
             "acceptance easd needs an entropy threshold for this model. Run: selfspec calibrate "
-            "--entropy --data FILE, or give --entropy-threshold"
+            "--entropy --data FILE, or give --acceptance easd:entropy=.."
         )
     return Easd(
         sampler,
-        entropy_threshold=options.entropy_threshold,
-        overlap_threshold=options.overlap_threshold,
-        overlap_tokens=options.overlap_tokens,
+        entropy_threshold=wanted.entropy,
+        overlap_threshold=wanted.overlap,
+        overlap_tokens=wanted.tokens,
     )
 
 
-LOSSY: dict[str, Callable[[Sampler, SpeculationOptions], CmAsd | Easd]] = {
-    "cm-asd": _cm_asd,
-    "easd": _easd,
-}
-"""By name: a rule from options. Easd raises InvalidOption without an entropy threshold."""
+def lossy_rule(sampler: Sampler, wanted: rules.CmAsd | rules.Easd) -> CmAsd | Easd:
+    """The rule of these settings. Raises InvalidOption for EASD without an entropy threshold."""
+    return _easd(sampler, wanted) if isinstance(wanted, rules.Easd) else _cm_asd(sampler, wanted)

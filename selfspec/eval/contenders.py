@@ -7,12 +7,15 @@ Comes in: names of METHODS and a speculator. Goes out: contenders, which write a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from selfspec.config import OPTION_NAMES, check_keys
+from selfspec.config import OPTION_NAMES
 from selfspec.errors import InvalidOption
 from selfspec.eval.methods import EXIT, METHODS, Setting, Written, fitted_layers, on_our_runtime
+from selfspec.eval.sweeps import Moved
+from selfspec.options.text import word
+from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +32,8 @@ class Contender:
     """As tables call it; those add that it is lossy."""
     method: str
     setting: Setting
+    swept: Setting = field(default_factory=dict)
+    """The option that a sweep moves, by its name there; empty for a method."""
     lossy: bool = False
     """Its rule changes the output."""
 
@@ -63,17 +68,20 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
     return found
 
 
-def swept(speculator: Speculator, settings: Sequence[Setting]) -> list[Contender]:
+def swept(speculator: Speculator, moves: Sequence[Moved]) -> list[Contender]:
     """Speculation with some options moved, all others at their values.
 
     Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any where
     they are to draft.
     """
     base: Setting = {}
-    if settings and speculator.options.uses("exit"):
+    if moves and speculator.options.uses("exit"):
         fitted_layers(speculator)
         base = EXIT
-    return [_contender(speculator, "speculation", {**base, **moved}, moved) for moved in settings]
+    return [
+        _contender(speculator, "speculation", {**base, **move.setting}, {move.name: move.value})
+        for move in moves
+    ]
 
 
 def described(
@@ -85,6 +93,7 @@ def described(
             "method": entry.method,
             "source": METHODS[entry.method].source,
             "setting": dict(entry.setting),
+            "swept": dict(entry.swept),
             "lossy": entry.lossy,
             "chosen_from": [
                 one.label for one in grid.get(entry.label, ()) if len(grid[entry.label]) > 1
@@ -95,9 +104,9 @@ def described(
 
 
 def _contender(
-    speculator: Speculator, name: str, setting: Setting, moved: Setting | None = None
+    speculator: Speculator, name: str, setting: Setting, swept: Setting | None = None
 ) -> Contender:
-    """`moved`: what the label tells of the setting; None: all of it."""
+    """`swept`: all that the label tells of a setting."""
     lossy = False
     if METHODS[name].decode is on_our_runtime:
         options = {"speculate": True, "do_sample": False, **setting}
@@ -106,10 +115,7 @@ def _contender(
         changed = {key: value for key, value in options.items() if key in OPTION_NAMES}
         effective = speculator.options.updated(changed)
         lossy = effective.speculate and effective.loss is not None
-    words = ", ".join(f"{key}={_word(value)}" for key, value in (moved or setting).items())
-    return Contender(label=f"{name}({words})", method=name, setting=setting, lossy=lossy)
-
-
-def _word(value: Any) -> str:
-    """A value on one line, without blanks."""
-    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    words = ", ".join(f"{key}={word(value)}" for key, value in (swept or setting).items())
+    return Contender(
+        label=f"{name}({words})", method=name, setting=setting, swept=swept or {}, lossy=lossy
+    )

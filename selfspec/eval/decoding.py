@@ -125,6 +125,6 @@ def planted(
         "mixed": (MixedDrafter(text, 1, size, width), options),
     }
     if speculator.heads is not None and options.speculate:
-        eager = replace(options, exit_threshold=_EAGER, max_draft_tokens=width)
+        eager = options.updated({"exit": {"threshold": _EAGER, "max_tokens": width}})
         found |= {"heads": (None, options), "eager heads": (None, eager)}
     return found

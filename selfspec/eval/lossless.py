@@ -119,7 +119,7 @@ def _invariance(subject: Subject) -> Rung:
     if (mixing := speculator.backbone.mixing) is not None:
         words = f"drafts are refused: the rows of a pass change each other ({mixing})"
         return Rung(outcome="skipped", found=words)
-    rows = max(own.pinned_rows, own.max_draft_tokens + 1)
+    rows = max(own.pinned_rows, *(width + 1 for width in own.widths.values()))
     options = replace(own, pinned=True, pinned_rows=rows)
     bits, kinds = Bits(), 0
     try:

@@ -7,13 +7,14 @@ To add a method is to add an entry to METHODS. Imports no torch.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from selfspec.errors import HeadsNotFound
+from selfspec.options.text import word
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,13 @@ NO_BOUND = 1_000_000
 EXIT: Setting = {"drafter": "exit", "never_slower": False}
 """The paper's own, without our pauses: the defaults of heads, or what was tuned, may name another
 drafter."""
+
+
+def exits(**settings: Any) -> dict[str, Any]:
+    """EXIT with some settings of exit heads changed."""
+    said = ",".join(f"{name}={word(value)}" for name, value in settings.items())
+    return {**EXIT, "drafter": f"exit:{said}"}
+
 
 ALWAYS = 1e-9
 """tau that every token reaches: no top-1 probability is smaller."""
@@ -133,8 +141,7 @@ def _in_use(speculator: Speculator, setting: Setting) -> tuple[int, ...]:
 
 def fitted_layers(speculator: Speculator) -> tuple[int, ...]:
     """All exit layers that there are heads for. Raises HeadsNotFound."""
-    everything = {"exit_layers": None, "max_draft_depth": None, "exit_threshold": ALWAYS}
-    return _in_use(speculator, everything)
+    return _in_use(speculator, exits(layers=None, max_depth=None, threshold=ALWAYS))
 
 
 def _speculation(speculator: Speculator) -> list[Setting]:
@@ -146,7 +153,7 @@ def _speculation(speculator: Speculator) -> list[Setting]:
 def _no_annealing(speculator: Speculator) -> list[Setting]:
     """SpecBound without ACT's temperatures: alpha = 0; the thresholds stay."""
     fitted_layers(speculator)
-    return [{**EXIT, "anneal_strength": 0.0}] if speculator.options.anneal_strength else []
+    return [exits(anneal_strength=0)] if speculator.options.exit.anneal_strength else []
 
 
 def _no_depth_bound(speculator: Speculator) -> list[Setting]:
@@ -157,27 +164,25 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
     fitted, used = fitted_layers(speculator), _in_use(speculator, {})
     if used == fitted:
         return []
-    options = speculator.options
-    given = options.exit_layers or fitted
-    taus = options.thresholds if len(options.thresholds) > 1 else options.thresholds * len(given)
-    by_layer = dict(zip(given, taus, strict=True))
+    own = speculator.options.exit
+    given = own.layers or fitted
+    by_layer = dict(zip(given, itertools.cycle(own.thresholds), strict=False))
     nearest = [max((at for at in given if at <= layer), default=given[0]) for layer in fitted]
     thresholds = tuple(by_layer[layer] for layer in nearest)
-    free = {"max_draft_depth": None, "exit_layers": fitted, "exit_threshold": thresholds}
-    return [{**EXIT, **free}]
+    return [exits(max_depth=None, layers=fitted, threshold=thresholds)]
 
 
 def _no_width_bound(speculator: Speculator) -> list[Setting]:
     """SpecBound without W_max: a round drafts until a token is difficult."""
     fitted_layers(speculator)
-    return [{**EXIT, "max_draft_tokens": NO_BOUND}]
+    return [exits(max_tokens=NO_BOUND)]
 
 
 def _fixed_exit(speculator: Speculator) -> list[Setting]:
     """LayerSkip: every token leaves at one layer, always so many per round."""
     return [
-        {**_PEER, "exit_layers": (layer,), "exit_threshold": ALWAYS, "max_draft_tokens": width}
-        for layer, width in product(_some(fitted_layers(speculator)), (1, 2, 4))
+        exits(**_PEER, layers=(layer,), threshold=ALWAYS, max_tokens=width)
+        for layer, width in itertools.product(_some(fitted_layers(speculator)), (1, 2, 4))
     ]
 
 
@@ -185,16 +190,15 @@ def _threshold_exit(speculator: Speculator) -> list[Setting]:
     """AdaDecode: a token leaves at the first layer that is sure; no bounds, one threshold."""
     layers = fitted_layers(speculator)
     return [
-        {**_PEER, "exit_layers": layers, "exit_threshold": tau, "max_draft_tokens": NO_BOUND}
-        for tau in (0.5, 0.7, 0.9)
+        exits(**_PEER, layers=layers, threshold=tau, max_tokens=NO_BOUND) for tau in (0.5, 0.7, 0.9)
     ]
 
 
 def _one_exit(speculator: Speculator) -> list[Setting]:
     """Kangaroo: tokens leave at one layer; an unsure one ends the draft, as does the sixth."""
     return [
-        {**_PEER, "exit_layers": (layer,), "exit_threshold": tau, "max_draft_tokens": 6}
-        for layer, tau in product(_some(fitted_layers(speculator)), (0.4, 0.6, 0.8))
+        exits(**_PEER, layers=(layer,), threshold=tau, max_tokens=6)
+        for layer, tau in itertools.product(_some(fitted_layers(speculator)), (0.4, 0.6, 0.8))
     ]
 
 
@@ -221,7 +225,7 @@ def _ablated(**setting: Any) -> Callable[[Speculator], Sequence[Setting]]:
 _DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Draws from the model's whole law: lenience says nothing about greedy drafts."""
 
-_PEER = {**EXIT, "max_draft_depth": None, "anneal_strength": 0.0}
+_PEER = {"max_depth": None, "anneal_strength": 0}
 """None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
 stay."""
 
@@ -271,7 +275,7 @@ METHODS = {
     "no-value-rule": Method(
         source="ngram+exit, but whatever the text has said before is proposed in full",
         decode=on_our_runtime,
-        settings=_ablated(row_cost=0.0, block_cost=0.0),
+        settings=_ablated(prices="row=0,block=0"),
     ),
     "no-never-slower": Method(
         source="ngram+exit, but exit heads go on drafting where that does not pay",
@@ -346,7 +350,7 @@ METHODS = {
     "lenience": Method(
         source="speculative sampling that keeps more drafts: lenience 0.6, temperature 1",
         decode=on_our_runtime,
-        settings=_rule(lenience=0.6, **_DRAWN),
+        settings=_rule(acceptance="lenient:lenience=0.6", **_DRAWN),
     ),
 }
 """By name; the ablations and peers that share our runtime differ in settings alone."""

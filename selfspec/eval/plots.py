@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 
 from selfspec import files
 from selfspec.decoding.stats import PARTS
-from selfspec.eval.methods import EXIT
 from selfspec.eval.suites import OVERALL
 from selfspec.eval.summary import ALL, BASES
 from selfspec.eval.tables import shown
@@ -24,10 +23,10 @@ Summary = Mapping[str, Any]
 
 ABLATION = ("speculation", "no-annealing", "no-depth-bound", "no-width-bound")
 SYMBOLS = {
-    "exit_threshold": "exit threshold (tau)",
-    "anneal_strength": "anneal strength (alpha)",
-    "max_draft_depth": "deepest exit layer (D_max)",
-    "max_draft_tokens": "most drafts per round (W_max)",
+    "exit.threshold": "exit threshold (tau)",
+    "exit.anneal_strength": "anneal strength (alpha)",
+    "exit.max_depth": "deepest exit layer (D_max)",
+    "exit.max_tokens": "most drafts per round (W_max)",
 }
 BLUE, ORANGE = "tab:blue", "tab:orange"
 
@@ -98,10 +97,8 @@ def sweep_data(summary: Summary) -> dict[str, list[tuple[Any, Mapping[str, Any]]
     found: dict[str, list[tuple[Any, Mapping[str, Any]]]] = {}
     overall = summary[ALL].get(OVERALL, {})
     for label, described in summary["methods"].items():
-        if label in overall and label != described["method"]:
-            for option, value in described["setting"].items():
-                if (option, value) not in EXIT.items():  # what all of a sweep have in common
-                    found.setdefault(option, []).append((value, overall[label]))
+        for option, value in described.get("swept", {}).items() if label in overall else ():
+            found.setdefault(option, []).append((value, overall[label]))
     return found
 
 

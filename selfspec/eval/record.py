@@ -20,11 +20,10 @@ from safetensors.numpy import load_file, save_file
 
 from selfspec import files
 from selfspec.api.tuned import conditions
-from selfspec.config import check_keys
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidOption
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
-from selfspec.typed import require_types
+from selfspec.typed import check_keys, require_types
 from selfspec.untrusted import check_safetensors, read_json
 
 FORMAT_VERSION = 2

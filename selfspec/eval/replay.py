@@ -50,40 +50,41 @@ class Setting:
         """Raises InvalidOption for a setting that the record does not reach."""
         info = record.info
         used = layers_in_use(info.exit_layers, options)
-        if options.anneal_strength not in info.anneal_strengths:
+        alpha = options.exit.anneal_strength
+        if alpha not in info.anneal_strengths:
             raise InvalidOption(
-                f"anneal_strength {options.anneal_strength} was not recorded, only "
+                f"exit:anneal_strength {alpha} was not recorded, only "
                 f"{list(info.anneal_strengths)}. Record it: selfspec trace --anneal-strengths"
             )
         _check_controller(record, options)
-        by_layer = spread(options.thresholds, options.exit_layers or info.exit_layers)
+        by_layer = spread(options.exit.thresholds, options.exit.layers or info.exit_layers)
         thresholds = tuple(by_layer[layer] for layer in used)
         if min(thresholds) < info.min_threshold:
             raise InvalidOption(
-                f"exit_threshold {min(thresholds)} lies below {info.min_threshold}, where "
+                f"exit:threshold {min(thresholds)} lies below {info.min_threshold}, where "
                 "recording stopped. Record more: selfspec trace --min-threshold"
             )
         return cls(
             layers=used,
             columns=tuple(info.exit_layers.index(layer) for layer in used),
             thresholds=thresholds,
-            alpha=info.anneal_strengths.index(options.anneal_strength),
-            width=options.max_draft_tokens,
+            alpha=info.anneal_strengths.index(alpha),
+            width=options.exit.max_tokens,
         )
 
 
 def _check_controller(record: Record, options: SpeculationOptions) -> None:
     """Raise InvalidOption where it wants to know what was not recorded, or drafts further."""
-    controller = make_controller(options, options.max_draft_tokens)
+    controller = make_controller(options, options.exit.max_tokens)
     if controller.signal not in (None, top_probability):
         raise InvalidOption(
-            f"controller {options.controller} looks at more than the best token's probability, "
-            "which is all that was recorded of exit heads"
+            f"controller {options.controller.kind} looks at more than the best token's "
+            "probability, which is all that was recorded of exit heads"
         )
     most = record.info.max_draft_tokens
     if controller.longest > most:
-        same = controller.longest == options.max_draft_tokens
-        name = "max_draft_tokens" if same else "longest_draft"
+        same = controller.longest == options.exit.max_tokens
+        name = "exit:max_tokens" if same else f"{options.controller.kind}:longest"
         raise InvalidOption(
             f"{name} {controller.longest}, recorded were {most}. Record more: selfspec trace "
             "--max-draft-tokens"
@@ -209,7 +210,7 @@ def _drafter(
     if not options.uses("exit"):
         return ngram, ()
     setting = Setting.of(record, options)
-    controller = make_controller(options, options.max_draft_tokens)
+    controller = make_controller(options, options.exit.max_tokens)
     exits = while_paying(
         _ExitDrafter(record, setting, controller),
         options,

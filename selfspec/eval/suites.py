@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfspec.config import check_keys
 from selfspec.errors import InvalidData, InvalidOption
+from selfspec.typed import check_keys
 from selfspec.untrusted import json_lines, parse_json
 
 SIX_TASKS = "six-tasks"

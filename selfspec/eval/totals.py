@@ -102,9 +102,10 @@ def totals(record: Record, settings: Sequence[SpeculationOptions]) -> Totals:
     that the record does not reach, and for rounds that depend on those before them.
     """
     for options in settings:
-        if (options.drafter, options.controller) != ("exit", "fixed"):
+        kind = options.controller.kind
+        if (options.drafter, kind) != ("exit", "fixed"):
             raise InvalidOption(
-                f"drafter {options.drafter} with controller {options.controller} learns from round "
+                f"drafter {options.drafter} with controller {kind} learns from round "
                 "to round, and is replayed round by round only. Take exit and fixed"
             )
         if options.never_slower:

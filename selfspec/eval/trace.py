@@ -30,6 +30,7 @@ from selfspec.eval.suites import Question
 from selfspec.eval.trace_options import RecordOptions
 from selfspec.heads.exit_heads import ExitHeads, check_exit_layers
 from selfspec.heads.judge import ExitJudge
+from selfspec.options import Exit
 
 _FLOORS = {True: 0.01, False: 0.2}
 """Lowest threshold to be replayed, for a single exit layer and for several."""
@@ -238,9 +239,7 @@ class Recorder:
         looking = replace(
             call.speculation,
             speculate=True,
-            exit_layers=self._layers,
-            exit_threshold=1.0,
-            max_draft_depth=None,
+            exit=Exit(layers=self._layers),
         )
         state = speculator.engine.state(asked, looking)
         start = state.length

@@ -24,6 +24,7 @@ from selfspec.eval import replay
 from selfspec.eval.record import NONE, Record
 from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
 from selfspec.eval.trace_options import TuneOptions
+from selfspec.options import Exit, Ngram, Prices, text
 
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 """Candidate thresholds let this share of the places exit, of those above the recorded floor."""
@@ -114,10 +115,12 @@ def candidates(record: Record, max_exit_layers: int) -> list[SpeculationOptions]
             choices = [thresholds(record, layer, alpha) for layer in layers]
             found += [
                 SpeculationOptions(
-                    exit_layers=layers,
-                    exit_threshold=taus,
-                    anneal_strength=info.anneal_strengths[alpha],
-                    max_draft_tokens=width,
+                    exit=Exit(
+                        layers=layers,
+                        threshold=taus,
+                        anneal_strength=info.anneal_strengths[alpha],
+                        max_tokens=width,
+                    ),
                     never_slower=False,
                 )
                 for taus in itertools.product(*choices)
@@ -246,19 +249,19 @@ def _to_follow(
     seen = replace(
         built_in,
         drafter="ngram",
-        ngram_draft_tokens=min(built_in.ngram_draft_tokens, recorded),
-        block_cost=_rounded(costs.block_cost),
-        head_cost=_rounded(costs.head_cost),
+        ngram=Ngram(max_tokens=min(built_in.ngram.max_tokens, recorded)),
+        prices=Prices(block=_rounded(costs.block_cost), head=_rounded(costs.head_cost)),
     )
     ways = itertools.product(("exit", "ngram+exit"), exits)
-    kinds = [seen, *(replace(seen, **_exits(s), drafter=drafter) for drafter, s in ways)]
-    rows = dict.fromkeys((_rounded(costs.row_cost), built_in.row_cost))
-    return [replace(kind, row_cost=row) for kind in kinds for row in rows]
+    kinds = [seen, *(replace(seen, exit=s.exit, drafter=drafter) for drafter, s in ways)]
+    rows = dict.fromkeys((_rounded(costs.row_cost), built_in.prices.row))
+    prices = [replace(seen.prices, row=row) for row in rows]
+    return [replace(kind, prices=price) for kind in kinds for price in prices]
 
 
 def _follow(record: Record, costs: Costs, setting: SpeculationOptions) -> _Followed:
     """Round by round, on all prompts."""
-    layers = setting.exit_layers or ()
+    layers = setting.exit.layers or ()
     every = [replay.rounds(record, prompt, setting) for prompt in range(len(record.prompts))]
     behind = [entry for entries in every for entry in entries if not entry.prefill]
     return _Followed(
@@ -281,31 +284,10 @@ def _rounded(share: float) -> float:
 
 
 def _runtime(setting: SpeculationOptions) -> dict[str, Any]:
-    """What `selfspec.api.tuned` keeps, ready for JSON."""
-    options: dict[str, Any] = {
-        "speculate": True,
-        "drafter": setting.drafter,
-        "row_cost": setting.row_cost,
-        "block_cost": setting.block_cost,
-    }
-    if setting.uses("ngram"):
-        options["ngram_draft_tokens"] = setting.ngram_draft_tokens
-    if setting.uses("exit"):
-        options["head_cost"] = setting.head_cost
-        options |= {key: _plain(value) for key, value in _exits(setting).items()}
-    return options
-
-
-def _exits(setting: SpeculationOptions) -> dict[str, Any]:
-    """What an exit drafter goes by."""
+    """What `selfspec.api.tuned` keeps, ready for JSON; in full, over whatever the heads say."""
+    drafters = [part for part in (setting.ngram, setting.exit) if setting.uses(part.kind)]
     return {
-        "exit_layers": setting.exit_layers,
-        "exit_threshold": setting.thresholds,
-        "anneal_strength": setting.anneal_strength,
-        "max_draft_tokens": setting.max_draft_tokens,
+        "speculate": True,
+        "drafter": "+".join(text.text(part, full=True) for part in drafters),
+        "prices": text.settings(setting.prices, full=True),
     }
-
-
-def _plain(value: Any) -> Any:
-    """A tuple as the list that JSON makes of it."""
-    return list(value) if isinstance(value, tuple) else value

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from selfspec import files
-from selfspec.config import SpeculationOptions, check_keys
+from selfspec.config import SpeculationOptions
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
 from selfspec.heads.folder import (
     CONFIG_FILE,
@@ -35,6 +35,7 @@ from selfspec.heads.types import HEAD_TYPES, DraftVocabulary, ExitHead
 from selfspec.hub.fingerprint import UNKNOWN, unembedding_fingerprint
 from selfspec.model.products import PackedLinear, fast_bfloat16, why_unpackable
 from selfspec.model.unembedding import Unembedding
+from selfspec.typed import check_keys
 
 logger = logging.getLogger(__name__)
 
@@ -155,17 +156,17 @@ def layers_in_use(fitted: Sequence[int], options: SpeculationOptions) -> tuple[i
     Raises InvalidOption for a layer without a head, a D_max that is no exit layer in use, or
     thresholds of another number than the layers.
     """
-    layers = tuple(fitted) if options.exit_layers is None else options.exit_layers
+    layers = tuple(fitted) if options.exit.layers is None else options.exit.layers
     check_exit_layers(layers, fitted)
-    if len(options.thresholds) not in (1, len(layers)):
+    if len(options.exit.thresholds) not in (1, len(layers)):
         raise InvalidOption(
-            f"{len(options.thresholds)} exit thresholds for {len(layers)} exit layers. "
+            f"{len(options.exit.thresholds)} exit thresholds for {len(layers)} exit layers. "
             "Give one for all, or one each"
         )
-    depth = options.max_draft_depth
+    depth = options.exit.max_depth
     if depth is not None and depth not in layers:
         raise InvalidOption(
-            f"max_draft_depth {depth} is not among the exit layers {list(layers)}. Give one of them"
+            f"exit:max_depth {depth} is not among the exit layers {list(layers)}. Give one of them"
         )
     return tuple(layer for layer in layers if depth is None or layer <= depth)
 
@@ -284,7 +285,7 @@ def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> Ex
         vocab_size=vocab_size,
         exit_layers=tuple(range(1, num_layers)),
         head_type="logit-lens",
-        defaults={"exit_layers": [num_layers * 3 // 4]},
+        defaults={"drafter": f"exit:layers={num_layers * 3 // 4}"},
     )
     return ExitHeads(config, unembedding).eval()
 

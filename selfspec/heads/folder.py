@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from selfspec.config import SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidData, InvalidHeads, InvalidOption
+from selfspec.options.moved import nested
 from selfspec.untrusted import parse_json, read_json
 
 CONFIG_FILE = "config.json"
@@ -129,8 +130,9 @@ def checked(values: Any) -> dict[str, Any]:
     for name in ("temperatures", "defaults", "training"):
         _require(isinstance(values.get(name, {}), dict), name, values.get(name), "an object")
     _check_temperatures(values.get("temperatures", {}), layers)
-    _check_defaults(values.get("defaults", {}), layers)
-    return values | {"exit_layers": tuple(layers)}
+    defaults = nested(values.get("defaults", {}))
+    _check_defaults(defaults, layers)
+    return values | {"exit_layers": tuple(layers), "defaults": defaults}
 
 
 def _missing(values: Mapping[str, Any], name: str) -> bool:
@@ -148,8 +150,8 @@ def _check_temperatures(values: Mapping[str, Any], layers: list[int]) -> None:
 def _check_defaults(values: Mapping[str, Any], layers: list[int]) -> None:
     try:
         options = SpeculationOptions().updated(values)
-        chosen = layers if options.exit_layers is None else list(options.exit_layers)
-        fits = set(chosen) <= set(layers) and len(options.thresholds) in (1, len(chosen))
+        chosen = layers if options.exit.layers is None else list(options.exit.layers)
+        fits = set(chosen) <= set(layers) and len(options.exit.thresholds) in (1, len(chosen))
     except (InvalidOption, TypeError, ValueError, OverflowError) as error:
         raise InvalidHeads(f"its defaults are none: {error}") from error
     _require(fits, "defaults", values, f"exit layers among {layers}, one threshold or one each")

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from selfspec import files
+from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs
 from selfspec.heads.exit_heads import ExitHeads
+from selfspec.options import Exit
 from selfspec.training.cost_model import Exits, Setting, best_setting, exits
 from selfspec.training.measure import coverage
 from selfspec.training.reliability import Reliability, Scores, reliability, score, threshold
@@ -64,14 +66,14 @@ class Calibration:
             "costs": asdict(self.costs),
         }
 
-    def defaults(self) -> dict[str, Any]:
-        """SpeculationOptions for the heads' config. Annealing is in the fitted temperatures."""
-        return {
-            "exit_layers": list(self.setting.exit_layers),
-            "exit_threshold": list(self.setting.exit_threshold),
-            "anneal_strength": 0.0,
-            "max_draft_tokens": self.setting.max_draft_tokens,
-        }
+    def exit(self) -> Exit:
+        """Of the heads' defaults. Annealing is in the fitted temperatures."""
+        return Exit(
+            layers=self.setting.exit_layers,
+            threshold=self.setting.exit_threshold,
+            anneal_strength=0.0,
+            max_tokens=self.setting.max_draft_tokens,
+        )
 
 
 def calibrate(
@@ -121,10 +123,11 @@ def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any
 
     The weights stay as they are. Raises CannotWrite.
     """
+    options = SpeculationOptions().updated(heads.config.defaults)
     heads.config = replace(
         heads.config,
         temperatures={str(k): entry.temperature for k, entry in found.reliabilities.items()},
-        defaults=heads.config.defaults | found.defaults(),
+        defaults=replace(options, exit=found.exit()).differing(),
     )
     files.write(folder / RECORD, json.dumps({"run": run, **found.record()}, indent=2) + "\n")
     heads.config.write(folder)

@@ -26,6 +26,7 @@ from selfspec.eval.trace_options import RecordOptions
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.judge import ExitJudge, spread
 from selfspec.model.backbone import Backbone
+from selfspec.options import Exit
 from selfspec.training.data import Batch
 from selfspec.training.features import FeatureSpec, features
 from selfspec.visualise.layers import Kind, LayerTrace, Place, TraceInfo, TraceSettings
@@ -137,16 +138,16 @@ def _settings(
     if drafter == "exit" and heads is None:
         drafter = "none"  # as `generate` has it
     if heads is not None and options.speculate and options.uses("exit"):
-        by_layer = spread(options.thresholds, options.exit_layers or heads.config.exit_layers)
+        by_layer = spread(options.exit.thresholds, options.exit.layers or heads.config.exit_layers)
         thresholds = {layer: by_layer[layer] for layer in heads.layers_in_use(options)}
     return TraceSettings(
         exit_layers=tuple(thresholds),
         exit_thresholds=tuple(thresholds.values()),
-        anneal_strength=options.anneal_strength,
+        anneal_strength=options.exit.anneal_strength,
         max_draft_depth=max(thresholds, default=0),
-        max_draft_tokens=options.max_draft_tokens,
+        max_draft_tokens=options.exit.max_tokens,
         drafter=drafter,
-        controller=options.controller,
+        controller=options.controller.kind,
         lossless=lossless,
     )
 
@@ -154,7 +155,7 @@ def _settings(
 def _thresholds(settings: TraceSettings, lenses: Mapping[int, Lens]) -> dict[int, float]:
     """By layer: the one in use. Tuned to a layer, it means nothing elsewhere: the built-in one."""
     used = dict(zip(settings.exit_layers, settings.exit_thresholds, strict=True))
-    (built_in,) = SpeculationOptions().thresholds
+    (built_in,) = Exit().thresholds
     return {layer: used.get(layer, built_in) for layer in lenses}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.stats import Round
 from selfspec.eval.record import RecordInfo
+from selfspec.options import Exit
 from selfspec.visualise.layers import TraceInfo
 
 
@@ -32,11 +33,13 @@ class Start:
         """The same for `eval.replay`."""
         in_use = [column for column, used in enumerate(self.used) if used]
         return SpeculationOptions(
-            exit_layers=tuple(info.exit_layers[column] for column in in_use),
-            exit_threshold=tuple(self.thresholds[column] for column in in_use),
-            anneal_strength=info.anneal_strengths[self.alpha],
-            max_draft_depth=self.depth,
-            max_draft_tokens=self.width,
+            exit=Exit(
+                layers=tuple(info.exit_layers[column] for column in in_use),
+                threshold=tuple(self.thresholds[column] for column in in_use),
+                anneal_strength=info.anneal_strengths[self.alpha],
+                max_depth=self.depth,
+                max_tokens=self.width,
+            ),
             never_slower=False,  # the page replays without pauses
         )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,14 @@ import pytest
 from selfspec.api import speculator as facade
 from selfspec.cli import chat, common, env
 from selfspec.cli.main import main
+from selfspec.cli.settings import SHARED
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidPrompt, ModelNotFound
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.hub import models as hub
+from selfspec.options import Prices
+from selfspec.options.controllers import CONTROLLERS
+from selfspec.options.drafters import DRAFTERS
+from selfspec.options.rules import ACCEPTANCE
 from selfspec.training import records
 from tests.cli.fakes import FakeSpeculator, user
 
@@ -135,7 +142,7 @@ def heads_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "vocab_size": 16,
         "exit_layers": [2, 4],
         "head_type": "translator",
-        "defaults": {"exit_threshold": 0.7},
+        "defaults": {"drafter": "exit:threshold=0.7"},
         "training": {
             "data": "talks",
             "validation": "more talks",
@@ -194,7 +201,7 @@ def test_heads_show_reads_the_config_only(
     assert main(["heads", "show", str(heads_folder)]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["exit_layers"] == "2, 4"
-    assert lines["defaults"] == '{"exit_threshold": 0.7}'
+    assert lines["defaults"] == '{"drafter": "exit:threshold=0.7"}'
 
 
 def test_heads_check_says_ok(
@@ -294,7 +301,40 @@ def test_help_of_every_command_is_shown(capsys: pytest.CaptureFixture[str]) -> N
         assert main([*arguments, "--help"]) == 0
         assert capsys.readouterr().out.rstrip() == shown.rstrip()
     assert main(["generate", "--help"]) == 0
-    assert "--max-draft-tokens N" in capsys.readouterr().out
+    assert "--drafter KIND[:KEY=VALUE,..]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [("generate", 40), ("chat", 40), ("verify", 40), ("tune", 40), ("trace", 50), ("bench", 50)],
+)
+def test_help_fits_a_screen_and_help_all_lists_everything(
+    command: str, lines: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"]) == 0
+    usual = capsys.readouterr().out
+    assert len(usual.splitlines()) <= lines
+    assert "--help-all" in usual
+    assert main([command, "--help-all"]) == 0
+    shown = capsys.readouterr().out.split()
+    flags = importlib.import_module(f"selfspec.cli.{command}").__dict__.get("FLAGS", SHARED)
+    assert {flag.long_name for flag in flags} <= {word.strip(",") for word in shown}
+
+
+def test_help_all_lists_all_settings_without_their_reasons(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["generate", "--help-all"]) == 0
+    shown = capsys.readouterr().out
+    words = {word.partition("=")[0] for word in shown.split()}
+    for kinds in (DRAFTERS, CONTROLLERS, ACCEPTANCE):
+        for kind, made in kinds.items():
+            assert {f"{kind}:{entry.name}" for entry in fields(made)} <= words
+    assert {entry.name for entry in fields(Prices)} <= words
+    assert "tau, in (0, 1]" in shown
+    for reason in ("paper calls for", "Printed nowhere", "document's example"):
+        assert reason not in shown
 
 
 def test_log_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

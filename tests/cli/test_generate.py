@@ -63,7 +63,7 @@ def test_json_is_one_object_and_nothing_else(
     assert record["stats"] == {"new_tokens": 2}
     assert (record["model"], record["heads"]) == ("fake", hub.DEFAULT_HEADS)
     assert record["options"]["seed"] == 7
-    assert record["options"]["max_draft_tokens"] == SpeculationOptions().max_draft_tokens
+    assert record["options"]["drafter"] == SpeculationOptions().drafter
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,9 @@ def test_system_message_comes_first(speculator: FakeSpeculator) -> None:
         (["generate", "--raw", "--system", "s", "hi"], "--raw and --system at once"),
         (["generate", "--max-new-tokens", "0", "hi"], "max_new_tokens is 0, expected at least 1"),
         (["generate", "--max-new-tokens", "x", "hi"], "Invalid value for '--max-new-tokens'"),
-        (["generate", "--exit-threshold", "0.9,x", "hi"], "exit_threshold is '0.9,x', expected a"),
-        (["generate", "--exit-layers", "1.5", "hi"], "exit_layers is '1.5', expected a list"),
+        (["generate", "--drafter", "exit:threshold=0.9/x", "hi"], "exit:threshold is '0.9/x'"),
+        (["generate", "--drafter", "exit:layers=1.5", "hi"], "exit:layers is '1.5', expected a"),
+        (["generate", "--exit-threshold", "0.9", "hi"], "--drafter exit:threshold=.."),
         (["generate", "--hedas", "x", "hi"], "--heads"),
         (
             ["generate", "--config", "not-there.yaml", "hi"],

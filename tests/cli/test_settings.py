@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,15 @@ import pytest
 from selfspec.api import speculator as facade
 from selfspec.cli import settings
 from selfspec.cli.main import main
-from selfspec.config import SpeculationOptions
+from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import InvalidOption
+from selfspec.options import Easd, Exit, GammaTune, Prices
 from tests.cli.fakes import FakeSpeculator
 
 
 def test_every_speculation_option_has_a_flag_with_help() -> None:
     known = {flag.name: flag for flag in settings.SPECULATION}
-    assert known.keys() == {entry.name for entry in fields(SpeculationOptions)}
+    assert known.keys() == set(OPTION_NAMES)
     assert all(flag.help for flag in known.values())
 
 
@@ -38,17 +38,17 @@ def test_help_states_the_defaults_of_the_facade() -> None:
 
 def test_flags_reach_the_function_that_takes_them(speculator: FakeSpeculator) -> None:
     arguments = ["--model", "m", "--dtype", "float32", "--no-speculate", "--pinned"]
-    arguments += ["--exit-layers", "4,8", "--exit-threshold", "0.5,0.75", "--max-draft-tokens", "3"]
+    arguments += ["--drafter", "exit:layers=4/8", "--prices", "row=0.1", "--pinned-rows", "4"]
     arguments += ["--max-new-tokens", "9", "--stop", "a", "--stop-strings", "b", "--top-k", "5"]
     assert main(["generate", *arguments, "hi"]) == 0
     assert speculator.loaded == settings.Settings(
         loading={"model": "m", "dtype": "float32"},
         speculation={
             "speculate": False,
-            "exit_layers": (4, 8),
-            "exit_threshold": (0.5, 0.75),
-            "max_draft_tokens": 3,
+            "drafter": "exit:layers=4/8",
+            "prices": "row=0.1",
             "pinned": True,
+            "pinned_rows": 4,
         },
         generation={
             "max_new_tokens": 9,
@@ -73,20 +73,44 @@ def config(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def test_flag_wins_over_yaml(config: Callable[[str], Path]) -> None:
-    file = config("max-draft-tokens: 2\nexit_threshold: 0.5\npinned: true\nmodel: m\n")
-    found = settings.settings(file, {"max_draft_tokens": 4, "pinned": False})
-    assert found.speculation == {"max_draft_tokens": 4, "exit_threshold": 0.5, "pinned": False}
+    file = config("drafter: exit:threshold=0.5\npinned-rows: 4\npinned: true\nmodel: m\n")
+    found = settings.settings(file, {"pinned_rows": 6, "pinned": False})
+    expected = {"drafter": "exit:threshold=0.5", "pinned_rows": 6, "pinned": False}
+    assert found.speculation == expected
     assert found.loading == {"model": "m"}
 
 
 def test_yaml_lists_scalars_and_exponents_are_read_as_the_option_wants(
     config: Callable[[str], Path],
 ) -> None:
-    file = config("exit_layers: [4, 8]\nexit_threshold: 5e-1\nstop_strings: a,b\n")
+    file = config("drafter: {exit: {layers: [4, 8], threshold: 5e-1}}\nstop_strings: a,b\n")
     found = settings.settings(file, {})
-    assert found.speculation == {"exit_layers": (4, 8), "exit_threshold": 0.5}
+    options = SpeculationOptions().updated(found.speculation)
+    assert options.exit == Exit(layers=(4, 8), threshold=0.5)
     assert found.generation == {"stop_strings": ["a,b"]}
-    assert settings.settings(config("exit_layers: 4"), {}).speculation == {"exit_layers": (4,)}
+    found = settings.settings(config("drafter: {exit: {layers: 4}}"), {})
+    assert SpeculationOptions().updated(found.speculation).exit == Exit(layers=(4,))
+
+
+def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file(
+    config: Callable[[str], Path],
+) -> None:
+    file = config(
+        "drafter: {exit: {layers: [4, 8], max-tokens: 3}}\ncontroller: gammatune:rate=0.5\n"
+        "acceptance: cm-asd\nprices: row=0.1,head=0.2\n"
+    )
+    given = {
+        "drafter": "ngram+exit:max_tokens=2",
+        "controller": "gammatune:step=1",
+        "acceptance": "easd:tokens=3",
+        "prices": "row=0.3",
+    }
+    options = SpeculationOptions().updated(settings.settings(file, given).speculation)
+    assert options.drafter == "ngram+exit"
+    assert options.exit == Exit(layers=(4, 8), max_tokens=2)
+    assert options.controller == GammaTune(rate=0.5, step=1.0)
+    assert options.acceptance == Easd(tokens=3)
+    assert options.prices == Prices(row=0.3, head=0.2)
 
 
 def test_empty_yaml_file_changes_nothing(config: Callable[[str], Path]) -> None:
@@ -106,11 +130,12 @@ def test_sampling_flag_implies_drawing_unless_it_is_refused(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_draft_token: 3", "Did you mean max_draft_tokens?"),
+        ("pinned_row: 3", "Did you mean pinned_rows?"),
+        ("max_draft_tokens: 3", "drafter='exit:max_tokens=..'"),
         ("pinned: 1", "pinned is 1, expected true or false"),
-        ("max_draft_tokens: 2.5", "max_draft_tokens is 2.5, expected a whole number"),
-        ("max_draft_tokens: true", "max_draft_tokens is True, expected a whole number"),
-        ("exit_layers: []", r"exit_layers is \[\], expected a list"),
+        ("pinned_rows: 2.5", "pinned_rows is 2.5, expected a whole number"),
+        ("pinned_rows: true", "pinned_rows is True, expected a whole number"),
+        ("drafter: [ngram]", r"drafter is \['ngram'\], expected text or names and values"),
         ("max_new_tokens: -1", "max_new_tokens is -1, expected at least 1"),
         ("model: 3", "model is 3, expected text"),
         ("- a", "holds a list, expected `option: value` lines"),

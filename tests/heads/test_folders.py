@@ -54,7 +54,7 @@ def test_what_was_saved_loads_bit_equal(
         unembedding,
         base_revision="abc",
         temperatures={"2": 1.25},
-        defaults={"exit_threshold": [0.5, 0.6], "exit_layers": [2, 4]},
+        defaults={"drafter": "exit:threshold=0.5/0.6,layers=2/4"},
         training={"steps": 7},
     )
     train(heads).save(tmp_path / "new" / "folder")

@@ -298,14 +298,14 @@ def test_a_draft_vocabulary_needs_its_ids(unembedding: Unembedding) -> None:
 def test_the_logit_lens_has_a_head_at_every_layer_and_uses_one(unembedding: Unembedding) -> None:
     heads = logit_lens(unembedding, 6, "tiny")
     assert heads.config.exit_layers == (1, 2, 3, 4, 5)
-    assert heads.config.defaults == {"exit_layers": [4]}
+    assert heads.config.defaults == {"drafter": "exit:layers=4"}
     assert (heads.config.vocab_size, heads.config.hidden_size) == (VOCAB_SIZE, 32)
 
 
 def test_the_logit_lens_of_a_model_with_two_layers_exits_after_the_first(
     unembedding: Unembedding,
 ) -> None:
-    assert logit_lens(unembedding, 2, "tiny").config.defaults == {"exit_layers": [1]}
+    assert logit_lens(unembedding, 2, "tiny").config.defaults == {"drafter": "exit:layers=1"}
 
 
 def test_the_logit_lens_takes_no_memory(unembedding: Unembedding) -> None:

@@ -72,11 +72,11 @@ def make_ngram(
 ) -> NgramDrafter:
     """A drafter of text already seen; `block_cost` is the model's, for where `options` say none."""
     return NgramDrafter(
-        make_controller(options, options.ngram_draft_tokens),
+        make_controller(options, options.ngram.max_tokens),
         end_tokens,
-        size=options.ngram_size,
-        row_cost=options.row_cost,
-        block_cost=block_cost if options.block_cost is None else options.block_cost,
+        size=options.ngram.size,
+        row_cost=options.prices.row,
+        block_cost=block_cost if options.prices.block is None else options.prices.block,
     )
 
 
@@ -96,10 +96,10 @@ def while_paying(
     if not options.never_slower:
         return drafter
     cost = prices.DraftCost(
-        row=options.row_cost,
-        block=block_cost if options.block_cost is None else options.block_cost,
+        row=options.prices.row,
+        block=block_cost if options.prices.block is None else options.prices.block,
         token=token_cost,
-        head=options.head_cost,
+        head=options.prices.head,
         exit_layers=exit_layers,
         num_layers=num_layers,
     )
@@ -118,12 +118,12 @@ def _exit(
     config = heads.config
     judge = ExitJudge(
         config.num_layers,
-        spread(options.thresholds, options.exit_layers or config.exit_layers),
-        options.anneal_strength,
+        spread(options.exit.thresholds, options.exit.layers or config.exit_layers),
+        options.exit.anneal_strength,
         {int(layer): value for layer, value in config.temperatures.items()},
     )
-    controller = make_controller(options, options.max_draft_tokens)
-    beliefs = options.acceptance != "lossless"
+    controller = make_controller(options, options.exit.max_tokens)
+    beliefs = options.acceptance.reads_beliefs
     drafter = ExitDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
     return drafter, heads.layers_in_use(options)
 
@@ -138,7 +138,7 @@ def _draft_model(
     cache = sources.draft_model
     if cache is None:
         raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
-    controller = make_controller(options, options.max_draft_tokens)
-    beliefs = options.acceptance != "lossless"
+    controller = make_controller(options, options.draft_model.max_tokens)
+    beliefs = options.acceptance.reads_beliefs
     drafter = DraftModelDrafter(cache, sampler, controller, end_tokens, beliefs=beliefs)
     return drafter, prices.token_cost(cache.backbone, sources.backbone)

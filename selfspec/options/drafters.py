@@ -1,0 +1,94 @@
+"""Settings of drafters: exit heads, text already seen, a second model.
+
+Below each field: symbol, range and meaning; behind a blank line the reason of its default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from selfspec.options.parts import SHARE, AtLeast0, AtLeast1, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit(Part):
+    """Exit heads on shallow layers."""
+
+    kind: ClassVar[str] = "exit"
+
+    layers: tuple[int, ...] | None = None
+    """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
+
+    threshold: Annotated[float | tuple[float, ...], SHARE] = 0.9
+    """tau, in (0, 1]: a token exits where its annealed confidence reaches it. One value for all
+    exit layers, or one per layer.
+
+    High by default: a wrong draft costs work.
+    """
+
+    anneal_strength: AtLeast0 = 0.2
+    """alpha, at least 0, in `T_l = 1 + alpha (1 - l / L)`; 0 turns annealing off.
+
+    The paper calls for "a small" one without printing it (section 3.3).
+    """
+
+    max_depth: int | None = None
+    """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
+
+    max_tokens: AtLeast1 = 6
+    """W_max, at least 1: drafts per round, or where a controller starts."""
+
+    def __post_init__(self) -> None:
+        """Keep one threshold as a number: it is for all layers. Raises InvalidOption."""
+        super().__post_init__()
+        if isinstance(self.threshold, tuple) and len(self.threshold) == 1:
+            object.__setattr__(self, "threshold", self.threshold[0])
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """Tau as a tuple: of length 1 (all layers) or one per exit layer."""
+        return self.threshold if isinstance(self.threshold, tuple) else (self.threshold,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ngram(Part):
+    """Text already seen."""
+
+    kind: ClassVar[str] = "ngram"
+
+    size: AtLeast1 = 4
+    """Longest n-gram that is looked up, at least 1; the longest that is found decides."""
+
+    max_tokens: AtLeast1 = 7
+    """W_max of these drafts, at least 1.
+
+    Larger than that of exit heads, because they cost no time to make; with the newest token they
+    fill a pinned pass.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModel(Part):
+    """A second, smaller model."""
+
+    kind: ClassVar[str] = "draft-model"
+
+    max_tokens: AtLeast1 = 6
+    """W_max, at least 1: drafts per round, or where a controller starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoDrafts(Part):
+    """Nothing is drafted."""
+
+    kind: ClassVar[str] = "none"
+
+
+DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | NoDrafts]] = {
+    one.kind: one for one in (Exit, Ngram, DraftModel, NoDrafts)
+}
+"""By name."""
+
+TOGETHER = ("exit", "ngram", "ngram+exit", "draft-model", "ngram+draft-model", "none")
+"""Drafters in use: alone, or text already seen in front of another."""
