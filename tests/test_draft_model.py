@@ -223,7 +223,7 @@ def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int) -> 
 def test_logits_have_the_targets_length_and_none_for_what_the_draft_model_lacks(
     second: CountingBackbone, size: int
 ) -> None:
-    ids = random_ids(7)
+    ids = random_ids(7)[0]
     own = DraftCache(second).run(ids)
     fitted = DraftCache(second, size).run(ids)
     shared = min(size, second.vocab_size)
