@@ -7,8 +7,8 @@ from typing import Any
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import SelfspecError
+from tests.api.test_text import byte_level_bpe
 from tests.models import make_model
-from tests.test_text import byte_level_bpe
 
 VOCAB = 280
 TEMPLATE = (

@@ -16,8 +16,8 @@ from selfspec.eval.record import Record
 from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
 from selfspec.options import Exit
 from selfspec.visualise.layers import LayerTrace
+from tests.eval.test_replay import random_setting
 from tests.records import OPTIONS
-from tests.test_replay import random_setting
 from tests.traces import make_trace, some_costs
 
 RECORD_LAYERS = 6

@@ -18,7 +18,7 @@ from selfspec.eval.trace_options import RecordOptions
 from selfspec.model.backbone import Backbone
 from tests.models import make_model, random_ids
 from tests.talks import make_talks
-from tests.test_fit import fitted
+from tests.training.test_fit import fitted
 
 NEW_TOKENS = 20
 PROMPTS = range(4)

@@ -17,14 +17,14 @@ from hypothesis import Phase, event, given, settings
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption, PinnedUnavailable, SelfspecError
 from tests import fuzz
-from tests.fuzz import Case, Turn
-from tests.models import random_ids
-from tests.test_mutants import (
+from tests.decoding.test_mutants import (
     Mutant,
     every_draft_stays,
     mask_sized_by_the_first_layer,
     truncate_one_too_few,
 )
+from tests.fuzz import Case, Turn
+from tests.models import random_ids
 
 FAMILIES = ["llama", "mistral", "gemma2", "granite"]
 PACKED_FAMILIES = ["llama", "mistral"]

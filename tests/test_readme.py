@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from selfspec.cli.main import main
-from tests.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
+from tests.api.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

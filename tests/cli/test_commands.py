@@ -164,7 +164,7 @@ def heads_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
     card = records.card(HeadsConfig.read(folder), metrics)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    monkeypatch.setattr(hub, "__file__", str(tmp_path / "selfspec" / "hub.py"))
+    monkeypatch.setattr(hub, "__file__", str(tmp_path / "selfspec" / "hub" / "models.py"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return folder
 

@@ -21,11 +21,11 @@ from selfspec.eval.decoding import greedy_request
 from selfspec.eval.lossless import RUNGS, Rung, Subject, climb, verdict
 from selfspec.eval.reference import speculator_in
 from selfspec.model.backbone import Backbone
+from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 from tests.heads.kinds import make_heads, train
 from tests.models import PACKED_EXECUTORS, make_model, random_ids
 from tests.packing import RUNNING_BFLOAT16
 from tests.talks import make_tokenizer
-from tests.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 
 OPTIONS: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.05,max_tokens=3"}
 

@@ -16,7 +16,7 @@ from selfspec.cli import app, common
 from selfspec.cli.main import BUG, main
 from tests.bad_input import furnish, snapshot
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SELFSPEC = [sys.executable, "-m", "selfspec"]
 
 

@@ -16,7 +16,7 @@ from selfspec.training import curves, records
 from selfspec.training.data import Conversation
 from tests.models import make_model
 from tests.talks import make_talks
-from tests.test_fit import LAYERS, fitted
+from tests.training.test_fit import LAYERS, fitted
 
 FILES = {
     "README.md",

@@ -23,10 +23,10 @@ from selfspec.eval.trace import Recorder
 from selfspec.eval.trace_options import RecordOptions
 from selfspec.options import Exit, GammaTune, Ngram, Prices
 from selfspec.options.controllers import CONTROLLERS, Controller
+from tests.api.test_default_model import pytestmark as default_model
 from tests.models import random_ids
 from tests.packing import PINNED_DTYPE
 from tests.records import KINDS, NEW_TOKENS, OPTIONS, PROMPTS, recorded
-from tests.test_default_model import pytestmark as default_model
 
 SETTINGS = 15
 """For each kind of heads."""

@@ -32,7 +32,7 @@ from selfspec.training.sources import StreamSource
 from tests.bad_input import NAN, Change, one_line
 from tests.models import VOCAB_SIZE
 from tests.talks import make_talks
-from tests.test_fit import make_job, stop_after
+from tests.training.test_fit import make_job, stop_after
 
 # --- features -------------------------------------------------------------------------------------
 

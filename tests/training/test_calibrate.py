@@ -21,7 +21,7 @@ from selfspec.training.cost_model import Exits, best_setting, exits, expected
 from selfspec.training.data import Conversation
 from selfspec.training.reliability import TEMPERATURES, Scores, calibration_error, threshold
 from tests.talks import make_talks
-from tests.test_fit import fitted, make_job
+from tests.training.test_fit import fitted, make_job
 
 NOTHING = (0.0,) * 8
 FLAT = Costs(num_layers=10, layers=(1.0,) * 8, start=NOTHING, logits=NOTHING, head=0.0, round=0.0)

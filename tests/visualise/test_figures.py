@@ -17,7 +17,7 @@ from tests.models import make_model
 from tests.talks import make_tokenizer
 
 PICTURES = {"exits.png", "saturation.png", "agreement.png", "acceptance.png"}
-SCRIPT = Path(__file__).parents[1] / "eval" / "visualise" / "figures.py"
+SCRIPT = Path(__file__).parents[2] / "eval" / "visualise" / "figures.py"
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from selfspec.decoding.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import Stopwatch
 from tests import ladder
+from tests.decoding.test_ngram import Text
 from tests.models import make_model, random_ids
-from tests.test_ngram import Text
 
 COST = DraftCost(row=0.08, head=0.05, exit_layers=(3, 6), num_layers=12)
 

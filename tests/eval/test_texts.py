@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from selfspec.visualise.texts import PART_OF_CHARACTER, TokenTexts, visible
-from tests.test_text import byte_level_bpe, ids_of, metaspace
+from tests.api.test_text import byte_level_bpe, ids_of, metaspace
 
 
 @pytest.mark.parametrize("text", ["the cat", "the 🎉 end<end>", "", "né<end>the"])

@@ -17,7 +17,7 @@ from selfspec.training.draft_model import DraftFitOptions, agreement, cut, fit
 from tests.models import make_model, random_ids
 from tests.talks import make_talks, make_tokenizer
 
-SCRIPT = Path(__file__).parents[1] / "training" / "draft_model.py"
+SCRIPT = Path(__file__).parents[2] / "training" / "draft_model.py"
 
 
 @pytest.fixture(scope="module")

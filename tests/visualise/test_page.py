@@ -1,4 +1,4 @@
-"""The HTML page as text: what it holds, what it refuses. tests/test_page_browser.py opens it."""
+"""The HTML page as text: what it holds, what it refuses. test_page_browser.py opens it."""
 
 from __future__ import annotations
 

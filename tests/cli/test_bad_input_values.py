@@ -9,7 +9,7 @@ import pytest
 from tests.bad_input import GENERATE, refused
 from tests.test_untrusted import BOMB
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 NUMBERS = {
     "--max-new-tokens": ["0", "-1", "x", "1.5", "nan", "1e400", ""],

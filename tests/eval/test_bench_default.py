@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from selfspec.cli.main import main
+from tests.api.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
 from tests.packing import PINNED_DTYPE
-from tests.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
 
 METHODS = "hugging-face,plain,speculation,no-width-bound,prompt-lookup"
 

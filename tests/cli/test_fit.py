@@ -26,7 +26,7 @@ from selfspec.training import cache
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
