@@ -1,6 +1,6 @@
 """Runs Llama-like layers on a CPU from packed weights: faster, and the same bits for any row count.
 
-Two to eight rows then cost little more than one (`packed_linear.py`). Where that cannot be had, or
+Two to eight rows then cost little more than one (`products.py`). Where that cannot be had, or
 a layer is not of this shape, the generic executor runs the model.
 """
 
