@@ -4,9 +4,9 @@
     python -m eval.two_versions ../before . --timed --limit 48 --threads 2
 
 Each checkout answers every prompt in a process of its own, one after the other in random order, by
-plain decoding and with its default drafts. Without --timed the token ids and a hash of all target
-logits are compared; with it the seconds are, and nothing is hashed meanwhile. Each needs the
-packages that it names; PYTHONS gives an interpreter for each. Exit code 1 where something differs.
+plain decoding and with its default drafts. Token ids and all counters of its rounds are compared;
+without --timed a hash of all target logits, too; with it the seconds, and nothing is hashed
+meanwhile. PYTHONS: an interpreter for each. Exit code 1 where something differs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ for line in sys.stdin:
     answer = speculator.generate(request.pop("prompt"), **request)
     seconds = time.perf_counter() - start
     found = {"ids": answer.token_ids, "logits": digest.hexdigest(), "seconds": seconds}
-    found["rounds"] = answer.stats.rounds
+    counted = answer.stats.to_dict().items()
+    timed_too = ("seconds", "ttft_s", "decode_s", "decode_tokens_per_s")
+    found["counts"] = {name: value for name, value in counted if name not in timed_too}
     print(json.dumps(found), flush=True)
 """
 """What runs in each checkout: only what both versions offer."""
@@ -113,7 +115,7 @@ class Answered(NamedTuple):
     @property
     def difference(self) -> str | None:
         """What is not the same, or None."""
-        parts = ("ids", "logits", "rounds")
+        parts = ("ids", "logits", "counts")
         return next((part for part in parts if self.before[part] != self.after[part]), None)
 
 
