@@ -114,7 +114,7 @@ def test_a_page_of_a_kept_trace_replays_nothing(workplace: Path, tmp_path: Path)
         (["a", "--suite", "six-tasks"], "--suite means nothing without --record"),
         (["a", "--min-threshold", "0.1"], "--min-threshold means nothing without --record"),
         (["a", "--record", "new", "--png", "map.png"], "--png means nothing with --record"),
-        (["a", "--record", "new"], "--drafter means nothing with"),
+        (["a", "--record", "new", "--drafter", "exit"], "--drafter means nothing with"),
         (["a", "--from", "long.jsonl"], "a prompt and --from at once"),
         ([" "], "the prompt is empty"),
     ],

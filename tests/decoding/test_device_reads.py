@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.stats import Round
-from selfspec.options import Exit
 from tests.models import make_model, random_ids
 
 WAITING = {
@@ -66,13 +65,17 @@ def waits() -> Iterator[Counter[str]]:
 
 @pytest.fixture(scope="module", params=["generic", "cuda-graph"])
 def speculator(request: pytest.FixtureRequest) -> Speculator:
-    return wrap(make_model("llama"), heads="logit-lens", executor=request.param)
+    return wrap(
+        make_model("llama"),
+        heads="logit-lens",
+        executor=request.param,
+        drafter="exit:layers=2/5,max_tokens=4",
+    )
 
 
 def rounds_of(speculator: Speculator, **options: Any) -> Iterator[tuple[Round, Counter[str]]]:
     """Each round behind the prompt's own, and what it waited for."""
-    settings: Any = {"drafter": "exit:layers=2/5,max_tokens=4", "max_new_tokens": 24} | options
-    entries = speculator.stream(random_ids(13), **settings)._entries
+    entries = speculator.stream(random_ids(13), max_new_tokens=24, **options)._entries
     next(entries)
     while True:
         with waits() as counts:
@@ -100,7 +103,7 @@ def test_exit_heads_read_once_per_judgement_and_once_per_verification(
     speculator: Speculator, tau: float
 ) -> None:
     endings = set()
-    for entry, counts in rounds_of(speculator, drafter=Exit(threshold=tau)):
+    for entry, counts in rounds_of(speculator, drafter=f"exit:threshold={tau}"):
         drafted = len(entry.draft_tokens)
         # each draft token is uploaded to be embedded, all of them once more to be verified: right
         # behind a read, when nothing else is left to wait for
@@ -148,7 +151,7 @@ def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
         executor=speculator.backbone.executor_name,
         draft_model=second,
     )
-    for entry, counts in rounds_of(both, drafter="exit:layers=none"):
+    for entry, counts in rounds_of(both, drafter="draft-model:max_tokens=4"):
         drafted = len(entry.draft_tokens)
         # one for each argmax, two to find where the draft model's cache parts from the text
         assert counts["list"] == 1

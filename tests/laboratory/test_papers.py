@@ -18,12 +18,13 @@ from tests.talks import make_tokenizer
 TASKS = ("math", "translation", "summary")
 
 
-def tiny(*_: Any, **options: Any) -> Speculator:
+def tiny(*_: Any, max_tokens: int = 6, controller: str = "fixed") -> Speculator:
     """In the place of the default model; float64, so that texts are equal."""
     model = make_model("llama", torch.float64, vocab_size=10)
     small = make_model("llama", torch.float64, vocab_size=10, num_hidden_layers=4)
     small.load_state_dict(model.state_dict(), strict=False)
-    return wrap(model, make_tokenizer(), draft_model=small, **options)
+    drafter = f"draft-model:max_tokens={max_tokens}"
+    return wrap(model, make_tokenizer(), draft_model=small, drafter=drafter, controller=controller)
 
 
 @pytest.fixture
