@@ -13,7 +13,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.judge import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.options import Exit
+from selfspec.options.text import laid_over
 from selfspec.visualise.inspect import branches, inspect
 from selfspec.visualise.layers import LayerTrace
 from tests.models import VOCAB_SIZE, make_model, random_ids
@@ -25,9 +25,14 @@ EAGER: dict[str, Any] = {"drafter": "exit:threshold=0.15,max_tokens=3", "never_s
 """Many drafts, right and wrong ones."""
 
 
+def eagerly(options: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of `generate`: EAGER under `options`, setting by setting."""
+    drafter = laid_over("drafter", EAGER["drafter"], options.get("drafter", EAGER["drafter"]))
+    return {"max_new_tokens": NEW_TOKENS, **EAGER, **options, "drafter": drafter}
+
+
 def looked(kind: str, **options: Any) -> LayerTrace:
-    asked = {"max_new_tokens": NEW_TOKENS, **EAGER, **options}
-    return inspect(recorded(kind).speculator, PROMPT, **asked)
+    return inspect(recorded(kind).speculator, PROMPT, **eagerly(options))
 
 
 def hooks(speculator: Speculator) -> int:
@@ -50,7 +55,7 @@ def hooks(speculator: Speculator) -> int:
 )
 def test_tokens_are_those_of_generate(kind: str, options: dict[str, Any]) -> None:
     found = looked(kind, **options)
-    asked = {"max_new_tokens": NEW_TOKENS, **EAGER, **options}
+    asked = eagerly(options)
     answer = recorded(kind).speculator.generate(PROMPT, **asked)
     assert [place.token for place in found.places] == answer.token_ids
     assert sum(entry.accepted for entry in found.rounds) == answer.stats.accepted
@@ -147,7 +152,7 @@ def test_all_layers_are_looked_at_and_only_some_were_in_use() -> None:
 
 def test_depth_and_thresholds_by_layer_are_kept() -> None:
     taus = (0.2, 0.3, 0.4)
-    info = looked("translator", drafter=Exit(threshold=taus, max_depth=3)).info
+    info = looked("translator", drafter={"exit": {"threshold": taus, "max_depth": 3}}).info
     assert (info.settings.exit_layers, info.settings.exit_thresholds) == ((1, 3), (0.2, 0.3))
     assert info.thresholds == (0.2, 0.3, 0.9)
     assert info.prompt_tokens == 5
