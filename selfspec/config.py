@@ -196,7 +196,8 @@ def _settings(name: str, value: Any, present: _Fields) -> _Fields:
 
 def _drafter(name: str, value: Any, present: _Fields) -> _Fields:
     """Which are in use, and their settings."""
-    found = text.parts(name, value, DRAFTERS, lambda kind: present.get(_field(kind), kind()))
+    now = {kind: present.get(_field(part), part()) for kind, part in DRAFTERS.items()}
+    found = text.parts(name, value, DRAFTERS, now)
     kinds = "+".join(part.kind for part in found)
     check_keys([kinds], TOGETHER, name)
     return {name: kinds} | {_field(type(part)): part for part in found if part.kind != "none"}
@@ -206,11 +207,8 @@ def _one_of(kinds: text.Kinds) -> Callable[[str, Any, _Fields], _Fields]:
     """A reader of an option that has one of several kinds."""
 
     def read(name: str, value: Any, present: _Fields) -> _Fields:
-        def start(kind: type[Part]) -> Part:
-            now = present[name]
-            return now if type(now) is kind else present.get(_field(kind), kind())
-
-        found = text.parts(name, value, kinds, start)
+        own = {kind: present.get(_field(part), part()) for kind, part in kinds.items()}
+        found = text.parts(name, value, kinds, own | {present[name].kind: present[name]})
         if len(found) != 1:
             raise InvalidOption(
                 f"{name} is {shown(value)}, expected one kind. Leave the others out"

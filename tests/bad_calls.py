@@ -27,7 +27,7 @@ def speaking(model: Any) -> Speculator:
     """With a tokenizer, a chat template that refuses robots, and heads."""
     tokenizer = byte_level_bpe()
     tokenizer.chat_template = TEMPLATE
-    return wrap(model, tokenizer, heads="logit-lens", exit_layers=(2, 5), exit_threshold=0.05)
+    return wrap(model, tokenizer, heads="logit-lens", drafter="exit:layers=2/5,threshold=0.05")
 
 
 def check(error: SelfspecError) -> None:

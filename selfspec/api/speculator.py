@@ -65,16 +65,28 @@ class Speculator:
         draft_model: Backbone | None = None,
     ) -> None:
         """What is None cannot draft. Raises InvalidOption for layers without heads."""
-        self.backbone = backbone
         self.tokenizer = tokenizer
-        self.heads = heads
         self.label = label
         self.options = options
-        self.draft_model = draft_model
         self.engine = Engine(backbone, heads, draft_model)
         self._disabled = False
         if heads is not None:
             heads.layers_in_use(options)
+
+    @property
+    def backbone(self) -> Backbone:
+        """The model, cut open."""
+        return self.engine.backbone
+
+    @property
+    def heads(self) -> ExitHeads | None:
+        """Its exit heads, if it has any."""
+        return self.engine.heads
+
+    @property
+    def draft_model(self) -> Backbone | None:
+        """A second model that drafts, if there is one."""
+        return self.engine.draft_model
 
     @property
     def model(self) -> PreTrainedModel:

@@ -8,7 +8,7 @@ too, as YAML has them: `{ngram: {size: 4}, exit: {threshold: 0.5}}`. Imports no 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -25,9 +25,7 @@ _JOIN = re.compile(r"\+(?=\s*[A-Za-z])")
 """A plus in front of a name; not that of 1e+3."""
 
 
-def parts(
-    group: str, value: Any, kinds: Kinds, present: Callable[[type[Part]], Part]
-) -> list[Part]:
+def parts(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) -> list[Part]:
     """What `value` asks for of a `group` (drafter, controller, ..), in its order.
 
     Objects are taken as they are. Text and mappings change what they name of what is `present`.
@@ -44,7 +42,7 @@ def parts(
         else:
             kind, settings = entry
             check_keys([kind], kinds, group)
-            found.append(changed(present(kinds[kind]), settings))
+            found.append(changed(present[kind], settings))
     return found
 
 

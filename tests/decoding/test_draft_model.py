@@ -13,8 +13,9 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from selfspec.api import speculator as facade
-from selfspec.api.speculator import wrap
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.main import main
+from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import Fixed, Threshold
 from selfspec.decoding.drafters import DraftCache, DraftModelDrafter, check_same_tokens
 from selfspec.decoding.scores import Sampler
@@ -141,8 +142,9 @@ def test_nothing_is_drafted_beyond_the_other_models_last_position(target: Backbo
 def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
     second: CountingBackbone,
 ) -> None:
-    speculator = wrap(make_model("llama", torch.float64), drafter="draft-model")
-    speculator.draft_model = second
+    model = make_model("llama", torch.float64)
+    options = SpeculationOptions(drafter="draft-model")
+    speculator = Speculator(Backbone(model), None, None, "", options, second)
     session = speculator.session()
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)

@@ -111,7 +111,7 @@ def _causal(model: Any) -> None:
         (_parameter, "layer 4: self_attn has sinks"),
         (_buffer, "layer 4: mlp has scale"),
         (_replaced, "layer 4: the forward of mlp was replaced"),
-        (_kind, "mlp.up_proj is no plain linear layer, but tests.test_known.Doubling"),
+        (_kind, "mlp.up_proj is no plain linear layer, but tests.model.test_known.Doubling"),
         (_dtype, "layer 4: mlp.gate_proj: weights are torch.float64"),
         (_hook, "lm_head has hooks"),
         (_layer_scaling, "layers differ in scaling"),
