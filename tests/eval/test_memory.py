@@ -32,9 +32,9 @@ def test_growth_is_what_the_work_held_at_its_peak() -> None:
 @linux
 def test_what_other_work_needed_before_does_not_count() -> None:
     work(256)
-    small = peak_of(lambda: work(8), CPU)
+    small = peak_of(lambda: work(64), CPU)  # more than what glibc may take from freed memory
     assert small is not None
-    assert 7 * MIB <= small.growth < 24 * MIB
+    assert 63 * MIB <= small.growth < 80 * MIB
 
 
 def test_where_nothing_can_be_measured_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
