@@ -74,7 +74,9 @@ def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
     from selfspec.errors import SelfspecError
 
     just_now = bool(_interrupts) and time.monotonic() - _interrupts[-1] < _AFTERMATH_S
-    if just_now or unexpected.interrupted(error):
+    # a library may swallow it while it imports, and fail at what is missing then
+    stopped_import = bool(_interrupts) and isinstance(error, ImportError)
+    if just_now or stopped_import or unexpected.interrupted(error):
         return _interrupted()
     if debug:
         import traceback

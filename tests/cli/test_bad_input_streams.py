@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import selfspec.cli.main
 from selfspec.cli import app, common
 from selfspec.cli.main import BUG, main
 from tests.bad_input import furnish, snapshot
@@ -157,6 +158,22 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError("which\nnobody expected")
 
     monkeypatch.setattr(app, "app", mistaken)
+
+
+def test_an_import_that_ctrl_c_broke_is_no_bug_however_late_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A library swallows the interrupt while it imports, and misses a name much later."""
+
+    def slow(**_: Any) -> None:
+        raise ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+
+    monkeypatch.setattr(app, "app", slow)
+    monkeypatch.setattr(selfspec.cli.main, "_interrupts", [0.0])
+    assert main(["generate", "a b"]) == common.INTERRUPTED
+    assert "selfspec: interrupted" in capsys.readouterr().err
+    monkeypatch.setattr(selfspec.cli.main, "_interrupts", [])
+    assert main(["generate", "a b"]) == BUG
 
 
 def test_a_bug_says_that_it_is_one_and_where_its_report_is(
