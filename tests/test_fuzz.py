@@ -43,7 +43,12 @@ def all_options(case: Case | Turn) -> dict[str, Any]:
 
 def check_answer(family: str, case: Case) -> None:
     speculator = fuzz.speculator(family, torch.float64, case.executor, case.heads)
-    expected = expected_of(case, family)
+    try:
+        expected = expected_of(case, family)
+    except RuntimeError:  # scores that are no law, for transformers too
+        with pytest.raises(InvalidOption, match="no law to draw from"):
+            speculator.generate(case.prompt.ids, **all_options(case))
+        return
     text = torch.cat([case.prompt.ids, torch.tensor([expected])], dim=1)
     for speculate in (False, True):
         options = all_options(case) | {"speculate": speculate}
@@ -84,8 +89,14 @@ def test_inside_of_hugging_faces_own_generate_too(family: str) -> None:
         loop = speculator.hf(strings=strings, **case.speculation)
         model: Any = speculator.model
         options = {"do_sample": False} | case.wishes.options
+        try:
+            expected = expected_of(case, family)
+        except RuntimeError:  # scores that are no law, for transformers too
+            with pytest.raises(InvalidOption, match="no law to draw from"):
+                model.generate(case.prompt.ids, custom_generate=loop, **options)
+            return
         found = model.generate(case.prompt.ids, custom_generate=loop, **options)
-        assert found[0, case.prompt.length :].tolist() == expected_of(case, family)
+        assert found[0, case.prompt.length :].tolist() == expected
 
     check()
 
