@@ -125,10 +125,12 @@ def grid(speculator: Speculator, points: int, seed: int) -> list[dict[str, Any]]
 def contenders(
     speculator: Speculator, tuned: Tuned, settings: Sequence[dict[str, Any]]
 ) -> list[Contender]:
-    """Plain decoding, the tuned setting, then the grid."""
+    """Plain decoding, the tuned setting (no drafts where none pay), then the grid."""
     (plain,) = candidates(speculator, ["plain"])["plain"]
     own = tuned.options | {"never_slower": True}
-    moves = [Moved("drafter", setting["drafter"], setting) for setting in (own, *settings)]
+    moves = [
+        Moved("drafter", setting.get("drafter", "none"), setting) for setting in (own, *settings)
+    ]
     chosen, *others = swept(speculator, moves)
     return [replace(plain, label="plain"), replace(chosen, label="tuned"), *others]
 

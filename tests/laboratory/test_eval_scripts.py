@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,9 +51,19 @@ def run_grid(output: Path, **options: Any) -> None:
     script("tuned_against_grid").main(output, **asked, **small, **options)
 
 
+@pytest.mark.parametrize(
+    "found", [{"speculate": True, "drafter": "exit:layers=2,max_tokens=2"}, {"speculate": False}]
+)
 def test_the_tuned_setting_and_the_grid_answer_prompts_that_were_not_tuned_on(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    found: dict[str, Any],
 ) -> None:
+    """Whatever `tune` finds to pay on this machine, drafts or none."""
+    grid = script("tuned_against_grid")
+    tune = grid.tune
+    monkeypatch.setattr(grid, "tune", lambda *given: replace(tune(*given), options=found))
     out = workplace / "out"
     run_grid(out)
     names = ["answers.jsonl", "run.yaml", "summary.json", "table.md"]
@@ -61,6 +72,7 @@ def test_the_tuned_setting_and_the_grid_answer_prompts_that_were_not_tuned_on(
     run = yaml.safe_load((out / "run.yaml").read_text())
     assert len(answers) == 2
     assert not {answer["id"] for answer in answers} & set(run["tuned_on"])
+    assert run["tuned"]["options"] == found
     for answer in answers:
         assert len(answer["runs"]) == 2 + 4
         assert {"plain", "tuned"} <= answer["runs"].keys()
