@@ -73,7 +73,7 @@ class Version:
         self.folder = folder.absolute()
         environment = os.environ | {"PYTHONPATH": str(self.folder)}
         self._process = subprocess.Popen(
-            [python, "-c", ANSWERS],
+            [os.path.abspath(python), "-c", ANSWERS],  # noqa: PTH100  # a link in .venv stays one
             cwd=self.folder,
             env=environment,
             stdin=subprocess.PIPE,

@@ -16,7 +16,6 @@ from selfspec.errors import InvalidOption
 from selfspec.options import text
 from selfspec.options.controllers import CONTROLLERS, Bounded, Controller, Fixed
 from selfspec.options.drafters import DRAFTERS, TOGETHER, DraftModel, Exit, Ngram
-from selfspec.options.moved import check_names
 from selfspec.options.parts import Part, Range, check_fields
 from selfspec.options.prices import Prices
 from selfspec.options.rules import ACCEPTANCE, Acceptance, Easd, Lenient, Lossless
@@ -155,7 +154,7 @@ class SpeculationOptions:
         """The fields that `values` replace, each checked by itself. Raises InvalidOption."""
         if not isinstance(values, Mapping):
             raise InvalidOption(f"options are {shown(values)}, expected names and values")
-        check_names(values, _FIELDS, "option")
+        check_keys(values, _FIELDS, "option")
         found = {name: value for name, value in values.items() if name not in _PARTS}
         for name in (name for name in _PARTS if name in values):
             found |= _PARTS[name](name, values[name], {**vars(self), **found})
@@ -246,7 +245,7 @@ def check(values: Mapping[str, Any]) -> None:
 
     For use before anything is loaded: what depends on the heads' defaults is not looked at.
     """
-    check_names(values, OPTION_NAMES, "option")
+    check_keys(values, OPTION_NAMES, "option")
     rows_later = {"pinned": None} if values.get("pinned") is True else {}
     SpeculationOptions().updated({**values, **rows_later})
 

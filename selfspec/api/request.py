@@ -35,8 +35,7 @@ from selfspec.decoding.one_row import called, criterion_for
 from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.model.backbone import Backbone
-from selfspec.options.moved import check_names
-from selfspec.typed import annotations_of, check_types, shown
+from selfspec.typed import annotations_of, check_keys, check_types, shown
 
 _NO_MAX_LENGTH = 20
 """What transformers puts where nobody set a maximum length."""
@@ -128,7 +127,7 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     None stands for "not given", as it does in transformers.
     """
     hints = annotations_of(GenerateOptions)
-    check_names(options, hints, "option")
+    check_keys(options, hints, "option")
     given = {name: value for name, value in options.items() if value is not None}
     ours = {name: value for name, value in given.items() if name not in OPTION_NAMES}
     check_types(ours, hints)  # the others by SpeculationOptions

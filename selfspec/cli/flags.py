@@ -19,11 +19,10 @@ import typer
 from selfspec.cli.help import docstrings, everything, metavar_of
 from selfspec.config import OPTION_NAMES, check
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.options.moved import check_names
 from selfspec.options.parts import Part
 from selfspec.options.text import laid_over
 from selfspec.options.values import members, typed
-from selfspec.typed import annotations_of
+from selfspec.typed import annotations_of, check_keys
 from selfspec.untrusted import read_yaml
 
 Command = Callable[..., None]
@@ -160,5 +159,5 @@ def _read_yaml(file: Path, known: Iterable[str]) -> dict[str, Any]:
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     if len(values) < len(loaded):
         raise InvalidOption(f"{file} has a key twice, with a dash and with an underscore")
-    check_names(values, known, f"key in {file}:")
+    check_keys(values, known, f"key in {file}:")
     return values

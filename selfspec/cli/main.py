@@ -83,7 +83,7 @@ def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
 
         common.note("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, typer.TyperException):
-        common.complain(_with_hint(error.format_message(), getattr(error, "option_name", "")))
+        common.complain(error.format_message())
         return error.exit_code
     if isinstance(error, OSError) and not error.filename:
         streams.silence(sys.stdout)  # what is kept back would fail again
@@ -93,14 +93,6 @@ def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
         return 2
     common.complain(unexpected.bug(error, arguments))
     return BUG
-
-
-def _with_hint(words: str, flag: str) -> str:
-    """What was wrong; for a flag of earlier versions with what to write instead."""
-    from selfspec.options.moved import hint
-
-    now = hint(flag.lstrip("-").replace("-", "_"))
-    return words if now is None else f"no such option: {flag}. {now}"
 
 
 def _interrupt(*_: object) -> None:

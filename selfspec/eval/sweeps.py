@@ -13,13 +13,12 @@ from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import InvalidOption
 from selfspec.options.controllers import CONTROLLERS
 from selfspec.options.drafters import DRAFTERS
-from selfspec.options.moved import check_names
 from selfspec.options.parts import Part
 from selfspec.options.prices import Prices
 from selfspec.options.rules import ACCEPTANCE
 from selfspec.options.text import word
 from selfspec.options.values import typed
-from selfspec.typed import annotations_of
+from selfspec.typed import annotations_of, check_keys
 
 _GROUPS: dict[str, Mapping[str, type[Part]]] = {
     "drafter": DRAFTERS,
@@ -49,7 +48,7 @@ def moved(said: str) -> list[Moved]:
     if not equals:
         raise InvalidOption(f"sweep is {said!r}, expected NAME=VALUE,VALUE,..")
     known = _known()
-    check_names([name], known, "option to sweep")
+    check_keys([name], known, "option to sweep")
     option, prefix, hint = known[name]
     found = []
     for text in values.split(","):

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 
 from selfspec.config import SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidData, InvalidHeads, InvalidOption
-from selfspec.options.moved import nested
 from selfspec.untrusted import parse_json, read_json
 
 CONFIG_FILE = "config.json"
@@ -130,7 +129,7 @@ def checked(values: Any) -> dict[str, Any]:
     for name in ("temperatures", "defaults", "training"):
         _require(isinstance(values.get(name, {}), dict), name, values.get(name), "an object")
     _check_temperatures(values.get("temperatures", {}), layers)
-    defaults = nested(values.get("defaults", {}))
+    defaults = values.get("defaults", {})
     _check_defaults(defaults, layers)
     return values | {"exit_layers": tuple(layers), "defaults": defaults}
 

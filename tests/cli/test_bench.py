@@ -201,7 +201,7 @@ def test_a_broken_sweep_says_what_is_expected(text: str) -> None:
     ("text", "words"),
     [
         ("exit.treshold=1", "Did you mean exit.threshold?"),
-        ("exit_threshold=1", "It is part of drafter now"),
+        ("exit_threshold=1", "Did you mean exit.threshold?"),
     ],
 )
 def test_an_unknown_name_to_sweep_names_the_nearest(text: str, words: str) -> None:

@@ -27,7 +27,6 @@ from selfspec.options import (
 )
 from selfspec.options.controllers import CONTROLLERS
 from selfspec.options.drafters import DRAFTERS, TOGETHER
-from selfspec.options.moved import MOVED, nested
 from selfspec.options.parts import Part
 from selfspec.options.rules import ACCEPTANCE
 from selfspec.options.text import changed, text
@@ -217,51 +216,3 @@ def test_an_error_is_one_line_that_names_the_nearest(values: dict[str, Any], mes
         SpeculationOptions().updated(values)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-# --- options of earlier versions
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_an_old_name_says_where_it_is_now(name: str) -> None:
-    option, kind, setting = MOVED[name]
-    with pytest.raises(InvalidOption, match=f"--{option} ") as caught:
-        SpeculationOptions().updated({name: 1})
-    assert f"{setting}=.." in str(caught.value)
-    part = Prices() if option == "prices" else {**DRAFTERS, **CONTROLLERS, **ACCEPTANCE}
-    made = part if isinstance(part, Prices) else _kinds(option)[kind]()
-    assert hasattr(made, setting)
-
-
-def _kinds(option: str) -> dict[str, Any]:
-    groups: dict[str, dict[str, Any]] = {
-        "drafter": {**DRAFTERS},
-        "controller": {**CONTROLLERS},
-        "acceptance": {**ACCEPTANCE},
-    }
-    return groups[option]
-
-
-def test_defaults_of_older_heads_are_read() -> None:
-    old = {
-        "drafter": "ngram+exit",
-        "ngram_draft_tokens": 7,
-        "exit_layers": [0],
-        "exit_threshold": [0.01],
-        "anneal_strength": 0.5,
-        "max_draft_tokens": 2,
-        "entropy_threshold": 2.5,
-        "row_cost": 0.05,
-        "controller": "gammatune",
-        "gammatune_rate": 0.5,
-        "confidence_weights": [1.0, 0.0, 0.0],
-    }
-    found = SpeculationOptions().updated(nested(old))
-    assert found == SpeculationOptions(
-        drafter="ngram+exit",
-        exit=Exit(layers=(0,), threshold=0.01, anneal_strength=0.5, max_tokens=2),
-        easd=Easd(entropy=2.5),
-        prices=Prices(row=0.05),
-        controller=GammaTune(rate=0.5),
-    )
-    assert nested(found.differing()) == found.differing()
