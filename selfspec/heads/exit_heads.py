@@ -33,7 +33,7 @@ from selfspec.heads.folder import (
 )
 from selfspec.heads.types import HEAD_TYPES, DraftVocabulary, ExitHead
 from selfspec.hub.fingerprint import UNKNOWN, unembedding_fingerprint
-from selfspec.model.products import PackedLinear, fast_bfloat16, why_unpackable
+from selfspec.model.products import draft_product, why_unusual
 from selfspec.model.unembedding import Unembedding
 from selfspec.typed import check_keys
 
@@ -210,15 +210,15 @@ class ExitHeads(nn.Module):
     def pack(self) -> None:
         """Make heads cheaper to ask on a CPU: a packed copy of the draft vocabulary's rows.
 
-        In bfloat16 where the processor computes in it: drafts need no more digits, and in float32
+        In bfloat16 where products compute in it: drafts need no more digits, and in float32
         the rows would be most of what a draft costs. Without a draft vocabulary the rows are the
         model's own, of which a copy would be large, and stay as they are.
         """
         heads = [self[layer] for layer in self.config.exit_layers]
         rows = heads[0].selected_rows
-        if rows is None or heads[0].is_packed or why_unpackable(rows) is not None:
+        if rows is None or heads[0].is_packed or why_unusual(rows) is not None:
             return
-        packed = PackedLinear(rows.to(torch.bfloat16) if fast_bfloat16() else rows)
+        packed = draft_product(rows)
         for head in heads:
             head.unembed_with(packed)
 

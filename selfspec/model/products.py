@@ -1,16 +1,24 @@
-"""Matrix products on a CPU from weights that oneDNN has reordered: one pass over memory each.
+"""Matrix products on a CPU: a copy of the weight, laid out for one pass over memory each.
 
-For a few rows they cost what reading the weights costs, and a row's bits do not depend on how many
-others run with it (the plain kernels choose another one for one row than for several). The
-operators are private: what torch's own compiler emits for frozen weights.
+For a few rows they cost what reading the weights costs. `CompiledLinear` is ours: a row's bits
+depend on the row alone, whatever runs beside it. `PackedLinear` is oneDNN's, for machines without
+a compiler: from two rows on, up to a block's worth, a row's bits do not depend on how many others
+run with it. Its operators are private: what torch's own compiler emits for frozen weights.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from selfspec.model.compiled import compiled
 
 
 class Product(Protocol):
@@ -25,35 +33,95 @@ class Product(Protocol):
         """[.., in] -> [.., out]."""
 
 
-_PACK_ROWS = 8
-"""Row count that weights are laid out for; any number runs."""
-
-
-def why_unpackable(weight: Tensor) -> str | None:
-    """The reason why products with `weight` cannot be packed here, if there is one."""
+def why_unusual(weight: Tensor) -> str | None:
+    """The reason why no product here takes `weight`, if there is one."""
     if type(weight.detach()) is not Tensor:
         return f"weights are of type {type(weight.detach()).__name__}"
     if weight.device.type != "cpu":
         return f"weights are on {weight.device}"
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return f"weights are {weight.dtype}"
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return "this torch has no packed products"
-    if weight.dtype == torch.bfloat16 and not fast_bfloat16():
-        return "this processor has no products in bfloat16 (AVX-512 or AVX-NE-CONVERT)"
     return None
 
 
-def fast_bfloat16() -> bool:
-    """Whether oneDNN computes in bfloat16 on this processor."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def joined(parts: Sequence[nn.Linear], order: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of layers side by side, their outputs rearranged by `order` [out]."""
+    weight, bias = torch.cat([part.weight.detach() for part in parts]), None
+    if any(part.bias is not None for part in parts):
+        biases = [
+            part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach()
+            for part in parts
+        ]
+        bias = torch.cat(biases)
+    if order is not None:
+        weight, bias = weight[order], None if bias is None else bias[order]
+    return weight, bias
+
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+
+_PANEL = 16
+"""Outputs side by side, as in `products.cpp`."""
+
+
+class CompiledLinear:
+    """A linear layer by `products.cpp`, its weight laid out in panels: a copy."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """[out, in] and [out]. Raises ValueError, with the reason, where nothing compiles."""
+        library = _library(weight.dtype, os.environ.get("CXX"))
+        self.dtype = weight.dtype
+        self._out, self._in = weight.shape
+        inputs = self._in + self._in % 2 if weight.dtype == torch.bfloat16 else self._in
+        self._panels = weight.new_empty(-(-self._out // _PANEL) * _PANEL * inputs)
+        self.nbytes = self._panels.nbytes
+        weight = weight.contiguous()
+        library.pack(self._in, self._out, weight.data_ptr(), self._panels.data_ptr())
+        self._bias = None if bias is None else bias.contiguous()
+        self._product = library.product
+
+    @classmethod
+    def of(cls, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
+        """Layers side by side; `order` [out] rearranges their outputs."""
+        return cls(*joined(parts, order))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[.., in] -> [.., out], both in the weight's dtype."""
+        rows = rows.contiguous()
+        result = rows.new_empty(*rows.shape[:-1], self._out)
+        self._product(
+            rows.numel() // self._in,
+            self._in,
+            self._out,
+            rows.data_ptr(),
+            self._panels.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            result.data_ptr(),
+        )
+        return result
+
+
+@cache
+def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
+    """The functions of `products.cpp`. Raises ValueError, with the reason, if there are none."""
+    library = compiled(_SOURCE, BFLOAT16=int(dtype == torch.bfloat16))
+    library.pack.argtypes = (*(ctypes.c_long,) * 2, *(ctypes.c_void_p,) * 2)
+    library.product.argtypes = (*(ctypes.c_long,) * 3, *(ctypes.c_void_p,) * 4)
+    library.pack.restype = library.product.restype = None
+    return library
 
 
 class PackedLinear:
-    """A linear layer, its weight reordered: a copy."""
+    """A linear layer by oneDNN, its weight reordered: a copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """[out, in] and [out]."""
+        """[out, in] and [out]. Raises ValueError, with the reason, where torch has no such."""
+        if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            raise ValueError("this torch has no packed products")
+        if weight.dtype == torch.bfloat16 and not fast_bfloat16():
+            raise ValueError(
+                "this processor has no products in bfloat16 (AVX-512 or AVX-NE-CONVERT)"
+            )
         self.nbytes, self.dtype = weight.nbytes, weight.dtype
         self._bias = bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default  # looked up once
@@ -61,20 +129,30 @@ class PackedLinear:
 
     @classmethod
     def of(cls, *parts: nn.Linear, order: Tensor | None = None) -> PackedLinear:
-        """Layers side by side; `order` [out] rearranges the rows of the joined weight."""
-        weight, bias = torch.cat([part.weight.detach() for part in parts]), None
-        if any(part.bias is not None for part in parts):
-            none = [part.weight.new_zeros(part.out_features) for part in parts]
-            biases: list[Tensor] = [
-                one if part.bias is None else part.bias
-                for part, one in zip(parts, none, strict=True)
-            ]
-            bias = torch.cat(biases).detach()
-        if order is not None:
-            weight, bias = weight[order], None if bias is None else bias[order]
-        return cls(weight, bias)
+        """Layers side by side; `order` [out] rearranges their outputs."""
+        return cls(*joined(parts, order))
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., in] -> [.., out], both in the weight's dtype."""
         product: Tensor = self._multiply(rows, self._weight, self._bias, "none", [], "")
         return product
+
+
+_PACK_ROWS = 8
+"""Row count that oneDNN lays weights out for; any number runs."""
+
+
+def fast_bfloat16() -> bool:
+    """Whether oneDNN computes in bfloat16 on this processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def draft_product(rows: Tensor) -> Product:
+    """The cheapest product with `rows` [V_draft, d] for drafts, which need few digits.
+
+    In bfloat16 where products compute in it. Raises ValueError where there is none.
+    """
+    try:
+        return CompiledLinear(rows.to(torch.bfloat16))
+    except ValueError:
+        return PackedLinear(rows.to(torch.bfloat16) if fast_bfloat16() else rows)

@@ -14,7 +14,7 @@ from selfspec.hub.models import DEFAULT_MODEL_PACKAGE
 from selfspec.model.kv_store import fixed_slots
 from tests import ladder
 from tests.models import PACKED_EXECUTORS
-from tests.packing import PACKABLE, PINNED_DTYPE, RUNNING_BFLOAT16
+from tests.packing import PINNED_DTYPE, RUNNING, RUNNING_BFLOAT16
 
 PROMPTS = [
     "Translate into French: The train to the coast leaves at nine in the morning.",
@@ -39,9 +39,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("executor", [*PACKED_EXECUTORS, "generic"])
-@pytest.mark.parametrize("dtype", PACKABLE, ids=str)
-def test_no_draft_changes_one_bit_of_a_logit(dtype: torch.dtype, executor: str) -> None:
+@pytest.mark.parametrize(("executor", "dtype"), [*RUNNING, ("generic", torch.float32)], ids=str)
+def test_no_draft_changes_one_bit_of_a_logit(executor: str, dtype: torch.dtype) -> None:
     speculator = selfspec.load(dtype=dtype, executor=executor)
     for prompt in PROMPTS:
         ids = encode(speculator.tokenizer, prompt)

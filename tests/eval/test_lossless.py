@@ -7,8 +7,8 @@ import torch
 
 from selfspec.model.backbone import Backbone
 from tests import ladder
-from tests.models import FAMILIES, PACKED_EXECUTORS, make_model, random_ids
-from tests.packing import PACKABLE
+from tests.models import FAMILIES, make_model, random_ids
+from tests.packing import RUNNING, RUNNING_BFLOAT16
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -23,7 +23,7 @@ FLOAT32 = [
 """Auto is the fused executor where it runs; cuda-graph runs uncaptured here, and is compared in
 float64 for every family."""
 
-BFLOAT16 = [case for case in FLOAT32 if case[1] != "auto" or torch.bfloat16 in PACKABLE]
+BFLOAT16 = [case for case in FLOAT32 if case[1] != "auto" or len(RUNNING_BFLOAT16) > 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -34,11 +34,10 @@ def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype
         ladder.check_draft_invariance(backbone, random_ids(length), ladder.FIXED)
 
 
-@pytest.mark.parametrize("executor", PACKED_EXECUTORS)
-@pytest.mark.parametrize("dtype", PACKABLE, ids=str)
+@pytest.mark.parametrize(("executor", "dtype"), RUNNING, ids=str)
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_weights_need_no_fixed_shape_for_that(
-    family: str, dtype: torch.dtype, executor: str
+    family: str, executor: str, dtype: torch.dtype
 ) -> None:
     backbone = Backbone(make_model(family, dtype), executor=executor)
     for length in (1, 13):

@@ -258,7 +258,8 @@ def test_packed_rows_give_the_same_draft_logits_up_to_bfloat16(
 def test_rows_stay_float32_where_bfloat16_is_slow(
     unembedding: Unembedding, hidden: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.heads.exit_heads.fast_bfloat16", lambda: False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("selfspec.model.products.fast_bfloat16", lambda: False)
     heads = train(make_heads("deep-fused-draft", unembedding))
     whole = heads[2](hidden, hidden).detach()
     heads.pack()

@@ -19,8 +19,8 @@ from selfspec.errors import CannotWrite, InvalidOption
 from selfspec.eval import results
 from selfspec.eval.answers import Answer, Run
 from selfspec.eval.summary import summarise
-from selfspec.model.products import PackedLinear
 from tests.models import make_model
+from tests.packing import PRODUCTS
 from tests.talks import make_tokenizer
 
 
@@ -210,12 +210,12 @@ def test_no_draft_moves_a_bit(workplace: Path) -> None:
 def test_kernels_that_depend_on_the_number_of_rows_are_found(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = PackedLinear.__call__
+    for linear in PRODUCTS.values():
 
-    def depends_on_rows(self: PackedLinear, rows: Tensor) -> Tensor:
-        return exact(self, rows) * (1 + 2**-22 * (len(rows) >= 4))
+        def depends_on_rows(self: Any, rows: Tensor, exact: Any = linear.__call__) -> Tensor:
+            return exact(self, rows) * (1 + 2**-22 * (len(rows) >= 4))
 
-    monkeypatch.setattr(PackedLinear, "__call__", depends_on_rows)
+        monkeypatch.setattr(linear, "__call__", depends_on_rows)
     with pytest.raises(SystemExit):
         run_invariance(workplace / "out")
     drafts = json.loads((workplace / "out" / "summary.json").read_text())["drafts"]

@@ -16,8 +16,9 @@ from selfspec.cli.main import main
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.executors.packed_cpu import PackedExecutor
-from selfspec.model.products import PackedLinear
+from selfspec.model.products import Product
 from tests.models import make_model, random_ids
+from tests.packing import PRODUCTS
 
 
 def same_as_the_model(model: Any, **options: Any) -> Backbone:
@@ -33,10 +34,11 @@ def same_as_the_model(model: Any, **options: Any) -> Backbone:
 def test_any_failure_of_packed_weights_leaves_the_models_own_modules(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> PackedLinear:
+    def fails(*_: Any, **__: Any) -> Product:
         raise error("no such kernel\nand a long tale")
 
-    monkeypatch.setattr(PackedLinear, "of", fails)
+    for linear in PRODUCTS.values():
+        monkeypatch.setattr(linear, "of", fails)
     backbone = Backbone(make_model("llama"))
     assert backbone.executor_name == "generic"
     assert "no such kernel" in backbone.refused["packed"]

@@ -1,8 +1,9 @@
-"""The packed executor with what lies between its matrix products compiled: `fused_cpu.cpp`.
+"""Layers from compiled code alone: our own products, and `fused_cpu.cpp` between them.
 
 A layer is then eight calls instead of some forty. Attention looks at just the slots that are
-filled, and treats every row alike by its make; the products are still for the probe to test. Needs
-a C++ compiler on Linux; without one the packed executor runs the model.
+filled. Every row is computed by itself, in an order that its position alone decides: its bits are
+the same in a prompt, among drafts and alone. Needs a C++ compiler on Linux; without one the packed
+executor runs the model.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.compiled import compiled
+from selfspec.model.executors import Claims
 from selfspec.model.executors.known import require_llama_like
 from selfspec.model.executors.masks import FULL
 from selfspec.model.executors.packed_cpu import PackedExecutor, RowNorm
 from selfspec.model.kv_store import Lease
+from selfspec.model.products import CompiledLinear
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -41,7 +44,10 @@ class _Shape(ctypes.Structure):
 
 
 class FusedExecutor(PackedExecutor):
-    """The decoder from packed weights, with compiled norms, attention and gates."""
+    """The decoder from compiled products, norms, attention and gates."""
+
+    claims = Claims(steady_from=1)
+    linear = CompiledLinear
 
     def __init__(
         self, decoder: Any, lm_head: nn.Linear, done: Callable[[nn.Module], object] = lambda _: None

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from selfspec.model.executors.masks import FULL, SLIDING, attention_types
 from selfspec.model.executors.source import words
-from selfspec.model.products import why_unpackable
+from selfspec.model.products import why_unusual
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -73,7 +73,7 @@ def require_llama_like(decoder: Any, lm_head: Any) -> None:
     _require_usual(decoder)
     _need(type(lm_head) is nn.Linear, f"lm_head is no plain linear layer, but {_kind(lm_head)}")
     _need_plain("lm_head", lm_head)
-    reason = why_unpackable(lm_head.weight)
+    reason = why_unusual(lm_head.weight)
     _need(reason is None, f"lm_head: {reason}")
     require_no_global_hooks()
     for index, layer in enumerate(decoder.layers):
@@ -164,7 +164,7 @@ def _require_layer(layer: Any, like: Tensor) -> None:
         _need_plain(name or "it", part)
         if name.endswith("_proj"):
             _need(type(part) is nn.Linear, f"{name} is no plain linear layer, but {_kind(part)}")
-            reason = why_unpackable(part.weight)
+            reason = why_unusual(part.weight)
             _need(reason is None, f"{name}: {reason}")
             _need(part.weight.dtype == like.dtype, f"{name} is {part.weight.dtype}")
             allowed = {"weight", "bias"}

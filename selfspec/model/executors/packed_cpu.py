@@ -18,7 +18,7 @@ from selfspec.model.executors.known import require_llama_like
 from selfspec.model.executors.masks import FULL, attention_types
 from selfspec.model.executors.slots import SteadySlots
 from selfspec.model.kv_store import Lease
-from selfspec.model.products import PackedLinear, Product
+from selfspec.model.products import CompiledLinear, PackedLinear, Product
 from selfspec.model.rows import Rows
 
 _ATTENTION_ROWS = {16: 12, 0: 25}
@@ -67,6 +67,8 @@ class PackedExecutor:
     """The decoder from packed weights; keys, values and attention in float32."""
 
     claims = Claims(steady_from=2)
+    linear: type[PackedLinear | CompiledLinear] = PackedLinear
+    """What its products are made of."""
 
     def __init__(
         self, decoder: Any, lm_head: nn.Linear, done: Callable[[nn.Module], object] = lambda _: None
@@ -90,7 +92,7 @@ class PackedExecutor:
         # rotary pairs (j, j + size / 2) become neighbours: a rotation is then one complex product
         self._pairs = torch.arange(self._size).view(2, -1).T.flatten()
         # the largest first, while there is most room
-        self._lm_head: Product = PackedLinear.of(lm_head)
+        self._lm_head: Product = self.linear.of(lm_head)
         done(lm_head)
         self._layers: list[PackedLayer] = []
         for layer, kind in zip(decoder.layers, attention_types(decoder.config), strict=True):
@@ -228,16 +230,16 @@ class PackedExecutor:
         return PackedLayer(
             kind=kind,
             input_norm=_row_norm(layer.input_layernorm),
-            projections=PackedLinear.of(
+            projections=self.linear.of(
                 attention.q_proj, attention.k_proj, attention.v_proj, order=order
             ),
             head_norm=self._head_norm(attention),
             head_eps=attention.q_norm.variance_epsilon if hasattr(attention, "q_norm") else 0.0,
-            output=PackedLinear.of(attention.o_proj),
+            output=self.linear.of(attention.o_proj),
             mlp_norm=_row_norm(layer.post_attention_layernorm),
-            gate_up=PackedLinear.of(mlp.gate_proj, mlp.up_proj),
+            gate_up=self.linear.of(mlp.gate_proj, mlp.up_proj),
             activation=mlp.act_fn,
-            down=PackedLinear.of(mlp.down_proj),
+            down=self.linear.of(mlp.down_proj),
         )
 
     def _head_norm(self, attention: Any) -> Tensor | None:

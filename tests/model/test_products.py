@@ -1,0 +1,161 @@
+"""Products of our own: exact sums in one order, whatever runs beside a row; for every processor."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from selfspec.model import compiled as compiling
+from selfspec.model import products
+from selfspec.model.products import CompiledLinear, PackedLinear, draft_product
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+PROCESSORS = ["x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v4 -mavx512bf16"]
+"""What g++ calls them: no vectors of eight, nor fused additions; the same; AVX2; AVX-512; its
+products in bfloat16."""
+
+
+def weights(out: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[out, in] and a bias, of many magnitudes."""
+    made = torch.Generator().manual_seed(out * 1000 + inner)
+    scale = torch.exp2(torch.randint(-20, 4, (out, 1), generator=made).float())
+    weight = torch.randn(out, inner, generator=made) * scale
+    return weight.to(dtype), torch.randn(out, generator=made).to(dtype)
+
+
+def inputs(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, inner, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def bound(weight: Tensor, rows: Tensor) -> Tensor:
+    """How far sums of float32 may be from the truth, [rows, out]; bfloat16 results are rounded."""
+    size = rows.double().abs() @ weight.double().abs().T
+    return size * rows.shape[1] * 2**-24
+
+
+def close(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    truth = rows.double() @ weight.double().T + bias.double()
+    rounding = truth.abs() * 2**-8 if found.dtype == torch.bfloat16 else truth.abs() * 2**-24
+    return bool(((found.double() - truth).abs() <= bound(weight, rows) + rounding + 1e-30).all())
+
+
+@given(
+    rows=st.integers(1, 40),
+    inner=st.integers(1, 70),
+    out=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_sums_are_right_at_any_size(rows: int, inner: int, out: int, dtype: torch.dtype) -> None:
+    weight, bias = weights(out, inner, dtype)
+    x = inputs(rows, inner, dtype)
+    assert close(CompiledLinear(weight, bias)(x), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("out", "inner"), [(96, 32), (50, 2100), (1000, 577)])
+def test_the_bits_of_a_row_depend_on_the_row(out: int, inner: int, dtype: torch.dtype) -> None:
+    """Alone, among 2 to 17 others, among 63 and 511; on one thread and on two."""
+    linear, x = CompiledLinear(*weights(out, inner, dtype)), inputs(512, inner, dtype)
+    whole = linear(x)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for rows in (*range(1, 18), 64, 512):
+                assert torch.equal(linear(x[:rows]), whole[:rows]), rows
+                assert torch.equal(linear(x[-rows:]), whole[-rows:]), rows
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_chain_adds_from_the_first_input_to_the_last() -> None:
+    """2^24, then ones: each is lost when it comes alone, and none when they are added up first."""
+    inner = 64
+    row = torch.ones(1, inner)
+    weight = torch.ones(20, inner)
+    weight[:, 0] = 2**24
+    assert (CompiledLinear(weight)(row) == 2**24).all()
+    assert (CompiledLinear(weight.flip(1))(row) > 2**24).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_at_the_ends_stay_what_they_are(dtype: torch.dtype) -> None:
+    """Infinities, not-a-number and the largest numbers, as float32 sums have them."""
+    top = torch.finfo(dtype).max
+    weight = torch.eye(5, dtype=dtype)
+    for value in (float("inf"), -float("inf"), float("nan"), top, -top, 0.0, 2.0**-120):
+        row = torch.full((1, 5), 0.0, dtype=dtype)
+        row[0, 2] = value
+        found = CompiledLinear(weight)(row)[0, 2]
+        assert torch.equal(found, row[0, 2]) or (found.isnan() and row[0, 2].isnan())
+
+
+def test_layers_side_by_side_in_another_order() -> None:
+    first, second = nn.Linear(7, 5), nn.Linear(7, 4, bias=False)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 3, 7)
+    expected = torch.cat([first(x), second(x)], -1)[..., order]
+    for linear in (CompiledLinear, PackedLinear):
+        found = linear.of(first, second, order=order)(x)
+        assert found.shape == (2, 3, 9)
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_without_a_compiler_drafts_are_multiplied_by_onednn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = torch.randn(20, 8)
+    assert isinstance(draft_product(rows), CompiledLinear)
+    assert draft_product(rows).dtype == torch.bfloat16
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match="no-such-compiler"):
+        CompiledLinear(rows)
+    assert isinstance(draft_product(rows), PackedLinear)
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
+    processor: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = compiling._FLAGS.replace("-march=native", f"-march={processor} -Wall -Wextra -Werror")
+    macro, made = f"-DBFLOAT16={int(dtype == torch.bfloat16)}", tmp_path / "products.so"
+    command = ["c++", *flags.split(), macro, str(products._SOURCE), str(compiling._openmp())]
+    said = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+    assert not said.stderr
+    if not runs(processor):
+        pytest.skip(f"compiled; this processor does not run {processor}")
+    library = ctypes.CDLL(str(made))
+    library.pack.argtypes = (*(ctypes.c_long,) * 2, *(ctypes.c_void_p,) * 2)
+    library.product.argtypes = (*(ctypes.c_long,) * 3, *(ctypes.c_void_p,) * 4)
+    monkeypatch.setattr(products, "_library", lambda *_: library)
+    (weight, bias), x = weights(50, 333, dtype), inputs(40, 333, dtype)
+    linear = CompiledLinear(weight, bias)
+    assert close(linear(x), x, weight, bias)
+    for rows in (1, 2, 5, 9):
+        assert torch.equal(linear(x[:rows]), linear(x)[:rows])
+
+
+def runs(processor: str) -> bool:
+    """Whether this machine has all that g++ may use for `processor`."""
+    needed = {
+        "x86-64": set(),
+        "x86-64-v2": {"sse4_2", "ssse3"},
+        "x86-64-v3": {"avx2", "fma", "bmi2"},
+        "x86-64-v4": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
+        "x86-64-v4 -mavx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"},
+    }[processor]
+    facts = Path("/proc/cpuinfo").read_text()
+    flags = next((line for line in facts.splitlines() if line.startswith("flags")), "").split()
+    return needed <= set(flags)
