@@ -31,12 +31,15 @@ _PATIENCE = 120
 def compiled(source: Path, **constants: int) -> ctypes.CDLL:
     """The library made from `source` with `constants` as macros; kept in the cache folder.
 
-    Its threads are torch's own. Raises ValueError, with the reason, if it cannot be had.
+    It may include headers that lie beside it. Its threads are torch's own. Raises ValueError, with
+    the reason, if it cannot be had.
     """
     macros = [f"-D{name}={value}" for name, value in sorted(constants.items())]
     arguments = [*_FLAGS.split(), *macros, str(source), str(_openmp())]
     try:
-        made_from = source.read_bytes() + _target() + " ".join([*macros, arguments[-1]]).encode()
+        headers = sorted(source.parent.glob("*.hpp"))
+        texts = b"".join(path.read_bytes() for path in (source, *headers))
+        made_from = texts + _target() + " ".join([*macros, arguments[-1]]).encode()
         digest = hashlib.sha256(made_from).hexdigest()[:16]
         library = cache_folder() / "compiled" / f"{source.stem}-{digest}.so"
         if not library.exists():

@@ -1,7 +1,7 @@
 """Keys and values per layer: filled by attention while layers run, cut after each round.
 
 Each layer has a length of its own, since shallow layers see drafts that deep layers have not seen
-yet. Buffers are preallocated and grow by doubling; what is kept of a chain only moves a number.
+yet. Buffers have room to spare, and grow in steps; what is kept of a chain only moves a number.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from torch import Tensor
 
 _FIRST_SLOTS = 256
 """Slots of a new buffer: a short answer to a short prompt fits without growing."""
+
+_SPARE = 4
+"""One slot more for so many that are needed: a text that grows is copied a few times, and takes
+little more than it fills."""
 
 
 class Lease:
@@ -65,8 +69,8 @@ class Lease:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The whole buffers of layers first+1..last, with room for `count` positions more.
 
-        For code that writes there by itself and then calls `extend`. `like`: keys of no position,
-        [B, heads, 0, head_dim].
+        For code that writes there by itself, in an order of its own within 64 slots, and then calls
+        `extend`. `like`: keys of no position, [B, heads, 0, head_dim].
         """
         for layer in range(first, last):
             start = self._lengths[layer]
@@ -130,10 +134,11 @@ class Lease:
         """`buffer`, or a larger copy of its first `used` slots if it has fewer than needed."""
         if buffer is not None and buffer.shape[-2] >= needed:
             return buffer
-        slots = self.slots or max(_FIRST_SLOTS, 1 << (needed - 1).bit_length())
+        slots = self.slots or max(_FIRST_SLOTS, needed + needed // _SPARE)
         # zeros, not empty: masked slots weigh nothing, but nothing times NaN is NaN
-        grown = like.new_zeros(*like.shape[:-2], slots, like.shape[-1])
+        grown = like.new_zeros(*like.shape[:-2], fixed_slots(slots), like.shape[-1])
         if buffer is not None:
+            used = fixed_slots(used)  # an executor may order the numbers of 64 slots by itself
             grown[..., :used, :] = buffer[..., :used, :]
         return grown
 

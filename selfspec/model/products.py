@@ -58,10 +58,10 @@ def joined(parts: Sequence[nn.Linear], order: Tensor | None) -> tuple[Tensor, Te
     return weight, bias
 
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+_SOURCE = Path(__file__).parent / "kernels" / "products.cpp"
 
 _PANEL = 16
-"""Outputs side by side, as in `products.cpp`."""
+"""Outputs side by side, as in `panels.hpp`."""
 
 
 class CompiledLinear:

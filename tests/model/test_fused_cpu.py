@@ -24,6 +24,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUP, KV_HEADS, SIZE = 3, 2, 24
+SLOTS, WIDTH = 256, 32
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -81,17 +82,22 @@ class Attended:
         angles = torch.rand(rows, 1, SIZE // 2, generator=generator) * 7
         self.rotations = torch.polar(torch.ones_like(angles), angles)
         self.norms = torch.rand(KV_HEADS * (GROUP + 1), SIZE, generator=generator)
-        self.keys, self.values = torch.randn(2, 1, KV_HEADS, 99, SIZE, generator=generator)
+        self.keys, self.values = torch.randn(2, KV_HEADS, SLOTS, SIZE, generator=generator).to(
+            dtype
+        )
 
     def found(self, kernels: _Kernels, widths: list[int]) -> Tensor:
         """In passes of `widths` rows."""
         outs, held = [], self.held
+        values = nn.functional.pad(self.values, (0, WIDTH - SIZE)).contiguous()
+        panels = self.keys.unflatten(1, (-1, 16)).transpose(2, 3).flatten(2)  # 16 positions each
+        keys = nn.functional.pad(panels, (0, 16 * (WIDTH - SIZE))).contiguous()
         for projected, rotations in zip(
             self.projected.split(widths), self.rotations.split(widths), strict=True
         ):
-            shape = _Shape(len(projected), KV_HEADS, held, self.window, 99, SIZE**-0.5, 1e-6)
+            shape = _Shape(len(projected), KV_HEADS, held, self.window, SLOTS, SIZE**-0.5, 1e-6)
             out = projected.new_empty(len(projected), KV_HEADS * GROUP, SIZE)
-            kernels.attend(shape, projected, self.norms, rotations, self.keys, self.values, out)
+            kernels.attend(shape, projected, self.norms, rotations, keys, values, out)
             outs.append(out)
             held += len(projected)
         return torch.cat(outs)
@@ -106,11 +112,9 @@ class Attended:
             torch.view_as_real(pairs).flatten(2).split([KV_HEADS * GROUP, KV_HEADS], 1)
         )
         end = self.held + len(parts)
-        keys, values = self.keys[0, :, :end].double(), self.values[0, :, :end].double()
-        keys[:, self.held :], values[:, self.held :] = (
-            new_keys.movedim(0, 1),
-            new_values.movedim(0, 1),
-        )
+        keys, values = self.keys[:, :end].double(), self.values[:, :end].double()
+        keys[:, self.held :] = new_keys.movedim(0, 1).to(self.keys.dtype)
+        values[:, self.held :] = new_values.movedim(0, 1)
         behind = torch.arange(self.held, end)[:, None] - torch.arange(end)
         seen = (behind >= 0) & (behind < (self.window or end))
         return nn.functional.scaled_dot_product_attention(
@@ -122,13 +126,24 @@ class Attended:
 
 
 @needs_compiler
-@pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("held", [0, 6])
+@pytest.mark.parametrize("window", [0, 5, 70])
+@pytest.mark.parametrize("held", [0, 6, 130])
 def test_attention_is_that_of_torch(
     kernels: _Kernels, dtype: torch.dtype, held: int, window: int
 ) -> None:
-    rows = Attended(dtype, held, 11, window)
-    assert close(rows.found(kernels, [11]), rows.expected())
+    """Within one block of 64 positions and across several."""
+    rows = Attended(dtype, held, 90, window)
+    assert close(rows.found(kernels, [90]), rows.expected())
+
+
+@needs_compiler
+def test_what_is_behind_a_row_is_not_looked_at(kernels: _Kernels, dtype: torch.dtype) -> None:
+    """Not even where a rejected draft, or a later row of the pass, gave no number."""
+    clean, spoilt = Attended(dtype, 60, 12), Attended(dtype, 60, 12)
+    spoilt.keys[:, 60:] = torch.nan
+    spoilt.values[:, 60:] = torch.nan
+    spoilt.projected[7:] = torch.nan
+    assert torch.equal(clean.found(kernels, [12])[:7], spoilt.found(kernels, [12])[:7])
 
 
 @needs_compiler
@@ -140,8 +155,8 @@ def test_a_row_has_the_same_bits_in_any_company(
     torch.set_num_threads(threads)
     try:
         for window in (0, 17):
-            alone = Attended(dtype, 60, 12, window).found(kernels, [1] * 12)
-            for widths in ([12], [5, 1, 4, 2]):
+            alone = Attended(dtype, 60, 12, window).found(kernels, [1] * 12)  # across a block's end
+            for widths in ([12], [5, 1, 4, 2], [9, 3]):
                 together = Attended(dtype, 60, 12, window).found(kernels, widths)
                 assert torch.equal(alone, together)
     finally:

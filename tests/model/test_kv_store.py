@@ -92,7 +92,7 @@ def test_truncation_moves_no_data() -> None:
     assert after.data_ptr() == before.data_ptr()
 
 
-def test_two_thousand_single_rows_move_buffers_three_times() -> None:
+def test_two_thousand_single_rows_move_buffers_a_few_times() -> None:
     cache = Lease(1)
     sizes, written = [], []
     for step in range(2000):
@@ -100,13 +100,13 @@ def test_two_thousand_single_rows_move_buffers_three_times() -> None:
         written.append(keys)
         all_keys, all_values = cache.update(keys, values, 0)
         sizes.append(all_keys.untyped_storage().nbytes() // (4 * 2 * 4))
-    assert sorted(set(sizes)) == [256, 512, 1024, 2048]
-    assert all_values.untyped_storage().nbytes() == 2048 * 4 * 2 * 5
+    assert sorted(set(sizes)) == [256, 384, 512, 704, 896, 1152, 1472, 1856, 2368]
+    assert all_values.untyped_storage().nbytes() == 2368 * 4 * 2 * 5
     assert torch.equal(all_keys, torch.cat(written, dim=-2))
 
 
-@pytest.mark.parametrize(("rows", "slots"), [(1, 256), (256, 256), (257, 512), (1025, 2048)])
-def test_a_first_block_gets_the_next_power_of_two_of_slots(rows: int, slots: int) -> None:
+@pytest.mark.parametrize(("rows", "slots"), [(1, 256), (204, 256), (256, 320), (1024, 1280)])
+def test_a_first_block_gets_a_quarter_more_slots_than_it_needs(rows: int, slots: int) -> None:
     keys, _ = Lease(1).update(*block(rows), 0)
     assert keys.untyped_storage().nbytes() == slots * 4 * 2 * 4
 

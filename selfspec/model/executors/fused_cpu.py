@@ -1,4 +1,4 @@
-"""Layers from compiled code alone: our own products, and `fused_cpu.cpp` between them.
+"""Layers from compiled code alone: our own products, and `layers.cpp` between them.
 
 A layer is then eight calls instead of some forty. Attention looks at just the slots that are
 filled. Every row is computed by itself, in an order that its position alone decides: its bits are
@@ -24,13 +24,16 @@ from selfspec.model.executors.packed_cpu import PackedExecutor, RowNorm
 from selfspec.model.kv_store import Lease
 from selfspec.model.products import CompiledLinear
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+_SOURCE = Path(__file__).parents[1] / "kernels" / "layers.cpp"
+
+_PANEL = 16
+"""What the size of a head is filled up to a multiple of, as in `panels.hpp`."""
 
 _Long, _Float, _Pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 
 
 class _Shape(ctypes.Structure):
-    """The struct of `fused_cpu.cpp` by this name."""
+    """The struct of `layers.cpp` by this name."""
 
     _fields_ = (
         ("rows", _Long),
@@ -68,7 +71,7 @@ class FusedExecutor(PackedExecutor):
         """Layers first+1..last on one block, [T, d], behind the positions that `kv` holds."""
         count, held = len(rows), kv.length(first)
         rotations = self._rotation(rows, positions, held)
-        no_keys = torch.empty(1, self._kv_heads, 0, self._size)
+        no_keys = rows.new_empty(1, self._kv_heads, 0, -(-self._size // _PANEL) * _PANEL)
         shape = _Shape(count, self._kv_heads, held, scaling=self._scaling)
         # written to in each layer; what a sublayer adds joins `hidden` where the next norm reads it
         hidden, normed = rows.clone(memory_format=torch.contiguous_format), torch.empty_like(rows)
@@ -90,7 +93,7 @@ class FusedExecutor(PackedExecutor):
 
 
 class _Kernels:
-    """The functions of `fused_cpu.cpp` on contiguous tensors; what they do stands there."""
+    """The functions of `layers.cpp` on contiguous tensors; what they do stands there."""
 
     def __init__(self, dtype: torch.dtype, head_size: int, group: int) -> None:
         """Raises ValueError, with the reason, if they cannot be compiled."""

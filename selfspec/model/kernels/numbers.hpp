@@ -1,0 +1,49 @@
+// Numbers of a model, float32 or bfloat16, and the vectors that this processor has for them.
+//
+// Compiled with BFLOAT16 (0 or 1: float32).
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else  // NEON, or what the compiler makes of it
+constexpr int LANES = 4;
+#endif
+
+typedef float Vector __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+inline float wide(float value) { return value; }
+
+inline float wide(uint16_t value) {  // bfloat16: the upper half of a float
+  const uint32_t bits = uint32_t(value) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+#if BFLOAT16
+
+using Number = uint16_t;
+
+inline Number narrow(float value) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const bool number = (bits & 0x7fffffff) <= 0x7f800000;
+  return Number(number ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40);
+}
+
+#else
+
+using Number = float;
+
+inline Number narrow(float value) { return value; }
+
+#endif

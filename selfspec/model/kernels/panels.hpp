@@ -1,0 +1,161 @@
+// Sums of products for groups of rows: the inner loop of linear layers and of attention.
+//
+// Weights lie in panels of PANEL outputs. A vector holds outputs side by side, never parts of a
+// sum: every output of every row is one chain of additions along the inner dimension. So its bits
+// depend on neither the other rows of a group nor the other panels.
+
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "numbers.hpp"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int PANEL = 16, VECTORS = PANEL / LANES;
+constexpr int SUMS = LANES == 8 ? 12 : 24;              // vectors of sums that registers hold
+constexpr int MOST_ROWS = std::min(8, SUMS / VECTORS);  // of a group
+constexpr int MOST_PANELS = 8;                          // that are read side by side
+constexpr long AHEAD = 2048;                            // bytes that are fetched before their turn
+
+// How a step along the inner dimension is stored and added: STEP weights of an output, INPUTS of
+// a row's Input, TERMS additions.
+
+struct Float32 {
+  using Weight = float;
+  using Input = float;
+  static constexpr int STEP = 1, INPUTS = 1, TERMS = 1;
+
+  static void load(const Weight* weights, Bits* terms) { *terms = *(const Words*)weights; }
+  static Vector spread(Input number) { return number - Vector{}; }
+  static Vector add(Vector sum, Bits weights, Vector input) { return sum + (Vector)weights * input; }
+  static void prepare(const Weight* row, long count, Input* to) { std::copy(row, row + count, to); }
+};
+
+struct Bfloat16 {  // two weights side by side
+  using Weight = uint16_t;
+  static constexpr int STEP = 2;
+
+#ifdef __AVX512BF16__
+  using Input = uint32_t;  // two numbers
+  static constexpr int INPUTS = 1, TERMS = 1;
+
+  static void load(const Weight* weights, Bits* terms) { *terms = *(const Words*)weights; }
+  static __m512bh spread(Input pair) { return (__m512bh)_mm512_set1_epi32(int(pair)); }
+  static Vector add(Vector sum, Bits weights, __m512bh input) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, input);
+  }
+  static void prepare(const Weight* row, long count, Input* to) {
+    for (long j = 0; j < count; j += 2)
+      to[j / 2] = row[j] | (j + 1 < count ? uint32_t(row[j + 1]) << 16 : 0);
+  }
+#else
+  using Input = float;
+  static constexpr int INPUTS = 2, TERMS = 2;
+
+  static void load(const Weight* weights, Bits* terms) {
+    const Bits pairs = *(const Words*)weights;
+    terms[0] = pairs << 16, terms[1] = pairs & 0xffff0000u;
+  }
+  static Vector spread(Input number) { return Float32::spread(number); }
+  static Vector add(Vector sum, Bits weights, Vector input) {
+    return Float32::add(sum, weights, input);
+  }
+  static void prepare(const Weight* row, long count, Input* to) {
+    for (long j = 0; j < count; j++) to[j] = wide(row[j]);
+    if (count % 2) to[count] = 0;
+  }
+#endif
+};
+
+// Something of several rows (or steps) and panels, and how far apart they are.
+template <typename T>
+struct Block {
+  T* at;
+  long row, panel;
+
+  Block from_panel(long p) const { return {at + p * panel, row, panel}; }
+};
+
+// Adds `steps` of the inner dimension to the sums of ROWS rows and PANELS panels. `w.row` is from
+// step to step.
+template <typename Kind, int ROWS, int PANELS>
+void group(long steps, Block<const typename Kind::Input> x, Block<const typename Kind::Weight> w,
+           Block<float> sums) {
+  Vector s[ROWS][PANELS][VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++)
+        s[r][p][v] = *(const Floats*)(sums.at + r * sums.row + p * sums.panel + v * LANES);
+  for (long k = 0; k < steps; k++) {
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++) {
+      const typename Kind::Weight* from = w.at + p * w.panel + k * w.row;
+      __builtin_prefetch((const char*)from + AHEAD);
+      Bits terms[VECTORS][Kind::TERMS];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) Kind::load(from + v * LANES * Kind::STEP, terms[v]);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < Kind::TERMS; i++) {
+          const auto input = Kind::spread(x.at[r * x.row + k * Kind::INPUTS + i]);
+#pragma GCC unroll 4
+          for (int v = 0; v < VECTORS; v++) s[r][p][v] = Kind::add(s[r][p][v], terms[v][i], input);
+        }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++)
+        *(Floats*)(sums.at + r * sums.row + p * sums.panel + v * LANES) = s[r][p][v];
+}
+
+constexpr int panels_at_once(long rows) {
+  return int(std::min<long>(MOST_PANELS, std::max<long>(1, SUMS / VECTORS / rows)));
+}
+
+// Any number of panels, as many at once as registers allow.
+template <typename Kind, int ROWS>
+void panels(long count, long steps, Block<const typename Kind::Input> x,
+            Block<const typename Kind::Weight> w, Block<float> sums) {
+  constexpr int MOST = panels_at_once(ROWS);
+  long p = 0;
+  for (; p + MOST <= count; p += MOST)
+    group<Kind, ROWS, MOST>(steps, x, w.from_panel(p), sums.from_panel(p));
+  for (; p < count; p++) group<Kind, ROWS, 1>(steps, x, w.from_panel(p), sums.from_panel(p));
+}
+
+template <typename Kind, int... ROWS>
+void choose(std::integer_sequence<int, ROWS...>, long rows, long count, long steps,
+            Block<const typename Kind::Input> x, Block<const typename Kind::Weight> w,
+            Block<float> sums) {
+  static constexpr decltype(&panels<Kind, 1>) all[] = {panels<Kind, ROWS + 1>...};
+  all[rows - 1](count, steps, x, w, sums);
+}
+
+// Any number of rows, in groups that differ by one row at most.
+template <typename Kind>
+void multiply(long rows, long count, long steps, Block<const typename Kind::Input> x,
+              Block<const typename Kind::Weight> w, Block<float> sums) {
+  const long groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (long g = 0; g < groups; g++) {
+    const long first = rows * g / groups, last = rows * (g + 1) / groups;
+    choose<Kind>(std::make_integer_sequence<int, MOST_ROWS>(), last - first, count, steps,
+                 {x.at + first * x.row, x.row, x.panel}, w,
+                 {sums.at + first * sums.row, sums.row, sums.panel});
+  }
+}
+
+}  // namespace
