@@ -25,6 +25,9 @@ _CONTEXTS = (16, 180)
 with AVX512 does between 192 and 384)."""
 
 
+_PIECE = 13
+"""Rows of the pieces that a prompt is cut into."""
+
 _MOST_SLOTS = 1 << 20
 """Positions with memory of their own from the start: a slip of the pen asks for more."""
 
@@ -94,8 +97,10 @@ def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bo
 
     The same random tokens run one at a time, in blocks of `widest` rows (which `shape` must have
     room for), and in uneven blocks; every second block has wrong tokens behind it, as rejected
-    drafts would be. Costs about 3 * `widest` passes at each of two contexts; `quick` looks at the
-    longer one alone and at half as many tokens, for a quarter of that.
+    drafts would be. What is in front of them runs at once, and for the blocks in pieces where the
+    executor claims that this changes nothing either. Costs about 3 * `widest` passes at each of two
+    contexts; `quick` looks at the longer one alone and at half as many tokens, for a quarter of
+    that.
     """
     contexts, count = (_CONTEXTS[-1:], widest) if quick else (_CONTEXTS, 2 * widest)
     for context in contexts:
@@ -109,10 +114,11 @@ def _check_at(backbone: Backbone, shape: PassShape, widest: int, context: int, c
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(backbone.vocab_size, (context + count,), generator=generator)
     ids = ids.to(backbone.device)
-    alone = _logits(backbone, ids, [1] * count, shape, widest)
+    alone = _logits(backbone, ids, [1] * count, shape, widest, context)
     uneven = [1 + step % (widest - 1) for step in range(count)]
+    pieces = _PIECE if any_split(backbone, shape) else context
     for name, widths in {"full": [widest] * count, "uneven": uneven}.items():
-        together = _logits(backbone, ids, widths, shape, widest)
+        together = _logits(backbone, ids, widths, shape, widest, pieces)
         differing = int((alone != together).any(-1).sum())
         if differing:
             raise PinnedUnavailable(
@@ -122,15 +128,31 @@ def _check_at(backbone: Backbone, shape: PassShape, widest: int, context: int, c
             )
 
 
+def any_split(backbone: Backbone, shape: PassShape) -> bool:
+    """Whether a text is claimed to have the same bits however it is cut into passes."""
+    claims = backbone.claims
+    return shape == PassShape() and claims.steady_from == 1 and claims.steady_to is None
+
+
 def _logits(
-    backbone: Backbone, ids: Tensor, widths: list[int], shape: PassShape, widest: int
+    backbone: Backbone,
+    ids: Tensor,
+    widths: list[int],
+    shape: PassShape,
+    widest: int,
+    pieces: int,
 ) -> Tensor:
-    """Logits [count, V] of the last tokens of `ids`, run in blocks of `widths`."""
+    """Logits [count, V] of the last tokens of `ids`, run in blocks of `widths`.
+
+    What is in front of them runs in `pieces` of so many rows.
+    """
     lease = Lease(backbone.num_layers, shape.slots)
     hidden = HiddenCache(backbone, lease, pinned_rows=shape.rows)
     start = len(ids) - len(widths)
-    hidden.push(backbone.embed(ids[:start]))
-    hidden.advance_all()
+    for piece in ids[:start].split(pieces):
+        hidden.clear()
+        hidden.push(backbone.embed(piece))
+        hidden.advance_all()
     found: list[Tensor] = []
     while start < len(ids):
         block = ids[start : start + widths[len(found)]]

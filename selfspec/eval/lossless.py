@@ -1,4 +1,4 @@
-"""The losslessness ladder on a user's own model: five claims, each exact at its own level.
+"""The losslessness ladder on a user's own model: six claims, each exact at its own level.
 
 Comes in: a Speculator and questions. Goes out: a Rung per claim, with what was compared and, where
 it fails, the first place. Called by `selfspec verify`.
@@ -19,9 +19,11 @@ import torch
 
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.probe import PassShape, any_split
 from selfspec.errors import PinnedUnavailable, SelfspecError
 from selfspec.eval.compare import Bits, Case, Comparison, compare_texts, shortfall
 from selfspec.eval.decoding import decode_recorded, greedy_request, planted
+from selfspec.eval.one_result import WAYS, logits
 from selfspec.eval.quality import first_divergence
 from selfspec.eval.reference import model_in, named, speculator_in, why_no_copy
 from selfspec.eval.suites import Question
@@ -206,12 +208,33 @@ def _near_top(subject: Subject) -> Rung:
     return Rung(outcome=outcome, found=words, figures=figures)
 
 
+def _one_result(subject: Subject) -> Rung:
+    """Rung 6: the beginning of every prompt, cut into passes in many ways."""
+    backbone = subject.speculator.backbone
+    if not any_split(backbone, PassShape()):
+        words = f"the {backbone.executor_name} executor does not claim it"
+        return Rung(outcome="skipped", found=words)
+    bits = Bits()
+    for case in subject.cases:
+        ids = case.ids[0, :_MOST_READ]
+        expected = logits(backbone, ids)
+        for name, way in WAYS.items():
+            bits.compare(f"{case.id}, {name}", logits(backbone, ids, way), expected)
+        subject.tick()
+    return _judged(bits, f"{bits.positions:,} positions, {len(WAYS)} ways")
+
+
+_MOST_READ = 100
+"""Tokens of a prompt that rung 6 reads: some ways take a step for each."""
+
+
 RUNGS: dict[str, Callable[[Subject], Rung]] = {
     "segments give the bits of model.forward": _segments,
     "no draft moves a bit of a logit (pinned)": _invariance,
     "float64 texts are Hugging Face's": _float64,
     "texts are Hugging Face's but for near ties": _near_ties,
     "tokens are float32's best within rounding": _near_top,
+    "a text has the same bits however it arrives": _one_result,
 }
 """Claims in the order of design: from exact to rounded."""
 

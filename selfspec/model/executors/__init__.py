@@ -17,6 +17,8 @@ class Claims:
     steady_from: int | None = None
     """From this many rows on a row's bits do not depend on how many others run with it, so shorter
     passes are padded; the probe tests it. None: not claimed."""
+    steady_to: int | None = None
+    """Up to this many rows. None: any number, so that a row has the same bits in a prompt."""
     trees: bool = False
     """Runs rows that have siblings."""
     spans: int = 1

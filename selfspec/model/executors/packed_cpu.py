@@ -66,7 +66,7 @@ class PackedLayer:
 class PackedExecutor:
     """The decoder from packed weights; keys, values and attention in float32."""
 
-    claims = Claims(steady_from=2)
+    claims = Claims(steady_from=2, steady_to=16)
     linear: type[PackedLinear | CompiledLinear] = PackedLinear
     """What its products are made of."""
 
