@@ -71,13 +71,14 @@ class CompiledLinear:
         """[out, in] and [out]. Raises ValueError, with the reason, where nothing compiles."""
         library = _library(weight.dtype, os.environ.get("CXX"))
         self.dtype = weight.dtype
-        self._out, self._in = weight.shape
-        inputs = self._in + self._in % 2 if weight.dtype == torch.bfloat16 else self._in
-        self._panels = weight.new_empty(-(-self._out // _PANEL) * _PANEL * inputs)
-        self.nbytes = self._panels.nbytes
+        self.out_features, self.in_features = weight.shape
+        inner = self.in_features
+        inner += inner % 2 if weight.dtype == torch.bfloat16 else 0
+        self.panels = weight.new_empty(-(-self.out_features // _PANEL) * _PANEL * inner)
+        self.nbytes = self.panels.nbytes
         weight = weight.contiguous()
-        library.pack(self._in, self._out, weight.data_ptr(), self._panels.data_ptr())
-        self._bias = None if bias is None else bias.contiguous()
+        library.pack(self.in_features, self.out_features, weight.data_ptr(), self.panels.data_ptr())
+        self.bias = None if bias is None else bias.contiguous()
         self._product = library.product
 
     @classmethod
@@ -88,14 +89,14 @@ class CompiledLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., in] -> [.., out], both in the weight's dtype."""
         rows = rows.contiguous()
-        result = rows.new_empty(*rows.shape[:-1], self._out)
+        result = rows.new_empty(*rows.shape[:-1], self.out_features)
         self._product(
-            rows.numel() // self._in,
-            self._in,
-            self._out,
+            rows.numel() // self.in_features,
+            self.in_features,
+            self.out_features,
             rows.data_ptr(),
-            self._panels.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
+            self.panels.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
             result.data_ptr(),
         )
         return result

@@ -123,7 +123,7 @@ def test_system_message_comes_first(speculator: FakeSpeculator) -> None:
         (["generate", "--max-new-tokens", "x", "hi"], "Invalid value for '--max-new-tokens'"),
         (["generate", "--drafter", "exit:threshold=0.9/x", "hi"], "exit:threshold is '0.9/x'"),
         (["generate", "--drafter", "exit:layers=1.5", "hi"], "exit:layers is '1.5', expected a"),
-        (["generate", "--exit-threshold", "0.9", "hi"], "--drafter exit:threshold=.."),
+        (["generate", "--exit-threshold", "0.9", "hi"], "No such option: --exit-threshold"),
         (["generate", "--hedas", "x", "hi"], "--heads"),
         (
             ["generate", "--config", "not-there.yaml", "hi"],

@@ -131,7 +131,7 @@ def test_sampling_flag_implies_drawing_unless_it_is_refused(
     ("text", "message"),
     [
         ("pinned_row: 3", "Did you mean pinned_rows?"),
-        ("max_draft_tokens: 3", "drafter='exit:max_tokens=..'"),
+        ("max_draft_tokens: 3", "'max_draft_tokens'. Did you mean max_new_tokens?"),
         ("pinned: 1", "pinned is 1, expected true or false"),
         ("pinned_rows: 2.5", "pinned_rows is 2.5, expected a whole number"),
         ("pinned_rows: true", "pinned_rows is True, expected a whole number"),

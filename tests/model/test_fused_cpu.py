@@ -15,9 +15,11 @@ from selfspec.errors import UnsupportedModel
 from selfspec.files import cache_folder
 from selfspec.model.backbone import Backbone
 from selfspec.model.compiled import compiled, compiler
-from selfspec.model.executors.fused_cpu import FusedExecutor, _Kernels, _Shape
-from selfspec.model.executors.packed_cpu import RowNorm
+from selfspec.model.executors.fused_cpu import FusedExecutor
+from selfspec.model.executors.program import Operation, Program
+from selfspec.model.kv_store import Lease
 from selfspec.model.parts import parts_of
+from selfspec.model.products import CompiledLinear
 from tests.models import make_model
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
@@ -32,11 +34,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture
-def kernels(dtype: torch.dtype) -> _Kernels:
-    return _Kernels(dtype, head_size=SIZE, group=GROUP)
-
-
 def close(found: Tensor, expected: Tensor) -> bool:
     """Up to one rounding of the dtype, which is a relative error, and of what was added up."""
     error = 2**-7 if found.dtype == torch.bfloat16 else 2**-20
@@ -46,29 +43,48 @@ def close(found: Tensor, expected: Tensor) -> bool:
 # --- the numbers
 
 
+def run(program: Program, rows: Tensor, lease: Lease | None = None, turned: Any = 0) -> Tensor:
+    """What the one layer of `program` makes of `rows` [T, d], rotated by `turned` if at all."""
+    with torch.inference_mode():
+        return program.run(rows, 0, 1, torch.as_tensor(turned), KV_HEADS, lease or Lease(1))
+
+
+def back(program: Program, width: int, narrow: int, dtype: torch.dtype) -> Operation:
+    """From buffer 1, which is narrower, to buffer 0: what it holds, then zeros."""
+    return program.product(1, 0, CompiledLinear(torch.eye(width, narrow, dtype=dtype)))
+
+
 @needs_compiler
 @pytest.mark.parametrize("rows", [1, 20])
-def test_a_norm_adds_first(kernels: _Kernels, dtype: torch.dtype, rows: int) -> None:
-    hidden, added = torch.randn(2, rows, 37).to(dtype)
-    by, out = RowNorm(torch.randn(37).to(dtype), 1e-5), torch.empty(rows, 37, dtype=dtype)
-    total = hidden + added
-    kernels.norm(hidden, added, by, out)
-    assert torch.equal(hidden, total)
-    expected = nn.functional.rms_norm(total.double(), (37,), by.weight.double(), by.eps)
-    assert close(out, expected)
-    kernels.norm(hidden, None, by, out)
-    assert torch.equal(hidden, total)
-    assert close(out, expected)
+def test_a_norm_is_that_of_torch(dtype: torch.dtype, rows: int) -> None:
+    program = Program(dtype, SIZE, GROUP, [37])
+    hidden, weight = torch.randn(rows, 37).to(dtype), torch.randn(37).to(dtype)
+    program.add_layer([program.norm(0, 0, weight, 1e-5)])
+    expected = nn.functional.rms_norm(hidden.double(), (37,), weight.double(), 1e-5)
+    assert close(run(program, hidden), expected)
 
 
 @needs_compiler
-def test_gates_of_any_size_are_right(kernels: _Kernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_products_follow_each_other_and_add(dtype: torch.dtype, rows: int) -> None:
+    """Each sum is rounded before it is added, as the model does."""
+    first, bias = torch.randn(50, 37).to(dtype), torch.randn(50).to(dtype)
+    second, hidden = torch.randn(37, 50).to(dtype), torch.randn(rows, 37).to(dtype)
+    one, other = CompiledLinear(first, bias), CompiledLinear(second)
+    program = Program(dtype, SIZE, GROUP, [37, 50])
+    program.add_layer([program.product(0, 1, one), program.product(1, 0, other, adds=True)])
+    assert torch.equal(run(program, hidden), hidden + other(one(hidden)))
+
+
+@needs_compiler
+def test_gates_of_any_size_are_right(dtype: torch.dtype) -> None:
     gates = torch.cat([torch.linspace(-200, 200, 999), torch.tensor([0.0, -1e30, 1e30])]).to(dtype)
     up = torch.randn(len(gates)).to(dtype)
-    both, out = torch.cat([gates, up])[None].repeat(3, 1), torch.empty(3, len(up), dtype=dtype)
-    kernels.gate(both, out)
+    both = torch.cat([gates, up])[None].repeat(3, 1)
+    program = Program(dtype, SIZE, GROUP, [2 * len(up), len(up)])
+    program.add_layer([program.gate(0, 1), back(program, 2 * len(up), len(up), dtype)])
     expected = nn.functional.silu(gates.double()) * up.double()
-    assert close(out, expected[None])
+    assert close(run(program, both)[:, : len(up)], expected[None])
 
 
 class Attended:
@@ -86,21 +102,32 @@ class Attended:
             dtype
         )
 
-    def found(self, kernels: _Kernels, widths: list[int]) -> Tensor:
+    def found(self, widths: list[int]) -> Tensor:
         """In passes of `widths` rows."""
-        outs, held = [], self.held
-        values = nn.functional.pad(self.values, (0, WIDTH - SIZE)).contiguous()
-        panels = self.keys.unflatten(1, (-1, 16)).transpose(2, 3).flatten(2)  # 16 positions each
-        keys = nn.functional.pad(panels, (0, 16 * (WIDTH - SIZE))).contiguous()
-        for projected, rotations in zip(
+        dtype, all_heads = self.projected.dtype, KV_HEADS * (GROUP + 2) * SIZE
+        program = Program(dtype, SIZE, GROUP, [all_heads, KV_HEADS * GROUP * SIZE])
+        options = {"scaling": SIZE**-0.5, "eps": 1e-6, "head_norms": self.norms}
+        attend = program.attend(0, 1, layer=0, kv_heads=KV_HEADS, window=self.window, **options)
+        program.add_layer([attend, back(program, all_heads, KV_HEADS * GROUP * SIZE, dtype)])
+        lease, outs = self.held_by_a_lease(), []
+        for projected, turned in zip(
             self.projected.split(widths), self.rotations.split(widths), strict=True
         ):
-            shape = _Shape(len(projected), KV_HEADS, held, self.window, SLOTS, SIZE**-0.5, 1e-6)
-            out = projected.new_empty(len(projected), KV_HEADS * GROUP, SIZE)
-            kernels.attend(shape, projected, self.norms, rotations, keys, values, out)
-            outs.append(out)
-            held += len(projected)
-        return torch.cat(outs)
+            outs.append(run(program, projected.flatten(1), lease, turned))
+        whole = torch.cat(outs)[:, : KV_HEADS * GROUP * SIZE]
+        return whole.unflatten(1, (KV_HEADS * GROUP, SIZE))
+
+    def held_by_a_lease(self) -> Lease:
+        """Keys in panels of 16 positions, values one by one, filled up to WIDTH."""
+        lease = Lease(1)
+        like = self.keys.new_empty(1, KV_HEADS, 0, WIDTH)
+        ((keys, values),) = lease.room(SLOTS - 60, 0, 1, like)
+        assert keys.shape[2] == SLOTS
+        panels = self.keys.unflatten(1, (-1, 16)).transpose(2, 3).flatten(2)
+        keys.copy_(nn.functional.pad(panels, (0, 16 * (WIDTH - SIZE))).view_as(keys))
+        values[..., :SIZE] = self.values
+        lease.extend(self.held, 0, 1)
+        return lease
 
     def expected(self) -> Tensor:
         """By torch, in float64."""
@@ -128,36 +155,32 @@ class Attended:
 @needs_compiler
 @pytest.mark.parametrize("window", [0, 5, 70])
 @pytest.mark.parametrize("held", [0, 6, 130])
-def test_attention_is_that_of_torch(
-    kernels: _Kernels, dtype: torch.dtype, held: int, window: int
-) -> None:
+def test_attention_is_that_of_torch(dtype: torch.dtype, held: int, window: int) -> None:
     """Within one block of 64 positions and across several."""
     rows = Attended(dtype, held, 90, window)
-    assert close(rows.found(kernels, [90]), rows.expected())
+    assert close(rows.found([90]), rows.expected())
 
 
 @needs_compiler
-def test_what_is_behind_a_row_is_not_looked_at(kernels: _Kernels, dtype: torch.dtype) -> None:
+def test_what_is_behind_a_row_is_not_looked_at(dtype: torch.dtype) -> None:
     """Not even where a rejected draft, or a later row of the pass, gave no number."""
     clean, spoilt = Attended(dtype, 60, 12), Attended(dtype, 60, 12)
     spoilt.keys[:, 60:] = torch.nan
     spoilt.values[:, 60:] = torch.nan
     spoilt.projected[7:] = torch.nan
-    assert torch.equal(clean.found(kernels, [12])[:7], spoilt.found(kernels, [12])[:7])
+    assert torch.equal(clean.found([12])[:7], spoilt.found([12])[:7])
 
 
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_has_the_same_bits_in_any_company(
-    kernels: _Kernels, dtype: torch.dtype, threads: int
-) -> None:
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for window in (0, 17):
-            alone = Attended(dtype, 60, 12, window).found(kernels, [1] * 12)  # across a block's end
+            alone = Attended(dtype, 60, 12, window).found([1] * 12)  # across a block's end
             for widths in ([12], [5, 1, 4, 2], [9, 3]):
-                together = Attended(dtype, 60, 12, window).found(kernels, widths)
+                together = Attended(dtype, 60, 12, window).found(widths)
                 assert torch.equal(alone, together)
     finally:
         torch.set_num_threads(before)

@@ -1,6 +1,6 @@
-// What lies between the matrix products of a Llama-like layer, each part in one pass over memory.
+// Decoder layers as a list of operations that all threads of one team run together.
 //
-// fused_cpu.py compiles this file for one model, on the machine that runs it:
+// program.py compiles this file for one model, on the machine that runs it:
 //   BFLOAT16 (0 or 1: float32), HEAD_SIZE, GROUP (query heads that share a key head).
 // Every row is computed by itself, in an order that depends on its own position alone: its bits
 // cannot depend on the rows that run beside it.
@@ -9,7 +9,7 @@
 #include <cmath>
 #include <vector>
 
-#include "panels.hpp"
+#include "linear.hpp"
 
 namespace {
 
@@ -86,17 +86,15 @@ struct Positions {
 
 // What the queries of one head and row range have seen so far: a softmax that runs along.
 struct Running {
-  long queries;
+  long queries = 0;
   std::vector<float> top, total, sums, scores;
-
-  explicit Running(long most)
-      : queries(most), top(most), total(most), sums(most * WIDTH), scores(most * BLOCK) {}
 
   void start(long count) {
     queries = count;
-    std::fill(top.begin(), top.end(), -INFINITY);
-    std::fill(total.begin(), total.end(), 0.0f);
-    std::fill(sums.begin(), sums.end(), 0.0f);
+    top.assign(count, -INFINITY);
+    total.assign(count, 0.0f);
+    sums.assign(count * WIDTH, 0.0f);
+    scores.resize(count * BLOCK);
   }
 
   // Scores of one query to weights, those outside of [low, high) to 0.
@@ -122,23 +120,42 @@ struct Running {
   }
 };
 
-}  // namespace
+// What an operation is, and what its fields mean, as in program.py.
+enum Kinds { NORM, PRODUCT, ATTEND, GATE };
 
-extern "C" {
+struct Operation {
+  long kind, from, to;      // buffers by number
+  long in, out;             // numbers of a row; GATE: out; ATTEND: unused
+  const Number* weight;     // NORM [in]; PRODUCT panels
+  const Number* bias;       // PRODUCT [out], or none
+  const float* head_norms;  // ATTEND [heads + kv_heads, SIZE], or none
+  long adds;                // PRODUCT: to what its buffer holds
+  long layer, kv_heads;     // ATTEND
+  long window;              // ATTEND: positions that a query may look at, 0 for all
+  float eps, scaling;       // NORM, ATTEND; ATTEND
+};
 
-// hidden += added, where there is any; out = RMSNorm(hidden) * weight. All [rows, width].
-void norm(long rows, long width, Number* hidden, const Number* added, const Number* weight,
-          float eps, Number* out) {
-#pragma omp parallel for if (rows > 8)
+struct Pass {
+  long rows;
+  long held;                // positions before these rows
+  Number* const* buffers;   // [rows, ..] each
+  Number* const* keys;      // by layer, [kv_heads, slots, WIDTH]
+  Number* const* values;
+  const long* slots;        // by layer, of one head: a multiple of BLOCK
+  const float* rotations;   // [rows, SIZE / 2] cosines and sines
+  Input* room;              // for linear layers of many rows
+};
+
+// RMSNorm(from) * weight, [rows, width].
+void norm(long rows, long width, const Number* from, const Number* weight, float eps, Number* to) {
+#pragma omp for
   for (long row = 0; row < rows; row++) {
-    Number* h = hidden + row * width;
-    if (added)
-      for (long j = 0; j < width; j++) h[j] = narrow(wide(h[j]) + wide(added[row * width + j]));
+    const Number* h = from + row * width;
     float squares = 0;
 #pragma omp simd reduction(+ : squares)
     for (long j = 0; j < width; j++) squares += wide(h[j]) * wide(h[j]);
     const float scale = 1 / std::sqrt(squares / width + eps);
-    Number* o = out + row * width;
+    Number* o = to + row * width;
     for (long j = 0; j < width; j++) {
       const Number normed = narrow(wide(h[j]) * scale);  // rounded here too, as the model does
       o[j] = narrow(wide(normed) * wide(weight[j]));
@@ -146,44 +163,35 @@ void norm(long rows, long width, Number* hidden, const Number* added, const Numb
   }
 }
 
-// gate_up [rows, 2 * width] -> out [rows, width]: silu(first half) * second half.
-void gate(long rows, long width, const Number* gate_up, Number* out) {
-#pragma omp parallel for if (rows > 1)
-  for (long row = 0; row < rows; row++) {
-    const Number *g = gate_up + 2 * row * width, *up = g + width;
-    Number* o = out + row * width;
+// gate_up [rows, 2 * width] -> to [rows, width]: silu(first half) * second half.
+void gate(long rows, long width, const Number* gate_up, Number* to) {
+  constexpr long CHUNK = 256;  // of a row: threads share even a single one
+#pragma omp for collapse(2)
+  for (long row = 0; row < rows; row++)
+    for (long first = 0; first < width; first += CHUNK) {
+      const Number *g = gate_up + 2 * row * width, *u = g + width;
+      Number* o = to + row * width;
+      const long last = std::min(first + CHUNK, width);
 #pragma omp simd
-    for (long j = 0; j < width; j++) {
-      const float x = wide(g[j]);
-      const Number silu = narrow(x / (1 + exponential(-x)));
-      o[j] = narrow(wide(silu) * wide(up[j]));
+      for (long j = first; j < last; j++) {
+        const float x = wide(g[j]);
+        const Number silu = narrow(x / (1 + exponential(-x)));
+        o[j] = narrow(wide(silu) * wide(u[j]));
+      }
     }
-  }
 }
-
-struct Shape {
-  long rows, kv_heads;
-  long held;    // positions before these rows
-  long window;  // positions that a query may look at, 0 for all
-  long slots;   // of one head's keys, a multiple of BLOCK
-  float scaling, eps;
-};
-
-}
-
-namespace {
 
 // Rows [first, last) of one key head's queries, normed and rotated, attend to all before them.
-void attend_tile(const Shape& s, long head, long first, long last, const float* queries,
-                 const Number* keys, const Number* values, Running& seen, float* room) {
+void attend_tile(const Operation& op, const Pass& pass, long head, long first, long last,
+                 const float* queries, Running& seen, float* room) {
+  const long slots = pass.slots[op.layer];
   const auto start = [&](long row) {
-    return s.window ? std::max(0L, s.held + row + 1 - s.window) : 0;
+    return op.window ? std::max(0L, pass.held + row + 1 - op.window) : 0;
   };
   seen.start((last - first) * GROUP);
-  const long begin = start(first) / BLOCK * BLOCK;
-  for (long at = begin; at < s.held + last; at += BLOCK) {
-    const long slot = (head * s.slots + at) * WIDTH;
-    const Positions block(keys + slot, values + slot, room);
+  for (long at = start(first) / BLOCK * BLOCK; at < pass.held + last; at += BLOCK) {
+    const long slot = (head * slots + at) * WIDTH;
+    const Positions block(pass.keys[op.layer] + slot, pass.values[op.layer] + slot, room);
     std::fill(seen.scores.begin(), seen.scores.begin() + seen.queries * BLOCK, 0.0f);
     multiply<Float32>(seen.queries, BLOCK / PANEL, SIZE, {queries, SIZE, 0},
                       {block.keys, PANEL, PANEL * WIDTH}, {seen.scores.data(), BLOCK, PANEL});
@@ -194,12 +202,13 @@ void attend_tile(const Shape& s, long head, long first, long last, const float* 
     };
     for (long row = first; row < last; row++) {
       const long query = (row - first) * GROUP;
-      const long low = std::max(0L, start(row) - at), high = std::min(BLOCK, s.held + row + 1 - at);
+      const long low = std::max(0L, start(row) - at);
+      const long high = std::min(BLOCK, pass.held + row + 1 - at);
       if (low >= high) {
         flush(query);
         continue;
       }
-      for (long g = 0; g < GROUP; g++) seen.weigh(query + g, low, high, s.scaling);
+      for (long g = 0; g < GROUP; g++) seen.weigh(query + g, low, high, op.scaling);
       if (low == 0 && high == BLOCK) {
         whole += GROUP;
       } else {
@@ -211,52 +220,74 @@ void attend_tile(const Shape& s, long head, long first, long last, const float* 
   }
 }
 
+// Keys and values of the new rows join those that are held.
+void keep(const Operation& op, const Pass& pass, const Number* projected) {
+  const long heads = GROUP * op.kv_heads, width = (heads + 2 * op.kv_heads) * SIZE;
+#pragma omp for collapse(2)
+  for (long row = 0; row < pass.rows; row++)
+    for (long head = 0; head < op.kv_heads; head++) {
+      const Number* key = projected + row * width + (heads + head) * SIZE;
+      const Number* value = key + op.kv_heads * SIZE;
+      const long slot = pass.held + row, base = head * pass.slots[op.layer] * WIDTH;
+      Number *keys = pass.keys[op.layer] + base + key_at(slot),
+             *values = pass.values[op.layer] + base + slot * WIDTH;
+      float turned[SIZE];
+      turn(key, op.head_norms ? op.head_norms + (heads + head) * SIZE : nullptr, op.eps,
+           pass.rotations + row * SIZE, turned);
+      for (long j = 0; j < SIZE; j++) keys[j * PANEL] = narrow(turned[j]), values[j] = value[j];
+    }
+}
+
+// projected [rows, heads + 2 kv_heads, SIZE]: queries, keys, values -> out [rows, heads, SIZE].
+void attend(const Operation& op, const Pass& pass, const Number* projected, Number* out) {
+  const long heads = GROUP * op.kv_heads, width = (heads + 2 * op.kv_heads) * SIZE;
+  // rows that read keys and values together; no sum depends on it
+  const long tile = std::min(16L, (pass.rows + 1) / 2), tiles = up(pass.rows, tile);
+  thread_local Running seen;
+  thread_local std::vector<float> queries, room;
+  queries.resize(tile * GROUP * SIZE);
+  room.resize(BFLOAT16 ? 2 * BLOCK * WIDTH : 0);
+  keep(op, pass, projected);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+  for (long part = 0; part < tiles; part++)
+    for (long head = 0; head < op.kv_heads; head++) {
+      const long first = part * tile, last = std::min(first + tile, pass.rows);
+      for (long row = first; row < last; row++)
+        for (long g = 0; g < GROUP; g++)
+          turn(projected + row * width + (head * GROUP + g) * SIZE,
+               op.head_norms ? op.head_norms + (head * GROUP + g) * SIZE : nullptr, op.eps,
+               pass.rotations + row * SIZE, &queries[((row - first) * GROUP + g) * SIZE]);
+      attend_tile(op, pass, head, first, last, queries.data(), seen, room.data());
+      for (long q = 0; q < (last - first) * GROUP; q++) {
+        Number* o = out + ((first + q / GROUP) * heads + head * GROUP + q % GROUP) * SIZE;
+        for (long j = 0; j < SIZE; j++) o[j] = narrow(seen.sums[q * WIDTH + j] / seen.total[q]);
+      }
+    }
+}
+
+void step(const Operation& op, const Pass& pass) {
+  const Number* from = pass.buffers[op.from];
+  Number* to = pass.buffers[op.to];
+  switch (op.kind) {
+    case NORM:
+      return norm(pass.rows, op.in, from, op.weight, op.eps, to);
+    case PRODUCT:
+      return Linear{op.in, op.out, op.weight, op.bias}.run(pass.rows, from, to, op.adds, pass.room);
+    case ATTEND:
+      return attend(op, pass, from, to);
+    case GATE:
+      return gate(pass.rows, op.out, from, to);
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
-// projected [rows, heads + 2 kv_heads, SIZE]: queries, keys, values, of which the latter two join
-// keys and values [kv_heads, slots, WIDTH]; out [rows, heads, SIZE].
-void attend(const Shape* shape, const Number* projected, const float* norms,
-            const float* rotations, Number* keys, Number* values, Number* out) {
-  const Shape s = *shape;
-  const long heads = GROUP * s.kv_heads, width = (heads + 2 * s.kv_heads) * SIZE;
-  // rows that read keys and values together; no sum depends on it
-  const long tile = std::min(16L, (s.rows + 1) / 2), tiles = (s.rows + tile - 1) / tile;
-#pragma omp parallel if (s.rows * (s.held + s.rows) > 64)
-  {
-    float turned[SIZE];
-#pragma omp for collapse(2)
-    for (long row = 0; row < s.rows; row++)
-      for (long head = 0; head < s.kv_heads; head++) {
-        const Number* key = projected + row * width + (heads + head) * SIZE;
-        const Number* value = key + s.kv_heads * SIZE;
-        const long slot = s.held + row, base = head * s.slots * WIDTH;
-        turn(key, norms ? norms + (heads + head) * SIZE : nullptr, s.eps, rotations + row * SIZE,
-             turned);
-        for (long j = 0; j < SIZE; j++) {
-          keys[base + key_at(slot) + j * PANEL] = narrow(turned[j]);
-          values[base + slot * WIDTH + j] = value[j];
-        }
-      }
-    Running seen(tile * GROUP);
-    std::vector<float> queries(tile * GROUP * SIZE), room(BFLOAT16 ? 2 * BLOCK * WIDTH : 0);
-#pragma omp for collapse(2) schedule(dynamic, 1)
-    for (long part = 0; part < tiles; part++)
-      for (long head = 0; head < s.kv_heads; head++) {
-        const long first = part * tile, last = std::min(first + tile, s.rows);
-        for (long row = first; row < last; row++)
-          for (long g = 0; g < GROUP; g++)
-            turn(projected + row * width + (head * GROUP + g) * SIZE,
-                 norms ? norms + (head * GROUP + g) * SIZE : nullptr, s.eps, rotations + row * SIZE,
-                 &queries[((row - first) * GROUP + g) * SIZE]);
-        attend_tile(s, head, first, last, queries.data(), keys, values, seen, room.data());
-        for (long q = 0; q < (last - first) * GROUP; q++) {
-          Number* o = out + ((first + q / GROUP) * heads + head * GROUP + q % GROUP) * SIZE;
-          for (long j = 0; j < SIZE; j++) o[j] = narrow(seen.sums[q * WIDTH + j] / seen.total[q]);
-        }
-      }
-  }
+// All operations, one after the other, on one team of threads.
+void run(const Operation* operations, long count, const Pass* pass) {
+#pragma omp parallel
+  for (long i = 0; i < count; i++) step(operations[i], *pass);
 }
 
 }
