@@ -58,7 +58,7 @@ def main(
             hashes[question.id] = compare(speculator, question, new_tokens, most_tokens, found)
         show(len(asked), len(asked), "")
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": shlex.join(["python", "-m", "eval.one_row", *sys.argv[1:]]),
         "machine": machine(),
         "dtype": dtype,
         "executor": name,

@@ -110,7 +110,7 @@ def main(
             found.append(timed(model, part, dtype, cold_mb, repeats))
         show(len(asked), len(asked), "")
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": shlex.join(["python", "-m", "eval.product_speed", *sys.argv[1:]]),
         "machine": machine(),
         "memory_gb_s": memory,
         "float32_gflop_s": arithmetic,
