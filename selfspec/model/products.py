@@ -45,8 +45,12 @@ def why_unusual(weight: Tensor) -> str | None:
 
 
 def joined(parts: Sequence[nn.Linear], order: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of layers side by side, their outputs rearranged by `order` [out]."""
-    weight, bias = torch.cat([part.weight.detach() for part in parts]), None
+    """Weight and bias of layers side by side, their outputs rearranged by `order` [out].
+
+    Of one layer as it is they are its own, no copy: an unembedding may be large.
+    """
+    weights, bias = [part.weight.detach() for part in parts], None
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     if any(part.bias is not None for part in parts):
         biases = [
             part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach()
