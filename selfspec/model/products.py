@@ -64,7 +64,7 @@ def joined(parts: Sequence[nn.Linear], order: Tensor | None) -> tuple[Tensor, Te
 
 _SOURCE = Path(__file__).parent / "kernels" / "products.cpp"
 
-_PANEL = 16
+PANEL = 16
 """Outputs side by side, as in `panels.hpp`."""
 
 
@@ -78,7 +78,7 @@ class CompiledLinear:
         self.out_features, self.in_features = weight.shape
         inner = self.in_features
         inner += inner % 2 if weight.dtype == torch.bfloat16 else 0
-        self.panels = weight.new_empty(-(-self.out_features // _PANEL) * _PANEL * inner)
+        self.panels = weight.new_empty(-(-self.out_features // PANEL) * PANEL * inner)
         self.nbytes = self.panels.nbytes
         weight = weight.contiguous()
         library.pack(self.in_features, self.out_features, weight.data_ptr(), self.panels.data_ptr())
@@ -91,7 +91,9 @@ class CompiledLinear:
         return cls(*joined(parts, order))
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[.., in] -> [.., out], both in the weight's dtype."""
+        """[.., in] -> [.., out], both in the weight's dtype; ValueError for anything else."""
+        if rows.dtype != self.dtype or rows.shape[-1] != self.in_features:  # else memory is misread
+            raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of this layer")
         rows = rows.contiguous()
         result = rows.new_empty(*rows.shape[:-1], self.out_features)
         self._product(

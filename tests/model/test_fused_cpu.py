@@ -87,6 +87,36 @@ def test_gates_of_any_size_are_right(dtype: torch.dtype) -> None:
     assert close(run(program, both)[:, : len(up)], expected[None])
 
 
+@needs_compiler
+def test_nothing_is_read_or_written_beside_a_buffer() -> None:
+    program = Program(torch.float32, SIZE, GROUP, [37, 50])
+    for wrong in (
+        lambda: program.norm(0, 0, torch.ones(50), 1e-5),
+        lambda: program.product(0, 1, CompiledLinear(torch.ones(51, 37))),
+        lambda: program.product(0, 1, CompiledLinear(torch.ones(50, 36))),
+        lambda: program.gate(0, 1),
+        lambda: program.attend(0, 1, layer=0, kv_heads=1, scaling=1.0),
+    ):
+        with pytest.raises(ValueError, match="layers differ in width"):
+            wrong()
+    program.add_layer([program.norm(0, 0, torch.ones(37), 1e-5)])
+    assert run(program, torch.empty(0, 37)).shape == (0, 37)
+    for rows in (torch.ones(2, 36), torch.ones(2, 37, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="not of these layers"):
+            run(program, rows)
+
+
+@needs_compiler
+def test_layers_of_several_widths_are_left_to_others() -> None:
+    model: Any = make_model("llama")
+    mlp = model.model.layers[2].mlp
+    for name, shape in {"gate_proj": (32, 96), "up_proj": (32, 96), "down_proj": (96, 32)}.items():
+        setattr(mlp, name, nn.Linear(*shape, bias=False))
+    backbone = Backbone(model)
+    assert backbone.executor_name == "packed"
+    assert "layers differ in width: 192 and 128" in backbone.refused["fused"]
+
+
 class Attended:
     """Rows behind `held` random positions, attended to by compiled code."""
 

@@ -101,6 +101,14 @@ def test_numbers_at_the_ends_stay_what_they_are(dtype: torch.dtype) -> None:
         assert torch.equal(found, row[0, 2]) or (found.isnan() and row[0, 2].isnan())
 
 
+def test_no_rows_are_no_rows_and_others_are_refused() -> None:
+    linear = CompiledLinear(torch.randn(20, 8))
+    assert linear(torch.empty(0, 8)).shape == (0, 20)
+    for rows in (torch.empty(2, 7), torch.empty(2, 9), torch.empty(2, 8, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="not of this layer"):
+            linear(rows)
+
+
 def test_layers_side_by_side_in_another_order() -> None:
     first, second = nn.Linear(7, 5), nn.Linear(7, 4, bias=False)
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from selfspec.model.compiled import compiled
 from selfspec.model.kv_store import Lease
-from selfspec.model.products import CompiledLinear
+from selfspec.model.products import PANEL, CompiledLinear
 
 _SOURCE = Path(__file__).parents[1] / "kernels" / "layers.cpp"
-
-_PANEL = 16
-"""What the size of a head is filled up to a multiple of, as in `panels.hpp`."""
 
 _Long, _Float, _Pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 
@@ -72,7 +69,10 @@ class _Pass(ctypes.Structure):
 
 
 class Program:
-    """The operations of all layers, and the buffers that they read and write."""
+    """The operations of all layers, and the buffers that they read and write.
+
+    Operations raise ValueError unless they fit their buffers: compiled code does not look.
+    """
 
     def __init__(
         self, dtype: torch.dtype, head_size: int, group: int, widths: Sequence[int]
@@ -86,8 +86,9 @@ class Program:
         self._run = library.run
         self._run.argtypes = _Pointer, _Long, _Pointer
         self._run.restype = None
-        self._widths = tuple(widths)
-        self._value_size = -(-head_size // _PANEL) * _PANEL
+        self._dtype, self._widths = dtype, tuple(widths)
+        self._sizes = head_size, group
+        self._value_size = -(-head_size // PANEL) * PANEL
         self._table: ctypes.Array[Operation] = (Operation * 0)()
         self._per_layer = 0
         self._kept: list[Tensor] = []  # what the operations point to
@@ -100,6 +101,8 @@ class Program:
 
     def norm(self, source: int, target: int, weight: Tensor, eps: float) -> Operation:
         """RMSNorm with `weight` [d]."""
+        self._need(source, len(weight))
+        self._need(target, len(weight))
         return Operation(
             kind=Kind.NORM,
             source=source,
@@ -113,6 +116,8 @@ class Program:
         self, source: int, target: int, linear: CompiledLinear, *, adds: bool = False
     ) -> Operation:
         """A linear layer; `adds` to what the target holds."""
+        self._need(source, linear.in_features)
+        self._need(target, linear.out_features)
         return Operation(
             kind=Kind.PRODUCT,
             source=source,
@@ -137,6 +142,9 @@ class Program:
         eps: float = 0.0,
     ) -> Operation:
         """Causal attention of layer `layer`: queries, keys and values in, one row of heads out."""
+        size, group = self._sizes
+        self._need(source, (group + 2) * kv_heads * size)
+        self._need(target, group * kv_heads * size)
         return Operation(
             kind=Kind.ATTEND,
             source=source,
@@ -151,6 +159,7 @@ class Program:
 
     def gate(self, source: int, target: int) -> Operation:
         """The first half through silu, times the second."""
+        self._need(source, 2 * self._widths[target])
         return Operation(kind=Kind.GATE, source=source, target=target, outputs=self._widths[target])
 
     def run(
@@ -158,8 +167,10 @@ class Program:
     ) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease.
 
-        `rotations` [T, 1, size / 2]: complex numbers.
+        `rotations` [T, 1, size / 2]: complex numbers. Raises ValueError for rows of another kind.
         """
+        if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
+            raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
         count, held = len(rows), lease.length(first)
         no_keys = rows.new_empty(1, kv_heads, 0, self._value_size)
         held_here = list(lease.room(count, first, last, no_keys))
@@ -182,6 +193,11 @@ class Program:
         self._run(start, (last - first) * self._per_layer, ctypes.addressof(asked))
         lease.extend(count, first, last)
         return hidden
+
+    def _need(self, buffer: int, width: int) -> None:
+        """Raise ValueError for an operation that would read or write beside its buffer."""
+        if width != self._widths[buffer]:
+            raise ValueError(f"layers differ in width: {width} and {self._widths[buffer]}")
 
     def _pointer(self, tensor: Tensor) -> int:
         self._kept.append(tensor)

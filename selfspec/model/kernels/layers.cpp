@@ -286,6 +286,7 @@ extern "C" {
 
 // All operations, one after the other, on one team of threads.
 void run(const Operation* operations, long count, const Pass* pass) {
+  if (!pass->rows) return;
 #pragma omp parallel
   for (long i = 0; i < count; i++) step(operations[i], *pass);
 }

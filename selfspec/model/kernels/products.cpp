@@ -29,6 +29,7 @@ void pack(long in, long out, const Number* weight, Number* panels) {
 // rows [count, in] -> result [count, out], plus bias [out] where there is one.
 void product(long count, long in, long out, const Number* rows, const Number* panels,
              const Number* bias, Number* result) {
+  if (!count) return;
   const Linear linear = {in, out, panels, bias};
   std::vector<Input> room(count > MOST_ROWS ? count * linear.inputs() : 0);
 #pragma omp parallel if (count * in * out > ALONE)
