@@ -62,8 +62,10 @@ def main(
     }
     output.mkdir(parents=True, exist_ok=True)
     write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write(output / "table.md", table(len(asked), dtype, found))
-    print(table(len(asked), dtype, found))
+    heading = f"{len(asked)} prompts, {dtype}: target logits against plain decoding's, bit by bit"
+    page = table(heading, "drafts", found)
+    write(output / "table.md", page)
+    print(page)
     if any(bits.differing for bits in found.values()):
         raise SystemExit(1)
 
@@ -91,12 +93,12 @@ def compare(
             raise SystemExit(f"{question.id}: another text from equal logits, with {name} drafts")
 
 
-def table(prompts: int, dtype: str, found: dict[str, Bits]) -> str:
-    """What was found, for people."""
+def table(heading: str, ways: str, found: dict[str, Bits]) -> str:
+    """What was found, for people; `ways`: what the names of `found` are."""
     lines = [
-        f"{prompts} prompts, {dtype}: target logits against plain decoding's, bit by bit",
+        heading,
         "",
-        "| drafts | positions | positions with any bit different |",
+        f"| {ways} | positions | positions with any bit different |",
         "| --- | --- | --- |",
         *(f"| {name} | {bits.positions:,} | {bits.differing:,} |" for name, bits in found.items()),
     ]

@@ -22,6 +22,7 @@ import torch
 import typer
 
 import selfspec
+from eval.draft_invariance import table
 from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
@@ -67,7 +68,9 @@ def main(
     }
     output.mkdir(parents=True, exist_ok=True)
     write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
-    page = table(len(asked), f"{dtype}, {name}", found)
+    what = f"{len(asked)} texts, {dtype}, {name}"
+    heading = f"{what}: logits against those of one pass over the text, bit by bit"
+    page = table(heading, "the text arrives", found)
     write(output / "table.md", page)
     print(page, end="")
     if any(bits.differing for bits in found.values()):
@@ -91,18 +94,6 @@ def compare(
             f"{question.id}, {name}", logits(speculator.backbone, ids, way), expected
         )
     return hashlib.sha256(expected.numpy().tobytes()).hexdigest()
-
-
-def table(texts: int, what: str, found: dict[str, Bits]) -> str:
-    """What was found, for people."""
-    lines = [
-        f"{texts} texts, {what}: logits against those of one pass over the text, bit by bit",
-        "",
-        "| the text arrives | positions | positions with any bit different |",
-        "| --- | --- | --- |",
-        *(f"| {way} | {bits.positions:,} | {bits.differing:,} |" for way, bits in found.items()),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
