@@ -76,7 +76,7 @@ def choose(decoder: Decoder, name: str) -> Chosen:
     return Chosen("generic", decoder.own, refused)
 
 
-def _packed(kind: type[PackedExecutor]) -> Callable[[Decoder, bool], Executor]:
+def _copied(kind: type[PackedExecutor | FusedExecutor]) -> Callable[[Decoder, bool], Executor]:
     def make(decoder: Decoder, _asked: bool) -> Executor:
         """Weights that lie in a file leave memory as soon as they are copied."""
         pages = FilePages()
@@ -111,8 +111,8 @@ def _graphs(decoder: Decoder, asked: bool) -> Executor:
 AUTO = "auto"
 
 EXECUTORS = {
-    "fused": Kind("cpu", _packed(FusedExecutor)),
-    "packed": Kind("cpu", _packed(PackedExecutor)),
+    "fused": Kind("cpu", _copied(FusedExecutor)),
+    "packed": Kind("cpu", _copied(PackedExecutor)),
     "cuda-graph": Kind("cuda", _graphs),
     "generic": Kind(None, lambda decoder, _: decoder.own),
 }

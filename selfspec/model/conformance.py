@@ -223,12 +223,12 @@ class PlantedLease(Lease):
         return found
 
     def room(
-        self, count: int, first: int, last: int, like: Tensor
+        self, count: int, first: int, last: int, like: Tensor, panel: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """As of any lease."""
         for layer in range(first, last):
             self._plant(layer, like, like)
-            yield from super().room(count, layer, layer + 1, like)
+            yield from super().room(count, layer, layer + 1, like, panel)
             self._keys[layer] = self._values[layer] = None
 
     def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -33,6 +33,7 @@ class Lease:
         self.num_layers = num_layers
         self.slots = slots
         self._lengths = [0] * num_layers
+        self._panel = 1
         self._keys: list[Tensor | None] = [None] * num_layers  # [B, kv heads, slots, head_dim]
         self._values: list[Tensor | None] = [None] * num_layers
 
@@ -65,13 +66,15 @@ class Lease:
         return all_keys[..., :seen, :], all_values[..., :seen, :]
 
     def room(
-        self, count: int, first: int, last: int, like: Tensor
+        self, count: int, first: int, last: int, like: Tensor, panel: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The whole buffers of layers first+1..last, with room for `count` positions more.
 
-        For code that writes there by itself, in an order of its own within 64 slots, and then calls
-        `extend`. `like`: keys of no position, [B, heads, 0, head_dim].
+        For code that writes there by itself and then calls `extend`. `like`: keys of no position,
+        [B, heads, 0, head_dim]. The keys of so many slots as `panel` lie side by side,
+        [B, heads, slots / panel, head_dim, panel].
         """
+        self._panel = panel
         for layer in range(first, last):
             start = self._lengths[layer]
             self.check_room(start + count)
@@ -112,10 +115,10 @@ class Lease:
         and nothing is copied; those of a tree move up.
         """
         if list(path) != list(range(len(path))):
-            for buffer in (*self._keys, *self._values):
-                if buffer is not None:
-                    chosen = torch.tensor(path, device=buffer.device) + start
-                    buffer[..., start : start + len(path), :] = buffer[..., chosen, :]
+            for panel, buffers in ((self._panel, self._keys), (1, self._values)):
+                for buffer in buffers:
+                    if buffer is not None:
+                        _move_up(buffer, start, path, panel)
         self.truncate(start + len(path))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -149,3 +152,11 @@ def fixed_slots(length: int) -> int:
     Few distinct values mean few shapes, and each shape in use is probed once.
     """
     return -(-length // 64) * 64
+
+
+def _move_up(buffer: Tensor, start: int, path: Sequence[int], panel: int) -> None:
+    """Positions start + path go to start, start + 1, ..; `panel` slots lie side by side."""
+    here = torch.arange(start, start + len(path), device=buffer.device)
+    there = torch.tensor(path, device=buffer.device) + start
+    panels = buffer.view(*buffer.shape[:-2], -1, buffer.shape[-1], panel)
+    panels[..., here // panel, :, here % panel] = panels[..., there // panel, :, there % panel]

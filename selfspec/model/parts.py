@@ -73,6 +73,19 @@ class DecoderParts:
             hidden = hidden * scale
         return self.norm(hidden) if self.norms_embeddings else hidden
 
+    @property
+    def rotates_by_kind(self) -> bool:
+        """Whether layers of each attention type have rotations of their own, as Gemma 3's have."""
+        taken = (
+            {} if self.rotary_emb is None else inspect.signature(self.rotary_emb.forward).parameters
+        )
+        return "layer_type" in taken
+
+    def rotations(self, hidden: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Of layers with attention of `kind`, whose module there is: for `positions` [B, T]."""
+        by_kind = (kind,) if self.rotates_by_kind else ()
+        return self.rotary_emb(hidden, positions, *by_kind)  # type: ignore[misc, no-any-return]  # callers know that it is there
+
     def with_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """[B, T, d] from boundary 0 at `positions` [B, T] -> what layer 1 reads, [B, T, d]."""
         if self.learned_positions is None:

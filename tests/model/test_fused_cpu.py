@@ -15,8 +15,10 @@ from selfspec.errors import UnsupportedModel
 from selfspec.files import cache_folder
 from selfspec.model.backbone import Backbone
 from selfspec.model.compiled import compiled, compiler
+from selfspec.model.executors.asked import _ACTIVATIONS, Activation, Norm, Rotation
 from selfspec.model.executors.fused_cpu import FusedExecutor
 from selfspec.model.executors.program import Operation, Program
+from selfspec.model.executors.recipe import Attention
 from selfspec.model.kv_store import Lease
 from selfspec.model.parts import parts_of
 from selfspec.model.products import CompiledLinear
@@ -43,10 +45,40 @@ def close(found: Tensor, expected: Tensor) -> bool:
 # --- the numbers
 
 
-def run(program: Program, rows: Tensor, lease: Lease | None = None, turned: Any = 0) -> Tensor:
-    """What the one layer of `program` makes of `rows` [T, d], rotated by `turned` if at all."""
+def rms(weight: Tensor, **fields: Any) -> Norm:
+    """As Llama has it, but for `fields`."""
+    plain: dict[str, Any] = {"bias": None, "eps": 1e-5, "centred": False, "rounds": True}
+    return Norm(weight.float(), **plain | fields)
+
+
+def attention(**fields: Any) -> Attention:
+    """GROUP * KV_HEADS queries, whole heads rotated, but for `fields`."""
+    plain: dict[str, Any] = {
+        **{"projections": (), "order": torch.empty(0), "output": nn.Identity()},
+        **{"heads": GROUP * KV_HEADS, "kv_heads": KV_HEADS, "size": SIZE},
+        **{"rotation": Rotation(SIZE, False, slice(0, None, 2)), "row_norms": None},
+        **{"head_norms": None, "norms_last": False},
+        **{"scaling": SIZE**-0.5, "softcap": None, "window": None},
+    }
+    return Attention(**plain | fields)
+
+
+def run(
+    program: Program,
+    rows: Tensor,
+    lease: Lease | None = None,
+    turned: Tensor | None = None,
+    parents: list[int] | None = None,
+) -> Tensor:
+    """What the one layer of `program` makes of `rows` [T, d], rotated by `turned` if at all.
+
+    A layer of products alone attends behind them, to a buffer that nothing reads.
+    """
+    if program._heads is None:
+        program._heads = KV_HEADS, SIZE
+    turns = torch.empty(0) if turned is None else turned.contiguous()
     with torch.inference_mode():
-        return program.run(rows, 0, 1, torch.as_tensor(turned), KV_HEADS, lease or Lease(1))
+        return program.run(rows, 0, 1, [turns], lease or Lease(1), parents)
 
 
 def back(program: Program, width: int, narrow: int, dtype: torch.dtype) -> Operation:
@@ -57,11 +89,40 @@ def back(program: Program, width: int, narrow: int, dtype: torch.dtype) -> Opera
 @needs_compiler
 @pytest.mark.parametrize("rows", [1, 20])
 def test_a_norm_is_that_of_torch(dtype: torch.dtype, rows: int) -> None:
-    program = Program(dtype, SIZE, GROUP, [37])
-    hidden, weight = torch.randn(rows, 37).to(dtype), torch.randn(37).to(dtype)
-    program.add_layer([program.norm(0, 0, weight, 1e-5)])
+    program, eye = Program(dtype, [37, 37]), CompiledLinear(torch.eye(37, dtype=dtype))
+    hidden, weight = torch.randn(rows, 37).to(dtype) + 3, torch.randn(37).to(dtype)
+    program.add_layer([program.norm(0, 1, rms(weight)), program.product(1, 0, eye)])
     expected = nn.functional.rms_norm(hidden.double(), (37,), weight.double(), 1e-5)
     assert close(run(program, hidden), expected)
+
+
+@needs_compiler
+def test_a_norm_takes_a_mean_off_and_adds_several_times(dtype: torch.dtype) -> None:
+    program, eye = Program(dtype, [37, 37]), CompiledLinear(torch.eye(37, dtype=dtype))
+    hidden, weight, bias = torch.randn(9, 37).to(dtype) + 3, torch.randn(37), torch.randn(37)
+    norm = rms(weight, bias=bias, centred=True, rounds=False)
+    program.add_layer([program.product(0, 1, eye), program.norm(1, 0, norm, adds=0.5)])
+    numbers = weight.double(), bias.double()
+    normed = nn.functional.layer_norm(hidden.double(), (37,), *numbers, 1e-5)
+    found = run(program, hidden)
+    assert close(found, hidden + (normed.to(dtype) * 0.5).double())
+    assert torch.equal(found, hidden + norm(hidden) * 0.5) or dtype == torch.float32
+
+
+@needs_compiler
+def test_a_norm_of_a_part_leaves_the_rest(dtype: torch.dtype) -> None:
+    program, eye = Program(dtype, [37, 37]), CompiledLinear(torch.eye(37, dtype=dtype))
+    hidden, norm = torch.randn(9, 37).to(dtype), rms(torch.randn(10))
+    parts = [
+        program.product(0, 1, eye),
+        program.norm(1, 1, norm, at=20),
+        program.product(1, 0, eye),
+    ]
+    program.add_layer(parts)
+    found = run(program, hidden)
+    assert torch.equal(found[:, :20], hidden[:, :20])
+    assert torch.equal(found[:, 30:], hidden[:, 30:])
+    assert close(found[:, 20:30], norm(hidden[:, 20:30]))
 
 
 @needs_compiler
@@ -71,35 +132,45 @@ def test_products_follow_each_other_and_add(dtype: torch.dtype, rows: int) -> No
     first, bias = torch.randn(50, 37).to(dtype), torch.randn(50).to(dtype)
     second, hidden = torch.randn(37, 50).to(dtype), torch.randn(rows, 37).to(dtype)
     one, other = CompiledLinear(first, bias), CompiledLinear(second)
-    program = Program(dtype, SIZE, GROUP, [37, 50])
-    program.add_layer([program.product(0, 1, one), program.product(1, 0, other, adds=True)])
+    program = Program(dtype, [37, 50])
+    program.add_layer([program.product(0, 1, one), program.product(1, 0, other, adds=1)])
     assert torch.equal(run(program, hidden), hidden + other(one(hidden)))
 
 
 @needs_compiler
-def test_gates_of_any_size_are_right(dtype: torch.dtype) -> None:
-    gates = torch.cat([torch.linspace(-200, 200, 999), torch.tensor([0.0, -1e30, 1e30])]).to(dtype)
-    up = torch.randn(len(gates)).to(dtype)
-    both = torch.cat([gates, up])[None].repeat(3, 1)
-    program = Program(dtype, SIZE, GROUP, [2 * len(up), len(up)])
-    program.add_layer([program.gate(0, 1), back(program, 2 * len(up), len(up), dtype)])
-    expected = nn.functional.silu(gates.double()) * up.double()
-    assert close(run(program, both)[:, : len(up)], expected[None])
+@pytest.mark.parametrize("function", list(Activation))
+def test_activations_of_any_size_are_right(dtype: torch.dtype, function: Activation) -> None:
+    x = torch.cat([torch.linspace(-200, 200, 999), torch.linspace(-6, 6, 99)])
+    x = torch.cat([x, torch.tensor([0.0, -1e18, 1e18])]).to(dtype)
+    times, width = torch.randn(len(x)).to(dtype), len(x)
+    expected = _ACTIVATIONS[function](x.double())
+    program = Program(dtype, [2 * width, width])
+    gate = program.activate(0, 1, function, gated=True)
+    program.add_layer([gate, back(program, 2 * width, width, dtype)])
+    found = run(program, torch.cat([x, times])[None].repeat(3, 1))[:, :width]
+    assert close(found, expected.to(dtype).double() * times.double())
+    program = Program(dtype, [width, width])
+    eye = CompiledLinear(torch.eye(width, dtype=dtype))
+    program.add_layer([program.activate(0, 1, function, gated=False), program.product(1, 0, eye)])
+    assert close(run(program, x[None]), expected[None])
 
 
 @needs_compiler
 def test_nothing_is_read_or_written_beside_a_buffer() -> None:
-    program = Program(torch.float32, SIZE, GROUP, [37, 50])
+    program = Program(torch.float32, [37, 50])
     for wrong in (
-        lambda: program.norm(0, 0, torch.ones(50), 1e-5),
+        lambda: program.norm(0, 1, rms(torch.ones(37))),
         lambda: program.product(0, 1, CompiledLinear(torch.ones(51, 37))),
         lambda: program.product(0, 1, CompiledLinear(torch.ones(50, 36))),
-        lambda: program.gate(0, 1),
-        lambda: program.attend(0, 1, layer=0, kv_heads=1, scaling=1.0),
+        lambda: program.activate(0, 1, Activation.SILU, gated=True),
+        lambda: program.activate(0, 1, Activation.SILU, gated=False),
+        lambda: program.attend(0, 1, attention(), layer=0, rotation=0),
     ):
         with pytest.raises(ValueError, match="layers differ in width"):
             wrong()
-    program.add_layer([program.norm(0, 0, torch.ones(37), 1e-5)])
+    with pytest.raises(ValueError, match="a norm of 30 numbers does not fit 50"):
+        program.norm(1, 1, rms(torch.ones(30)), at=21)
+    program.add_layer([program.norm(0, 0, rms(torch.ones(37)), adds=1)])
     assert run(program, torch.empty(0, 37)).shape == (0, 37)
     for rows in (torch.ones(2, 36), torch.ones(2, 37, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="not of these layers"):
@@ -132,18 +203,19 @@ class Attended:
             dtype
         )
 
-    def found(self, widths: list[int]) -> Tensor:
-        """In passes of `widths` rows."""
+    def found(self, widths: list[int], parents: list[int] | None = None) -> Tensor:
+        """In passes of `widths` rows; `parents`: of the rows of one pass."""
         dtype, all_heads = self.projected.dtype, KV_HEADS * (GROUP + 2) * SIZE
-        program = Program(dtype, SIZE, GROUP, [all_heads, KV_HEADS * GROUP * SIZE])
-        options = {"scaling": SIZE**-0.5, "eps": 1e-6, "head_norms": self.norms}
-        attend = program.attend(0, 1, layer=0, kv_heads=KV_HEADS, window=self.window, **options)
+        program = Program(dtype, [all_heads, KV_HEADS * GROUP * SIZE])
+        norms = rms(self.norms, eps=1e-6)
+        made = attention(head_norms=norms, window=self.window or None)
+        attend = program.attend(0, 1, made, layer=0, rotation=0)
         program.add_layer([attend, back(program, all_heads, KV_HEADS * GROUP * SIZE, dtype)])
         lease, outs = self.held_by_a_lease(), []
         for projected, turned in zip(
             self.projected.split(widths), self.rotations.split(widths), strict=True
         ):
-            outs.append(run(program, projected.flatten(1), lease, turned))
+            outs.append(run(program, projected.flatten(1), lease, turned, parents))
         whole = torch.cat(outs)[:, : KV_HEADS * GROUP * SIZE]
         return whole.unflatten(1, (KV_HEADS * GROUP, SIZE))
 
@@ -151,7 +223,7 @@ class Attended:
         """Keys in panels of 16 positions, values one by one, filled up to WIDTH."""
         lease = Lease(1)
         like = self.keys.new_empty(1, KV_HEADS, 0, WIDTH)
-        ((keys, values),) = lease.room(SLOTS - 60, 0, 1, like)
+        ((keys, values),) = lease.room(SLOTS - 60, 0, 1, like, panel=16)
         assert keys.shape[2] == SLOTS
         panels = self.keys.unflatten(1, (-1, 16)).transpose(2, 3).flatten(2)
         keys.copy_(nn.functional.pad(panels, (0, 16 * (WIDTH - SIZE))).view_as(keys))
@@ -216,20 +288,78 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, threads: int
         torch.set_num_threads(before)
 
 
+@needs_compiler
+@pytest.mark.parametrize("window", [0, 17])
+@pytest.mark.parametrize("held", [0, 50, 60])
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
+    dtype: torch.dtype, held: int, window: int
+) -> None:
+    """Also across the end of a block of 64 positions."""
+    parents = [-1, -1, *range(1, 9), 4, 4, 12]
+    whole = Attended(dtype, held, len(parents), window)
+    for row in range(len(parents)):
+        path = [row]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        chain = Attended(dtype, held, len(parents), window)
+        whole.rotations[path] = chain.rotations[: len(path)]  # siblings share a position
+        chain.projected = chain.projected[path]
+        chain.rotations = chain.rotations[: len(path)]
+        found = whole.found([len(parents)], parents)[path]
+        assert torch.equal(found, chain.found([len(path)]))
+
+
+@needs_compiler
+def test_keys_of_a_kept_branch_move_up(dtype: torch.dtype) -> None:
+    rows = Attended(dtype, 60, 10)
+    lease = rows.held_by_a_lease()
+    before = lease._keys[0].clone(), lease._values[0].clone()  # type: ignore[union-attr]
+    lease.extend(10, 0, 1)
+    lease.keep(60, [1, 3, 8])
+    assert lease.length(0) == 63
+    keys, values = lease._keys[0], lease._values[0]
+    assert torch.equal(values[..., :60, :], before[1][..., :60, :])  # type: ignore[index]
+    assert torch.equal(values[..., 60:63, :], before[1][..., [61, 63, 68], :])  # type: ignore[index]
+    by_slot = [
+        one.view(KV_HEADS, -1, WIDTH, 16).transpose(-1, -2).flatten(1, 2)  # type: ignore[union-attr]
+        for one in (keys, before[0])
+    ]
+    assert torch.equal(by_slot[0][:, :60], by_slot[1][:, :60])
+    assert torch.equal(by_slot[0][:, 60:63], by_slot[1][:, [61, 63, 68]])
+
+
+@needs_compiler
+def test_scores_are_capped(dtype: torch.dtype) -> None:
+    rows = Attended(dtype, 70, 1)
+    made = attention(softcap=0.7, rotation=None)
+    width = KV_HEADS * GROUP * SIZE
+    program = Program(dtype, [rows.projected.shape[1] * SIZE, width])
+    attend = program.attend(0, 1, made, layer=0, rotation=0)
+    program.add_layer([attend, back(program, rows.projected.shape[1] * SIZE, width, dtype)])
+    found = run(program, rows.projected.flatten(1), rows.held_by_a_lease())[:, :width]
+    queries, key, value = rows.projected[0].double().split([KV_HEADS * GROUP, KV_HEADS, KV_HEADS])
+    keys = torch.cat([rows.keys[:, :70].double(), key[:, None]], 1).repeat_interleave(GROUP, 0)
+    values = torch.cat([rows.values[:, :70].double(), value[:, None]], 1)
+    scores = (queries[:, None] @ keys.transpose(1, 2)) * SIZE**-0.5
+    weights = (0.7 * torch.tanh(scores / 0.7)).softmax(-1)
+    expected = (weights @ values.repeat_interleave(GROUP, 0)).flatten()
+    assert close(found[0], expected)
+
+
 # --- where they cannot be had
 
 
-def test_another_activation_keeps_its_own() -> None:
-    model = make_model("llama", hidden_act="gelu")
+def test_an_unknown_activation_is_left_to_others() -> None:
+    model = make_model("llama", hidden_act="mish")
     assert Backbone(model).executor_name == "packed"
-    with pytest.raises(UnsupportedModel, match="the activation is gelu"):
+    with pytest.raises(UnsupportedModel, match="the activation is MishActivation"):
         Backbone(model, executor="fused")
 
 
-def test_norms_in_another_dtype_are_not_read() -> None:
+def test_norms_in_another_dtype_are_left_to_others() -> None:
     model: Any = make_model("llama")
-    model.model.layers[1].input_layernorm.bfloat16()
-    with pytest.raises(ValueError, match=r"those of a norm are torch\.bfloat16"):
+    model.model.layers[1].input_layernorm.double()
+    with pytest.raises(ValueError, match=r"LlamaRMSNorm gives torch\.float64"):
         FusedExecutor(parts_of(model), model.lm_head)
 
 

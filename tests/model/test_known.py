@@ -15,8 +15,8 @@ from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.conformance import named_positions, stretches
-from selfspec.model.executors.known import require_capturable, require_llama_like
-from selfspec.model.executors.packed_cpu import PackedExecutor
+from selfspec.model.executors.known import require_capturable, require_known
+from selfspec.model.executors.rotations import Rotations
 from selfspec.model.executors.source import words
 from selfspec.model.parts import parts_of
 from tests.models import FAMILIES, PACKED_EXECUTORS, make_model, random_ids
@@ -93,10 +93,6 @@ def _hook(model: Any) -> None:
     model.lm_head.register_forward_pre_hook(lambda _, args: args)
 
 
-def _layer_scaling(model: Any) -> None:
-    model.model.layers[3].self_attn.scaling *= 1.0001
-
-
 def _weight_norm(model: Any) -> None:
     torch.nn.utils.parametrizations.weight_norm(model.model.layers[3].mlp.up_proj)
 
@@ -111,10 +107,9 @@ def _causal(model: Any) -> None:
         (_parameter, "layer 4: self_attn has sinks"),
         (_buffer, "layer 4: mlp has scale"),
         (_replaced, "layer 4: the forward of mlp was replaced"),
-        (_kind, "mlp.up_proj is no plain linear layer, but tests.model.test_known.Doubling"),
+        (_kind, "mlp.up_proj is tests.model.test_known.Doubling"),
         (_dtype, "layer 4: mlp.gate_proj: weights are torch.float64"),
         (_hook, "lm_head has hooks"),
-        (_layer_scaling, "layers differ in scaling"),
         (_weight_norm, "mlp.up_proj"),
         (_causal, "attention is not causal"),
     ],
@@ -123,15 +118,15 @@ def test_one_unknown_part_is_enough(change: Callable[[Any], None], found: str) -
     model: Any = make_model("llama")
     change(model)
     with pytest.raises(ValueError, match=found):
-        require_llama_like(model.model, model.lm_head)
+        require_known(parts_of(model), model.lm_head)
 
 
 def test_classes_whose_code_is_another_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make_model("llama")
-    require_llama_like(model.model, model.lm_head)
+    require_known(parts_of(model), model.lm_head)
     monkeypatch.setattr(LlamaMLP, "forward", scaled)
     with pytest.raises(ValueError, match=r"LlamaMLP uses \.mul"):
-        require_llama_like(model.model, model.lm_head)
+        require_known(parts_of(model), model.lm_head)
     assert Backbone(model).executor_name == "generic"
 
 
@@ -139,7 +134,7 @@ def test_hooks_of_all_modules_count(model: Any) -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         with pytest.raises(ValueError, match="hooks are set for all modules"):
-            require_llama_like(model.model, model.lm_head)
+            require_known(parts_of(model), model.lm_head)
         with pytest.raises(ValueError, match="hooks are set for all modules"):
             require_capturable(model.model, model.lm_head)
     finally:
@@ -182,14 +177,14 @@ def test_words_name_what_a_forward_uses() -> None:
 def test_an_executor_that_errs_only_far_from_the_start_is_not_chosen(
     executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = PackedExecutor._rotation
+    right = Rotations.at
 
-    def far(self: Any, rows: Tensor, positions: Tensor, start: int) -> Tensor:
-        rotation = right(self, rows, positions, start)
-        return rotation.conj().resolve_conj() if int(positions[-1]) >= 200 else rotation
+    def far(self: Any, rows: Tensor, positions: Tensor, start: int) -> list[Tensor]:
+        (turns,) = right(self, rows, positions, start)
+        return [turns.conj().resolve_conj() if int(positions[-1]) >= 200 else turns]
 
     Backbone(make_model("llama"), executor=executor)
-    monkeypatch.setattr(PackedExecutor, "_rotation", far)
+    monkeypatch.setattr(Rotations, "at", far)
     with pytest.raises(UnsupportedModel, match="at position 246"):
         Backbone(make_model("llama"), executor=executor)
 
@@ -200,13 +195,7 @@ def test_a_window_that_is_wrong_by_one_is_found_behind_it(
 ) -> None:
     model = make_model("mistral", sliding_window=100)
     Backbone(model, executor=executor)
-    right = PackedExecutor.__init__
-
-    def wider(self: Any, *args: Any, **kwargs: Any) -> None:
-        right(self, *args, **kwargs)
-        self._window += 1
-
-    monkeypatch.setattr(PackedExecutor, "__init__", wider)
+    monkeypatch.setattr("selfspec.model.executors.recipe.window_of", lambda *_: 101)
     with pytest.raises(UnsupportedModel, match="comes out differently at position 93"):
         Backbone(model, executor=executor)
 

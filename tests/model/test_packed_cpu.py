@@ -41,7 +41,7 @@ def test_logits_are_as_exact_as_the_models_own(family: str) -> None:
     for executor, dtype in RUNNING:
         model = make_model(family, dtype)
         packed, generic = Backbone(model, executor=executor), Backbone(model, executor="generic")
-        assert isinstance(packed._executor, PackedExecutor)
+        assert packed.executor_name == executor
         error, usual = ((logits(b, ids) - truth).square().mean().sqrt() for b in (packed, generic))
         assert error < 2 * usual
 

@@ -1,26 +1,31 @@
 """Layers from compiled code alone: a segment is one call of it.
 
 Every row is computed by itself, in an order that its position alone decides: its bits are the same
-in a prompt, among drafts and alone. Needs a C++ compiler on Linux; without one the packed executor
-runs the model.
+in a prompt, among drafts, on a branch of a tree and alone. Needs a C++ compiler on Linux; without
+one the packed executor runs the models that it knows, and the generic one all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.model.executors import Claims
-from selfspec.model.executors.known import require_llama_like
-from selfspec.model.executors.masks import FULL
-from selfspec.model.executors.packed_cpu import PackedExecutor, PackedLayer
+from selfspec.model.executors.asked import activation_of
+from selfspec.model.executors.known import require_known
+from selfspec.model.executors.masks import attention_types
 from selfspec.model.executors.program import Operation, Program
-from selfspec.model.kv_store import Lease
+from selfspec.model.executors.recipe import Recipe, recipe_of
+from selfspec.model.executors.rotations import Rotations
+from selfspec.model.parts import DecoderParts
 from selfspec.model.products import CompiledLinear
+from selfspec.model.rows import Rows
+
+_BLOCK_ROWS = 1024
+"""Rows of a prompt that run through the layers together: its memory does not grow with it."""
 
 
 class _Buffer(IntEnum):
@@ -30,81 +35,116 @@ class _Buffer(IntEnum):
     NORMED = 1
     PROJECTED = 2
     SEEN = 3
-    GATE_UP = 4
-    GATED = 5
+    INTO = 4
+    ACTIVATED = 5
+    BRANCH = 6
 
 
-class FusedExecutor(PackedExecutor):
-    """The decoder from compiled products, norms, attention and gates."""
+class FusedExecutor:
+    """The decoder from compiled products, norms, attention and activations."""
 
-    claims = Claims(steady_from=1)
-    linear = CompiledLinear
+    claims = Claims(steady_from=1, trees=True)
 
     def __init__(
-        self, decoder: Any, lm_head: nn.Linear, done: Callable[[nn.Module], object] = lambda _: None
+        self,
+        decoder: DecoderParts,
+        lm_head: nn.Linear,
+        done: Callable[[nn.Module], object] = lambda _: None,
     ) -> None:
-        """As the packed executor; raises ValueError, with the reason, also without a compiler."""
-        require_llama_like(decoder, lm_head)
-        _require_plain(decoder, lm_head.weight.dtype)
-        attention, mlp = decoder.layers[0].self_attn, decoder.layers[0].mlp
-        widths = {
-            _Buffer.HIDDEN: lm_head.in_features,
-            _Buffer.NORMED: lm_head.in_features,
-            _Buffer.PROJECTED: attention.q_proj.out_features + 2 * attention.k_proj.out_features,
-            _Buffer.SEEN: attention.q_proj.out_features,
-            _Buffer.GATE_UP: 2 * mlp.down_proj.in_features,
-            _Buffer.GATED: mlp.down_proj.in_features,
-        }
-        self._program = Program(
-            lm_head.weight.dtype,
-            head_size=attention.head_dim,
-            group=attention.q_proj.out_features // attention.k_proj.out_features,
-            widths=list(widths.values()),
-        )
-        super().__init__(decoder, lm_head, done)
-        for index, layer in enumerate(self._layers):
-            self._program.add_layer(self._operations(index, layer))
+        """Copies the weights, and calls `done` with each part that has its copy.
 
-    def _operations(self, index: int, layer: PackedLayer) -> list[Operation]:
+        Raises ValueError, with the reason, for layers that have no recipe, and without a compiler.
+        """
+        require_known(decoder, lm_head)
+        self._decoder, dtype = decoder, lm_head.weight.dtype
+        kinds = attention_types(decoder.config)
+        first = recipe_of(decoder, decoder.layers[0], kinds[0], dtype)  # before long work
+        self._program = Program(dtype, list(_widths(first, lm_head.in_features).values()))
+        # the largest first, while there is most room
+        self._lm_head = CompiledLinear.of(lm_head)
+        self.nbytes = self._lm_head.nbytes
+        """Bytes of the compiled layout of all weights."""
+        done(lm_head)
+        self._rotations = Rotations(decoder)
+        for index, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
+            recipe = recipe_of(decoder, layer, kind, dtype)
+            rotation = self._rotations.index(kind, recipe.attention.rotation)
+            self._program.add_layer(list(self._operations(recipe, index, rotation)))
+            done(layer)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""
+        return self._lm_head(self._decoder.norm(hidden))
+
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""
+        span, lease = rows.only, rows.only.lease
+        size = _BLOCK_ROWS if span.parents is None else len(hidden)  # a tree is one block
+        done = []
+        for block, places in zip(hidden.split(size), rows.positions.split(size), strict=True):
+            turns = self._rotations.at(block, places, lease.length(first))
+            done.append(self._program.run(block, first, last, turns, lease, span.parents))
+        return torch.cat(done) if len(done) > 1 else done[0]
+
+    def _operations(self, recipe: Recipe, index: int, rotation: int) -> Iterator[Operation]:
         """One layer, from its input to its output."""
         program, at = self._program, _Buffer
-        products = (layer.projections, layer.output, layer.gate_up, layer.down)
-        projections, output, gate_up, down = (cast(CompiledLinear, part) for part in products)
-        return [
-            program.norm(at.HIDDEN, at.NORMED, layer.input_norm.weight, layer.input_norm.eps),
-            program.product(at.NORMED, at.PROJECTED, projections),
-            program.attend(
-                at.PROJECTED,
-                at.SEEN,
-                layer=index,
-                kv_heads=self._kv_heads,
-                scaling=self._scaling,
-                window=0 if layer.kind == FULL else self._window,
-                head_norms=layer.head_norm,
-                eps=layer.head_eps,
-            ),
-            program.product(at.SEEN, at.HIDDEN, output, adds=True),
-            program.norm(at.HIDDEN, at.NORMED, layer.mlp_norm.weight, layer.mlp_norm.eps),
-            program.product(at.NORMED, at.GATE_UP, gate_up),
-            program.gate(at.GATE_UP, at.GATED),
-            program.product(at.GATED, at.HIDDEN, down, adds=True),
-        ]
+        attention, mlp = recipe.attention, recipe.mlp
 
-    def _run(self, rows: Tensor, first: int, last: int, positions: Tensor, kv: Lease) -> Tensor:
-        """Layers first+1..last on one block, [T, d], behind the positions that `kv` holds."""
-        rotations = self._rotation(rows, positions, kv.length(first))
-        return self._program.run(rows, first, last, rotations, self._kv_heads, kv)
+        def normed(place: int) -> Iterator[Operation]:
+            if (norm := recipe.before[place]) is not None:
+                yield program.norm(at.HIDDEN, at.NORMED, norm)
+
+        def added(place: int, source: int, linear: nn.Linear) -> Iterator[Operation]:
+            product, norm = self._product(linear), recipe.behind[place]
+            if norm is None:
+                yield program.product(source, at.HIDDEN, product, adds=recipe.times)
+            else:
+                yield program.product(source, at.BRANCH, product)
+                yield program.norm(at.BRANCH, at.HIDDEN, norm, adds=recipe.times)
+
+        def attend() -> Iterator[Operation]:
+            source = at.HIDDEN if recipe.before[0] is None else at.NORMED
+            projections = self._product(*attention.projections, order=attention.order)
+            yield program.product(source, at.PROJECTED, projections)
+            if attention.row_norms is not None:
+                queries, keys = attention.row_norms
+                yield program.norm(at.PROJECTED, at.PROJECTED, queries)
+                yield program.norm(at.PROJECTED, at.PROJECTED, keys, at=len(queries.weight))
+            yield program.attend(at.PROJECTED, at.SEEN, attention, layer=index, rotation=rotation)
+
+        def activate() -> Iterator[Operation]:
+            shared = recipe.parallel and recipe.before[0] is not None
+            source = at.HIDDEN if recipe.before[1] is None and not shared else at.NORMED
+            function = activation_of(mlp.activation)
+            yield program.product(source, at.INTO, self._product(*mlp.into))
+            yield program.activate(at.INTO, at.ACTIVATED, function, gated=mlp.gated)
+
+        yield from normed(0)
+        yield from attend()
+        if not recipe.parallel:
+            yield from added(0, at.SEEN, attention.output)
+        yield from normed(1)
+        yield from activate()
+        if recipe.parallel:
+            yield from added(0, at.SEEN, attention.output)
+        yield from added(1, at.ACTIVATED, mlp.down)
+
+    def _product(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
+        product = CompiledLinear.of(*parts, order=order)
+        self.nbytes += product.nbytes
+        return product
 
 
-def _require_plain(decoder: Any, dtype: torch.dtype) -> None:
-    """Raise ValueError unless the compiled code computes what lies between these layers' products.
-
-    A look at the parts only; whether the numbers agree is for the conformance check.
-    """
-    activation = getattr(decoder.config, "hidden_act", None)
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"the activation is {activation}, compiled code knows silu")
-    for layer in decoder.layers:
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            if norm.weight.dtype != dtype:
-                raise ValueError(f"weights are {dtype}, those of a norm are {norm.weight.dtype}")
+def _widths(recipe: Recipe, width: int) -> dict[_Buffer, int]:
+    """Numbers of a row in each buffer."""
+    attention, mlp, at = recipe.attention, recipe.mlp, _Buffer
+    return {
+        at.HIDDEN: width,
+        at.NORMED: width,
+        at.PROJECTED: len(attention.order),
+        at.SEEN: attention.heads * attention.size,
+        at.INTO: sum(part.out_features for part in mlp.into),
+        at.ACTIVATED: mlp.down.in_features,
+        at.BRANCH: 0 if recipe.behind == (None, None) else width,
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -31,9 +30,7 @@ class GenericExecutor:
         self.decoder = decoder
         self._lm_head = lm_head
         self.layer_types = attention_types(decoder.config)
-        rotary = decoder.rotary_emb
-        taken = {} if rotary is None else inspect.signature(rotary.forward).parameters
-        self._rotary_by_type = "layer_type" in taken  # Gemma3 has one base frequency per type
+        self._rotates_by_kind = decoder.rotates_by_kind
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""
@@ -106,11 +103,11 @@ class GenericExecutor:
         self, hidden: Tensor, positions: Tensor, types: Iterable[str]
     ) -> dict[str, dict[str, Any]]:
         """What layers of each type are given of positions, as keywords."""
-        rotary = self.decoder.rotary_emb
-        if rotary is None:
-            return {kind: {} for kind in types}
-        if self._rotary_by_type:
-            made = {kind: rotary(hidden, positions, kind) for kind in types}
+        decoder, kinds = self.decoder, list(types)
+        if decoder.rotary_emb is None:
+            return {kind: {} for kind in kinds}
+        if self._rotates_by_kind:
+            made = {kind: decoder.rotations(hidden, positions, kind) for kind in kinds}
         else:
-            made = dict.fromkeys(types, rotary(hidden, position_ids=positions))
+            made = dict.fromkeys(kinds, decoder.rotations(hidden, positions, kinds[0]))
         return {kind: {"position_embeddings": rotations} for kind, rotations in made.items()}

@@ -17,12 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from selfspec.model.executors.masks import FULL, SLIDING, attention_types
 from selfspec.model.executors.source import words
+from selfspec.model.parts import DecoderParts
 from selfspec.model.products import why_unusual
-
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 """Where activations are defined that treat each number by itself."""
@@ -35,25 +31,48 @@ def _set(text: str) -> frozenset[str]:
 _TORCH = "torch nn F .functional .float32 .dtype .to .shape .view .reshape .transpose .contiguous"
 
 _LAYER_WORDS = _set(
-    "self.input_layernorm self.self_attn self.post_attention_layernorm self.mlp hidden_states= "
-    "attention_mask= position_ids= past_key_values= use_cache= position_embeddings="
+    "self.self_attn self.attention self.mlp self.input_layernorm self.post_attention_layernorm "
+    "self.pre_feedforward_layernorm self.post_feedforward_layernorm self.post_self_attn_layernorm "
+    "self.post_mlp_layernorm self.post_norm1 self.post_norm2 self.use_parallel_residual "
+    "self.residual_multiplier hidden_states= attention_mask= position_ids= past_key_values= "
+    "layer_past= use_cache= position_embeddings= "
+    "self.dropout self.resid_dropout self.resid_attn_dropout self.resid_mlp_dropout "  # off, all
+    "self.post_attention_dropout self.post_mlp_dropout"
 )
-_NORM_WORDS = _set(f"{_TORCH} self.weight self.variance_epsilon .pow .mean .rsqrt keepdim= .float")
+_NORM_WORDS = _set(
+    f"{_TORCH} self.weight self.bias self.eps self.variance_epsilon self.normalized_shape "
+    "self._norm .pow .mean .rsqrt .float .type_as .layer_norm keepdim= dtype= eps= "
+    "maybe_autocast _cast_if_autocast_enabled device_type= enabled= .device .type .amp "
+    ".autocast_mode ._cast .get_autocast_dtype .is_autocast_enabled"
+)
 _MLP_WORDS = _set(
-    f"{_TORCH} self.gate_proj self.up_proj self.down_proj self.act_fn "
+    f"{_TORCH} self.gate_proj self.up_proj self.down_proj self.gate_up_proj self.c_fc self.c_proj "
+    "self.fc1 self.fc2 self.dense_h_to_4h self.dense_4h_to_h "
+    "self.act_fn self.activation_fn self.act .chunk dim= "
     "self.residual_dropout self.training .dropout p= training="  # dropout is off in evaluation
 )
 _ATTENTION_WORDS = _set(
-    f"{_TORCH} .cat .expand .matmul .softmax .unsqueeze .dropout dim= dtype= p= training= "
-    "self.q_proj self.k_proj self.v_proj self.o_proj self.q_norm self.k_norm self.head_dim "
-    "self.num_key_value_groups self.scaling self.layer_idx self.config self.training "
-    "self.attention_dropout self.residual_dropout dropout= scaling= "  # off, too
+    f"{_TORCH} .cat .expand .matmul .softmax .unsqueeze .dropout .float .flatten .stack .chunk "
+    ".split .repeat_interleave .size .tanh dim= dtype= p= training= "
+    "self.config self.training self.layer_idx "
+    "self.q_proj self.k_proj self.v_proj self.qkv_proj self.query_key_value self.o_proj self.dense "
+    "self.q_norm self.k_norm self.q_layernorm self.k_layernorm self.query_layernorm "
+    "self.key_layernorm self.use_qk_norm self.qk_layernorm self.head_dim self.head_size "
+    "self.num_heads self.num_key_value_heads self.num_key_value_groups config.num_attention_heads "
+    "self.scaling self.attn_logit_softcapping softcap= self.rotary_ndims self.use_rope "
+    "self.is_sliding self.attention_dropout self.residual_dropout dropout= scaling= "  # off, too
     "ALL_ATTENTION_FUNCTIONS .get_interface config._attn_implementation eager_attention_forward "
     "repeat_kv apply_rotary_pos_emb rotate_half use_kernel_forward_from_hub 'rotary_pos_emb' "
     # windows are in the masks; only flash attention, which is not known, reads these
     "self.sliding_window config.sliding_window sliding_window= 'sliding_window' position_ids= "
     ".update"
 )
+_WORDS = {
+    "": _LAYER_WORDS,
+    "mlp": _MLP_WORDS,
+    **dict.fromkeys(("self_attn", "attention"), _ATTENTION_WORDS),
+}
+"""By name of the part; "": the layer."""
 _DEVICE_WORDS = _set(".item .tolist .cpu .numpy .nonzero .any .all .get_seq_length .synchronize")
 """What reads back from a device, or steers Python by it: a captured graph would not do it again."""
 
@@ -63,11 +82,10 @@ _IDLE = ("transformers.utils.output_capturing", "selfspec.model.hooks")
 _INITIAL = ("__init__", "__init_subclass__", "extra_repr", "reset_parameters")
 
 
-def require_llama_like(decoder: Any, lm_head: Any) -> None:
-    """Raise ValueError unless these layers are nothing but what packed weights compute.
+def require_known(decoder: DecoderParts, lm_head: Any) -> None:
+    """Raise ValueError unless every word of these layers' forwards is one that a recipe explains.
 
-    That is: RMSNorm, rotated queries and keys (normed or not), softmax attention over full or
-    sliding windows, and a gated MLP, each added to what came in.
+    And unless their linear layers are plain ones, of one dtype, with nothing around them.
     """
     require_own_attention(decoder.config)
     _require_usual(decoder)
@@ -81,10 +99,6 @@ def require_llama_like(decoder: Any, lm_head: Any) -> None:
             _require_layer(layer, lm_head.weight)
         except ValueError as error:
             raise ValueError(f"layer {index + 1}: {error}") from None
-    attentions = [layer.self_attn for layer in decoder.layers]
-    for name in ("head_dim", "scaling"):
-        values = {float(getattr(attention, name)) for attention in attentions}
-        _need(len(values) == 1, f"layers differ in {name}: {sorted(values)}")
 
 
 def require_own_attention(config: Any) -> None:
@@ -151,39 +165,28 @@ def _require_usual(decoder: Any) -> None:
     _need(decoder.rotary_emb is not None, "positions are not rotated")
 
 
-def _require_layer(layer: Any, like: Tensor) -> None:
-    """Raise ValueError unless one layer is Llama's, with weights of the dtype of `like`."""
-    _need_children("it", layer, _LAYER)
-    _need_words(layer, _LAYER_WORDS)
-    attention, mlp = layer.self_attn, layer.mlp
-    _need_children("attention", attention, _ATTENTION, _HEAD_NORMS)
-    _need_words(attention, _ATTENTION_WORDS)
-    _need_children("mlp", mlp, _MLP)
-    _need_words(mlp, _MLP_WORDS)
+def _require_layer(layer: nn.Module, like: Tensor) -> None:
+    """Raise ValueError unless one layer's parts are known, with weights of the dtype of `like`."""
     for name, part in layer.named_modules():
         _need_plain(name or "it", part)
-        if name.endswith("_proj"):
-            _need(type(part) is nn.Linear, f"{name} is no plain linear layer, but {_kind(part)}")
+        allowed: set[str] = set()
+        if type(part) is nn.Linear:
             reason = why_unusual(part.weight)
             _need(reason is None, f"{name}: {reason}")
             _need(part.weight.dtype == like.dtype, f"{name} is {part.weight.dtype}")
             allowed = {"weight", "bias"}
-        elif name.endswith("norm"):
+        elif "norm" in name:
             _need_words(part, _NORM_WORDS)
-            allowed = {"weight"}
-        elif name.endswith("act_fn"):
-            _need(type(part).__module__ in _ACTIVATIONS, f"{name} is {_kind(part)}")
-            allowed = set()
+            allowed = {"weight", "bias"}
+        elif name.startswith("mlp.") and type(part).__module__ in _ACTIVATIONS:
+            pass
+        elif name in _WORDS:
+            _need_words(part, _WORDS[name])
         else:
-            allowed = set()
+            idle = isinstance(part, nn.Dropout | nn.Identity)
+            _need(idle, f"{name} is {_kind(part)}")
         own = {key for key, _ in [*part.named_parameters(recurse=False), *_buffers(part)]}
         _need(own <= allowed, f"{name or 'it'} has {', '.join(sorted(own - allowed))}")
-
-
-def _need_children(name: str, part: nn.Module, needed: set[str], more: set[str] = set()) -> None:  # noqa: B006  # never changed
-    """`more` may be there, all or none."""
-    found = {child for child, _ in part.named_children()}
-    _need(found in (needed, needed | more), f"{name} holds {', '.join(sorted(found))}")
 
 
 def _need_words(part: nn.Module, known: frozenset[str]) -> None:

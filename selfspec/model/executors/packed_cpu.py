@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.executors import Claims
-from selfspec.model.executors.known import require_llama_like
+from selfspec.model.executors.asked import Norm
+from selfspec.model.executors.known import require_known
 from selfspec.model.executors.masks import FULL, attention_types
+from selfspec.model.executors.recipe import Recipe, recipe_of
+from selfspec.model.executors.rotations import Rotations
 from selfspec.model.executors.slots import SteadySlots
 from selfspec.model.kv_store import Lease
-from selfspec.model.products import CompiledLinear, PackedLinear, Product
+from selfspec.model.parts import DecoderParts
+from selfspec.model.products import PackedLinear, Product
 from selfspec.model.rows import Rows
 
 _ATTENTION_ROWS = {16: 12, 0: 25}
@@ -46,16 +50,20 @@ class RowNorm(NamedTuple):
         """[T, d] -> [T, d]."""
         return nn.functional.rms_norm(rows, self.weight.shape, self.weight, self.eps)
 
+    @classmethod
+    def of(cls, norm: Norm, dtype: torch.dtype) -> RowNorm:
+        """For rows of `dtype`."""
+        return cls(norm.weight.to(dtype), norm.eps)
+
 
 @dataclass(frozen=True)
 class PackedLayer:
     """What one decoder layer computes with."""
 
-    kind: str
+    window: int | None
     input_norm: RowNorm
     projections: Product  # queries, keys, values
-    head_norm: Tensor | None  # [heads + kv heads, head_dim]: weights of q_norm and k_norm
-    head_eps: float
+    head_norm: Norm | None
     output: Product
     mlp_norm: RowNorm
     gate_up: Product
@@ -64,42 +72,41 @@ class PackedLayer:
 
 
 class PackedExecutor:
-    """The decoder from packed weights; keys, values and attention in float32."""
+    """Layers like Llama's from packed weights; keys, values and attention in float32."""
 
     claims = Claims(steady_from=2, steady_to=16)
-    linear: type[PackedLinear | CompiledLinear] = PackedLinear
-    """What its products are made of."""
 
     def __init__(
-        self, decoder: Any, lm_head: nn.Linear, done: Callable[[nn.Module], object] = lambda _: None
+        self,
+        decoder: DecoderParts,
+        lm_head: nn.Linear,
+        done: Callable[[nn.Module], object] = lambda _: None,
     ) -> None:
         """Copies the weights, and calls `done` with each part that has its copy.
 
         Raises ValueError, with the reason, for layers of another shape.
         """
-        require_llama_like(decoder, lm_head)
-        attention = decoder.layers[0].self_attn
+        require_known(decoder, lm_head)
+        dtype, kinds = lm_head.weight.dtype, attention_types(decoder.config)
+        attention = recipe_of(decoder, decoder.layers[0], kinds[0], dtype).attention
         self._decoder = decoder
-        self._size = int(attention.head_dim)
-        self._kv_heads = attention.k_proj.out_features // self._size
-        self._heads = attention.q_proj.out_features // self._size
-        self._scaling = float(attention.scaling)
+        self._size, self._scaling = attention.size, attention.scaling
+        self._kv_heads, self._heads = attention.kv_heads, attention.heads
         self._attention_rows = _ATTENTION_ROWS[16 if self._size >= 16 else 0]
         group = self._heads // self._kv_heads
         query_rows = sorted({max(self._attention_rows, group * rows) for rows in _PROBED_ROWS})
         self._slots = SteadySlots(self._kv_heads, self._size, query_rows)
-        self._window = int(getattr(decoder.config, "sliding_window", None) or 0)
-        # rotary pairs (j, j + size / 2) become neighbours: a rotation is then one complex product
-        self._pairs = torch.arange(self._size).view(2, -1).T.flatten()
         # the largest first, while there is most room
-        self._lm_head: Product = self.linear.of(lm_head)
+        self._lm_head: Product = PackedLinear.of(lm_head)
         done(lm_head)
+        self._rotations = Rotations(decoder)
         self._layers: list[PackedLayer] = []
-        for layer, kind in zip(decoder.layers, attention_types(decoder.config), strict=True):
-            self._layers.append(self._pack(layer, kind))
+        for layer, kind in zip(decoder.layers, kinds, strict=True):
+            recipe = recipe_of(decoder, layer, kind, dtype)
+            self._require_llama_like(recipe)
+            self._rotations.index(FULL, recipe.attention.rotation)
+            self._layers.append(_packed(recipe, dtype))
             done(layer)
-        self._rotations = torch.empty(0)  # [slots, size / 2], grows with the text
-        self._offset = 0  # position of the first slot, which is not 0 in checks only
 
     @property
     def nbytes(self) -> int:
@@ -124,14 +131,15 @@ class PackedExecutor:
         """Layers first+1..last on one block, [T, d]."""
         start = kv.length(first)
         held = kv.get_mask_sizes(len(rows), first)[0]
-        rotation = self._rotation(rows, positions, start)
+        (turns,) = self._rotations.at(rows, positions, start)
+        rotation = turns[:, None]
         end = kv.slots or self._slots.at_least(held)
-        kinds = {layer.kind for layer in self._layers[first:last]}
+        windows = {layer.window for layer in self._layers[first:last]}
         places = torch.arange(start, start + len(rows))
-        masks = {kind: self._masks(kind, places, held, end) for kind in kinds}
+        masks = {window: self._masks(window, places, held, end) for window in windows}
         for index in range(first, last):
             layer = self._layers[index]
-            attended = self._attend(layer, index, rows, rotation, masks[layer.kind], kv)
+            attended = self._attend(layer, index, rows, rotation, masks[layer.window], kv)
             rows = rows + layer.output(attended)
             gate, up = layer.gate_up(layer.mlp_norm(rows)).chunk(2, dim=-1)
             rows = rows + layer.down(layer.activation(gate).mul_(up))
@@ -155,8 +163,8 @@ class PackedExecutor:
         queries, keys, values = parts.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         turned = parts[:, : self._heads + self._kv_heads]
         if layer.head_norm is not None:
-            normed = nn.functional.rms_norm(turned, (self._size,), eps=layer.head_eps)
-            torch.mul(normed, layer.head_norm, out=turned)
+            normed = nn.functional.rms_norm(turned, (self._size,), eps=layer.head_norm.eps)
+            torch.mul(normed, layer.head_norm.weight, out=turned)
         torch.view_as_complex(turned.view(*turned.shape[:2], -1, 2)).mul_(rotation)
         seen = masks[-1].shape[1]
         keys, values = kv.update(
@@ -183,21 +191,7 @@ class PackedExecutor:
         weighed = torch.bmm(scores.softmax(-1), values)
         return weighed[rows].view(kv_heads, group, count, size).permute(2, 0, 1, 3)
 
-    def _rotation(self, rows: Tensor, positions: Tensor, start: int) -> Tensor:
-        """A complex number per row and pair, [T, 1, size / 2], rounded as the model does.
-
-        The rows go to slots from `start` on; their positions are as far from each other.
-        """
-        offset, end = int(positions[0]) - start, start + len(rows)
-        if len(self._rotations) < end or offset != self._offset:
-            every = torch.arange(offset, offset + 2 * end)[None]
-            cos, sin = self._decoder.rotary_emb(rows[None], position_ids=every)
-            half = self._size // 2
-            self._rotations = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
-            self._offset = offset
-        return self._rotations[start:end, None]
-
-    def _masks(self, kind: str, places: Tensor, held: int, end: int) -> list[Tensor]:
+    def _masks(self, window: int | None, places: Tensor, held: int, end: int) -> list[Tensor]:
         """One for each _QUERY_ROWS rows; all but the last leave out what comes behind them.
 
         `places` [T]: the slots that the rows' own keys go to.
@@ -206,51 +200,52 @@ class PackedExecutor:
         for part in places.split(_QUERY_ROWS):
             ahead -= len(part)
             seen = self._slots.at_least(held - ahead) if ahead else end
-            masks.append(self._mask(kind, part, seen))
+            masks.append(self._mask(window, part, seen))
         return masks
 
-    def _mask(self, kind: str, places: Tensor, end: int) -> Tensor:
+    def _mask(self, window: int | None, places: Tensor, end: int) -> Tensor:
         """[group * T, S]: 0 where a query may look, -inf where not; or more rows, of zeros."""
         behind = places[:, None] - torch.arange(end)[None]
         hidden = behind < 0
-        if kind != FULL:
-            hidden |= behind >= self._window
+        if window is not None:
+            hidden |= behind >= window
         group = self._heads // self._kv_heads
         queries = group * len(places)
         mask = torch.zeros(max(queries, self._attention_rows), end)
         mask[:queries].unflatten(0, (group, -1)).masked_fill_(hidden, -torch.inf)
         return mask
 
-    def _pack(self, layer: Any, kind: str) -> PackedLayer:
-        attention, mlp = layer.self_attn, layer.mlp
-        rotated = self._heads + self._kv_heads
-        heads = torch.arange(rotated * self._size).view(rotated, self._size)[:, self._pairs]
-        rest = torch.arange(rotated * self._size, (rotated + self._kv_heads) * self._size)
-        order = torch.cat([heads.flatten(), rest])
-        return PackedLayer(
-            kind=kind,
-            input_norm=_row_norm(layer.input_layernorm),
-            projections=self.linear.of(
-                attention.q_proj, attention.k_proj, attention.v_proj, order=order
-            ),
-            head_norm=self._head_norm(attention),
-            head_eps=attention.q_norm.variance_epsilon if hasattr(attention, "q_norm") else 0.0,
-            output=self.linear.of(attention.o_proj),
-            mlp_norm=_row_norm(layer.post_attention_layernorm),
-            gate_up=self.linear.of(mlp.gate_proj, mlp.up_proj),
-            activation=mlp.act_fn,
-            down=self.linear.of(mlp.down_proj),
-        )
-
-    def _head_norm(self, attention: Any) -> Tensor | None:
-        if not hasattr(attention, "q_norm"):
-            return None
-        weights = [
-            attention.q_norm.weight.expand(self._heads, -1),
-            attention.k_norm.weight.expand(self._kv_heads, -1),
-        ]
-        return torch.cat(weights).detach().float()[:, self._pairs]
+    def _require_llama_like(self, recipe: Recipe) -> None:
+        """Raise ValueError for a layer that needs more than is here, or other heads."""
+        attention, norms = recipe.attention, recipe.attention.head_norms
+        shape = attention.heads, attention.kv_heads, attention.size, attention.scaling
+        mine = self._heads, self._kv_heads, self._size, self._scaling
+        plain = [*recipe.before, *(() if norms is None else (norms,))]
+        for fits, what in (
+            (None not in recipe.before and recipe.behind == (None, None), "places of norms"),
+            (all(one is None or one.is_plain_rms for one in plain), "norms"),
+            (attention.row_norms is None and not attention.norms_last, "norms of queries and keys"),
+            (attention.rotation is not None, "positions"),
+            (attention.rotation is None or attention.rotation.size == self._size, "rotations"),
+            (attention.softcap is None, "a cap of scores"),
+            (recipe.mlp.gated and not recipe.parallel and recipe.times == 1, "an mlp"),
+            (shape == mine, "heads that differ by layer"),
+        ):
+            if not fits:
+                raise ValueError(f"layers have {what} of another kind than Llama's")
 
 
-def _row_norm(norm: Any) -> RowNorm:
-    return RowNorm(norm.weight.detach().contiguous(), float(norm.variance_epsilon))
+def _packed(recipe: Recipe, dtype: torch.dtype) -> PackedLayer:
+    attention, mlp = recipe.attention, recipe.mlp
+    input_norm, mlp_norm = (RowNorm.of(norm, dtype) for norm in recipe.before if norm is not None)
+    return PackedLayer(
+        window=attention.window,
+        input_norm=input_norm,
+        projections=PackedLinear.of(*attention.projections, order=attention.order),
+        head_norm=attention.head_norms,
+        output=PackedLinear.of(attention.output),
+        mlp_norm=mlp_norm,
+        gate_up=PackedLinear.of(*mlp.into),
+        activation=mlp.activation,
+        down=PackedLinear.of(mlp.down),
+    )

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from selfspec.model.compiled import compiled
+from selfspec.model.executors.asked import Activation, Norm
+from selfspec.model.executors.recipe import Attention
 from selfspec.model.kv_store import Lease
 from selfspec.model.products import PANEL, CompiledLinear
 
@@ -29,7 +31,25 @@ class Kind(IntEnum):
     NORM = 0
     PRODUCT = 1
     ATTEND = 2
-    GATE = 3
+    ACTIVATE = 3
+
+
+class Heads(ctypes.Structure):
+    """The struct of `attention.hpp` by this name, which says what the fields mean."""
+
+    _fields_ = (
+        ("size", _Long),
+        ("group", _Long),
+        ("kv", _Long),
+        ("rotated", _Long),
+        ("norms", _Pointer),
+        ("centred", _Long),
+        ("norms_last", _Long),
+        ("window", _Long),
+        ("eps", _Float),
+        ("scaling", _Float),
+        ("softcap", _Float),
+    )
 
 
 class Operation(ctypes.Structure):
@@ -43,13 +63,17 @@ class Operation(ctypes.Structure):
         ("outputs", _Long),
         ("weight", _Pointer),
         ("bias", _Pointer),
-        ("head_norms", _Pointer),
-        ("adds", _Long),
-        ("layer", _Long),
-        ("kv_heads", _Long),
-        ("window", _Long),
+        ("adds", _Float),
         ("eps", _Float),
-        ("scaling", _Float),
+        ("at", _Long),
+        ("row", _Long),
+        ("centred", _Long),
+        ("rounds", _Long),
+        ("activation", _Long),
+        ("gated", _Long),
+        ("layer", _Long),
+        ("rotation", _Long),
+        ("heads", Heads),
     )
 
 
@@ -63,7 +87,8 @@ class _Pass(ctypes.Structure):
         ("keys", ctypes.POINTER(_Pointer)),
         ("values", ctypes.POINTER(_Pointer)),
         ("slots", ctypes.POINTER(_Long)),
-        ("rotations", _Pointer),
+        ("rotations", ctypes.POINTER(_Pointer)),
+        ("parents", ctypes.POINTER(_Long)),
         ("room", _Pointer),
     )
 
@@ -74,48 +99,54 @@ class Program:
     Operations raise ValueError unless they fit their buffers: compiled code does not look.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, head_size: int, group: int, widths: Sequence[int]
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, widths: Sequence[int]) -> None:
         """`widths`: numbers of a row in each buffer; the first is what comes in and goes out.
 
         Raises ValueError, with the reason, if nothing can be compiled.
         """
-        constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
-        library = compiled(_SOURCE, HEAD_SIZE=head_size, GROUP=group, **constants)
+        library = compiled(_SOURCE, BFLOAT16=int(dtype == torch.bfloat16))
         self._run = library.run
         self._run.argtypes = _Pointer, _Long, _Pointer
         self._run.restype = None
         self._dtype, self._widths = dtype, tuple(widths)
-        self._sizes = head_size, group
-        self._value_size = -(-head_size // PANEL) * PANEL
         self._table: ctypes.Array[Operation] = (Operation * 0)()
-        self._per_layer = 0
+        self._starts = [0]  # of each layer among the operations, and their end
+        self._heads: tuple[int, int] | None = None  # key heads of all layers, and their size
         self._kept: list[Tensor] = []  # what the operations point to
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
-        """One more layer; all must have as many operations."""
+        """One more layer."""
         every = [*self._table, *operations]
         self._table = (Operation * len(every))(*every)
-        self._per_layer = len(operations)
+        self._starts.append(len(every))
 
-    def norm(self, source: int, target: int, weight: Tensor, eps: float) -> Operation:
-        """RMSNorm with `weight` [d]."""
-        self._need(source, len(weight))
-        self._need(target, len(weight))
+    def norm(
+        self, source: int, target: int, norm: Norm, *, at: int = 0, adds: float = 0.0
+    ) -> Operation:
+        """From number `at` of a row on; with `adds`, that many times, to what the target holds."""
+        width, row = len(norm.weight), self._widths[source]
+        self._need(target, row)
+        if at + width > row or (source == 0 and target == 0 and not adds):
+            raise ValueError(f"a norm of {width} numbers does not fit {row}")
         return Operation(
             kind=Kind.NORM,
             source=source,
             target=target,
-            inputs=len(weight),
-            weight=self._pointer(weight),
-            eps=eps,
+            inputs=width,
+            weight=self._pointer(norm.weight),
+            bias=None if norm.bias is None else self._pointer(norm.bias),
+            adds=adds,
+            eps=norm.eps,
+            at=at,
+            row=row,
+            centred=norm.centred,
+            rounds=norm.rounds,
         )
 
     def product(
-        self, source: int, target: int, linear: CompiledLinear, *, adds: bool = False
+        self, source: int, target: int, linear: CompiledLinear, *, adds: float = 0.0
     ) -> Operation:
-        """A linear layer; `adds` to what the target holds."""
+        """A linear layer; with `adds`, that many times, to what the target holds."""
         self._need(source, linear.in_features)
         self._need(target, linear.out_features)
         return Operation(
@@ -130,67 +161,94 @@ class Program:
         )
 
     def attend(
-        self,
-        source: int,
-        target: int,
-        *,
-        layer: int,
-        kv_heads: int,
-        scaling: float,
-        window: int = 0,
-        head_norms: Tensor | None = None,
-        eps: float = 0.0,
+        self, source: int, target: int, attention: Attention, *, layer: int, rotation: int
     ) -> Operation:
-        """Causal attention of layer `layer`: queries, keys and values in, one row of heads out."""
-        size, group = self._sizes
-        self._need(source, (group + 2) * kv_heads * size)
-        self._need(target, group * kv_heads * size)
+        """Causal attention of layer `layer`: queries, keys and values in, one row of heads out.
+
+        `rotation`: which of those that `run` is given.
+        """
+        size, kv, norms = attention.size, attention.kv_heads, attention.head_norms
+        self._need(source, (attention.heads + 2 * kv) * size)
+        self._need(target, attention.heads * size)
+        if self._heads not in (None, (kv, size)):
+            raise ValueError("layers differ in their key heads")
+        self._heads = kv, size
+        heads = Heads(
+            size=size,
+            group=attention.heads // kv,
+            kv=kv,
+            rotated=0 if attention.rotation is None else attention.rotation.size,
+            window=attention.window or 0,
+            scaling=attention.scaling,
+            softcap=attention.softcap or 0.0,
+            norms_last=attention.norms_last,
+        )
+        if norms is not None:
+            heads.norms, heads.eps = self._pointer(norms.weight), norms.eps
+            heads.centred = norms.centred
         return Operation(
             kind=Kind.ATTEND,
             source=source,
             target=target,
             layer=layer,
-            kv_heads=kv_heads,
-            scaling=scaling,
-            window=window,
-            head_norms=None if head_norms is None else self._pointer(head_norms),
-            eps=eps,
+            rotation=rotation,
+            heads=heads,
         )
 
-    def gate(self, source: int, target: int) -> Operation:
-        """The first half through silu, times the second."""
-        self._need(source, 2 * self._widths[target])
-        return Operation(kind=Kind.GATE, source=source, target=target, outputs=self._widths[target])
+    def activate(
+        self, source: int, target: int, activation: Activation, *, gated: bool
+    ) -> Operation:
+        """A function of each number; `gated`: of the first half, times the second."""
+        width = self._widths[target]
+        self._need(source, 2 * width if gated else width)
+        return Operation(
+            kind=Kind.ACTIVATE,
+            source=source,
+            target=target,
+            outputs=width,
+            activation=activation,
+            gated=gated,
+        )
 
     def run(
-        self, rows: Tensor, first: int, last: int, rotations: Tensor, kv_heads: int, lease: Lease
+        self,
+        rows: Tensor,
+        first: int,
+        last: int,
+        rotations: Sequence[Tensor],
+        lease: Lease,
+        parents: Sequence[int] | None,
     ) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease.
 
-        `rotations` [T, 1, size / 2]: complex numbers. Raises ValueError for rows of another kind.
+        `rotations`: [T, pairs] complex numbers each. `parents`: as of a Span. Raises ValueError for
+        rows of another kind.
         """
         if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
-        count, held = len(rows), lease.length(first)
-        no_keys = rows.new_empty(1, kv_heads, 0, self._value_size)
-        held_here = list(lease.room(count, first, last, no_keys))
+        assert self._heads is not None  # noqa: S101  # every layer attends
+        count, (kv_heads, size) = len(rows), self._heads
+        no_keys = rows.new_empty(1, kv_heads, 0, -(-size // PANEL) * PANEL)
+        held = lease.length(first)
+        buffers_of_layers = list(lease.room(count, first, last, no_keys, panel=PANEL))
         hidden = rows.clone(memory_format=torch.contiguous_format)
         buffers = [hidden, *(rows.new_empty(count, width) for width in self._widths[1:])]
         room = torch.empty(count, max(self._widths) + 1, dtype=torch.float32)
-        before = [None] * first  # layers that do not run
+        before = [0] * first  # layers that do not run
         asked = _Pass(
             rows=count,
             held=held,
             buffers=_pointers([buffer.data_ptr() for buffer in buffers]),
-            keys=_pointers([*before, *(keys.data_ptr() for keys, _ in held_here)]),
-            values=_pointers([*before, *(values.data_ptr() for _, values in held_here)]),
-            slots=(_Long * last)(*(0 for _ in before), *(keys.shape[2] for keys, _ in held_here)),
-            rotations=rotations.data_ptr(),
+            keys=_pointers([*before, *(keys.data_ptr() for keys, _ in buffers_of_layers)]),
+            values=_pointers([*before, *(values.data_ptr() for _, values in buffers_of_layers)]),
+            slots=(_Long * last)(*before, *(keys.shape[2] for keys, _ in buffers_of_layers)),
+            rotations=_pointers([turns.data_ptr() for turns in rotations]),
+            parents=None if parents is None else (_Long * count)(*parents),
             room=room.data_ptr(),
         )
-        size = ctypes.sizeof(Operation) * self._per_layer
-        start = ctypes.addressof(self._table) + first * size
-        self._run(start, (last - first) * self._per_layer, ctypes.addressof(asked))
+        start, end = self._starts[first], self._starts[last]
+        at = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
+        self._run(at, end - start, ctypes.addressof(asked))
         lease.extend(count, first, last)
         return hidden
 
@@ -204,5 +262,5 @@ class Program:
         return tensor.data_ptr()
 
 
-def _pointers(addresses: Sequence[int | None]) -> ctypes.Array[ctypes.c_void_p]:
+def _pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (_Pointer * len(addresses))(*addresses)

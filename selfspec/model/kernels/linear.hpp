@@ -21,6 +21,11 @@ using Input = Kind::Input;
 constexpr long STEP = Kind::STEP;
 constexpr long PIECE = 1024 / STEP;  // steps of a panel that many rows share
 
+// `before` and `times` a value, each rounded.
+inline Number added(Number before, Number value, float times) {
+  return narrow(wide(before) + wide(times == 1 ? value : narrow(wide(value) * times)));
+}
+
 constexpr long up(long number, long unit) { return (number + unit - 1) / unit; }
 
 struct Linear {
@@ -31,9 +36,10 @@ struct Linear {
   long steps() const { return up(in, STEP); }
   long inputs() const { return steps() * Kind::INPUTS; }  // that a row is prepared to
 
-  // inputs [rows, in] -> result [rows, out]; `adds` to what is there. For all threads of a team,
-  // which leave when all are done. `room` [rows, inputs()], of the team, is for many rows.
-  void run(long rows, const Number* from, Number* result, bool adds, Input* room) const {
+  // inputs [rows, in] -> result [rows, out]; with `adds`, that many times, to what is there. For all
+  // threads of a team, which leave when all are done. `room` [rows, inputs()], of the team, is for
+  // many rows.
+  void run(long rows, const Number* from, Number* result, float adds, Input* room) const {
     const bool few = rows <= MOST_ROWS;
     thread_local std::vector<Input> own;
     thread_local std::vector<float> sums;
@@ -68,14 +74,14 @@ struct Linear {
   }
 
   void finish(long rows, long first, long count, const float* sums, long row_sums, Number* result,
-              bool adds) const {
+              float adds) const {
     const long start = first * PANEL, columns = std::min(count * PANEL, out - start);
     for (long r = 0; r < rows; r++)
       for (long j = 0; j < columns; j++) {
         const float sum = sums[r * row_sums + j];
         const Number value = narrow(bias ? sum + wide(bias[start + j]) : sum);
         Number* to = result + r * out + start + j;
-        *to = adds ? narrow(wide(*to) + wide(value)) : value;
+        *to = adds ? added(*to, value, adds) : value;
       }
   }
 };

@@ -33,7 +33,7 @@ void product(long count, long in, long out, const Number* rows, const Number* pa
   const Linear linear = {in, out, panels, bias};
   std::vector<Input> room(count > MOST_ROWS ? count * linear.inputs() : 0);
 #pragma omp parallel if (count * in * out > ALONE)
-  linear.run(count, rows, result, false, room.data());
+  linear.run(count, rows, result, 0, room.data());
 }
 
 }

@@ -1,0 +1,282 @@
+// Causal attention of one layer: queries, keys and values in, one row of heads out.
+//
+// Every row sums what it sees in the order of positions, in blocks at fixed places: its bits depend
+// neither on the rows that run beside it nor on how the text came. A row of a tree sees the held
+// text and the rows that it follows, each at the position that it would have in a chain.
+
+#pragma once
+
+#include <vector>
+
+#include "functions.hpp"
+#include "linear.hpp"
+
+namespace {
+
+constexpr long BLOCK = 64;  // positions whose scores are weighed together, from 0 on
+
+struct Heads {
+  long size, group, kv;         // numbers of a head; query heads that share a key head; key heads
+  long rotated;                 // numbers of a head that positions rotate, its first ones
+  const float* norms;           // [queries() + kv, size], or none
+  long centred, norms_last;     // of the norms: a mean is taken off; they come behind the rotation
+  long window;                  // positions that a query may look at, 0 for all
+  float eps, scaling, softcap;  // of the norms; of scores; 0: none
+
+  long queries() const { return group * kv; }
+  long row() const { return (queries() + 2 * kv) * size; }  // of queries, keys and values
+  long width() const { return up(size, PANEL) * PANEL; }    // of a value, filled up with 0
+};
+
+// The keys and values of a layer. Keys of a head lie in panels of PANEL positions,
+// [slots / PANEL][size][PANEL], its values one after the other, [slots][width]. Both take
+// slots * width numbers, of which keys leave some unused.
+struct Store {
+  Number *keys, *values;  // [kv, slots, width]
+  long slots;             // of one head: a multiple of BLOCK
+};
+
+// The rows of a pass, and what is before them.
+struct Places {
+  long rows, held;
+  const long* parents;     // [rows] the row that each follows, -1: the held text. None: a chain
+  const float* rotations;  // [rows, rotated / 2] cosines and sines
+
+  long position(long row) const {
+    if (!parents) return held + row;
+    long depth = 0;
+    while ((row = parents[row]) >= 0) depth++;
+    return held + depth;
+  }
+
+  // The slots of positions [at, last) as a row sees them.
+  void path(long row, long at, long last, long* slots) const {
+    for (long place = at; place < last; place++) slots[place - at] = place;
+    for (long place = position(row); place >= std::max(at, held); place--, row = parents[row])
+      if (place < last) slots[place - at] = held + row;
+  }
+};
+
+inline float dot(const float* a, const float* b, long size) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (long j = 0; j < size; j++) sum += a[j] * b[j];
+  return sum;
+}
+
+inline void norm_head(const Heads& heads, const float* weight, float* x) {
+  if (heads.centred) {
+    float sum = 0;
+    for (long j = 0; j < heads.size; j++) sum += x[j];
+    for (long j = 0; j < heads.size; j++) x[j] -= sum / heads.size;
+  }
+  const float scale = 1 / std::sqrt(dot(x, x, heads.size) / heads.size + heads.eps);
+  for (long j = 0; j < heads.size; j++) x[j] *= scale * weight[j];
+}
+
+// One query or key, normed if the model does that, and rotated. `number`: of the head, queries
+// first. What a rotation turns together are neighbours.
+inline void turn(const Heads& heads, long number, const Number* head, const float* rotation,
+                 float* out) {
+  const float* norm = heads.norms ? heads.norms + number * heads.size : nullptr;
+  for (long j = 0; j < heads.size; j++) out[j] = wide(head[j]);
+  if (norm && !heads.norms_last) norm_head(heads, norm, out);
+  for (long j = 0; j < heads.rotated; j += 2) {
+    const float a = out[j], b = out[j + 1], cos = rotation[j], sin = rotation[j + 1];
+    out[j] = a * cos - b * sin;
+    out[j + 1] = a * sin + b * cos;
+  }
+  if (norm && heads.norms_last) norm_head(heads, norm, out);
+}
+
+// BLOCK positions of one head as floats.
+struct Positions {
+  const float *keys, *values;
+
+  // Those that lie there, one after the other. `room` is for numbers that are no floats.
+  static Positions at(const Number* keys, const Number* values, long width, float* room) {
+#if BFLOAT16
+    for (long i = 0; i < BLOCK * width; i++) {
+      room[i] = wide(keys[i]);
+      room[BLOCK * width + i] = wide(values[i]);
+    }
+    return {room, room + BLOCK * width};
+#else
+    (void)width, (void)room;
+    return {keys, values};
+#endif
+  }
+
+  // The first `count` gathered from `slots` of a head.
+  static Positions of(const Number* keys, const Number* values, long width, const long* slots,
+                      long count, float* room) {
+    float* const to_values = room + BLOCK * width;
+    for (long i = 0; i < count; i++) {
+      const Number* key = keys + slots[i] / PANEL * PANEL * width + slots[i] % PANEL;
+      float* to = room + i / PANEL * PANEL * width + i % PANEL;
+      for (long j = 0; j < width; j++) {
+        to[j * PANEL] = wide(key[j * PANEL]);
+        to_values[i * width + j] = wide(values[slots[i] * width + j]);
+      }
+    }
+    return {room, to_values};
+  }
+};
+
+// What the queries of one key head and some rows have seen so far: a softmax that runs along.
+struct Running {
+  Heads heads = {};
+  std::vector<float> turned, top, total, sums, scores;  // by query
+
+  void start(const Heads& of, long queries) {
+    heads = of;
+    turned.resize(queries * heads.size);
+    top.assign(queries, -INFINITY);
+    total.assign(queries, 0.0f);
+    sums.assign(queries * heads.width(), 0.0f);
+    scores.resize(queries * BLOCK);
+  }
+
+  // `count` queries from `first` on meet the keys.
+  void meet(const Positions& block, long first, long count) {
+    float* s = &scores[first * BLOCK];
+    std::fill(s, s + count * BLOCK, 0.0f);
+    multiply<Float32>(count, BLOCK / PANEL, heads.size,
+                      {&turned[first * heads.size], heads.size, 0},
+                      {block.keys, PANEL, PANEL * heads.width()}, {s, BLOCK, PANEL});
+  }
+
+  // Scores of one query to weights, those outside of [low, high) to 0.
+  void weigh(long query, long low, long high) {
+    float *s = &scores[query * BLOCK], *o = &sums[query * heads.width()];
+    float scaling = heads.scaling, best = top[query], added = 0;
+    if (heads.softcap) {
+      for (long i = 0; i < BLOCK; i++)
+        s[i] = heads.softcap * hyperbolic_tangent(s[i] * scaling / heads.softcap);
+      scaling = 1;
+    }
+    for (long i = low; i < high; i++) best = std::max(best, s[i]);
+    const float shrunk = exponential((top[query] - best) * scaling);
+    for (long i = 0; i < BLOCK; i++) {
+      const float weight = exponential((s[i] - best) * scaling);
+      s[i] = i >= low && i < high ? weight : 0.0f;
+    }
+#pragma omp simd reduction(+ : added)
+    for (long i = 0; i < BLOCK; i++) added += s[i];
+    top[query] = best, total[query] = total[query] * shrunk + added;
+    for (long j = 0; j < heads.width(); j++) o[j] *= shrunk;
+  }
+
+  // `count` queries from `first` on add the values at [low, high).
+  void mix(const Positions& block, long first, long count, long low, long high) {
+    const long width = heads.width();
+    multiply<Float32>(count, width / PANEL, high - low, {&scores[first * BLOCK + low], BLOCK, 0},
+                      {block.values + low * width, width, PANEL},
+                      {&sums[first * width], width, PANEL});
+  }
+};
+
+// Keys and values of the new rows join those that are held.
+void keep(const Heads& heads, const Places& places, const Store& store, const Number* projected) {
+  thread_local std::vector<float> turned;
+  turned.resize(heads.size);
+  const long width = heads.width();
+#pragma omp for collapse(2)
+  for (long row = 0; row < places.rows; row++)
+    for (long head = 0; head < heads.kv; head++) {
+      const long number = heads.queries() + head, slot = places.held + row;
+      const Number* key = projected + row * heads.row() + number * heads.size;
+      const Number* value = key + heads.kv * heads.size;
+      turn(heads, number, key, places.rotations + row * heads.rotated, turned.data());
+      Number* keys = store.keys + (head * store.slots + slot / PANEL * PANEL) * width + slot % PANEL;
+      Number* values = store.values + (head * store.slots + slot) * width;
+      for (long j = 0; j < heads.size; j++)
+        keys[j * PANEL] = narrow(turned[j]), values[j] = value[j];
+    }
+}
+
+// Rows [first, last) of the queries of one key head look at all that they may see.
+void look(const Heads& heads, const Places& places, const Store& store, long head, long first,
+          long last, Running& seen, float* room) {
+  const long width = heads.width();
+  const Number *keys = store.keys + head * store.slots * width,
+               *values = store.values + head * store.slots * width;
+  const auto start = [&](long position) {
+    return heads.window ? std::max(0L, position + 1 - heads.window) : 0;
+  };
+  long low = places.position(first), end = low + 1;  // of what any of the rows sees
+  for (long row = first; row < last; row++) {
+    low = std::min(low, places.position(row));
+    end = std::max(end, places.position(row) + 1);
+  }
+  for (long at = start(low) / BLOCK * BLOCK; at < end; at += BLOCK) {
+    const bool apart = places.parents && at + BLOCK > places.held;  // each row on its own path
+    Positions block = {};
+    if (!apart) {
+      block = Positions::at(keys + at * width, values + at * width, width, room);
+      seen.meet(block, 0, (last - first) * heads.group);
+    }
+    long whole = 0;  // queries so far that add all values of this block, and wait to do so together
+    const auto flush = [&](long query) {
+      if (whole) seen.mix(block, query - whole, whole, 0, BLOCK);
+      whole = 0;
+    };
+    for (long row = first; row < last; row++) {
+      const long query = (row - first) * heads.group, position = places.position(row);
+      const long from = std::max(0L, start(position) - at);
+      const long to = std::min(BLOCK, position + 1 - at);
+      if (from >= to) {
+        flush(query);
+        continue;
+      }
+      if (apart) {
+        long slots[BLOCK];
+        places.path(row, at, at + to, slots);
+        block = Positions::of(keys, values, width, slots, to, room);
+        seen.meet(block, query, heads.group);
+      }
+      for (long g = 0; g < heads.group; g++) seen.weigh(query + g, from, to);
+      if (!apart && from == 0 && to == BLOCK) {
+        whole += heads.group;
+      } else {
+        flush(query);
+        seen.mix(block, query, heads.group, from, to);
+      }
+    }
+    flush((last - first) * heads.group);
+  }
+}
+
+// projected [rows, queries + 2 kv, size]: queries, keys, values -> out [rows, queries, size]. For
+// all threads of a team.
+void attend(const Heads& heads, const Places& places, const Store& store, const Number* projected,
+            Number* out) {
+  // rows that read keys and values together; no sum depends on it
+  const long tile = std::min(16L, (places.rows + 1) / 2), tiles = up(places.rows, tile);
+  thread_local Running seen;
+  thread_local std::vector<float> room;
+  room.resize(2 * BLOCK * heads.width());
+  keep(heads, places, store, projected);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+  for (long part = 0; part < tiles; part++)
+    for (long head = 0; head < heads.kv; head++) {
+      const long first = part * tile, last = std::min(first + tile, places.rows);
+      seen.start(heads, (last - first) * heads.group);
+      for (long row = first; row < last; row++)
+        for (long g = 0; g < heads.group; g++) {
+          const long number = head * heads.group + g;
+          turn(heads, number, projected + row * heads.row() + number * heads.size,
+               places.rotations + row * heads.rotated,
+               &seen.turned[((row - first) * heads.group + g) * heads.size]);
+        }
+      look(heads, places, store, head, first, last, seen, room.data());
+      for (long q = 0; q < (last - first) * heads.group; q++) {
+        const long number = head * heads.group + q % heads.group;
+        Number* o = out + ((first + q / heads.group) * heads.queries() + number) * heads.size;
+        const float* sums = &seen.sums[q * heads.width()];
+        for (long j = 0; j < heads.size; j++) o[j] = narrow(sums[j] / seen.total[q]);
+      }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,77 @@
+// Functions of one number that compilers vectorise, unlike loops around those of the C library.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "numbers.hpp"
+
+namespace {
+
+// e^x for -87 <= x <= 88, beyond that e^ of the bound. The polynomial is that of the Cephes library.
+inline float exponential(float x) {
+  x = std::min(std::max(x, -87.0f), 88.0f);
+  const float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
+  const float n = (x * 1.44269504f + magic) - magic;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n ln 2, in two steps
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;  // 2^n
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return p * power;
+}
+
+// The polynomial near 0 is that of the Cephes library, too.
+inline float hyperbolic_tangent(float x) {
+  const float z = x * x;
+  float p = -5.70498872745e-3f;
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const float near = x + x * z * p, far = 1 - 2 / (1 + exponential(2 * x));
+  return std::fabs(x) < 0.625f ? near : far;
+}
+
+// Activations. The tail of the normal distribution is formula 7.1.26 of Abramowitz and Stegun,
+// Handbook of Mathematical Functions: off by 1.5e-7 at most.
+
+struct Silu {
+  static float of(float x) { return x / (1 + exponential(-x)); }
+};
+
+struct Gelu {
+  static float of(float x) {
+    const float t = 1 / (1 + 0.3275911f * 0.70710678f * std::fabs(x));
+    float p = 1.061405429f;
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const float tail = 0.5f * p * t * exponential(-0.5f * x * x);
+    return x * (x < 0 ? tail : 1 - tail);
+  }
+};
+
+struct GeluTanh {
+  static float of(float x) {
+    return x / (1 + exponential(-1.59576912f * (x + 0.044715f * x * x * x)));
+  }
+};
+
+struct Relu {
+  static float of(float x) { return x < 0 ? 0 : x; }
+};
+
+struct ReluSquared {
+  static float of(float x) { return x < 0 ? 0 : x * x; }
+};
+
+}  // namespace

@@ -1,0 +1,159 @@
+"""Layers as data: every family's own numbers, found by asking its parts."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from eval.tiny_families import TINY, WINDOW, tiny_model
+from selfspec.model.backbone import Backbone
+from selfspec.model.executors.asked import Activation, activation_of, norm_of, rotation_of
+from selfspec.model.executors.masks import attention_types
+from selfspec.model.executors.recipe import recipe_of
+from selfspec.model.kv_store import Lease
+from selfspec.model.parts import parts_of
+from selfspec.model.rows import Rows
+from tests.models import VOCAB_SIZE, make_model
+
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+
+FAMILIES = [
+    *("gemma", "gemma2", "gemma3_text", "vaultgemma"),  # offsets, norms behind, two rotations
+    *("cohere", "cohere2", "phi", "gpt_neox", "stablelm"),  # side by side, parts rotated
+    *("olmo2", "olmo3", "exaone4"),  # norms behind alone, over whole rows, layers unrotated
+    *("glm", "glm4", "helium", "ernie4_5", "smollm3"),  # neighbours rotated
+    *("phi3", "granite", "hyperclovax", "hunyuan_v1_dense"),  # joined weights, factors
+    *("starcoder2", "nemotron", "arcee", "jais2"),  # MLPs without gates, biases
+]
+
+
+def passed(backbone: Backbone, ids: Tensor, widths: list[int]) -> Tensor:
+    """Logits of all positions, in passes of `widths` rows."""
+    lease, found = Lease(backbone.num_layers), []
+    with torch.inference_mode():
+        for block in ids.split(widths):
+            start = lease.length(0)
+            rows = Rows.of(lease, start, len(block), ids.device)
+            hidden = backbone.run(backbone.embed(block), 0, backbone.num_layers, rows)
+            found.append(backbone.logits(hidden))
+    return torch.cat(found)
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth.double()).square().mean().sqrt())
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_code_runs_the_family(family: str) -> None:
+    """As exact as the model's own modules; and a row's bits are its own, also on a branch."""
+    ids = torch.randint(VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(0))
+    truth = passed(Backbone(tiny_model(family, TINY, torch.float64)), ids, [90])
+    model = tiny_model(family, TINY, torch.float32)
+    backbone = Backbone(model)
+    assert backbone.executor_name == "fused", backbone.refused
+    found = passed(backbone, ids, [90])
+    own = passed(Backbone(model, executor="generic"), ids, [90])
+    assert error(found, truth) < 2 * error(own, truth)
+    assert torch.equal(passed(backbone, ids, [1, 3, 60, 7, 19]), found)
+    lease, path = Lease(backbone.num_layers), [0, 2, 3, 5]
+    with torch.inference_mode():
+        backbone.run(backbone.embed(ids[:80]), 0, 6, Rows.of(lease, 0, 80, ids.device))
+        tree = ids[[80, 5, 81, 82, 7, 83]]
+        rows = Rows.of(lease, 80, 6, ids.device, [-1, -1, 0, 2, 2, 3])
+        hidden = backbone.run(backbone.embed(tree), 0, 6, rows)
+        assert torch.equal(backbone.logits(hidden)[path], found[80:84])
+        lease.keep(80, path)
+        rows = Rows.of(lease, 84, 6, ids.device)
+        assert torch.equal(
+            backbone.logits(backbone.run(backbone.embed(ids[84:]), 0, 6, rows)), found[84:]
+        )
+
+
+def made(family: str) -> tuple[Any, Any]:
+    """A model's parts, and its layers' recipes."""
+    model = tiny_model(family, TINY, torch.float32)
+    parts = parts_of(model)
+    kinds = attention_types(parts.config)
+    return parts, [
+        recipe_of(parts, layer, kind, torch.float32)
+        for layer, kind in zip(parts.layers, kinds, strict=True)
+    ]
+
+
+def test_layers_of_one_model_differ() -> None:
+    _, layers = made("exaone4")
+    rotated = [layer.attention.rotation is not None for layer in layers]
+    windows = [layer.attention.window for layer in layers]
+    assert windows.count(WINDOW) == rotated.count(True) > 0
+    assert windows.count(None) == rotated.count(False) > 0
+
+
+def test_parts_are_found_by_what_they_do() -> None:
+    _, (gemma, *_) = made("gemma")
+    assert gemma.before[0].weight.mean() > 0.5  # one is added
+    assert not gemma.before[0].rounds or gemma.before[0].weight.dtype == torch.float32
+    _, (phi, *_) = made("phi")
+    assert phi.parallel
+    assert phi.before[0].centred
+    assert 0 < phi.attention.rotation.size < phi.attention.size
+    _, (olmo, *_) = made("olmo2")
+    assert olmo.before == (None, None)
+    assert len(olmo.attention.row_norms[0].weight) == olmo.attention.heads * olmo.attention.size
+    _, (glm, *_) = made("glm4")
+    assert not glm.attention.rotation.halves
+
+
+def test_norms_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="Softmax is neither RMSNorm nor LayerNorm"):
+        norm_of(nn.Softmax(-1), 16, torch.float32)
+    with pytest.raises(ValueError, match="Flatten gives"):
+        norm_of(nn.Flatten(0), 16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_a_norm_found_gives_the_modules_numbers(dtype: torch.dtype, eps: float) -> None:
+    rows = torch.randn(5, 32).to(dtype) * 0.05
+    for module in (nn.LayerNorm(32, eps), nn.RMSNorm(32, eps), nn.LayerNorm(32, eps, bias=False)):
+        torch.nn.init.normal_(module.weight)
+        with torch.no_grad():
+            found, expected = norm_of(module.to(dtype), 32, dtype)(rows), module(rows)
+        assert torch.allclose(found, expected, rtol=0.02 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_activations_by_any_name() -> None:
+    found = {name: activation_of(ACT2FN[name]) for name in ("silu", "gelu", "gelu_new", "relu2")}
+    assert list(found.values()) == [
+        *(Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU_SQUARED)
+    ]
+    with pytest.raises(ValueError, match="QuickGELU"):
+        activation_of(ACT2FN["quick_gelu"])
+
+
+def test_rotations_in_another_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of(make_model("llama"))
+    attention = parts.layers[0].self_attn
+    module = "transformers.models.llama.modeling_llama.apply_rotary_pos_emb"
+
+    def third(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return queries * cos[:, None] ** 3, keys * sin[:, None]
+
+    kind = attention_types(parts.config)[0]
+    assert rotation_of(parts, attention, kind, 8, torch.float32) is not None
+    monkeypatch.setattr(module, third)
+    with pytest.raises(ValueError, match="rotated in an unknown way"):
+        rotation_of(parts, attention, kind, 8, torch.float32)
+
+
+def test_layers_without_a_recipe_say_what_they_hold() -> None:
+    parts = parts_of(make_model("llama"))
+    layer: Any = parts.layers[0]
+    layer.add_module("extra_layernorm", nn.LayerNorm(32))
+    with pytest.raises(ValueError, match="the layer holds extra_layernorm, input_layernorm"):
+        recipe_of(parts, layer, attention_types(parts.config)[0], torch.float32)
