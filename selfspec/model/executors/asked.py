@@ -73,7 +73,8 @@ def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
         for centred, way, rounds in itertools.product((False, True), weights, (True, False))
     ]
     best = min(ways, key=lambda way: float((way(rows) - answer).abs().sum()))
-    _agree(best(rows), answer, f"{kind} is neither RMSNorm nor LayerNorm")
+    if not _near(best(rows), answer):
+        raise ValueError(f"{kind} is neither RMSNorm nor LayerNorm")
     return best
 
 
@@ -174,6 +175,41 @@ def _near(found: Tensor, answer: Tensor) -> bool:
     return bool(error <= _ERROR[answer.dtype] * answer.float().abs().max())
 
 
-def _agree(found: Tensor, answer: Tensor, otherwise: str) -> None:
-    if not _near(found, answer):
-        raise ValueError(otherwise)
+@dataclass(frozen=True)
+class Shares:
+    """How a router shares a row out: a softmax over all experts, of which it takes the largest."""
+
+    each: int
+    """Experts that a row takes."""
+    normalised: bool
+    """Whether the shares of those sum up to 1."""
+    rounds: bool
+    """Whether shares are rounded to the model's dtype."""
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, experts] -> shares and experts, [T, each]."""
+        shares, chosen = logits.float().softmax(-1).topk(self.each, dim=-1)
+        if self.normalised:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return (shares.to(logits.dtype).float() if self.rounds else shares), chosen
+
+
+def shares_of(router: Any, dtype: torch.dtype) -> Shares:
+    """What `router` does with its logits. Raises ValueError for other ways."""
+    weight = router.weight
+    rows = torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    answer = router(rows)
+    if isinstance(answer, tuple) and len(answer) == 3:
+        logits, shares, chosen = answer
+        expected = nn.functional.linear(rows, weight)
+        for normalised, rounds in itertools.product((False, True), repeat=2):
+            way = Shares(chosen.shape[-1], normalised, rounds)
+            mine, where = way(logits)
+            same = torch.equal(logits, expected) and torch.equal(where, chosen)
+            if (
+                same
+                and shares.dtype == (dtype if rounds else torch.float32)
+                and _near(mine, shares)
+            ):
+                return way
+    raise ValueError(f"{type(router).__name__} shares rows out in an unknown way")

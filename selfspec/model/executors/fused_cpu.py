@@ -7,8 +7,7 @@ one the packed executor runs the models that it knows, and the generic one all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from enum import IntEnum
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ from selfspec.model.executors import Claims
 from selfspec.model.executors.asked import activation_of
 from selfspec.model.executors.known import require_known
 from selfspec.model.executors.masks import attention_types
-from selfspec.model.executors.program import Operation, Program
-from selfspec.model.executors.recipe import Recipe, recipe_of
+from selfspec.model.executors.program import HIDDEN, Operation, Program
+from selfspec.model.executors.recipe import Experts, Mlp, Recipe, recipe_of
 from selfspec.model.executors.rotations import Rotations
 from selfspec.model.parts import DecoderParts
 from selfspec.model.products import CompiledLinear
@@ -26,18 +25,6 @@ from selfspec.model.rows import Rows
 
 _BLOCK_ROWS = 1024
 """Rows of a prompt that run through the layers together: its memory does not grow with it."""
-
-
-class _Buffer(IntEnum):
-    """What operations read and write."""
-
-    HIDDEN = 0
-    NORMED = 1
-    PROJECTED = 2
-    SEEN = 3
-    INTO = 4
-    ACTIVATED = 5
-    BRANCH = 6
 
 
 class FusedExecutor:
@@ -58,8 +45,8 @@ class FusedExecutor:
         require_known(decoder, lm_head)
         self._decoder, dtype = decoder, lm_head.weight.dtype
         kinds = attention_types(decoder.config)
-        first = recipe_of(decoder, decoder.layers[0], kinds[0], dtype)  # before long work
-        self._program = Program(dtype, list(_widths(first, lm_head.in_features).values()))
+        recipe_of(decoder, decoder.layers[0], kinds[0], dtype)  # raises before long work
+        self._program = Program(dtype, lm_head.in_features)
         # the largest first, while there is most room
         self._lm_head = CompiledLinear.of(lm_head)
         self.nbytes = self._lm_head.nbytes
@@ -88,63 +75,84 @@ class FusedExecutor:
 
     def _operations(self, recipe: Recipe, index: int, rotation: int) -> Iterator[Operation]:
         """One layer, from its input to its output."""
-        program, at = self._program, _Buffer
-        attention, mlp = recipe.attention, recipe.mlp
-
-        def normed(place: int) -> Iterator[Operation]:
-            if (norm := recipe.before[place]) is not None:
-                yield program.norm(at.HIDDEN, at.NORMED, norm)
-
-        def added(place: int, source: int, linear: nn.Linear) -> Iterator[Operation]:
-            product, norm = self._product(linear), recipe.behind[place]
-            if norm is None:
-                yield program.product(source, at.HIDDEN, product, adds=recipe.times)
-            else:
-                yield program.product(source, at.BRANCH, product)
-                yield program.norm(at.BRANCH, at.HIDDEN, norm, adds=recipe.times)
-
-        def attend() -> Iterator[Operation]:
-            source = at.HIDDEN if recipe.before[0] is None else at.NORMED
-            projections = self._product(*attention.projections, order=attention.order)
-            yield program.product(source, at.PROJECTED, projections)
-            if attention.row_norms is not None:
-                queries, keys = attention.row_norms
-                yield program.norm(at.PROJECTED, at.PROJECTED, queries)
-                yield program.norm(at.PROJECTED, at.PROJECTED, keys, at=len(queries.weight))
-            yield program.attend(at.PROJECTED, at.SEEN, attention, layer=index, rotation=rotation)
-
-        def activate() -> Iterator[Operation]:
-            shared = recipe.parallel and recipe.before[0] is not None
-            source = at.HIDDEN if recipe.before[1] is None and not shared else at.NORMED
-            function = activation_of(mlp.activation)
-            yield program.product(source, at.INTO, self._product(*mlp.into))
-            yield program.activate(at.INTO, at.ACTIVATED, function, gated=mlp.gated)
-
-        yield from normed(0)
-        yield from attend()
+        seen = yield from self._attend(recipe, index, rotation)
         if not recipe.parallel:
-            yield from added(0, at.SEEN, attention.output)
-        yield from normed(1)
-        yield from activate()
+            yield from self._close(recipe, 0, seen, recipe.attention.output)
+        if isinstance(recipe.mlp, Experts):
+            mixed = yield from self._mix(recipe, recipe.mlp)
+            yield from self._close(recipe, 1, mixed, None)
+            return
+        activated = yield from self._activate(recipe, recipe.mlp)
         if recipe.parallel:
-            yield from added(0, at.SEEN, attention.output)
-        yield from added(1, at.ACTIVATED, mlp.down)
+            yield from self._close(recipe, 0, seen, recipe.attention.output)
+        yield from self._close(recipe, 1, activated, recipe.mlp.down)
+
+    def _open(self, recipe: Recipe, place: int) -> Generator[Operation, None, int]:
+        """What attention (0) or the MLP (1) reads: the rows, normed if the layer does that."""
+        norm = recipe.before[place]
+        if norm is not None:
+            normed = self._program.buffer("normed", len(norm.weight))
+            yield self._program.norm(HIDDEN, normed, norm)
+            return normed
+        shared = recipe.before[0] if recipe.parallel else None  # one norm for both
+        return HIDDEN if shared is None else self._program.buffer("normed", len(shared.weight))
+
+    def _close(
+        self, recipe: Recipe, place: int, source: int, linear: nn.Linear | None
+    ) -> Iterator[Operation]:
+        """The last linear layer of attention (0) or the MLP (1), if it has one, to the rows."""
+        program, norm, times = self._program, recipe.behind[place], recipe.times
+        if linear is not None and norm is None:
+            yield program.product(source, HIDDEN, self._product(linear), adds=times)
+            return
+        if linear is not None:
+            branch = program.buffer("branch", linear.out_features)
+            yield program.product(source, branch, self._product(linear))
+            source = branch
+        if norm is None:
+            yield program.add(source, HIDDEN, times)
+        else:
+            yield program.norm(source, HIDDEN, norm, adds=times)
+
+    def _attend(self, recipe: Recipe, index: int, rotation: int) -> Generator[Operation, None, int]:
+        """To the buffer of one row of heads."""
+        program, attention = self._program, recipe.attention
+        source = yield from self._open(recipe, 0)
+        projected = program.buffer("projected", len(attention.order))
+        seen = program.buffer("seen", attention.heads * attention.size)
+        projections = self._product(*attention.projections, order=attention.order)
+        yield program.product(source, projected, projections)
+        if attention.row_norms is not None:
+            queries, keys = attention.row_norms
+            yield program.norm(projected, projected, queries)
+            yield program.norm(projected, projected, keys, at=len(queries.weight))
+        yield program.attend(projected, seen, attention, layer=index, rotation=rotation)
+        return seen
+
+    def _activate(self, recipe: Recipe, mlp: Mlp) -> Generator[Operation, None, int]:
+        """To the buffer that the MLP's last product reads."""
+        program = self._program
+        source = yield from self._open(recipe, 1)
+        into = self._product(*mlp.into)
+        opened = program.buffer("opened", into.out_features)
+        activated = program.buffer("activated", mlp.down.in_features)
+        yield program.product(source, opened, into)
+        yield program.activate(opened, activated, activation_of(mlp.activation), gated=mlp.gated)
+        return activated
+
+    def _mix(self, recipe: Recipe, experts: Experts) -> Generator[Operation, None, int]:
+        """To the buffer of what each row's experts make of it."""
+        program, function = self._program, activation_of(experts.activation)
+        source = yield from self._open(recipe, 1)
+        router = CompiledLinear(experts.router.detach())
+        logits = program.buffer("logits", router.out_features)
+        mixed = program.buffer("mixed", router.in_features)
+        yield program.product(source, logits, router)
+        yield program.experts(source, logits, mixed, experts, function)
+        self.nbytes += router.nbytes + experts.into.nbytes + experts.down.nbytes
+        return mixed
 
     def _product(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
         product = CompiledLinear.of(*parts, order=order)
         self.nbytes += product.nbytes
         return product
-
-
-def _widths(recipe: Recipe, width: int) -> dict[_Buffer, int]:
-    """Numbers of a row in each buffer."""
-    attention, mlp, at = recipe.attention, recipe.mlp, _Buffer
-    return {
-        at.HIDDEN: width,
-        at.NORMED: width,
-        at.PROJECTED: len(attention.order),
-        at.SEEN: attention.heads * attention.size,
-        at.INTO: sum(part.out_features for part in mlp.into),
-        at.ACTIVATED: mlp.down.in_features,
-        at.BRANCH: 0 if recipe.behind == (None, None) else width,
-    }

@@ -49,7 +49,18 @@ _MLP_WORDS = _set(
     f"{_TORCH} self.gate_proj self.up_proj self.down_proj self.gate_up_proj self.c_fc self.c_proj "
     "self.fc1 self.fc2 self.dense_h_to_4h self.dense_4h_to_h "
     "self.act_fn self.activation_fn self.act .chunk dim= "
-    "self.residual_dropout self.training .dropout p= training="  # dropout is off in evaluation
+    "self.gate self.experts "
+    "self.residual_dropout self.training .dropout p= training= "  # dropout is off in evaluation
+    "self.jitter_noise .empty_like .uniform_"  # as are these
+)
+_ROUTER_WORDS = _set(
+    f"{_TORCH} .nn self.weight self.top_k self.norm_topk_prob self.hidden_dim .linear .softmax "
+    ".float .topk .sum dtype= keepdim= dim="
+)
+_EXPERTS_WORDS = _set(
+    f"{_TORCH} .nn self.gate_up_proj self.down_proj self.act_fn self.num_experts .linear .chunk "
+    "dim= .zeros_like .one_hot num_classes= .permute .greater .sum .nonzero .no_grad .where "
+    ".index_add_"
 )
 _ATTENTION_WORDS = _set(
     f"{_TORCH} .cat .expand .matmul .softmax .unsqueeze .dropout .float .flatten .stack .chunk "
@@ -60,6 +71,7 @@ _ATTENTION_WORDS = _set(
     "self.key_layernorm self.use_qk_norm self.qk_layernorm self.head_dim self.head_size "
     "self.num_heads self.num_key_value_heads self.num_key_value_groups config.num_attention_heads "
     "self.scaling self.attn_logit_softcapping softcap= self.rotary_ndims self.use_rope "
+    "config.clip_qkv .clamp_ min= max= "  # refused where it is set
     "self.is_sliding self.attention_dropout self.residual_dropout dropout= scaling= "  # off, too
     "ALL_ATTENTION_FUNCTIONS .get_interface config._attn_implementation eager_attention_forward "
     "repeat_kv apply_rotary_pos_emb rotate_half use_kernel_forward_from_hub 'rotary_pos_emb' "
@@ -70,9 +82,13 @@ _ATTENTION_WORDS = _set(
 _WORDS = {
     "": _LAYER_WORDS,
     "mlp": _MLP_WORDS,
+    "mlp.gate": _ROUTER_WORDS,
+    "mlp.experts": _EXPERTS_WORDS,
     **dict.fromkeys(("self_attn", "attention"), _ATTENTION_WORDS),
 }
 """By name of the part; "": the layer."""
+_WEIGHTS = {"mlp.gate": {"weight"}, "mlp.experts": {"gate_up_proj", "down_proj"}}
+"""Of parts that are no linear layers."""
 _DEVICE_WORDS = _set(".item .tolist .cpu .numpy .nonzero .any .all .get_seq_length .synchronize")
 """What reads back from a device, or steers Python by it: a captured graph would not do it again."""
 
@@ -163,6 +179,8 @@ def _require_usual(decoder: Any) -> None:
     others = set(attention_types(decoder.config)) - {FULL, SLIDING}
     _need(not others, f"layers have {', '.join(sorted(others))}")
     _need(decoder.rotary_emb is not None, "positions are not rotated")
+    clip = getattr(decoder.config, "clip_qkv", None)
+    _need(clip is None, f"queries, keys and values are clipped to {clip}")
 
 
 def _require_layer(layer: nn.Module, like: Tensor) -> None:
@@ -171,20 +189,23 @@ def _require_layer(layer: nn.Module, like: Tensor) -> None:
         _need_plain(name or "it", part)
         allowed: set[str] = set()
         if type(part) is nn.Linear:
-            reason = why_unusual(part.weight)
-            _need(reason is None, f"{name}: {reason}")
-            _need(part.weight.dtype == like.dtype, f"{name} is {part.weight.dtype}")
             allowed = {"weight", "bias"}
         elif "norm" in name:
             _need_words(part, _NORM_WORDS)
             allowed = {"weight", "bias"}
-        elif name.startswith("mlp.") and type(part).__module__ in _ACTIVATIONS:
+        elif name.startswith("mlp.") and "act" in name and type(part).__module__ in _ACTIVATIONS:
             pass
         elif name in _WORDS:
             _need_words(part, _WORDS[name])
+            allowed = _WEIGHTS.get(name, set())
         else:
             idle = isinstance(part, nn.Dropout | nn.Identity)
             _need(idle, f"{name} is {_kind(part)}")
+        if type(part) is nn.Linear or name in _WEIGHTS:
+            for weight in part.parameters(recurse=False):
+                reason = why_unusual(weight)
+                _need(reason is None, f"{name}: {reason}")
+                _need(weight.dtype == like.dtype, f"{name} is {weight.dtype}")
         own = {key for key, _ in [*part.named_parameters(recurse=False), *_buffers(part)]}
         _need(own <= allowed, f"{name or 'it'} has {', '.join(sorted(own - allowed))}")
 

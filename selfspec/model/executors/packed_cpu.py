@@ -17,7 +17,7 @@ from selfspec.model.executors import Claims
 from selfspec.model.executors.asked import Norm
 from selfspec.model.executors.known import require_known
 from selfspec.model.executors.masks import FULL, attention_types
-from selfspec.model.executors.recipe import Recipe, recipe_of
+from selfspec.model.executors.recipe import Mlp, Recipe, recipe_of
 from selfspec.model.executors.rotations import Rotations
 from selfspec.model.executors.slots import SteadySlots
 from selfspec.model.kv_store import Lease
@@ -228,7 +228,8 @@ class PackedExecutor:
             (attention.rotation is not None, "positions"),
             (attention.rotation is None or attention.rotation.size == self._size, "rotations"),
             (attention.softcap is None, "a cap of scores"),
-            (recipe.mlp.gated and not recipe.parallel and recipe.times == 1, "an mlp"),
+            (isinstance(recipe.mlp, Mlp) and recipe.mlp.gated, "an mlp"),
+            (not recipe.parallel and recipe.times == 1, "residuals"),
             (shape == mine, "heads that differ by layer"),
         ):
             if not fits:
@@ -237,6 +238,7 @@ class PackedExecutor:
 
 def _packed(recipe: Recipe, dtype: torch.dtype) -> PackedLayer:
     attention, mlp = recipe.attention, recipe.mlp
+    assert isinstance(mlp, Mlp)  # noqa: S101  # as was required
     input_norm, mlp_norm = (RowNorm.of(norm, dtype) for norm in recipe.before if norm is not None)
     return PackedLayer(
         window=attention.window,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from selfspec.model.compiled import compiled
 from selfspec.model.executors.asked import Activation, Norm
-from selfspec.model.executors.recipe import Attention
+from selfspec.model.executors.recipe import Attention, Experts
 from selfspec.model.kv_store import Lease
-from selfspec.model.products import PANEL, CompiledLinear
+from selfspec.model.products import PANEL, CompiledLinear, in_panels
 
 _SOURCE = Path(__file__).parents[1] / "kernels" / "layers.cpp"
 
@@ -32,6 +32,8 @@ class Kind(IntEnum):
     PRODUCT = 1
     ATTEND = 2
     ACTIVATE = 3
+    EXPERTS = 4
+    ADD = 5
 
 
 class Heads(ctypes.Structure):
@@ -49,6 +51,28 @@ class Heads(ctypes.Structure):
         ("eps", _Float),
         ("scaling", _Float),
         ("softcap", _Float),
+    )
+
+
+class _Experts(ctypes.Structure):
+    """The struct `Experts` of `experts.hpp`, which says what the fields mean."""
+
+    _fields_ = (
+        ("count", _Long),
+        ("each", _Long),
+        ("normalised", _Long),
+        ("rounds", _Long),
+        ("inner", _Long),
+        ("activation", _Long),
+        ("gated", _Long),
+        ("into", _Pointer),
+        ("down", _Pointer),
+        ("into_size", _Long),
+        ("down_size", _Long),
+        ("gathered", _Long),
+        ("opened", _Long),
+        ("activated", _Long),
+        ("closed", _Long),
     )
 
 
@@ -74,6 +98,8 @@ class Operation(ctypes.Structure):
         ("layer", _Long),
         ("rotation", _Long),
         ("heads", Heads),
+        ("logits", _Long),
+        ("experts", _Experts),
     )
 
 
@@ -93,14 +119,18 @@ class _Pass(ctypes.Structure):
     )
 
 
+HIDDEN = 0
+"""The buffer of what comes in and goes out."""
+
+
 class Program:
     """The operations of all layers, and the buffers that they read and write.
 
     Operations raise ValueError unless they fit their buffers: compiled code does not look.
     """
 
-    def __init__(self, dtype: torch.dtype, widths: Sequence[int]) -> None:
-        """`widths`: numbers of a row in each buffer; the first is what comes in and goes out.
+    def __init__(self, dtype: torch.dtype, width: int) -> None:
+        """`width`: numbers of a row of HIDDEN.
 
         Raises ValueError, with the reason, if nothing can be compiled.
         """
@@ -108,10 +138,11 @@ class Program:
         self._run = library.run
         self._run.argtypes = _Pointer, _Long, _Pointer
         self._run.restype = None
-        self._dtype, self._widths = dtype, tuple(widths)
+        self._dtype, self._widths = dtype, [width]
+        self._named: dict[tuple[str, int], int] = {}
         self._table: ctypes.Array[Operation] = (Operation * 0)()
         self._starts = [0]  # of each layer among the operations, and their end
-        self._heads: tuple[int, int] | None = None  # key heads of all layers, and their size
+        self._heads: list[tuple[int, int]] = []  # key heads of each layer, and their size
         self._kept: list[Tensor] = []  # what the operations point to
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
@@ -119,6 +150,13 @@ class Program:
         every = [*self._table, *operations]
         self._table = (Operation * len(every))(*every)
         self._starts.append(len(every))
+
+    def buffer(self, name: str, width: int) -> int:
+        """The number of a buffer for rows of `width`, one for all layers that call it so."""
+        number = self._named.setdefault((name, width), len(self._widths))
+        if number == len(self._widths):
+            self._widths.append(width)
+        return number
 
     def norm(
         self, source: int, target: int, norm: Norm, *, at: int = 0, adds: float = 0.0
@@ -170,9 +208,7 @@ class Program:
         size, kv, norms = attention.size, attention.kv_heads, attention.head_norms
         self._need(source, (attention.heads + 2 * kv) * size)
         self._need(target, attention.heads * size)
-        if self._heads not in (None, (kv, size)):
-            raise ValueError("layers differ in their key heads")
-        self._heads = kv, size
+        self._heads.append((kv, size))
         heads = Heads(
             size=size,
             group=attention.heads // kv,
@@ -210,6 +246,52 @@ class Program:
             gated=gated,
         )
 
+    def experts(
+        self, source: int, logits: int, target: int, experts: Experts, activation: Activation
+    ) -> Operation:
+        """MLPs of which each row takes a few, as its `logits` say."""
+        count, outputs, width = experts.into.shape
+        inner = outputs // 2
+        self._need(source, width)
+        self._need(target, width)
+        self._need(logits, count)
+        if experts.down.shape != (count, width, inner) or not 0 < experts.shares.each <= count:
+            raise ValueError(
+                f"experts are {outputs} by {width} and {tuple(experts.down.shape[1:])}"
+            )
+        into, down = in_panels(experts.into.detach()), in_panels(experts.down.detach())
+        made = _Experts(
+            count=count,
+            each=experts.shares.each,
+            normalised=experts.shares.normalised,
+            rounds=experts.shares.rounds,
+            inner=inner,
+            activation=activation,
+            gated=True,
+            into=self._pointer(into),
+            down=self._pointer(down),
+            into_size=into.shape[1],
+            down_size=down.shape[1],
+            gathered=self.buffer("gathered", width),
+            opened=self.buffer("opened", outputs),
+            activated=self.buffer("activated", inner),
+            closed=self.buffer("closed", width),
+        )
+        return Operation(
+            kind=Kind.EXPERTS,
+            source=source,
+            target=target,
+            inputs=width,
+            logits=logits,
+            experts=made,
+        )
+
+    def add(self, source: int, target: int, times: float) -> Operation:
+        """What a buffer holds, so many times, to another."""
+        width = self._widths[target]
+        self._need(source, width)
+        return Operation(kind=Kind.ADD, source=source, target=target, inputs=width, adds=times)
+
     def run(
         self,
         rows: Tensor,
@@ -226,11 +308,15 @@ class Program:
         """
         if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
-        assert self._heads is not None  # noqa: S101  # every layer attends
-        count, (kv_heads, size) = len(rows), self._heads
-        no_keys = rows.new_empty(1, kv_heads, 0, -(-size // PANEL) * PANEL)
-        held = lease.length(first)
-        buffers_of_layers = list(lease.room(count, first, last, no_keys, panel=PANEL))
+        count, held = len(rows), lease.length(first)
+        if parents is not None:  # else it would not come back
+            earlier = all(-1 <= parent < row for row, parent in enumerate(parents))
+            if not earlier or len(parents) != count:
+                raise ValueError(f"{list(parents)} are no parents of {count} rows")
+        held_by_layers: list[tuple[Tensor, Tensor]] = []
+        for layer, (kv_heads, size) in enumerate(self._heads[first:last], first):
+            no_keys = rows.new_empty(1, kv_heads, 0, -(-size // PANEL) * PANEL)
+            held_by_layers += lease.room(count, layer, layer + 1, no_keys, panel=PANEL)
         hidden = rows.clone(memory_format=torch.contiguous_format)
         buffers = [hidden, *(rows.new_empty(count, width) for width in self._widths[1:])]
         room = torch.empty(count, max(self._widths) + 1, dtype=torch.float32)
@@ -239,9 +325,9 @@ class Program:
             rows=count,
             held=held,
             buffers=_pointers([buffer.data_ptr() for buffer in buffers]),
-            keys=_pointers([*before, *(keys.data_ptr() for keys, _ in buffers_of_layers)]),
-            values=_pointers([*before, *(values.data_ptr() for _, values in buffers_of_layers)]),
-            slots=(_Long * last)(*before, *(keys.shape[2] for keys, _ in buffers_of_layers)),
+            keys=_pointers([*before, *(keys.data_ptr() for keys, _ in held_by_layers)]),
+            values=_pointers([*before, *(values.data_ptr() for _, values in held_by_layers)]),
+            slots=(_Long * last)(*before, *(keys.shape[2] for keys, _ in held_by_layers)),
             rotations=_pointers([turns.data_ptr() for turns in rotations]),
             parents=None if parents is None else (_Long * count)(*parents),
             room=room.data_ptr(),

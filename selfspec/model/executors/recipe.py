@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.executors.asked import Norm, Rotation, norm_of, rotation_of
+from selfspec.model.executors.asked import (
+    Norm,
+    Rotation,
+    Shares,
+    norm_of,
+    rotation_of,
+    shares_of,
+)
 from selfspec.model.executors.masks import FULL
 from selfspec.model.executors.source import words
 from selfspec.model.parts import DecoderParts
@@ -56,11 +63,25 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Several MLPs, of which each row takes a few."""
+
+    router: Tensor
+    """[experts, d]: gives the logits that choose."""
+    shares: Shares
+    into: Tensor
+    """[experts, 2 * inner, d]: gate and up, side by side."""
+    activation: nn.Module
+    down: Tensor
+    """[experts, d, inner]"""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One layer. Both parts add to the rows what they make of them."""
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     before: tuple[Norm | None, Norm | None]
     """In front of attention, and of the MLP."""
     behind: tuple[Norm | None, Norm | None]
@@ -123,7 +144,7 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
     parallel = places.before_mlp is None and places.behind_mlp is None
     return Recipe(
         attention=_attention(decoder, getattr(layer, attention), kind, dtype),
-        mlp=_mlp(layer.mlp),
+        mlp=_mlp(layer.mlp, dtype),
         before=(norms[0], norms[2]),
         behind=(norms[1], norms[3]),
         parallel=bool(getattr(layer, "use_parallel_residual", parallel)),
@@ -222,8 +243,11 @@ def _of_heads(queries: Norm, heads: int, keys: Norm, kv_heads: int, pairs: Tenso
     return both
 
 
-def _mlp(part: Any) -> Mlp:
+def _mlp(part: Any, dtype: torch.dtype) -> Mlp | Experts:
     children = named_children(part)
+    if children == {"gate", "experts"}:
+        shares, inner = shares_of(part.gate, dtype), part.experts
+        return Experts(part.gate.weight, shares, inner.gate_up_proj, inner.act_fn, inner.down_proj)
     activation = _only(_ACTIVATIONS, children, "activation")
     for names, gated in _MLPS:
         if children == {*names, activation}:

@@ -40,38 +40,4 @@ inline float hyperbolic_tangent(float x) {
   return std::fabs(x) < 0.625f ? near : far;
 }
 
-// Activations. The tail of the normal distribution is formula 7.1.26 of Abramowitz and Stegun,
-// Handbook of Mathematical Functions: off by 1.5e-7 at most.
-
-struct Silu {
-  static float of(float x) { return x / (1 + exponential(-x)); }
-};
-
-struct Gelu {
-  static float of(float x) {
-    const float t = 1 / (1 + 0.3275911f * 0.70710678f * std::fabs(x));
-    float p = 1.061405429f;
-    p = p * t - 1.453152027f;
-    p = p * t + 1.421413741f;
-    p = p * t - 0.284496736f;
-    p = p * t + 0.254829592f;
-    const float tail = 0.5f * p * t * exponential(-0.5f * x * x);
-    return x * (x < 0 ? tail : 1 - tail);
-  }
-};
-
-struct GeluTanh {
-  static float of(float x) {
-    return x / (1 + exponential(-1.59576912f * (x + 0.044715f * x * x * x)));
-  }
-};
-
-struct Relu {
-  static float of(float x) { return x < 0 ? 0 : x; }
-};
-
-struct ReluSquared {
-  static float of(float x) { return x < 0 ? 0 : x * x; }
-};
-
 }  // namespace

@@ -5,19 +5,19 @@
 // depend on the rows that run beside it.
 
 #include "attention.hpp"
+#include "experts.hpp"
 
 namespace {
 
 // What an operation is, and what its fields mean, as in program.py.
-enum Kinds { NORM, PRODUCT, ATTEND, ACTIVATE };
-enum Activations { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED };
+enum Kinds { NORM, PRODUCT, ATTEND, ACTIVATE, EXPERTS, ADD };
 
 struct Operation {
   long kind, from, to;   // buffers by number
   long in, out;          // numbers of a row that are read and written; ATTEND: unused
   const void* weight;    // NORM float [in]; PRODUCT panels of Number
   const void* bias;      // NORM float [in]; PRODUCT Number [out]; or none
-  float adds;            // NORM, PRODUCT: 0, or to what its buffer holds, times this
+  float adds;            // NORM, PRODUCT, ADD: 0, or to what its buffer holds, times this
   float eps;             // NORM
   long at, row;          // NORM: the first number of a row that is read; numbers of a row there
   long centred, rounds;  // NORM: a mean is taken off; what is normed is rounded before its weight
@@ -25,6 +25,8 @@ struct Operation {
   long gated;            // ACTIVATE: times the second half of a row
   long layer, rotation;  // ATTEND
   Heads heads;           // ATTEND
+  long logits;           // EXPERTS: the buffer of what chooses them
+  Experts experts;       // EXPERTS
 };
 
 struct Pass {
@@ -65,40 +67,10 @@ void norm(const Operation& op, long rows, const Number* from, Number* to) {
   }
 }
 
-// [rows, out or 2 * out] -> [rows, out].
-template <typename Function>
-void activate(const Operation& op, long rows, const Number* from, Number* to) {
-  constexpr long CHUNK = 256;  // of a row: threads share even a single one
-#pragma omp for collapse(2)
-  for (long row = 0; row < rows; row++)
-    for (long first = 0; first < op.out; first += CHUNK) {
-      const Number *x = from + (op.gated ? 2 : 1) * row * op.out, *times = x + op.out;
-      Number* o = to + row * op.out;
-      const long last = std::min(first + CHUNK, op.out);
-      if (op.gated) {
-#pragma omp simd
-        for (long j = first; j < last; j++)
-          o[j] = narrow(wide(narrow(Function::of(wide(x[j])))) * wide(times[j]));
-      } else {
-#pragma omp simd
-        for (long j = first; j < last; j++) o[j] = narrow(Function::of(wide(x[j])));
-      }
-    }
-}
-
-void activate(const Operation& op, long rows, const Number* from, Number* to) {
-  switch (op.activation) {
-    case SILU:
-      return activate<Silu>(op, rows, from, to);
-    case GELU:
-      return activate<Gelu>(op, rows, from, to);
-    case GELU_TANH:
-      return activate<GeluTanh>(op, rows, from, to);
-    case RELU:
-      return activate<Relu>(op, rows, from, to);
-    case RELU_SQUARED:
-      return activate<ReluSquared>(op, rows, from, to);
-  }
+// to [rows, width] += from, `times` times.
+void add(long rows, long width, float times, const Number* from, Number* to) {
+#pragma omp for
+  for (long i = 0; i < rows * width; i++) to[i] = added(to[i], from[i], times);
 }
 
 void step(const Operation& op, const Pass& pass) {
@@ -114,7 +86,12 @@ void step(const Operation& op, const Pass& pass) {
       return attend(op.heads, {pass.rows, pass.held, pass.parents, pass.rotations[op.rotation]},
                     {pass.keys[op.layer], pass.values[op.layer], pass.slots[op.layer]}, from, to);
     case ACTIVATE:
-      return activate(op, pass.rows, from, to);
+      return activate(op.activation, op.gated, pass.rows, op.out, from, to);
+    case EXPERTS:
+      return mix_experts(op.experts, pass.rows, op.in, from, pass.buffers[op.logits], pass.buffers,
+                         to, pass.room);
+    case ADD:
+      return add(pass.rows, op.in, op.adds, from, to);
   }
 }
 
