@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 KERNELS = Path(__file__).parent / "kernels"
 SOURCES = ("products.cpp",)
-"""What a wheel has libraries of. layers.cpp is compiled for one model's head size: never ahead."""
 CONSTANTS: tuple[Mapping[str, int], ...] = ({"BFLOAT16": 0}, {"BFLOAT16": 1})
-"""Of each source in SOURCES."""
+"""What a wheel has libraries of: each source in KERNELS with each of the constants."""
 
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 """None of them lets results differ between two runs of one library."""
