@@ -5,6 +5,7 @@ hatchling runs this only where HATCH_BUILD_HOOKS_ENABLE is set: any other build 
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def build(
         return library
 
     try:
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(make, product(sources, compiler.CONSTANTS, targets)))
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"the compiler failed: {error.stderr.decode(errors='replace')}") from error
