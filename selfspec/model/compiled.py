@@ -1,16 +1,17 @@
-"""Compiles a C++ file on the machine that runs it, once, and loads it.
+"""Libraries of compiled C++: one that the wheel brings, or made here once by the user's compiler.
 
-For the few loops that torch has no operator for. Whoever has no compiler does without them.
+For the few loops that torch has no operator for. Who has neither does without them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import hashlib
 import logging
 import os
-import shlex
+import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,71 +19,91 @@ import torch
 from selfspec import files
 from selfspec.errors import CannotWrite
 from selfspec.files import cache_folder
+from selfspec.model import compiler
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
-"""None of them lets results differ between two runs of one library."""
-
-_PATIENCE = 120
-"""Seconds after which a compiler is given up."""
-
 
 def compiled(source: Path, **constants: int) -> ctypes.CDLL:
-    """The library made from `source` with `constants` as macros; kept in the cache folder.
+    """The library made from `source` with `constants` as macros: prebuilt if one fits, else made.
 
-    It may include headers that lie beside it. Its threads are torch's own. Raises ValueError, with
-    the reason, if it cannot be had.
+    A prebuilt one lies in the folder `prebuilt` beside the source, others in the cache folder.
+    Either includes headers that lie beside the source. Its threads are torch's own. Raises
+    ValueError, with the reason, if it cannot be had.
     """
-    macros = [f"-D{name}={value}" for name, value in sorted(constants.items())]
-    arguments = [*_FLAGS.split(), *macros, str(source), str(_openmp())]
     try:
-        headers = sorted(source.parent.glob("*.hpp"))
-        texts = b"".join(path.read_bytes() for path in (source, *headers))
-        made_from = texts + _target() + " ".join([*macros, arguments[-1]]).encode()
-        digest = hashlib.sha256(made_from).hexdigest()[:16]
-        library = cache_folder() / "compiled" / f"{source.stem}-{digest}.so"
-        if not library.exists():
-            _make(library, arguments)
-        return ctypes.CDLL(str(library))
+        found = _prebuilt(source, constants)
+        return _load(_made_here(source, constants)) if found is None else found[0]
     except (OSError, subprocess.SubprocessError, CannotWrite) as error:
         raise ValueError(_reason(error)) from error
 
 
-def compiler() -> str | None:
-    """What the compiler calls itself, or None if there is none."""
-    try:
-        return _compiler("--version").decode(errors="replace").partition("\n")[0]
-    except (OSError, subprocess.SubprocessError):
+def origin() -> str | None:
+    """Where compiled code comes from: the wheel, a compiler, or None if from neither."""
+    with contextlib.suppress(ValueError):
+        found = _prebuilt(compiler.KERNELS / compiler.SOURCES[0], compiler.CONSTANTS[0])
+        if found is not None:
+            return f"in the wheel, for {found[1].name}"
+    name = compiler.version()
+    return name and f"here, by {name}"
+
+
+def _prebuilt(
+    source: Path, constants: Mapping[str, int]
+) -> tuple[ctypes.CDLL, compiler.Target] | None:
+    """The fastest that was made from this very source and that this processor runs."""
+    folder = source.parent / "prebuilt"
+    if not folder.is_dir():
         return None
+    features = _features()
+    for target in compiler.TARGETS.get(platform.machine(), ()):
+        library = folder / compiler.library_name(source, constants, target)
+        if lacking := target.needs - features:
+            why = f"this processor lacks {', '.join(sorted(lacking))}"
+        elif not library.exists():
+            why = f"not in {folder}: what is there was made from another source"
+        else:
+            try:
+                return _load(library), target
+            except OSError as error:
+                why = str(error)
+        logger.debug("%s is passed over: %s", library.name, why)
+    return None
 
 
-def _make(library: Path, arguments: list[str]) -> None:
-    """Whole, or not there: nobody loads a half-written library."""
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with files.replacing(library) as new:
-        _compiler(*arguments, "-o", str(new))
-    logger.info("compiled %s", library)
+def _made_here(source: Path, constants: Mapping[str, int]) -> Path:
+    """A library in the cache folder: whole, or not there. Nobody loads a half-written one."""
+    target = compiler.this_machine()
+    library = cache_folder() / "compiled" / compiler.library_name(source, constants, target)
+    if not library.exists():
+        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with files.replacing(library) as new:
+            compiler.make_library(new, source, constants, target)
+        logger.info("compiled %s", library)
+    return library
 
 
-def _target() -> bytes:
-    """What the compiler says of itself and this processor: a cache folder may serve several."""
-    return _compiler(*_FLAGS.split(), "-x", "c++", "-E", "-dM", os.devnull)
+def _load(library: Path) -> ctypes.CDLL:
+    """A library has no OpenMP of its own: its calls find the one that torch has loaded.
 
-
-def _compiler(*arguments: str) -> bytes:
-    """Runs $CXX, or c++; returns what it prints."""
-    command = [*shlex.split(os.environ.get("CXX") or "c++"), *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
-    return done.stdout
-
-
-def _openmp() -> Path:
-    """The runtime that torch brings along: with another one, two sets of threads would compete."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    if not found:
+    With a second one, two sets of threads would compete.
+    """
+    openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    if not openmp:
         raise ValueError("this torch has no libgomp to share threads with")
-    return found[0]
+    ctypes.CDLL(openmp[0].name, ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)  # makes its names visible
+    return ctypes.CDLL(str(library))
+
+
+def _features() -> set[str]:
+    """What this processor can do, in the words of Linux; nothing where Linux does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    facts = (line.partition(":") for line in lines)
+    said = (words for name, _, words in facts if name.strip() in ("flags", "Features"))
+    return set(next(said, "").split())
 
 
 def _reason(error: OSError | subprocess.SubprocessError | CannotWrite) -> str:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.errors import UnsupportedModel
-from selfspec.files import cache_folder
 from selfspec.model.backbone import Backbone
-from selfspec.model.compiled import compiled, compiler
 from selfspec.model.executors.asked import _ACTIVATIONS, Activation, Norm, Rotation
 from selfspec.model.executors.fused_cpu import FusedExecutor
 from selfspec.model.executors.program import Operation, Program
@@ -383,38 +381,6 @@ def test_with_one_they_run() -> None:
     backbone = Backbone(make_model("llama"))
     assert backbone.executor_name == "fused"
     assert isinstance(backbone._executor, FusedExecutor)
-
-
-def test_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (compiler() is None) == (shutil.which("c++") is None)
-    monkeypatch.setenv("CXX", "echo a compiler")
-    assert compiler() == "a compiler --version"
-
-
-@needs_compiler
-def test_a_file_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source = tmp_path / "answer.cpp"
-    source.write_text('extern "C" int answer() { return NUMBER; }', encoding="utf-8")
-    assert compiled(source, NUMBER=42).answer() == 42
-    made = list(cache_folder().rglob("*"))
-    monkeypatch.setattr("selfspec.model.compiled._make", None)
-    assert compiled(source, NUMBER=42).answer() == 42
-    with pytest.raises(TypeError):
-        compiled(source, NUMBER=43)
-    assert list(cache_folder().rglob("*")) == made
-
-
-@needs_compiler
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source = tmp_path / "answer.cpp"
-    source.write_text("#error not today", encoding="utf-8")
-    with pytest.raises(ValueError, match="the compiler failed"):
-        compiled(source)
-    assert not list((cache_folder() / "compiled").iterdir())
 
 
 @needs_compiler

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,17 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from selfspec.model import compiled as compiling
-from selfspec.model import products
+from selfspec.model import compiled, products
+from selfspec.model.compiler import TARGETS, Target, make_library
 from selfspec.model.products import CompiledLinear, PackedLinear, draft_product
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
 DTYPES = [torch.float32, torch.bfloat16]
 
-PROCESSORS = ["x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v4 -mavx512bf16"]
-"""What g++ calls them: no vectors of eight, nor fused additions; the same; AVX2; AVX-512; its
-products in bfloat16."""
+PROCESSORS = [Target("x86-64", "-march=x86-64"), *TARGETS["x86_64"]]
+"""Vectors of four and no fused additions, and what wheels are built for."""
 
 
 def weights(out: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -132,38 +129,20 @@ def test_without_a_compiler_drafts_are_multiplied_by_onednn(
     assert isinstance(draft_product(rows), PackedLinear)
 
 
-@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("target", PROCESSORS, ids=lambda target: target.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
-    processor: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = compiling._FLAGS.replace("-march=native", f"-march={processor} -Wall -Wextra -Werror")
-    macro, made = f"-DBFLOAT16={int(dtype == torch.bfloat16)}", tmp_path / "products.so"
-    command = ["c++", *flags.split(), macro, str(products._SOURCE), str(compiling._openmp())]
-    said = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
-    assert not said.stderr
-    if not runs(processor):
-        pytest.skip(f"compiled; this processor does not run {processor}")
-    library = ctypes.CDLL(str(made))
-    library.pack.argtypes = (*(ctypes.c_long,) * 2, *(ctypes.c_void_p,) * 2)
-    library.product.argtypes = (*(ctypes.c_long,) * 3, *(ctypes.c_void_p,) * 4)
-    monkeypatch.setattr(products, "_library", lambda *_: library)
+    library = tmp_path / "products.so"
+    strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror")
+    make_library(library, products._SOURCE, {"BFLOAT16": int(dtype == torch.bfloat16)}, strict)
+    if not target.needs <= compiled._features():
+        pytest.skip(f"compiled; this processor does not run {target.name}")
+    monkeypatch.setattr(products, "compiled", lambda *_, **__: compiled._load(library))
+    monkeypatch.setattr(products, "_library", products._library.__wrapped__)
     (weight, bias), x = weights(50, 333, dtype), inputs(40, 333, dtype)
     linear = CompiledLinear(weight, bias)
     assert close(linear(x), x, weight, bias)
     for rows in (1, 2, 5, 9):
         assert torch.equal(linear(x[:rows]), linear(x)[:rows])
-
-
-def runs(processor: str) -> bool:
-    """Whether this machine has all that g++ may use for `processor`."""
-    needed = {
-        "x86-64": set(),
-        "x86-64-v2": {"sse4_2", "ssse3"},
-        "x86-64-v3": {"avx2", "fma", "bmi2"},
-        "x86-64-v4": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
-        "x86-64-v4 -mavx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"},
-    }[processor]
-    facts = Path("/proc/cpuinfo").read_text()
-    flags = next((line for line in facts.splitlines() if line.startswith("flags")), "").split()
-    return needed <= set(flags)

@@ -1,8 +1,9 @@
 """Layers from compiled code alone: a segment is one call of it.
 
 Every row is computed by itself, in an order that its position alone decides: its bits are the same
-in a prompt, among drafts, on a branch of a tree and alone. Needs a C++ compiler on Linux; without
-one the packed executor runs the models that it knows, and the generic one all others.
+in a prompt, among drafts, on a branch of a tree and alone. Needs Linux and a C++ compiler, or a
+wheel with compiled code inside; without, the packed executor runs the models that it knows, and the
+generic one all others.
 """
 
 from __future__ import annotations

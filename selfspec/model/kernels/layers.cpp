@@ -1,8 +1,8 @@
 // Decoder layers as a list of operations that all threads of one team run together.
 //
-// program.py compiles this file on the machine that runs it, with BFLOAT16 (0 or 1: float32). Every
-// row is computed by itself, in an order that depends on its own position alone: its bits cannot
-// depend on the rows that run beside it.
+// Compiled with BFLOAT16 (0 or 1: float32), for a wheel or on the machine that runs it. Every row
+// is computed by itself, in an order that depends on its own position alone: its bits cannot depend
+// on the rows that run beside it.
 
 #include "attention.hpp"
 #include "experts.hpp"

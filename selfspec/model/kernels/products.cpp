@@ -1,5 +1,5 @@
-// One linear layer at a time: for unembeddings and heads. products.py compiles this file on the
-// machine that runs it, with BFLOAT16 (0 or 1: float32).
+// One linear layer at a time: for unembeddings and heads. Compiled with BFLOAT16 (0 or 1:
+// float32), for a wheel or on the machine that runs it.
 
 #include "linear.hpp"
 

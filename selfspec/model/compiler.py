@@ -1,0 +1,100 @@
+"""Makes a library of a C++ file, for this machine or for the processors that a wheel is built for.
+
+Comes in: a source, its constants, a target. Goes out: a file, named after all that decides what is
+in it. Called by compiled.py on the user's machine. hatch_build.py loads this file by its path, with
+no package around it and no torch: it needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+KERNELS = Path(__file__).parent / "kernels"
+SOURCES = ("products.cpp", "layers.cpp")
+CONSTANTS: tuple[Mapping[str, int], ...] = ({"BFLOAT16": 0}, {"BFLOAT16": 1})
+"""What a wheel has libraries of: each source in KERNELS with each of the constants."""
+
+_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
+"""None of them lets results differ between two runs of one library."""
+
+_PATIENCE = 120
+"""Seconds after which a compiler is given up."""
+
+
+class Target(NamedTuple):
+    """Processors that one library is for."""
+
+    name: str
+    flags: str
+    """Of the compiler."""
+    needs: frozenset[str] = frozenset()
+    """Features of a processor, as Linux calls them in /proc/cpuinfo."""
+
+
+_V2 = frozenset(["cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"])
+_V3 = _V2 | frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"])
+_V4 = _V3 | frozenset(["avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"])
+
+TARGETS: Mapping[str, tuple[Target, ...]] = {
+    "x86_64": (
+        Target("x86-64-v4-bf16", "-march=x86-64-v4 -mavx512bf16", _V4 | {"avx512_bf16"}),
+        Target("x86-64-v4", "-march=x86-64-v4", _V4),
+        Target("x86-64-v3", "-march=x86-64-v3", _V3),
+        Target("x86-64-v2", "-march=x86-64-v2", _V2),
+    ),
+    "aarch64": (Target("armv8-a", "-march=armv8-a", frozenset({"asimd"})),),
+}
+"""What a wheel is built for, by `platform.machine()`: the fastest first."""
+
+
+def this_machine() -> Target:
+    """This processor, as the compiler knows it. Raises OSError or SubprocessError without one."""
+    flags = "-march=native"
+    said = _run(*_FLAGS, flags, "-x", "c++", "-E", "-dM", os.devnull)
+    return Target(f"native-{hashlib.sha256(said).hexdigest()[:8]}", flags)
+
+
+def library_name(source: Path, constants: Mapping[str, int], target: Target) -> str:
+    """SOURCE-TARGET-DIGEST.so; the digest is of the source, the headers beside it and the flags."""
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.hpp")))]
+    words = " ".join((*_FLAGS, target.flags, *_macros(constants))).encode()
+    digest = hashlib.sha256(b"".join((*texts, words))).hexdigest()[:16]
+    return f"{source.stem}-{target.name}-{digest}.so"
+
+
+def make_library(library: Path, source: Path, constants: Mapping[str, int], target: Target) -> None:
+    """Compiles `source` with `constants` as macros. Raises OSError or SubprocessError.
+
+    It is linked with no OpenMP runtime: what it calls is looked up among those that are loaded.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "made.o"
+        options = (*_FLAGS, *target.flags.split(), *_macros(constants))
+        _run(*options, "-c", str(source), "-o", str(made))
+        _run("-shared", str(made), "-o", str(library))
+
+
+def version() -> str | None:
+    """What the compiler calls itself, or None if there is none."""
+    try:
+        return _run("--version").decode(errors="replace").partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _macros(constants: Mapping[str, int]) -> list[str]:
+    return [f"-D{name}={value}" for name, value in sorted(constants.items())]
+
+
+def _run(*arguments: str) -> bytes:
+    """Runs $CXX, or c++; returns what it prints."""
+    command = [*shlex.split(os.environ.get("CXX") or "c++"), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
+    return done.stdout

@@ -1,0 +1,277 @@
+"""Libraries of C++: made here once, or brought by the wheel where they fit; torch's own threads."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import platform
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec.files import cache_folder
+from selfspec.model import compiled as compiled_module
+from selfspec.model import compiler, products
+from selfspec.model.compiled import compiled, origin
+from selfspec.model.compiler import (
+    CONSTANTS,
+    SOURCES,
+    TARGETS,
+    Target,
+    library_name,
+    make_library,
+)
+from selfspec.model.products import CompiledLinear
+
+ROOT = Path(__file__).parents[2]
+
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+
+OURS = TARGETS.get(platform.machine(), ())
+HAS = compiled_module._features()
+FITTING = [target for target in OURS if target.needs <= HAS]
+needs_a_fitting_target = pytest.mark.skipif(
+    shutil.which("c++") is None or not FITTING,
+    reason="needs a compiler, and Linux to name features",
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A C++ file whose `answer` is the constant NUMBER; nothing has been compiled so far."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "kernels" / "answer.cpp"
+    path.parent.mkdir()
+    path.write_text('extern "C" int answer() { return NUMBER; }', encoding="utf-8")
+    return path
+
+
+def prebuild(source: Path, target: Target, **constants: int) -> Path:
+    """A library beside `source`, as a wheel has it."""
+    library = source.parent / "prebuilt" / library_name(source, constants, target)
+    library.parent.mkdir(exist_ok=True)
+    make_library(library, source, constants, target)
+    return library
+
+
+# --- made here
+
+
+def test_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (compiler.version() is None) == (shutil.which("c++") is None)
+    monkeypatch.setenv("CXX", "echo a compiler")
+    assert compiler.version() == "a compiler --version"
+    assert origin() == "here, by a compiler --version"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert origin() is None
+
+
+@needs_compiler
+def test_a_file_is_compiled_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiled(source, NUMBER=42).answer() == 42
+    made = list(cache_folder().rglob("*"))
+    monkeypatch.setattr(compiler, "make_library", None)
+    assert compiled(source, NUMBER=42).answer() == 42
+    with pytest.raises(TypeError):
+        compiled(source, NUMBER=43)
+    assert list(cache_folder().rglob("*")) == made
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(source: Path) -> None:
+    source.write_text("#error not today", encoding="utf-8")
+    with pytest.raises(ValueError, match="the compiler failed"):
+        compiled(source)
+    assert not list((cache_folder() / "compiled").iterdir())
+
+
+@needs_compiler
+def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> None:
+    """A second runtime is neither called nor loaded."""
+    text = """
+        extern "C" int threads() {
+          int all = 0;
+        #pragma omp parallel reduction(+ : all)
+          all++;
+          return all;
+        }"""
+    source.write_text(text, encoding="utf-8")
+    code = (
+        "import torch; from pathlib import Path; from selfspec.model.compiled import compiled\n"
+        f"library = compiled(Path({str(source)!r}))\n"
+        "torch.set_num_threads(3)\n"
+        "print(library.threads())\n"
+        "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line})"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    threads, *runtimes = done.stdout.split()
+    assert threads == "3"
+    assert [Path(name).parent for name in runtimes] == [Path(torch.__file__).parent / "lib"]
+
+
+# --- brought by the wheel
+
+
+@needs_a_fitting_target
+def test_a_prebuilt_library_needs_no_compiler(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prebuild(source, FITTING[0], NUMBER=42)
+    monkeypatch.setenv("CXX", "false")
+    assert compiled(source, NUMBER=42).answer() == 42
+    with pytest.raises(ValueError, match="the compiler failed"):
+        compiled(source, NUMBER=43)
+
+
+@needs_a_fitting_target
+def test_it_wins_over_a_compiler_and_the_fastest_over_others(source: Path) -> None:
+    for target in FITTING[::-1]:
+        made = prebuild(source, target, NUMBER=42)
+        assert compiled(source, NUMBER=42)._name == str(made)
+    assert not cache_folder().exists()
+
+
+@needs_a_fitting_target
+def test_one_of_another_source_is_passed_over(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prebuild(source, FITTING[0], NUMBER=42)
+    (source.parent / "header.hpp").write_text("// new", encoding="utf-8")
+    with caplog.at_level(logging.DEBUG, logger=compiled_module.__name__):
+        assert Path(compiled(source, NUMBER=42)._name).is_relative_to(cache_folder())
+    assert f"answer-{FITTING[0].name}" in caplog.text
+    assert "was made from another source" in caplog.text
+
+
+@needs_a_fitting_target
+def test_one_for_another_processor_is_passed_over(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = FITTING[0]._replace(needs=FITTING[0].needs | {"avx4096"})
+    monkeypatch.setattr(compiler, "TARGETS", {platform.machine(): (target,)})
+    prebuild(source, target, NUMBER=42)
+    with caplog.at_level(logging.DEBUG, logger=compiled_module.__name__):
+        assert Path(compiled(source, NUMBER=42)._name).is_relative_to(cache_folder())
+    assert "this processor lacks avx4096" in caplog.text
+
+
+@needs_a_fitting_target
+def test_one_that_does_not_load_is_passed_over(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prebuild(source, FITTING[0], NUMBER=42).write_bytes(b"\x7fELF of a newer system")
+    with caplog.at_level(logging.DEBUG, logger=compiled_module.__name__):
+        assert compiled(source, NUMBER=42).answer() == 42
+    assert "file too short" in caplog.text or "invalid ELF header" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "model name : of no features\n", None])
+def test_a_system_that_names_no_features_has_none(
+    text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object, **__: object) -> str:
+        if text is None:
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert not compiled_module._features()
+
+
+@pytest.mark.parametrize("key", ["flags\t\t", "Features\t"])
+def test_features_are_those_of_the_first_core(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"processor\t: 0\n{key}: fpu avx2\n\nprocessor\t: 1\n{key}: fpu\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    assert compiled_module._features() == {"fpu", "avx2"}
+
+
+@needs_a_fitting_target
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prebuilt_products_are_those_compiled_here(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the rounding of the dtype: only some processors round once for two operations."""
+    constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
+    made = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, 333, generator=made).to(dtype)
+    rows = torch.randn(9, 333, generator=made).to(dtype)
+    here = CompiledLinear(weight)(rows)
+    source = shutil.copytree(compiler.KERNELS, tmp_path / "kernels") / SOURCES[0]
+    library = prebuild(source, FITTING[0], **constants)
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(products, "_SOURCE", source)
+    monkeypatch.setattr(products, "_library", products._library.__wrapped__)
+    found = CompiledLinear(weight)(rows)
+    assert compiled(source, **constants)._name == str(library)
+    error = 2**-7 if dtype == torch.bfloat16 else 2**-15  # relative; and of what is added up
+    assert torch.allclose(found.double(), here.double(), rtol=error, atol=error)
+
+
+# --- the build of a wheel
+
+
+@pytest.fixture
+def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The hook of hatch_build.py in a tree whose kernels are small; hatchling is not needed."""
+    interface = types.ModuleType("hatchling.builders.hooks.plugin.interface")
+    interface.BuildHookInterface = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.delitem(sys.modules, "hatch_build", raising=False)
+    made = importlib.import_module("hatch_build").CompiledLibraries()
+    made.root = str(tmp_path)
+    folder = tmp_path / "selfspec" / "model"
+    (folder / "kernels").mkdir(parents=True)
+    shutil.copy(compiler.__file__, folder)
+    for name in SOURCES:
+        text = 'extern "C" int answer() { return 40 + BFLOAT16; }'
+        (folder / "kernels" / name).write_text(text, encoding="utf-8")
+    return made
+
+
+@needs_a_fitting_target
+def test_a_wheel_has_a_library_for_every_kind_of_processor(
+    hook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data: dict[str, Any] = {"force_include": {}}
+    hook.initialize("standard", data)
+    files = data["force_include"]
+    assert len(files) == len(SOURCES) * len(CONSTANTS) * len(OURS)
+    assert data["tag"] == f"py3-none-linux_{platform.machine()}"
+    assert not data["pure_python"]
+    for made, inside in files.items():
+        (tmp_path / inside).parent.mkdir(exist_ok=True)
+        shutil.copy(made, tmp_path / inside)
+    hook.finalize("standard", data, "")
+    assert not any(Path(made).exists() for made in files)
+    monkeypatch.setenv("CXX", "false")
+    installed = tmp_path / "selfspec" / "model" / "kernels"
+    assert compiled(installed / SOURCES[0], BFLOAT16=1).answer() == 41
+    monkeypatch.setattr(compiler, "KERNELS", installed)
+    assert origin() == f"in the wheel, for {FITTING[0].name}"
+
+
+def test_an_editable_install_compiles_nothing(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    data: dict[str, Any] = {}
+    hook.initialize("editable", data)
+    hook.finalize("editable", data, "")
+    assert not data
+
+
+def test_a_wheel_that_cannot_be_built_says_why(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(SystemExit, match=r"no C\+\+ compiler: .*no-such-compiler"):
+        hook.initialize("standard", {})
+    monkeypatch.setattr(platform, "machine", lambda: "pdp11")
+    with pytest.raises(SystemExit, match="linux on pdp11: only for Linux on x86_64 or aarch64"):
+        hook.initialize("standard", {})
