@@ -31,6 +31,7 @@ from eval.tiny_families import LAYERS, MIDDLE, NO_TEXT, ORIGINAL, TINY, WINDOW, 
 from selfspec import files
 from selfspec.api.speculator import wrap
 from selfspec.errors import SelfspecError
+from selfspec.model.backbone import Backbone
 
 PROMPTS = (5, 90)
 """Tokens of the prompts: inside every window, and beyond the windows and the original maximum."""
@@ -83,14 +84,16 @@ def tried(family: str, *, speed: bool = False) -> Row:
         return Row(family, named, "", "not tried", f"{type(error).__name__}: {_line(error)}")
     try:
         wrap(model, heads="logit-lens")
-        executor, wrong = _compared(family, model)
+        backbone, wrong = _compared(family, model)
     except SelfspecError as error:
         return Row(family, named, "", "refused", _line(error))
     except Exception as error:  # noqa: BLE001  # a crash is a finding
         return Row(family, named, "", "WRONG", f"{type(error).__name__}: {_line(error)}")
+    executor = backbone.executor_name
     if wrong:
         return Row(family, named, executor, "WRONG", wrong)
-    note = "" if model.dtype == torch.float64 else "texts compared in float32: no float64 there"
+    note = "" if model.dtype == torch.float64 else "texts compared in float32: no float64 there; "
+    note += "" if executor == "fused" else f"not fused: {backbone.refused['fused'][:_MOST_WORDS]}"
     return Row(family, named, executor, "exact", note, timed(family) if speed else None)
 
 
@@ -107,10 +110,10 @@ def _running_model(family: str) -> PreTrainedModel:
     return model
 
 
-def _compared(family: str, model: PreTrainedModel) -> tuple[str, str]:
-    """The executor that auto takes in float32, and what differs, if anything."""
+def _compared(family: str, model: PreTrainedModel) -> tuple[Backbone, str]:
+    """With the executor that auto takes in float32, and what differs, if anything."""
     single = tiny_model(family, TINY, torch.float32)
-    found = wrap(single, heads="logit-lens").backbone.executor_name
+    backbone = wrap(single, heads="logit-lens").backbone
     drafted = dict.fromkeys(_DRAFTERS, 0)
     for length in PROMPTS:
         ids = random_ids(length)
@@ -121,12 +124,18 @@ def _compared(family: str, model: PreTrainedModel) -> tuple[str, str]:
             drafted[kind] += answer.stats.drafted
             if answer.token_ids != expected:
                 place = _first_difference(answer.token_ids, expected)
-                return found, f"{kind} drafts, prompt of {length}: another text from token {place}"
+                return (
+                    backbone,
+                    f"{kind} drafts, prompt of {length}: another text from token {place}",
+                )
     if not (drafted["exit"] and drafted["ngram"]):
-        return found, f"nothing was drafted, which shows nothing: {drafted}"
+        return backbone, f"nothing was drafted, which shows nothing: {drafted}"
     if (error := executor_error(single)) > 1e-3:
-        return found, f"{found} executor: logits differ by {error:.2g} of their size"
-    return found, ""
+        return (
+            backbone,
+            f"{backbone.executor_name} executor: logits differ by {error:.2g} of their size",
+        )
+    return backbone, ""
 
 
 _DRAFTERS: dict[str, dict[str, Any]] = {
@@ -196,7 +205,7 @@ def _first_difference(ours: list[int], theirs: list[int]) -> int:
 def _line(error: Exception) -> str:
     """An error's first line of words."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip()[:160] if lines else type(error).__name__
+    return lines[0].strip()[:_MOST_WORDS] if lines else type(error).__name__
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -227,6 +236,9 @@ def page(rows: list[Row]) -> list[str]:
     ]
 
 
+_MOST_WORDS = 160
+"""Letters of a reason."""
+
 VERDICTS = ("exact", "WRONG", "refused", "not tried")
 
 _HOW = f"""\
@@ -237,6 +249,7 @@ heads (wrong and right ones) and with n-grams, are those of `model.generate`; an
 logits of the executor that `auto` takes are the model's own up to rounding. *executor*: what `auto`
 takes for float32 weights on a CPU. *times Hugging Face*: how much faster plain decoding, without
 drafts, is than `model.generate`, at d = 576 and eight layers with random weights, float32.
+*not fused*: what the compiled code does not know; the model's own modules run, or packed weights.
 """.splitlines()
 
 _REFUSALS = """\

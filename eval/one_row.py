@@ -3,9 +3,9 @@
     python -m eval.one_row --limit 20 --output eval/results/one-row-bf16
 
 Each text, a prompt and its greedy answer, is read in one pass, and then in pieces, token by token,
-among drafts that are taken back, behind a half that stayed from an earlier turn, on one thread and
-on two. All logits of all positions are compared as bits with those of the one pass. Writes
-`summary.json` and `table.md`; exit code 1 where a bit differs.
+among drafts that are taken back, as a branch of a tree, behind a half that stayed from an earlier
+turn, on one thread and on two. All logits of all positions are compared as bits with those of the
+one pass. Writes `summary.json` and `table.md`; exit code 1 where a bit differs.
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ class Way(NamedTuple):
     """None: as many as there are."""
     kept: bool = False
     """Its first half was read with another end before, and stayed: a turn of a session."""
+    branch: bool = False
+    """Each row has a wrong sibling: the text is a branch of a tree of drafts."""
 
 
 WAYS = {
@@ -37,6 +39,7 @@ WAYS = {
     "pieces of 7": Way([7]),
     "token by token": Way([1]),
     "with drafts that are taken back": Way([1, 4, 2, 5, 3], wrong=3),
+    "as a branch of a tree": Way([1, 9, 4], branch=True),
     "behind a kept half": Way([500], wrong=20, kept=True),
     "on one thread": Way([500], threads=1),
     "on one thread, pieces of 7": Way([7], threads=1),
@@ -52,18 +55,36 @@ def logits(backbone: Backbone, ids: Tensor, way: Way | None = None) -> Tensor:
     with torch.inference_mode(), _threads(way.threads):
         found = []
         for start, end in _cuts(len(ids), way):
-            passed = _pass(backbone, lease, ids[start:end], way.wrong)
-            lease.truncate(end)
-            found.append(passed)
+            if way.branch:
+                found.append(_branch(backbone, lease, ids[start:end]))
+            else:
+                found.append(_chain(backbone, lease, ids[start:end], way.wrong))
         return torch.cat(found)
 
 
-def _pass(backbone: Backbone, lease: Lease, ids: Tensor, wrong: int) -> Tensor:
-    """Logits of the rows of `ids`, with `wrong` others behind them."""
+def _chain(backbone: Backbone, lease: Lease, ids: Tensor, wrong: int) -> Tensor:
+    """Logits of the rows of `ids`, with `wrong` others behind them, which are taken back."""
+    end = lease.length(0) + len(ids)
     others = (ids[-1:] + 1 + torch.arange(wrong, device=ids.device)) % backbone.vocab_size
     hidden = HiddenCache(backbone, lease)
     hidden.push(backbone.embed(torch.cat([ids, others])))
-    return backbone.logits(hidden.advance_all())[: len(ids)]
+    found = backbone.logits(hidden.advance_all())[: len(ids)]
+    lease.truncate(end)
+    return found
+
+
+def _branch(backbone: Backbone, lease: Lease, ids: Tensor) -> Tensor:
+    """Logits of the rows of `ids`, each behind a sibling, of which none is kept."""
+    start, others = lease.length(0), (ids + 1) % backbone.vocab_size
+    path = list(range(1, 2 * len(ids), 2))
+    hidden = HiddenCache(backbone, lease)
+    hidden.push(
+        backbone.embed(torch.stack([others, ids], 1).flatten()),
+        [row - 2 for row in path for _ in range(2)],  # both follow the text's row before them
+    )
+    found = backbone.logits(hidden.advance_all())[path]
+    lease.keep(start, path)
+    return found
 
 
 def _cuts(count: int, way: Way) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -24,7 +25,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
 from selfspec.model.rows import Rows, ancestors, depths
 from tests import ladder, laws
-from tests.models import MAX_POSITIONS, PACKED_EXECUTORS, make_model, random_ids
+from tests.models import MAX_POSITIONS, make_model, random_ids
 
 FAMILIES = ["llama", "mistral", "gemma2", "gpt2"]
 PARENTS = (-1, -1, 0, 0, 1, 3, 3, 2)
@@ -134,6 +135,21 @@ def test_an_oracle_tree_gives_plain_decoding_s_text(family: str, seed: int) -> N
     assert max(drafter.sizes) == 7
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_tree_moves_no_bit_in_compiled_code(family: str, dtype: torch.dtype) -> None:
+    backbone = Backbone(make_model(family, dtype), executor="fused")
+    ids = random_ids(55)  # across a block of 64 positions
+    plain = ladder.decode(backbone, ids, NoDrafter(), new_tokens=40)
+    for seed in range(3):
+        drafter = TreeDrafter([*ids[0].tolist(), *plain.tokens], backbone.vocab_size, seed)
+        found = ladder.decode(backbone, ids, drafter, new_tokens=40)
+        assert found.tokens == plain.tokens
+        assert torch.equal(found.logits, plain.logits)
+        assert max(entry.accepted for entry in found.entries) > 1
+
+
 def test_a_tree_at_the_models_last_positions() -> None:
     backbone = Backbone(make_model("llama", torch.float64), executor="generic")
     ids = random_ids(MAX_POSITIONS - 20)
@@ -168,7 +184,7 @@ def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: in
     assert state.ids[0].tolist() == text
 
 
-@pytest.mark.parametrize("executor", [*PACKED_EXECUTORS, "cuda-graph"])
+@pytest.mark.parametrize("executor", ["packed", "cuda-graph"])
 def test_an_executor_of_chains_refuses_a_tree(executor: str) -> None:
     backbone = Backbone(make_model("llama"), executor=executor)
     ids = random_ids(5)

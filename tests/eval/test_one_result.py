@@ -26,6 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {},  # a sliding window
     "qwen2": {},  # biases of queries, keys and values
     "qwen3": {},  # norms of queries and keys
+    "gemma3": {},  # norms behind sublayers, two rotations
+    "gpt_neox": {},  # attention and MLP side by side
 }
 
 
@@ -44,6 +46,7 @@ def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
 ) -> None:
     """The ways differ in what they do: passes and rows, counted."""
     backbone, ids, rows = Backbone(make_model("llama"), executor="fused"), random_ids(20)[0], []
+    logits(backbone, ids, Way([20], branch=True))  # the first tree is checked
     run = backbone._executor.run
 
     def counted(hidden: Tensor, *given: Any) -> Tensor:
@@ -56,6 +59,7 @@ def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
         (Way([7]), [7, 7, 6]),
         (Way([1, 4], wrong=3), [4, 7] * 4),
         (Way([500], wrong=2, kept=True), [12, 12]),
+        (Way([4, 1], branch=True), [8, 2] * 4),
     ):
         rows.clear()
         logits(backbone, ids, way)
