@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUP, KV_HEADS, SIZE = 3, 2, 24
-SLOTS, WIDTH = 256, 32
+WIDTH = 32
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -201,11 +201,12 @@ class Attended:
         generator = torch.Generator().manual_seed(0)
         heads = KV_HEADS * (GROUP + 2)
         self.held, self.window = held, window
+        self.slots = 256 if held + rows <= 256 else 1280
         self.projected = torch.randn(rows, heads, SIZE, generator=generator).to(dtype)
         angles = torch.rand(rows, 1, SIZE // 2, generator=generator) * 7
         self.rotations = torch.polar(torch.ones_like(angles), angles)
         self.norms = torch.rand(KV_HEADS * (GROUP + 1), SIZE, generator=generator)
-        self.keys, self.values = torch.randn(2, KV_HEADS, SLOTS, SIZE, generator=generator).to(
+        self.keys, self.values = torch.randn(2, KV_HEADS, self.slots, SIZE, generator=generator).to(
             dtype
         )
 
@@ -229,8 +230,8 @@ class Attended:
         """Keys in panels of 16 positions, values one by one, filled up to WIDTH."""
         lease = Lease(1)
         like = self.keys.new_empty(1, KV_HEADS, 0, WIDTH)
-        ((keys, values),) = lease.room(SLOTS - 60, 0, 1, like, panel=16)
-        assert keys.shape[2] == SLOTS
+        ((keys, values),) = lease.room(self.slots * 4 // 5, 0, 1, like, panel=16)
+        assert keys.shape[2] == self.slots
         panels = self.keys.unflatten(1, (-1, 16)).transpose(2, 3).flatten(2)
         keys.copy_(nn.functional.pad(panels, (0, 16 * (WIDTH - SIZE))).view_as(keys))
         values[..., :SIZE] = self.values
@@ -261,12 +262,13 @@ class Attended:
 
 
 @needs_compiler
-@pytest.mark.parametrize("window", [0, 5, 70])
-@pytest.mark.parametrize("held", [0, 6, 130])
-def test_attention_is_that_of_torch(dtype: torch.dtype, held: int, window: int) -> None:
-    """Within one block of 64 positions and across several."""
-    rows = Attended(dtype, held, 90, window)
-    assert close(rows.found([90]), rows.expected())
+@pytest.mark.parametrize("window", [0, 5, 70, 600])
+@pytest.mark.parametrize("held", [0, 6, 130, 1100])
+@pytest.mark.parametrize("count", [90, 3])
+def test_attention_is_that_of_torch(dtype: torch.dtype, held: int, window: int, count: int) -> None:
+    """Within one block of 64 positions, across several, and across chunks of 512."""
+    rows = Attended(dtype, held, count, window)
+    assert close(rows.found([count]), rows.expected())
 
 
 @needs_compiler
@@ -285,10 +287,10 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, threads: int
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for window in (0, 17):
-            alone = Attended(dtype, 60, 12, window).found([1] * 12)  # across a block's end
-            for widths in ([12], [5, 1, 4, 2], [9, 3]):
-                together = Attended(dtype, 60, 12, window).found(widths)
+        for held, window in ((60, 0), (60, 17), (1000, 0), (1000, 700)):  # across ends of blocks
+            alone = Attended(dtype, held, 40, window).found([1] * 40)  # and of a chunk
+            for widths in ([40], [5, 1, 4, 30], [9, 31]):
+                together = Attended(dtype, held, 40, window).found(widths)
                 assert torch.equal(alone, together)
     finally:
         torch.set_num_threads(before)
@@ -296,7 +298,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, threads: int
 
 @needs_compiler
 @pytest.mark.parametrize("window", [0, 17])
-@pytest.mark.parametrize("held", [0, 50, 60])
+@pytest.mark.parametrize("held", [0, 50, 60, 1020])
 def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
     dtype: torch.dtype, held: int, window: int
 ) -> None:

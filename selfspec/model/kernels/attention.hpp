@@ -1,8 +1,9 @@
 // Causal attention of one layer: queries, keys and values in, one row of heads out.
 //
-// Every row sums what it sees in the order of positions, in blocks at fixed places: its bits depend
-// neither on the rows that run beside it nor on how the text came. A row of a tree sees the held
-// text and the rows that it follows, each at the position that it would have in a chain.
+// Every row sums what it sees by chunks at fixed places, which are then added in order: its bits
+// depend neither on the rows that run beside it nor on how the text came, and threads can share a
+// long text. A row of a tree sees the held text and the rows that it follows, each at the position
+// that it would have in a chain.
 
 #pragma once
 
@@ -13,7 +14,9 @@
 
 namespace {
 
-constexpr long BLOCK = 64;  // positions whose scores are weighed together, from 0 on
+constexpr long BLOCK = 64;         // positions whose scores are weighed together, from 0 on
+constexpr long CHUNK = 8 * BLOCK;  // positions that are summed by themselves, from 0 on
+constexpr long HEADER = PANEL;     // of a query's sums: its largest score, and all its weights
 
 struct Heads {
   long size, group, kv;         // numbers of a head; query heads that share a key head; key heads
@@ -123,18 +126,36 @@ struct Positions {
   }
 };
 
-// What the queries of one key head and some rows have seen so far: a softmax that runs along.
+// What queries of one key head see of a text: a softmax that runs along.
 struct Running {
   Heads heads = {};
-  std::vector<float> turned, top, total, sums, scores;  // by query
+  long queries = 0;
+  float* seen = nullptr;              // [queries, HEADER + width]
+  std::vector<float> turned, scores;  // [queries, size]; [queries, BLOCK]
 
-  void start(const Heads& of, long queries) {
-    heads = of;
-    turned.resize(queries * heads.size);
-    top.assign(queries, -INFINITY);
-    total.assign(queries, 0.0f);
-    sums.assign(queries * heads.width(), 0.0f);
-    scores.resize(queries * BLOCK);
+  // The room that `count` queries need.
+  static long room(const Heads& heads, long count) { return count * (HEADER + heads.width()); }
+  float* of(long query) const { return seen + room(heads, query); }
+
+  // Nothing yet; it will be at `to`.
+  void start(float* to) {
+    seen = to;
+    std::fill_n(seen, room(heads, queries), 0.0f);
+    for (long q = 0; q < queries; q++) *of(q) = -INFINITY;
+  }
+
+  // Joins what was seen behind it.
+  void join(const float* next) {
+    const float scaling = heads.softcap ? 1 : heads.scaling;
+    for (long q = 0; q < queries; q++, next += room(heads, 1)) {
+      float* mine = of(q);
+      const float best = std::max(mine[0], next[0]);
+      if (best == -INFINITY) continue;
+      const float shrunk = exponential((mine[0] - best) * scaling),
+                  its = exponential((next[0] - best) * scaling);
+      mine[0] = best, mine[1] = mine[1] * shrunk + next[1] * its;
+      for (long j = HEADER; j < room(heads, 1); j++) mine[j] = mine[j] * shrunk + next[j] * its;
+    }
   }
 
   // `count` queries from `first` on meet the keys.
@@ -148,23 +169,23 @@ struct Running {
 
   // Scores of one query to weights, those outside of [low, high) to 0.
   void weigh(long query, long low, long high) {
-    float *s = &scores[query * BLOCK], *o = &sums[query * heads.width()];
-    float scaling = heads.scaling, best = top[query], added = 0;
+    float *s = &scores[query * BLOCK], *mine = of(query);
+    float scaling = heads.scaling, best = mine[0], added = 0;
     if (heads.softcap) {
       for (long i = 0; i < BLOCK; i++)
         s[i] = heads.softcap * hyperbolic_tangent(s[i] * scaling / heads.softcap);
       scaling = 1;
     }
     for (long i = low; i < high; i++) best = std::max(best, s[i]);
-    const float shrunk = exponential((top[query] - best) * scaling);
+    const float shrunk = exponential((mine[0] - best) * scaling);
     for (long i = 0; i < BLOCK; i++) {
       const float weight = exponential((s[i] - best) * scaling);
       s[i] = i >= low && i < high ? weight : 0.0f;
     }
 #pragma omp simd reduction(+ : added)
     for (long i = 0; i < BLOCK; i++) added += s[i];
-    top[query] = best, total[query] = total[query] * shrunk + added;
-    for (long j = 0; j < heads.width(); j++) o[j] *= shrunk;
+    mine[0] = best, mine[1] = mine[1] * shrunk + added;
+    for (long j = HEADER; j < room(heads, 1); j++) mine[j] *= shrunk;
   }
 
   // `count` queries from `first` on add the values at [low, high).
@@ -172,7 +193,7 @@ struct Running {
     const long width = heads.width();
     multiply<Float32>(count, width / PANEL, high - low, {&scores[first * BLOCK + low], BLOCK, 0},
                       {block.values + low * width, width, PANEL},
-                      {&sums[first * width], width, PANEL});
+                      {of(first) + HEADER, HEADER + width, PANEL});
   }
 };
 
@@ -195,10 +216,59 @@ void keep(const Heads& heads, const Places& places, const Store& store, const Nu
     }
 }
 
-// Rows [first, last) of the queries of one key head look at all that they may see.
-void look(const Heads& heads, const Places& places, const Store& store, long head, long first,
-          long last, Running& seen, float* room) {
-  const long width = heads.width();
+// How a pass is shared out: rows that read keys and values together, and where few of them have a
+// long text, its chunks. No sum depends on it.
+struct Parts {
+  long tile, tiles, chunks;
+  bool by_chunk;
+
+  explicit Parts(const Places& places) {
+    tile = std::min(16L, (places.rows + 1) / 2), tiles = up(places.rows, tile);
+    chunks = up(places.held + places.rows, CHUNK);
+    by_chunk = tiles <= 2 && chunks > 1;
+  }
+
+  // Numbers that threads share.
+  long room(const Heads& heads) const {
+    return by_chunk ? tiles * heads.kv * chunks * Running::room(heads, tile * heads.group) : 0;
+  }
+};
+
+// The queries of one key head and some rows: from projections to what they see, and back.
+struct Tile {
+  const Heads& heads;
+  const Places& places;
+  long head, first, last;  // of the rows
+
+  Tile(const Heads& heads, const Places& places, const Parts& parts, long part, long head)
+      : heads(heads), places(places), head(head), first(part * parts.tile),
+        last(std::min(first + parts.tile, places.rows)) {}
+
+  long row(long query) const { return first + query / heads.group; }
+  long number(long query) const { return head * heads.group + query % heads.group; }
+
+  void open(const Number* projected, Running& seen) const {
+    seen.heads = heads, seen.queries = (last - first) * heads.group;
+    seen.turned.resize(seen.queries * heads.size), seen.scores.resize(seen.queries * BLOCK);
+    for (long q = 0; q < seen.queries; q++)
+      turn(heads, number(q), projected + row(q) * heads.row() + number(q) * heads.size,
+           places.rotations + row(q) * heads.rotated, &seen.turned[q * heads.size]);
+  }
+
+  void close(const Running& seen, Number* out) const {
+    for (long q = 0; q < seen.queries; q++) {
+      Number* o = out + (row(q) * heads.queries() + number(q)) * heads.size;
+      const float* mine = seen.of(q);
+      for (long j = 0; j < heads.size; j++) o[j] = narrow(mine[HEADER + j] / mine[1]);
+    }
+  }
+};
+
+// The queries of a tile look at what they may see of one chunk.
+void look(const Store& store, const Tile& tile, long chunk, Running& seen, float* room) {
+  const Heads& heads = tile.heads;
+  const Places& places = tile.places;
+  const long head = tile.head, first = tile.first, last = tile.last, width = heads.width();
   const Number *keys = store.keys + head * store.slots * width,
                *values = store.values + head * store.slots * width;
   const auto start = [&](long position) {
@@ -209,7 +279,8 @@ void look(const Heads& heads, const Places& places, const Store& store, long hea
     low = std::min(low, places.position(row));
     end = std::max(end, places.position(row) + 1);
   }
-  for (long at = start(low) / BLOCK * BLOCK; at < end; at += BLOCK) {
+  end = std::min(end, (chunk + 1) * CHUNK);
+  for (long at = std::max(start(low) / BLOCK * BLOCK, chunk * CHUNK); at < end; at += BLOCK) {
     const bool apart = places.parents && at + BLOCK > places.held;  // each row on its own path
     Positions block = {};
     if (!apart) {
@@ -248,34 +319,49 @@ void look(const Heads& heads, const Places& places, const Store& store, long hea
 }
 
 // projected [rows, queries + 2 kv, size]: queries, keys, values -> out [rows, queries, size]. For
-// all threads of a team.
+// all threads of a team, which share `shared`.
 void attend(const Heads& heads, const Places& places, const Store& store, const Number* projected,
-            Number* out) {
-  // rows that read keys and values together; no sum depends on it
-  const long tile = std::min(16L, (places.rows + 1) / 2), tiles = up(places.rows, tile);
+            Number* out, float* shared) {
+  const Parts parts(places);
+  const long each = Running::room(heads, parts.tile * heads.group);
   thread_local Running seen;
-  thread_local std::vector<float> room;
-  room.resize(2 * BLOCK * heads.width());
+  thread_local std::vector<float> room, own;
+  room.resize(2 * BLOCK * heads.width()), own.resize(2 * each);
   keep(heads, places, store, projected);
+  if (!parts.by_chunk) {
 #pragma omp for collapse(2) schedule(dynamic, 1)
-  for (long part = 0; part < tiles; part++)
-    for (long head = 0; head < heads.kv; head++) {
-      const long first = part * tile, last = std::min(first + tile, places.rows);
-      seen.start(heads, (last - first) * heads.group);
-      for (long row = first; row < last; row++)
-        for (long g = 0; g < heads.group; g++) {
-          const long number = head * heads.group + g;
-          turn(heads, number, projected + row * heads.row() + number * heads.size,
-               places.rotations + row * heads.rotated,
-               &seen.turned[((row - first) * heads.group + g) * heads.size]);
+    for (long part = 0; part < parts.tiles; part++)
+      for (long head = 0; head < heads.kv; head++) {
+        const Tile tile(heads, places, parts, part, head);
+        tile.open(projected, seen);
+        for (long chunk = 0; chunk < parts.chunks; chunk++) {
+          float* const here = own.data() + (chunk ? each : 0);
+          seen.start(here);
+          look(store, tile, chunk, seen, room.data());
+          seen.seen = own.data();
+          if (chunk) seen.join(here);
         }
-      look(heads, places, store, head, first, last, seen, room.data());
-      for (long q = 0; q < (last - first) * heads.group; q++) {
-        const long number = head * heads.group + q % heads.group;
-        Number* o = out + ((first + q / heads.group) * heads.queries() + number) * heads.size;
-        const float* sums = &seen.sums[q * heads.width()];
-        for (long j = 0; j < heads.size; j++) o[j] = narrow(sums[j] / seen.total[q]);
+        tile.close(seen, out);
       }
+    return;
+  }
+#pragma omp for collapse(3) schedule(dynamic, 1)
+  for (long part = 0; part < parts.tiles; part++)
+    for (long head = 0; head < heads.kv; head++)
+      for (long chunk = 0; chunk < parts.chunks; chunk++) {
+        const Tile tile(heads, places, parts, part, head);
+        tile.open(projected, seen);
+        seen.start(shared + ((part * heads.kv + head) * parts.chunks + chunk) * each);
+        look(store, tile, chunk, seen, room.data());
+      }
+#pragma omp for collapse(2)
+  for (long part = 0; part < parts.tiles; part++)
+    for (long head = 0; head < heads.kv; head++) {
+      const Tile tile(heads, places, parts, part, head);
+      tile.open(projected, seen);
+      seen.seen = shared + (part * heads.kv + head) * parts.chunks * each;
+      for (long chunk = 1; chunk < parts.chunks; chunk++) seen.join(seen.seen + chunk * each);
+      tile.close(seen, out);
     }
 }
 

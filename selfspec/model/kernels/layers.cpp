@@ -4,6 +4,8 @@
 // is computed by itself, in an order that depends on its own position alone: its bits cannot depend
 // on the rows that run beside it.
 
+#include <memory>
+
 #include "attention.hpp"
 #include "experts.hpp"
 
@@ -39,6 +41,10 @@ struct Pass {
   const float* const* rotations;  // by kind, [rows, rotated / 2] cosines and sines
   const long* parents;            // [rows], none: a chain
   Input* room;                    // for linear layers of many rows
+
+  Places places(const Operation& op) const {
+    return {rows, held, parents, rotations[op.rotation]};
+  }
 };
 
 // RMSNorm or LayerNorm.
@@ -73,7 +79,7 @@ void add(long rows, long width, float times, const Number* from, Number* to) {
   for (long i = 0; i < rows * width; i++) to[i] = added(to[i], from[i], times);
 }
 
-void step(const Operation& op, const Pass& pass) {
+void step(const Operation& op, const Pass& pass, float* shared) {
   const Number* from = pass.buffers[op.from];
   Number* to = pass.buffers[op.to];
   switch (op.kind) {
@@ -83,8 +89,9 @@ void step(const Operation& op, const Pass& pass) {
       return Linear{op.in, op.out, (const Number*)op.weight, (const Number*)op.bias}.run(
           pass.rows, from, to, op.adds, pass.room);
     case ATTEND:
-      return attend(op.heads, {pass.rows, pass.held, pass.parents, pass.rotations[op.rotation]},
-                    {pass.keys[op.layer], pass.values[op.layer], pass.slots[op.layer]}, from, to);
+      return attend(op.heads, pass.places(op),
+                    {pass.keys[op.layer], pass.values[op.layer], pass.slots[op.layer]}, from, to,
+                    shared);
     case ACTIVATE:
       return activate(op.activation, op.gated, pass.rows, op.out, from, to);
     case EXPERTS:
@@ -102,8 +109,13 @@ extern "C" {
 // All operations, one after the other, on one team of threads.
 void run(const Operation* operations, long count, const Pass* pass) {
   if (!pass->rows) return;
+  long most = 0;
+  for (long i = 0; i < count; i++)
+    if (operations[i].kind == ATTEND)
+      most = std::max(most, Parts(pass->places(operations[i])).room(operations[i].heads));
+  const std::unique_ptr<float[]> shared(new float[most]);
 #pragma omp parallel
-  for (long i = 0; i < count; i++) step(operations[i], *pass);
+  for (long i = 0; i < count; i++) step(operations[i], *pass, shared.get());
 }
 
 }
