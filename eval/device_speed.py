@@ -1,15 +1,14 @@
 """How near a plain step comes to what the device's memory allows: a model comes in, figures go out.
 
-Every weight and every kept key and value is read once per token, so no step is faster than those
-bytes at the memory's bandwidth. Called by `eval/step_speed.py`; runs on any device.
+The limit and the passes are those of `selfspec.decoding.speed`; here they are measured for every
+executor, beside Hugging Face. Called by `eval/step_speed.py`; runs on any device.
 """
 
 from __future__ import annotations
 
 import logging
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,11 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.clock import Clock
+from selfspec.decoding.speed import ROWS, StepSpeed, step_speed
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
-from selfspec.model.parts import text_config
-from selfspec.model.rows import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +59,7 @@ SHAPES: dict[str, dict[str, int]] = {
 EXECUTORS = {"cpu": ("generic", "packed", "fused"), "cuda": ("generic", "cuda-graph")}
 """By kind of device; those that cannot run a model are left out."""
 
-ROWS = (1, 2, 4, 8, 16)
 HUGGING_FACE = "hugging-face"
-_COPIED = {"cpu": 64 << 20, "cuda": 1 << 30}
-"""Bytes copied to measure bandwidth: more than caches hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +76,15 @@ class DeviceSpeed:
     new_tokens: int
     captured: bool
     """Whether segments ran as CUDA graphs."""
-    bandwidth_bytes_per_s: float
-    """Of a copy on this device, read and written bytes together."""
-    step_bytes: int
-    """Weights, keys and values that a step must read."""
     token_s: dict[str, float]
     """Seconds per token of plain greedy decoding, whole loop, by decoder."""
-    rows_s: dict[str, dict[int, float]]
-    """Seconds of one pass through all layers and the logits, by executor and rows."""
+    steps: dict[str, StepSpeed]
+    """Passes by rows, and the memory's limit for what a step reads, by executor."""
 
     @property
-    def limit_s(self) -> float:
-        """Seconds that reading the step's bytes takes."""
-        return self.step_bytes / self.bandwidth_bytes_per_s
+    def own(self) -> StepSpeed:
+        """Of the model's own modules: the limit that all decoders are held against."""
+        return self.steps["generic"]
 
 
 def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -126,7 +117,7 @@ def measure(
     ids = torch.arange(context, device=device)[None] % executors["generic"].vocab_size
     decoders = {HUGGING_FACE: _hugging_face(model, ids)}
     decoders |= {name: _ours(backbone, ids) for name, backbone in executors.items()}
-    clock = _Clock(device, repeats, now)
+    clock = Clock(device, repeats, now)
     whole = clock.seconds({name: _for(decode, new_tokens) for name, decode in decoders.items()})
     start = clock.seconds({name: _for(decode, 1) for name, decode in decoders.items()})
     return DeviceSpeed(
@@ -137,10 +128,11 @@ def measure(
         context=context,
         new_tokens=new_tokens,
         captured=any(getattr(made._executor, "captures", False) for made in executors.values()),
-        bandwidth_bytes_per_s=bandwidth(device, clock),
-        step_bytes=step_bytes(model, context),
         token_s={name: (whole[name] - start[name]) / (new_tokens - 1) for name in decoders},
-        rows_s={name: _passes(backbone, ids, clock) for name, backbone in executors.items()},
+        steps={
+            name: step_speed(backbone, context=context, clock=clock)
+            for name, backbone in executors.items()
+        },
     )
 
 
@@ -151,55 +143,6 @@ def _executors(model: PreTrainedModel) -> Iterator[tuple[str, Backbone]]:
             yield name, Backbone(model, executor=name)
         except UnsupportedModel as error:
             logger.warning("%s", error)
-
-
-def step_bytes(model: PreTrainedModel, context: int) -> int:
-    """Bytes of all weights but an embedding of its own, of which one row is read, and of the cache.
-
-    Keys and values are taken to be in the model's dtype.
-    """
-    config = text_config(model)
-    embedding, unembedding = (
-        next(part.parameters())
-        for part in (model.get_input_embeddings(), model.get_output_embeddings())
-    )
-    weights = sum(weight.nbytes for weight in model.parameters())
-    if embedding is not unembedding:
-        weights -= embedding.nbytes
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * size * context
-    return int(weights + kept * embedding.element_size())
-
-
-def bandwidth(device: torch.device, clock: _Clock) -> float:
-    """Bytes per second of a large copy, read and written ones together."""
-    source = torch.zeros(_COPIED[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / clock.seconds({"copy": lambda: target.copy_(source)})["copy"]
-
-
-class _Clock:
-    """Medians of things done in turns."""
-
-    def __init__(self, device: torch.device, repeats: int, now: Callable[[], float]) -> None:
-        self._device = device
-        self._repeats = repeats
-        self._now = now
-
-    def seconds(self, works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Median seconds of each, after one run that does not count (it captures, and warms up)."""
-        found: dict[str, list[float]] = {name: [] for name in works}
-        for name in (name for _ in range(self._repeats + 1) for name in works):
-            self._wait()
-            start = self._now()
-            works[name]()
-            self._wait()
-            found[name].append(self._now() - start)
-        return {name: statistics.median(values[1:]) for name, values in found.items()}
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 Decoder = Callable[[int], object]
@@ -222,26 +165,9 @@ def _ours(backbone: Backbone, ids: Tensor) -> Decoder:
     return lambda count: speculator.generate(ids, max_new_tokens=count, do_sample=False)
 
 
-@torch.inference_mode()
-def _passes(backbone: Backbone, ids: Tensor, clock: _Clock) -> dict[int, float]:
-    """Seconds of a pass of each number of rows behind `ids`, its best token included."""
-    lease, context = Lease(backbone.num_layers), ids.shape[1]
-    hidden = backbone.embed(ids[0])
-    backbone.run(hidden, 0, backbone.num_layers, Rows.of(lease, 0, context, ids.device))
-
-    def run(rows: int) -> list[Any]:
-        behind = Rows.of(lease, context, rows, ids.device)
-        output = backbone.run(hidden[:rows], 0, backbone.num_layers, behind)
-        lease.truncate(context)
-        return backbone.logits(output).argmax(-1).tolist()
-
-    works: dict[str, Callable[[], object]] = {str(rows): _for(run, rows) for rows in ROWS}
-    return {int(rows): seconds for rows, seconds in clock.seconds(works).items()}
-
-
 def as_json(found: DeviceSpeed) -> dict[str, Any]:
-    """All figures, with the limit."""
-    return asdict(found) | {"limit_s": found.limit_s}
+    """All figures, with the limits."""
+    return asdict(found) | {"steps": {name: one.to_dict() for name, one in found.steps.items()}}
 
 
 def markdown(found: DeviceSpeed) -> Iterator[str]:
@@ -251,17 +177,18 @@ def markdown(found: DeviceSpeed) -> Iterator[str]:
     if "cuda-graph" in found.token_s:
         graphs = ", CUDA graphs" if found.captured else ", segments uncaptured: no graph was timed"
     yield f"{found.parameters:,} parameters, {found.context} tokens in front{graphs}.\n"
+    own = found.own
     yield (
-        f"A step reads {found.step_bytes / 1e6:,.1f} MB; a copy here moves "
-        f"{found.bandwidth_bytes_per_s / 1e9:,.1f} GB/s: at least {1e3 * found.limit_s:.3f} ms.\n"
+        f"A step reads {own.step_bytes / 1e6:,.1f} MB; reading memory here moves "
+        f"{own.memory_bytes_per_s / 1e9:,.1f} GB/s: at least {1e3 * own.limit_s:.3f} ms.\n"
     )
     yield "| plain decoding | ms per token | times the limit | against Hugging Face |"
     yield "|---|---|---|---|"
     for name, seconds in found.token_s.items():
         against = found.token_s[HUGGING_FACE] / seconds
-        yield (f"| {name} | {1e3 * seconds:.3f} | {seconds / found.limit_s:.2f} | {against:.2f}× |")
+        yield (f"| {name} | {1e3 * seconds:.3f} | {seconds / own.limit_s:.2f} | {against:.2f}× |")
     yield "\n| one pass, ms, by rows | " + " | ".join(map(str, ROWS)) + " |"
     yield "|---" * (len(ROWS) + 1) + "|"
-    for name, seconds_by_rows in found.rows_s.items():
-        cells = " | ".join(f"{1e3 * seconds_by_rows[rows]:.3f}" for rows in ROWS)
+    for name, step in found.steps.items():
+        cells = " | ".join(f"{1e3 * seconds:.3f}" for seconds in step.rows_s.values())
         yield f"| {name} | {cells} |"

@@ -17,8 +17,9 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 
 from selfspec.cli.env import machine
 from selfspec.cli.training import progress_bar
+from selfspec.decoding.clock import Clock
+from selfspec.decoding.speed import memory_rate
 from selfspec.files import write
 from selfspec.model.products import CompiledLinear, PackedLinear
 
@@ -102,7 +105,8 @@ def main(
         for model in shapes.split(",")
         for part in SHAPES[model]
     ]
-    memory, arithmetic = memory_rate(), arithmetic_rate()
+    memory = memory_rate(Clock(torch.device("cpu"), repeats)) / 1e9
+    arithmetic = arithmetic_rate()
     found = []
     with progress_bar("time", "products") as show:
         for number, (model, part, dtype) in enumerate(asked):
@@ -122,14 +126,6 @@ def main(
     write(output / "speed.json", json.dumps(summary, indent=2) + "\n")
     write(output / "speed.md", page)
     print(page, end="")
-
-
-def memory_rate() -> float:
-    """GB/s at which all threads read float32 numbers that no cache holds, the best of five."""
-    numbers = torch.ones(100_000_000)
-    return (
-        numbers.nbytes / min(_seconds(lambda _: numbers.sum(), numbers, 1) for _ in range(5)) / 1e9
-    )
 
 
 def arithmetic_rate() -> float:
@@ -153,9 +149,7 @@ def timed(model: str, part: str, dtype: str, cold_mb: int, repeats: int) -> Spee
         seconds: dict[str, list[float]] = {name: [] for name in every}
         for _ in range(repeats):
             for name, products in every.items():
-                seconds[name].append(
-                    _seconds(lambda x, run=products: [p(x) for p in run], x, copies)
-                )
+                seconds[name].append(_seconds(partial(_each, products), x, copies))
         for name, times in seconds.items():
             ms[name].append(1e3 * statistics.median(times))
             if ms[name][-1] > _PATIENCE_MS:
@@ -166,12 +160,18 @@ def timed(model: str, part: str, dtype: str, cold_mb: int, repeats: int) -> Spee
 
 def kernels(weights: list[Tensor]) -> Iterator[tuple[str, list[Multiply]]]:
     """Those that this machine has."""
-    for name, kind in {"ours": CompiledLinear, "oneDNN": PackedLinear}.items():
+    made: dict[str, Callable[[Tensor], Multiply]] = {"ours": CompiledLinear, "oneDNN": PackedLinear}
+    for name, make in made.items():
         try:
-            yield name, [kind(weight) for weight in weights]
+            yield name, [make(weight) for weight in weights]
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
-    yield "torch", [lambda x, w=weight: nn.functional.linear(x, w) for weight in weights]
+    yield "torch", [partial(nn.functional.linear, weight=weight) for weight in weights]
+
+
+def _each(products: Sequence[Multiply], x: Tensor) -> None:
+    for product in products:
+        product(x)
 
 
 def markdown(found: list[Speed], memory: float, arithmetic: float) -> list[str]:

@@ -137,7 +137,7 @@ def main(
     timed: Annotated[bool, typer.Option("--timed", help="Compare seconds.")] = False,
 ) -> None:
     """Ask both."""
-    asked = {"model": model, "dtype": dtype, "executor": executor}
+    asked: dict[str, Any] = {"model": model, "dtype": dtype, "executor": executor}
     asked |= {"threads": threads, "timed": timed}
     prompts = [question.turns[0] for question in load_suite(suite, questions, limit)]
     versions = [Version(*pair, asked) for pair in zip((before, after), pythons, strict=True)]

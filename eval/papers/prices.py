@@ -7,7 +7,6 @@ in eval/papers.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from selfspec.api.speculator import Speculator
+from selfspec.decoding.clock import Clock
 from selfspec.decoding.drafters import DraftCache
 from selfspec.decoding.measure import measure
 from selfspec.decoding.prices import Costs
@@ -139,12 +139,8 @@ def draft_seconds(
     length = min(context, draft_model.max_positions - 1) + 1
     ids = torch.zeros(length, dtype=torch.int64, device=draft_model.device)
     cache.run(ids)
-    seconds = []
-    for _ in range(_REPEATS):
-        start = now()
-        int(cache.run(cache.rewind(ids)).argmax(-1))
-        seconds.append(now() - start)
-    return statistics.median(seconds)
+    works = {"token": lambda: int(cache.run(cache.rewind(ids)).argmax(-1))}
+    return Clock(draft_model.device, _REPEATS, now).seconds(works)["token"]
 
 
 def prices(costs: Costs, draft: float) -> Prices:

@@ -1,4 +1,4 @@
-"""`selfspec env`: the versions, hardware and folders that a result depends on."""
+"""`selfspec env`: what a result depends on here; with a model, how it runs and how fast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfspec.cli import common
 from selfspec.cli.flags import with_flags
@@ -15,21 +15,27 @@ from selfspec.errors import ModelNotFound
 from selfspec.files import cache_folder
 from selfspec.hub import models as hub
 
+if TYPE_CHECKING:
+    from selfspec.decoding.speed import StepSpeed
+
 PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
 
 
-FLAGS = tuple(
-    flag for flag in LOADING if flag.name in ("model", "dtype", "device", "attn_implementation")
-)
+FLAGS = tuple(flag for flag in LOADING if flag.name not in ("heads", "draft_model"))
 
 
 @with_flags(*FLAGS)
 def env(*, as_json: common.AsJson = False, flags: dict[str, Any]) -> None:
-    """Show versions, device, threads, folders; with --model how that model would run here."""
-    facts = environment() | (model_facts(flags) if flags else {})
+    """Show versions, device, threads, folders; with --model how that model runs and how fast."""
+    facts, speed = environment(), None
+    if flags:
+        about, speed = model_facts(flags)
+        facts |= about
     if as_json:
-        common.emit(json.dumps(facts) + "\n")
+        measured = {} if speed is None else {"speed": speed.to_dict()}
+        common.emit(json.dumps(facts | measured) + "\n")
         return
+    facts |= {} if speed is None else speed_lines(speed)
     width = max(map(len, facts))
     common.emit("".join(f"{name:<{width}}  {_words(facts[name])}\n" for name in facts))
 
@@ -47,15 +53,17 @@ def environment() -> dict[str, Any]:
     }
 
 
-def model_facts(flags: dict[str, Any]) -> dict[str, Any]:
-    """Which executor runs a model, why no other does, and what drafts do to its bits."""
+def model_facts(flags: dict[str, Any]) -> tuple[dict[str, Any], StepSpeed]:
+    """Which executor runs a model, why no other does, what drafts do to its bits; its speed."""
     from selfspec.config import SpeculationOptions
     from selfspec.decoding.probe import PinnedProbe
+    from selfspec.decoding.speed import step_speed
     from selfspec.model.backbone import Backbone
 
     loading = dict(flags)
+    executor = loading.pop("executor", "auto")
     model, _, files = hub.load_model(loading.pop("model", None), **loading)
-    backbone = Backbone(model)
+    backbone = Backbone(model, executor=executor)
     if backbone.mixing is not None:
         drafts = f"refused: the rows of a pass change each other ({backbone.mixing})"
     elif PinnedProbe(backbone).holds_unpadded(SpeculationOptions().widest_pass):
@@ -63,7 +71,22 @@ def model_facts(flags: dict[str, Any]) -> dict[str, Any]:
     else:
         drafts = "passes of several rows may round otherwise: near ties may fall otherwise"
     refused = {f"no_{name}_executor": why for name, why in backbone.refused.items()}
-    return {"model": files.label, "executor": backbone.executor_name, **refused, "drafts": drafts}
+    facts = {"model": files.label, "executor": backbone.executor_name, **refused, "drafts": drafts}
+    return facts, step_speed(backbone)
+
+
+def speed_lines(speed: StepSpeed) -> dict[str, str]:
+    """A plain step against the memory's limit, and passes of several rows against one step."""
+    return {
+        "plain step": (
+            f"{_short(1e3 * speed.step_s)} ms behind {speed.context_tokens} positions; "
+            f"reading {_short(speed.step_bytes / 1e6)} MB at "
+            f"{_short(speed.memory_bytes_per_s / 1e9)} GB/s takes "
+            f"{_short(1e3 * speed.limit_s)} ms: {100 * speed.share_of_limit:.0f} % of the limit"
+        ),
+        "rows": "  ".join(f"{rows}: {cost:.2f}" for rows, cost in speed.rows_in_steps.items())
+        + " of a step",
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -84,6 +107,11 @@ def machine() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "cuda": torch.version.cuda if cuda else None,
     }
+
+
+def _short(value: float) -> str:
+    """At least three digits, no exponent for what a machine can do."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _words(value: Any) -> Any:

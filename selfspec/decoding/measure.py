@@ -8,14 +8,16 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.clock import Clock
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters import NoDrafter
 from selfspec.decoding.prices import Costs
@@ -36,7 +38,11 @@ _REPEATS = 15
 _SHORT = 8
 """A short pass runs this fraction of the layers."""
 
+_Part = tuple[str, int]
+"""What is timed, and its rows."""
 
+
+@torch.inference_mode()
 def measure(
     backbone: Backbone,
     heads: ExitHeads,
@@ -45,29 +51,20 @@ def measure(
     context: int = _CONTEXT,
     now: Callable[[], float] = time.perf_counter,
 ) -> Costs:
-    """Medians of 15 interleaved passes of 1..`rows` rows behind `context` tokens; a few seconds.
-
-    Interleaved, so that a change of the machine's speed meets all alike, and each part finds the
-    processor's caches as full of other weights as it does in a round.
-    """
-    bench = _Bench(backbone, heads, rows, min(context, backbone.max_positions // 2), now)
-    for _ in range(_REPEATS):
-        bench.measure_once()
-    return bench.costs()
+    """Medians of 15 passes, in turns, of 1..`rows` rows behind `context` tokens; a few seconds."""
+    bench = _Bench(backbone, heads, rows, min(context, backbone.max_positions // 2))
+    return bench.costs(Clock(backbone.device, _REPEATS, now).laps(dict(bench.works())))
 
 
 @dataclass
 class _Bench:
-    """Parts of a round, each clocked many times."""
+    """Parts of a round."""
 
     backbone: Backbone
     heads: ExitHeads
     rows: int
     context: int
-    now: Callable[[], float]
-    seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
 
-    @torch.inference_mode()
     def __post_init__(self) -> None:
         """Fill a cache, and begin a plain decoding beside it."""
         backbone, config = self.backbone, self.heads.config
@@ -85,23 +82,22 @@ class _Bench:
         self._rounds = rounds(state, NoDrafter(), GreedyMatch(greedy), endless, Stopwatch())
         next(self._rounds)
 
-    @torch.inference_mode()
-    def measure_once(self) -> None:
-        """Clock every part once."""
-        num_layers = self.backbone.num_layers
+    def works(self) -> Iterator[tuple[_Part, Callable[[], object]]]:
+        """Every part of a round, by its rows."""
+        num_layers, logits = self.backbone.num_layers, self.backbone.logits
         for rows in range(1, self.rows + 1):
             width = max(rows, self.backbone.claims.least_rows)
             part, ends = self._embedded[:width], self._outputs[:width]
-            self._clock("layers", rows, lambda part=part: self._run(part, num_layers))  # type: ignore[misc]
-            self._clock("logits", rows, lambda ends=ends: self.backbone.logits(ends))  # type: ignore[misc]
-            self._clock("short", rows, lambda part=part: self._run(part, self._short))  # type: ignore[misc]
+            yield ("layers", rows), partial(self._run, part, num_layers)
+            yield ("logits", rows), partial(logits, ends)
+            yield ("short", rows), partial(self._run, part, self._short)
             if rows == 1:  # next to what is subtracted from it
-                self._clock("round", rows, lambda: next(self._rounds))
-            self._clock("head", 1, self._judge_one)
+                yield ("round", rows), partial(next, self._rounds)
+            yield ("head", rows), self._judge_one
 
-    def costs(self) -> Costs:
-        """Medians of what was clocked."""
-        middle = {key: statistics.median(values) for key, values in self.seconds.items()}
+    def costs(self, laps: Mapping[_Part, list[float]]) -> Costs:
+        """Medians of the parts' laps, which were run in turns."""
+        middle = {part: statistics.median(seconds) for part, seconds in laps.items()}
         counts = range(1, self.rows + 1)
         num_layers, short = self.backbone.num_layers, self._short
         layers = tuple(middle["layers", rows] for rows in counts)
@@ -109,7 +105,7 @@ class _Bench:
             (num_layers * middle["short", rows] - short * whole) / (num_layers - short)
             for rows, whole in zip(counts, layers, strict=True)
         )
-        parts = zip(*(self.seconds[name, 1] for name in ("round", "layers", "logits")), strict=True)
+        parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)
         rest = statistics.median(whole - run - read for whole, run, read in parts)
         return Costs(
             num_layers=num_layers,
@@ -118,16 +114,9 @@ class _Bench:
                 min(max(start, 0.0), whole) for start, whole in zip(starts, layers, strict=True)
             ),
             logits=tuple(middle["logits", rows] for rows in counts),
-            head=middle["head", 1],
+            head=statistics.median(lap for rows in counts for lap in laps["head", rows]),
             round=max(rest, 0.0),
         )
-
-    def _clock(self, name: str, rows: int, work: Callable[[], object]) -> None:
-        start = self.now()
-        work()
-        if self.backbone.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.seconds.setdefault((name, rows), []).append(self.now() - start)
 
     def _run(self, hidden: Tensor, last: int) -> Tensor:
         """Layers 1..last on [T, d] behind the context; the lease stays as it was."""

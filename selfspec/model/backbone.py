@@ -70,6 +70,11 @@ class Backbone(Decoder):
         """What the executor says of itself."""
         return self._executor.claims
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights that a row reads, as the executor keeps them."""
+        return self._executor.weight_bytes
+
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all weights of the model; "" where they cannot be read."""

@@ -42,6 +42,16 @@ class Lease:
         """True with fixed slots: a one-row pass then needs a mask too."""
         return self.slots is not None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values of all positions that are held."""
+        return sum(
+            buffer[..., :length, :].nbytes
+            for buffers in (self._keys, self._values)
+            for buffer, length in zip(buffers, self._lengths, strict=True)
+            if buffer is not None
+        )
+
     def length(self, layer: int) -> int:
         """Positions held by `layer`, counted from 0."""
         return self._lengths[layer]

@@ -1,4 +1,4 @@
-"""`selfspec chat`, `env` and `heads`, then the program as a whole: help, log, exit, pipes."""
+"""`selfspec chat` and `heads`, then the program as a whole: help, log, exit, pipes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from selfspec.api import speculator as facade
-from selfspec.cli import chat, common, env
+from selfspec.cli import chat, common
 from selfspec.cli.main import main
 from selfspec.cli.settings import SHARED
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidPrompt, ModelNotFound
@@ -104,28 +104,7 @@ def test_terminal_line_ends_the_chat_at_ctrl_d_and_not_at_ctrl_c(
     assert chat.ask() == line
 
 
-# --- env, heads
-
-
-def test_env_says_where_things_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["env", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["cache_folder"] == str(tmp_path / "selfspec")
-    assert facts["threads"] >= 1
-    assert {*env.PACKAGES, "cpu", "device", "default_model", "python"} <= facts.keys()
-    assert main(["env"]) == 0
-    assert f"cache_folder   {tmp_path / 'selfspec'}\n" in capsys.readouterr().out
-
-
-def test_env_without_the_default_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> Path:
-        raise ModelNotFound("not installed. Run: pip")
-
-    monkeypatch.setattr(hub, "default_model_file", missing)
-    assert env.environment()["default_model"] == "not installed. Run: pip"
+# --- heads
 
 
 @pytest.fixture

@@ -69,9 +69,11 @@ def test_a_cost_table_becomes_prices() -> None:
 
 def test_the_price_of_a_draft_is_the_median_of_its_runs() -> None:
     clock = iter(range(1000))
-    ticks = [next(clock) ** 2 for _ in range(60)]  # the i-th run takes 4 i + 1
+    ticks = [
+        next(clock) ** 2 for _ in range(60)
+    ]  # run i, of which the 0th is left out, takes 4 i + 1
     small = Backbone(make_model("llama", num_hidden_layers=1))
-    assert draft_seconds(small, 16, iter(ticks).__next__) == 4 * 7 + 1
+    assert draft_seconds(small, 16, iter(ticks).__next__) == 4 * 8 + 1
 
 
 def test_prices_are_measured_for_a_draft_model_and_refused_for_deep_exits() -> None:

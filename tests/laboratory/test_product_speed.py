@@ -51,10 +51,11 @@ def test_a_kernel_that_takes_long_is_not_asked_again(monkeypatch: pytest.MonkeyP
 
 def test_it_writes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(product_speed.SHAPES, "tiny", {"output": (16, 16), "down": (32, 16)})
-    monkeypatch.setattr(product_speed, "memory_rate", lambda: 30.0)
+    monkeypatch.setattr(product_speed, "memory_rate", lambda _: 30e9)
     monkeypatch.setattr(product_speed, "arithmetic_rate", lambda: 150.0)
     main(tmp_path / "out", "tiny", "float32", 0, 1)
     found = json.loads((tmp_path / "out" / "speed.json").read_text())
+    assert found["memory_gb_s"] == 30.0
     assert [(one["part"], one["out"]) for one in found["products"]] == [
         ("output", 16),
         ("down", 32),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selfspec.api.speculator import wrap
-from selfspec.cli.main import main
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.executors.packed_cpu import PackedExecutor
@@ -166,23 +164,3 @@ def test_a_model_that_breaks_is_refused_in_one_line() -> None:
     with pytest.raises(UnsupportedModel, match="does not run layer by layer: 'a") as caught:
         Backbone(model)
     assert "\n" not in str(caught.value)
-
-
-def test_env_says_how_a_model_runs_and_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Files:
-        label = "tiny"
-
-    monkeypatch.setattr(
-        "selfspec.hub.models.load_model", lambda name, **_: (make_model(name), None, Files)
-    )
-    assert main(["env", "--json", "--model", "granite"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["model"] == "tiny"
-    assert facts["executor"] == "generic"
-    assert "residual_multiplier" in facts["no_packed_executor"]
-    assert "near ties may fall otherwise" in facts["drafts"]
-    assert main(["env", "--model", "llama"]) == 0
-    shown = capsys.readouterr().out
-    assert "no draft moves a bit of a logit" in shown

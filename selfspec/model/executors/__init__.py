@@ -35,6 +35,10 @@ class Executor(Protocol):
 
     claims: Claims
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights that a row reads, as they are kept: all layers' and the unembedding's."""
+
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases."""
 

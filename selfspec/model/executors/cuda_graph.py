@@ -82,6 +82,11 @@ class CudaGraphExecutor:
         return self._replays.captures
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of all layers, the final norm and lm_head."""
+        return self._generic.weight_bytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes that keys and values take."""
         return self._slots.nbytes

@@ -50,7 +50,7 @@ class FusedExecutor:
         self._program = Program(dtype, lm_head.in_features)
         # the largest first, while there is most room
         self._lm_head = CompiledLinear.of(lm_head)
-        self.nbytes = self._lm_head.nbytes
+        self.weight_bytes = self._lm_head.nbytes
         """Bytes of the compiled layout of all weights."""
         done(lm_head)
         self._rotations = Rotations(decoder)
@@ -155,5 +155,5 @@ class FusedExecutor:
 
     def _product(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
         product = CompiledLinear.of(*parts, order=order)
-        self.nbytes += product.nbytes
+        self.weight_bytes += product.nbytes
         return product

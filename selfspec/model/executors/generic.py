@@ -32,6 +32,12 @@ class GenericExecutor:
         self.layer_types = attention_types(decoder.config)
         self._rotates_by_kind = decoder.rotates_by_kind
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all layers, the final norm and lm_head; shared weights count once."""
+        parts = nn.ModuleList([self.decoder.layers, self.decoder.norm, self._lm_head])
+        return sum(weight.nbytes for weight in parts.parameters())
+
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""
         span, block, positions = rows.only, hidden[None], rows.positions[None]

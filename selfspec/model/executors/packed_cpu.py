@@ -109,8 +109,8 @@ class PackedExecutor:
             done(layer)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the packed copy."""
+    def weight_bytes(self) -> int:
+        """Bytes of the packed copy; norms and biases, a thousandth of it, are left out."""
         parts = [
             (layer.projections, layer.output, layer.gate_up, layer.down) for layer in self._layers
         ]
