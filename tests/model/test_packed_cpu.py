@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.api.speculator import wrap
 from selfspec.decoding.hidden_cache import HiddenCache
@@ -16,7 +16,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.executors.generic import GenericExecutor
 from selfspec.model.executors.packed_cpu import PackedExecutor
 from selfspec.model.kv_store import Lease
-from selfspec.model.products import PackedLinear
+from selfspec.model.products import PackedLinear, joined
 from tests.models import PACKED_EXECUTORS, make_model, random_ids
 from tests.packing import PRODUCTS, RUNNING
 
@@ -73,6 +73,47 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(
     whole = logits(backbone, ids)
     monkeypatch.setattr("selfspec.model.executors.packed_cpu._BLOCK_ROWS", 40)
     assert torch.equal(logits(backbone, ids), whole)
+
+
+class Counted:
+    """A plain product that notes how many rows it got."""
+
+    def __init__(self, weight: Tensor, seen: list[int]) -> None:
+        self.nbytes, self.dtype = weight.nbytes, weight.dtype
+        self._weight, self._seen = weight, seen
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        self._seen.append(len(rows))
+        return nn.functional.linear(rows, self._weight)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 2), (torch.bfloat16, 4)], ids=str)
+def test_products_get_as_many_rows_as_they_are_fast_with(
+    dtype: torch.dtype, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    class Products:
+        @staticmethod
+        def of(*parts: nn.Linear, order: Tensor | None = None) -> Counted:
+            return Counted(joined(parts, order)[0], seen)
+
+    monkeypatch.setattr("selfspec.model.executors.packed_cpu.PackedLinear", Products)
+    backbone = Backbone(make_model("llama", dtype), executor="packed")
+    seen.clear()
+    hidden = HiddenCache(backbone, Lease(backbone.num_layers))
+    with torch.inference_mode():
+        for rows in (1, 2, 3, 4, 5):
+            hidden.clear()
+            hidden.push(backbone.embed(random_ids(rows)[0]))
+            backbone.logits(hidden.padded(hidden.advance_all()))
+    assert sorted(set(seen)) == list(range(least, 6))
+
+
+@pytest.mark.parametrize(("executor", "dtype"), RUNNING)
+def test_a_row_has_one_set_of_bits_from_one_row_on(executor: str, dtype: torch.dtype) -> None:
+    backbone = Backbone(make_model("llama", dtype), executor=executor)
+    check_pinned(backbone, PassShape(), 8)
 
 
 @pytest.mark.parametrize("executor", PACKED_EXECUTORS)
