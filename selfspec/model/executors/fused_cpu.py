@@ -150,7 +150,7 @@ class FusedExecutor:
         mixed = program.buffer("mixed", router.in_features)
         yield program.product(source, logits, router)
         yield program.experts(source, logits, mixed, experts, function)
-        self.nbytes += router.nbytes + experts.into.nbytes + experts.down.nbytes
+        self.weight_bytes += router.nbytes + experts.into.nbytes + experts.down.nbytes
         return mixed
 
     def _product(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
