@@ -83,7 +83,9 @@ def _copied(kind: type[PackedExecutor | FusedExecutor]) -> Callable[[Decoder, bo
         pages.release(decoder.model)  # the conformance check has read all of it
         packed = kind(decoder.parts, decoder.lm_head, done=pages.release)
         check_agreement(decoder, packed, pages.release)
-        logger.info("weights packed for the CPU: a copy of %d MB", packed.weight_bytes // 1_000_000)
+        logger.info(
+            "weights packed for the CPU: a row reads %d MB", packed.weight_bytes // 1_000_000
+        )
         return packed
 
     return make

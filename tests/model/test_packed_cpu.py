@@ -116,8 +116,22 @@ def test_a_row_has_one_set_of_bits_from_one_row_on(executor: str, dtype: torch.d
     check_pinned(backbone, PassShape(), 8)
 
 
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        ("gemma2", "places of norms"),
+        ("cohere", "places of norms"),
+        ("gpt_neox", "norms of another kind"),
+        ("granite", "residuals"),
+    ],
+)
+def test_families_unlike_llama_are_refused_with_what_differs(family: str, what: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"the packed executor cannot run it: .*{what}"):
+        Backbone(make_model(family), executor="packed")
+
+
 @pytest.mark.parametrize("executor", PACKED_EXECUTORS)
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi3", "granite", "cohere"])
+@pytest.mark.parametrize("family", ["gpt2", "persimmon", "gptj", "llama4"])
 def test_other_families_keep_their_own_layers(family: str, executor: str) -> None:
     model = make_model(family)
     assert isinstance(Backbone(model)._executor, GenericExecutor)

@@ -51,7 +51,7 @@ class FusedExecutor:
         # the largest first, while there is most room
         self._lm_head = CompiledLinear.of(lm_head)
         self.weight_bytes = self._lm_head.nbytes
-        """Bytes of the compiled layout of all weights."""
+        """Of what a row reads, in the compiled layout."""
         done(lm_head)
         self._rotations = Rotations(decoder)
         for index, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
@@ -150,7 +150,9 @@ class FusedExecutor:
         mixed = program.buffer("mixed", router.in_features)
         yield program.product(source, logits, router)
         yield program.experts(source, logits, mixed, experts, function)
-        self.weight_bytes += router.nbytes + experts.into.nbytes + experts.down.nbytes
+        share = experts.shares.each / len(experts.router)
+        self.weight_bytes += router.nbytes
+        self.weight_bytes += int(share * (experts.into.nbytes + experts.down.nbytes))
         return mixed
 
     def _product(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
