@@ -76,17 +76,17 @@ class FusedExecutor:
 
     def _operations(self, recipe: Recipe, index: int, rotation: int) -> Iterator[Operation]:
         """One layer, from its input to its output."""
+        output, mlp = recipe.attention.output, recipe.mlp
         seen = yield from self._attend(recipe, index, rotation)
         if not recipe.parallel:
-            yield from self._close(recipe, 0, seen, recipe.attention.output)
-        if isinstance(recipe.mlp, Experts):
-            mixed = yield from self._mix(recipe, recipe.mlp)
-            yield from self._close(recipe, 1, mixed, None)
-            return
-        activated = yield from self._activate(recipe, recipe.mlp)
-        if recipe.parallel:
-            yield from self._close(recipe, 0, seen, recipe.attention.output)
-        yield from self._close(recipe, 1, activated, recipe.mlp.down)
+            yield from self._close(recipe, 0, seen, output)
+        if isinstance(mlp, Experts):
+            made, down = (yield from self._mix(recipe, mlp)), None
+        else:
+            made, down = (yield from self._activate(recipe, mlp)), mlp.down
+        if recipe.parallel:  # the MLP has read the rows as attention did
+            yield from self._close(recipe, 0, seen, output)
+        yield from self._close(recipe, 1, made, down)
 
     def _open(self, recipe: Recipe, place: int) -> Generator[Operation, None, int]:
         """What attention (0) or the MLP (1) reads: the rows, normed if the layer does that."""
