@@ -13,6 +13,7 @@ from transformers import GenerationMixin
 from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
+from selfspec.model.executors.fused_cpu import FusedExecutor
 from selfspec.model.executors.packed_cpu import PackedExecutor
 from selfspec.model.products import Product
 from tests.models import make_model, random_ids
@@ -49,7 +50,8 @@ def test_a_failure_while_it_runs_does_too(monkeypatch: pytest.MonkeyPatch) -> No
     def fails(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(PackedExecutor, "run", fails)
+    for executor in (FusedExecutor, PackedExecutor):
+        monkeypatch.setattr(executor, "run", fails)
     backbone = same_as_the_model(make_model("llama"))
     assert set(backbone.refused) == {"fused", "packed"}
 
