@@ -81,7 +81,8 @@ def _copied(kind: type[PackedExecutor | FusedExecutor]) -> Callable[[Decoder, bo
         """Weights that lie in a file leave memory as soon as they are copied."""
         pages = FilePages()
         pages.release(decoder.model)  # the conformance check has read all of it
-        packed = kind(decoder.parts, decoder.lm_head, done=pages.release)
+        with evaluation(decoder.model):  # parts are asked what they compute
+            packed = kind(decoder.parts, decoder.lm_head, done=pages.release)
         check_agreement(decoder, packed, pages.release)
         logger.info(
             "weights packed for the CPU: a row reads %d MB", packed.weight_bytes // 1_000_000

@@ -171,6 +171,16 @@ def test_rows_shared_out_otherwise_are_noticed(
     assert "layer 1 comes out differently" in backbone.refused["fused"]
 
 
+@needs_compiler
+def test_a_model_in_training_is_asked_as_in_evaluation() -> None:
+    """Its dropout would make a layer without rotations look as if it had some."""
+    model: Any = tiny_model("smollm3", TINY, torch.float32).train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert Backbone(model).executor_name == "fused"
+    assert model.training
+
+
 def test_routers_of_another_kind_are_refused() -> None:
     router: Any = nn.Linear(32, 4)
     with pytest.raises(ValueError, match="Linear shares rows out in an unknown way"):
