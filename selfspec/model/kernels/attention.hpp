@@ -176,6 +176,7 @@ struct Running {
         s[i] = heads.softcap * hyperbolic_tangent(s[i] * scaling / heads.softcap);
       scaling = 1;
     }
+#pragma omp simd reduction(max : best)
     for (long i = low; i < high; i++) best = std::max(best, s[i]);
     const float shrunk = exponential((mine[0] - best) * scaling);
     for (long i = 0; i < BLOCK; i++) {
