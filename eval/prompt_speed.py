@@ -9,6 +9,8 @@ use when the model was ready. Nothing else should run. Writes `summary.json` and
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import multiprocessing
 import shlex
@@ -87,6 +89,8 @@ def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
     """Megabytes at most, above what a ready model takes that has answered once."""
     read = readers(model, dtype)[name]
     read(torch.arange(16)[None])
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what loading left behind would be used again, unseen
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = memory("VmRSS")
     read(torch.arange(length)[None] % _VOCABULARY)
