@@ -106,7 +106,6 @@ def test_layers_of_one_model_differ() -> None:
 def test_parts_are_found_by_what_they_do() -> None:
     _, (gemma, *_) = made("gemma")
     assert gemma.before[0].weight.mean() > 0.5  # one is added
-    assert not gemma.before[0].rounds or gemma.before[0].weight.dtype == torch.float32
     _, (phi, *_) = made("phi")
     assert phi.parallel
     assert phi.before[0].centred

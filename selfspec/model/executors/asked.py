@@ -1,4 +1,4 @@
-"""What a layer's parts compute, found by asking them: norms, activations, rotations.
+"""What a layer's parts compute, found by asking them: norms, activations, rotations, routers.
 
 Comes in: a module of the model. Goes out: which of the known ways gives its numbers, as data. Names
 and classes say little, as families that call their norm RMSNorm differ in what they do to a weight;
@@ -79,7 +79,7 @@ def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
 
 
 class Activation(IntEnum):
-    """`Activations` of `layers.cpp`."""
+    """`Activations` of `activations.hpp`."""
 
     SILU = 0
     GELU = 1

@@ -131,7 +131,7 @@ _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 @torch.no_grad()
 def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) -> Recipe:
     """What `layer`, with attention of `kind`, is made of. Raises ValueError for other layers."""
-    children = named_children(layer)
+    children = _names_of_children(layer)
     attention = _only(_ATTENTIONS, children, "attention")
     names = children - {attention, "mlp"}
     places = next((one for one in _PLACES if names == {*one} - {None}), None)
@@ -152,14 +152,14 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
     )
 
 
-def named_children(part: nn.Module) -> set[str]:
+def _names_of_children(part: nn.Module) -> set[str]:
     """The names of what it holds, without what does nothing in evaluation."""
     idle = (nn.Dropout, nn.Identity)
     return {name for name, child in part.named_children() if not isinstance(child, idle)}
 
 
 def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) -> Attention:
-    children = named_children(part)
+    children = _names_of_children(part)
     names = next((one for one in _PROJECTIONS if children.issuperset(one)), ())
     output = _only(_OUTPUTS, children, "output of attention")
     norms = next((one for one in _HEAD_NORMS if children.issuperset(one)), ())
@@ -167,8 +167,9 @@ def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) 
         raise ValueError(f"attention holds {', '.join(sorted(children))}")
     projections = tuple(getattr(part, name) for name in names)
     size = int(getattr(part, "head_dim", 0) or part.head_size)
-    places, heads = _places(projections, size, decoder.config)
+    places, heads = _heads_among(projections, size, decoder.config)
     kv_heads = (len(places) - heads) // 2
+    turned, values = places[:-kv_heads], places[-kv_heads:]
     rotation = rotation_of(decoder, part, kind, size, dtype)
     pairs = torch.arange(size) if rotation is None else rotation.pairs(size)
     row_norms = head_norms = None
@@ -183,9 +184,7 @@ def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) 
     capped = capped and "softcap=" in words(type(part).forward)
     return Attention(
         projections=projections,
-        order=torch.cat(
-            [places[: heads + kv_heads][:, pairs], places[heads + kv_heads :]]
-        ).flatten(),
+        order=torch.cat([turned[:, pairs], values]).flatten(),
         heads=heads,
         kv_heads=kv_heads,
         size=size,
@@ -205,7 +204,7 @@ def window_of(config: Any, kind: str) -> int | None:
     return None if kind == FULL else int(config.sliding_window)
 
 
-def _places(projections: tuple[nn.Linear, ...], size: int, config: Any) -> tuple[Tensor, int]:
+def _heads_among(projections: tuple[nn.Linear, ...], size: int, config: Any) -> tuple[Tensor, int]:
     """Where queries, keys and values stand among the outputs, [heads + 2 kv, size], and heads."""
     count = sum(one.out_features for one in projections) // size
     places = torch.arange(count * size).view(count, size)
@@ -244,7 +243,7 @@ def _of_heads(queries: Norm, heads: int, keys: Norm, kv_heads: int, pairs: Tenso
 
 
 def _mlp(part: Any, dtype: torch.dtype) -> Mlp | Experts:
-    children = named_children(part)
+    children = _names_of_children(part)
     if children == {"gate", "experts"}:
         shares, inner = shares_of(part.gate, dtype), part.experts
         return Experts(part.gate.weight, shares, inner.gate_up_proj, inner.act_fn, inner.down_proj)

@@ -248,8 +248,10 @@ struct Tile {
   long row(long query) const { return first + query / heads.group; }
   long number(long query) const { return head * heads.group + query % heads.group; }
 
+  void take(Running& seen) const { seen.heads = heads, seen.queries = (last - first) * heads.group; }
+
   void open(const Number* projected, Running& seen) const {
-    seen.heads = heads, seen.queries = (last - first) * heads.group;
+    take(seen);
     seen.turned.resize(seen.queries * heads.size), seen.scores.resize(seen.queries * BLOCK);
     for (long q = 0; q < seen.queries; q++)
       turn(heads, number(q), projected + row(q) * heads.row() + number(q) * heads.size,
@@ -359,7 +361,7 @@ void attend(const Heads& heads, const Places& places, const Store& store, const 
   for (long part = 0; part < parts.tiles; part++)
     for (long head = 0; head < heads.kv; head++) {
       const Tile tile(heads, places, parts, part, head);
-      tile.open(projected, seen);
+      tile.take(seen);
       seen.seen = shared + (part * heads.kv + head) * parts.chunks * each;
       for (long chunk = 1; chunk < parts.chunks; chunk++) seen.join(seen.seen + chunk * each);
       tile.close(seen, out);

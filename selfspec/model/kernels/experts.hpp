@@ -1,4 +1,4 @@
-// An MLP of experts: each row takes a few of them, and adds what they make of it.
+// An MLP of experts with gates: each row takes a few of them, and adds what they make of it.
 //
 // The rows of one expert run in one product, and experts one after the other, so that a row adds
 // up its own in their order, whichever rows run beside it.
@@ -15,7 +15,7 @@ namespace {
 struct Experts {
   long count, each;              // experts; that a row takes
   long normalised, rounds;       // shares of a row sum up to 1; are rounded as numbers of the model
-  long inner, activation, gated;
+  long inner, activation;
   const Number *into, *down;     // panels of all experts
   long into_size, down_size;     // numbers of one expert's panels
   long gathered, opened, activated, closed;  // buffers by number
@@ -76,7 +76,6 @@ void mix_experts(const Experts& experts, long rows, long width, const Number* fr
   route.find(experts, rows, logits);
   Number *gathered = buffers[experts.gathered], *opened = buffers[experts.opened],
          *activated = buffers[experts.activated], *closed = buffers[experts.closed];
-  const long outs = experts.gated ? 2 * experts.inner : experts.inner;
 #pragma omp for
   for (long i = 0; i < rows * width; i++) to[i] = narrow(0.0f);
   for (long e = 0; e < experts.count; e++) {
@@ -85,9 +84,9 @@ void mix_experts(const Experts& experts, long rows, long width, const Number* fr
 #pragma omp for
     for (long i = 0; i < count; i++)
       std::copy_n(from + route.rows[first + i] * width, width, gathered + i * width);
-    Linear{width, outs, experts.into + e * experts.into_size, nullptr}.run(count, gathered, opened, 0,
+    Linear{width, 2 * experts.inner, experts.into + e * experts.into_size, nullptr}.run(count, gathered, opened, 0,
                                                                           room);
-    activate(experts.activation, experts.gated, count, experts.inner, opened, activated);
+    activate(experts.activation, true, count, experts.inner, opened, activated);
     Linear{experts.inner, width, experts.down + e * experts.down_size, nullptr}.run(
         count, activated, closed, 0, room);
 #pragma omp for
