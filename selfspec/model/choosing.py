@@ -85,7 +85,7 @@ def _copied(kind: type[PackedExecutor | FusedExecutor]) -> Callable[[Decoder, bo
             packed = kind(decoder.parts, decoder.lm_head, done=pages.release)
         check_agreement(decoder, packed, pages.release)
         logger.info(
-            "weights packed for the CPU: a row reads %d MB", packed.weight_bytes // 1_000_000
+            "weights packed for the CPU: each token reads %d MB", packed.weight_bytes // 1_000_000
         )
         return packed
 
