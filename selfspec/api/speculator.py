@@ -183,11 +183,15 @@ class Speculator:
         ]
 
 
+_FROM_BLOCKS = ("auto", "fused")
+"""Executors that take weights as they lie in a quantised file."""
+
+
 def load(
     model: str | Path | None = None,
     *,
     heads: str | Path | ExitHeads | None = None,
-    dtype: str | torch.dtype = "bfloat16",
+    dtype: str | torch.dtype | None = None,
     device: str | None = None,
     attn_implementation: str = "sdpa",
     executor: str = "auto",
@@ -208,7 +212,11 @@ def load(
     check_loading(model, draft_model, heads, attn_implementation, device)
     check(options)
     read = partial(
-        hub.load_model, dtype=dtype, device=device, attn_implementation=attn_implementation
+        hub.load_model,
+        dtype=dtype,
+        device=device,
+        attn_implementation=attn_implementation,
+        blocks=executor in _FROM_BLOCKS,
     )
     loaded, tokenizer, files = read(model)
     second = None

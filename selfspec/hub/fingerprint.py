@@ -24,6 +24,7 @@ from selfspec.errors import CannotWrite, InvalidData
 from selfspec.files import cache_folder
 from selfspec.hub import weight_files
 from selfspec.hub.weight_files import FileStamp
+from selfspec.model.quantised import QuantisedWeight
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ UNKNOWN = ""
 
 _FORMAT_VERSION = 1
 _BLOCK = 1 << 22  # numbers that are converted at a time: 8 MB
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = (Tensor, nn.Parameter, QuantisedWeight)
 _PACKED_MODULES = "torch.ao.nn.quantized"  # their weights are no tensors at all
 
 
@@ -120,11 +121,20 @@ def _unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
 def _of_tensor(weight: Tensor) -> str:
     """sha256 of the numbers in order; of whole numbers as they are."""
     digest = hashlib.sha256()
-    for block in weight.detach().reshape(-1).split(_BLOCK):
+    for block in _blocks(weight.detach()):
         if block.is_floating_point():
             block = block.bfloat16().half()  # the block as it is hashed
-        digest.update(block.contiguous().cpu().view(torch.uint8).numpy())
+        digest.update(block.contiguous().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _blocks(weight: Tensor) -> Iterator[Tensor]:
+    """Its numbers in order, some at a time; blocks of a file are expanded no further."""
+    if isinstance(weight, QuantisedWeight):
+        for rows in torch.arange(len(weight)).split(max(1, _BLOCK // weight.shape[1])):
+            yield weight.expanded(rows).reshape(-1)
+    else:
+        yield from weight.reshape(-1).split(_BLOCK)
 
 
 # --- what was hashed before -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Whether a GGUF file is what it says, before a library reads it.
+"""Whether a GGUF file is what it says, before a library reads it, and where its tensors lie.
 
 Comes in: a path. The header's counts, lengths and places are followed and held against the file's
 size, so that none of them can fill memory or lead outside the file. Called by `hub`.
@@ -11,7 +11,9 @@ import mmap
 import os
 import stat
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from selfspec.errors import InvalidData
 from selfspec.untrusted import open_bytes
@@ -36,8 +38,27 @@ _SMALLEST = 24
 _MOST_ALIGNMENT = 1 << 20
 
 
-def check_gguf(path: Path) -> None:
-    """Raise InvalidData, naming the file and the reason, unless its header holds together."""
+class GgufTensor(NamedTuple):
+    """One tensor of a file."""
+
+    shape: tuple[int, ...]
+    """As torch has it: the last dimension is a row."""
+    kind: str
+    """ggml's name of its format: Q4_K, F32."""
+    first: int
+    """Byte of the file."""
+    nbytes: int
+
+
+class GgufHeader(NamedTuple):
+    """What a file says of itself."""
+
+    architecture: str
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Raises InvalidData, naming the file and the reason, unless its header holds together."""
     with open_bytes(path) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -46,7 +67,7 @@ def check_gguf(path: Path) -> None:
             raise InvalidData(f"{path} is no GGUF file: it has {status.st_size} bytes")
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _Header(data).check()
+                return _Header(data).read()
         except (InvalidData, UnicodeDecodeError) as error:
             raise InvalidData(f"{path} is no whole GGUF file: {error}") from error
 
@@ -62,7 +83,7 @@ class _Header:
         self._known: dict[str, int | str] = {}
         self._lengths: set[int] = set()
 
-    def check(self) -> None:
+    def read(self) -> GgufHeader:
         if self._take(4) != b"GGUF":
             raise InvalidData("it does not begin with GGUF")
         (version,) = self._numbers("I")
@@ -74,11 +95,14 @@ class _Header:
         keys: set[str] = set()
         for _ in range(values):
             self._pair(keys)
-        ends = [self._tensor(keys) for _ in range(tensors)]
+        found = dict(self._tensor(keys) for _ in range(tensors))
         self._check_sizes(tensors)
         begin = -(-self._at // self._alignment) * self._alignment
-        if begin + max(ends) > self._size:
-            raise InvalidData(f"its tensors end at byte {begin + max(ends)} of {self._size}")
+        placed = {name: one._replace(first=begin + one.first) for name, one in found.items()}
+        end = max(one.first + one.nbytes for one in placed.values())
+        if end > self._size:
+            raise InvalidData(f"its tensors end at byte {end} of {self._size}")
+        return GgufHeader(str(self._known.get("general.architecture")), placed)
 
     def _check_sizes(self, tensors: int) -> None:
         """Hold what the model is said to be against its tensors: what is missing is made up."""
@@ -137,8 +161,8 @@ class _Header:
         for _ in range(count):
             self._skip_value(kind, depth)
 
-    def _tensor(self, names: set[str]) -> int:
-        """Where a tensor ends, in bytes from the first one's begin."""
+    def _tensor(self, names: set[str]) -> tuple[str, GgufTensor]:
+        """Its name, and what is said of it; places count from the first tensor's begin."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name = self._name(names)
@@ -147,13 +171,15 @@ class _Header:
             raise InvalidData(f"the tensor {name} has {dimensions} dimensions")
         shape = self._numbers(f"{dimensions}Q")
         self._lengths.update(shape)
-        kind, offset = self._numbers("IQ")
-        if kind not in {int(entry) for entry in GGMLQuantizationType}:
-            raise InvalidData(f"the tensor {name} has the unknown type {kind}")
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        number, offset = self._numbers("IQ")
+        if number not in {int(entry) for entry in GGMLQuantizationType}:
+            raise InvalidData(f"the tensor {name} has the unknown type {number}")
+        kind = GGMLQuantizationType(number)
+        block, size = GGML_QUANT_SIZES[kind]
         if (shape[0] if shape else 1) % block or offset % self._alignment:
             raise InvalidData(f"the tensor {name} has a row or a place that does not fit its type")
-        return int(offset) + math.prod(shape) // block * size
+        nbytes = math.prod(shape) // block * size
+        return name, GgufTensor(tuple(reversed(shape)), kind.name, int(offset), nbytes)
 
     def _name(self, taken: set[str]) -> str:
         """A key's or tensor's name, noted in `taken`."""

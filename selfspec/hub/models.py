@@ -6,12 +6,14 @@ and transformers are imported on first use, so that looking for a file stays che
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import re
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +29,7 @@ from selfspec.errors import (
     first_line,
 )
 from selfspec.hub import pretrained, weight_files
-from selfspec.hub.gguf_header import check_gguf
+from selfspec.hub.gguf_header import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +47,7 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HEADS_FILES = ("*.json", "*.safetensors", "*.md", "*.yaml")
 
 _STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
-_CONVERSION = b"1"  # raise it when _convert writes other files: old cache entries are then unused
+_CONVERSION = b"1"  # raise it when _made_once writes other files: old cache entries are then unused
 _HUB_TIMEOUT_S = 5.0
 
 
@@ -90,11 +92,9 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
     A GGUF file is de-quantised into the cache folder on first use, once for each `dtype`: a file
     that needs no conversion is mapped, not read. Raises ModelNotFound.
     """
-    if name is None:
-        return _from_gguf(default_model_file(), dtype, is_default=True)
-    path = files.local_path(name)
-    if path.is_file() and path.suffix == ".gguf":
-        return _from_gguf(path, dtype, is_default=False)
+    if (gguf := _gguf_file(name)) is not None:
+        return _de_quantised(gguf, dtype, is_default=name is None)
+    path = files.local_path(str(name))
     if path.is_dir():
         return _from_folder(path)
     if path.exists() or not HUB_ID.fullmatch(str(name)) or path.suffix == ".gguf":
@@ -108,17 +108,26 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
 def load_model(
     name: str | Path | None,
     *,
-    dtype: str | torch.dtype = "bfloat16",
+    dtype: str | torch.dtype | None = None,
     device: str | None = None,
     attn_implementation: str = "sdpa",
+    blocks: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelFiles]:
     """Model in eval mode, tokenizer, and where they came from.
 
-    `dtype` is torch's name of a floating type. `device` None takes a CUDA device where there is
-    one, "auto" spreads the layers over all devices. Raises ModelNotFound, InvalidOption.
+    `dtype` is torch's name of a floating type; None is bfloat16. `device` None takes a CUDA device
+    where there is one, "auto" spreads the layers over all devices. With `blocks` the weights of a
+    GGUF file stay as they are where they can, and None is float32 where products from blocks are
+    faster in it. Raises ModelNotFound, InvalidOption.
     """
-    target_dtype = _torch_dtype(dtype)
+    target_dtype = _torch_dtype("bfloat16" if dtype is None else dtype)
     target_device = _torch_device(device)
+    if blocks and (gguf := _gguf_file(name)) is not None:
+        found = _as_blocks(gguf, target_dtype, dtype is None, target_device, attn_implementation)
+        if found is not None:
+            return *found, ModelFiles(
+                str(gguf), gguf.stem, is_default=name is None, stamps=weight_files.stamps([gguf])
+            )
     files = resolve_model(name, str(target_dtype).removeprefix("torch."))
     stamps = weight_files.of_folder(Path(files.source))
     model, tokenizer = pretrained.load(
@@ -130,6 +139,12 @@ def load_model(
     model = model if target_device is None else _moved(model, target_device)
     stamps = stamps or weight_files.of_snapshot(files.source, model.config)
     return model.eval(), tokenizer, replace(files, stamps=stamps)
+
+
+def _gguf_file(name: str | Path | None) -> Path | None:
+    """The GGUF file that `name` stands for, if it does."""
+    path = default_model_file() if name is None else files.local_path(name)
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def _from_folder(path: Path) -> ModelFiles:
@@ -205,15 +220,40 @@ def _moved(model: Any, device: torch.device) -> Any:
         raise InvalidOption(f"cannot use device {device}: {first_line(error)}") from error
 
 
-# --- GGUF -> safetensors --------------------------------------------------------------------------
+# --- GGUF -----------------------------------------------------------------------------------------
 
 
-def _from_gguf(path: Path, dtype: str, *, is_default: bool) -> ModelFiles:
+def _as_blocks(
+    gguf: Path, dtype: torch.dtype, free: bool, device: torch.device | None, attention: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
+    """Model and tokenizer, its weights as they lie in the file; None where that cannot be had.
+
+    `free`: whether another dtype may be taken.
+    """
+    import torch
+
+    from selfspec.hub import gguf_blocks
+    from selfspec.model.panels import blocks_pay
+
+    with _naming(gguf):
+        header = read_header(gguf)
+        if (why := gguf_blocks.why_not(header, dtype, device)) is not None:
+            logger.info("%s is de-quantised: %s", gguf.name, why)
+            return None
+        if free and not blocks_pay(dtype):
+            dtype = torch.float32
+        description = _made_once(gguf, "description", pretrained.describe_gguf)
+        config, tokenizer = pretrained.load_description(description)
+        model = gguf_blocks.load(gguf, header, config, dtype, attention)
+    logger.info("%s: weights stay as blocks of the file, products in %s", gguf.name, dtype)
+    return model, tokenizer
+
+
+def _de_quantised(path: Path, dtype: str, *, is_default: bool) -> ModelFiles:
     """The de-quantised copy of a GGUF file, made now unless the cache folder has it."""
     stored = dtype if dtype in _STORED else "float32"
-    target = files.cache_folder() / "models" / f"{path.stem}-{_digest(path)[:12]}-{stored}"
-    if not (target / "config.json").is_file():
-        _convert_once(target, path, stored)
+    with _naming(path):
+        target = _made_once(path, stored, lambda gguf, new: _convert(gguf, new, stored))
     return ModelFiles(str(target), path.stem, is_default=is_default)
 
 
@@ -229,21 +269,24 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _convert_once(target: Path, gguf: Path, dtype: str) -> None:
-    """Make the folder, whole or not at all; of several processes the first one does."""
-    try:
-        check_gguf(gguf)
-        with files.locked(target, wait=True):
-            if (target / "config.json").is_file():
-                return
-            logger.info(
-                "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
-                gguf.name,
-                dtype,
-                target,
-            )
+def _made_once(gguf: Path, kind: str, make: Callable[[Path, Path], None]) -> Path:
+    """A folder of the cache that `make` fills: whole or not at all, by the first of several."""
+    target = files.cache_folder() / "models" / f"{gguf.stem}-{_digest(gguf)[:12]}-{kind}"
+    if (target / "config.json").is_file():
+        return target
+    read_header(gguf)
+    with files.locked(target, wait=True):
+        if not (target / "config.json").is_file():
             with files.replacing_folder(target) as new:
-                _convert(gguf, new, dtype)
+                make(gguf, new)
+    return target
+
+
+@contextlib.contextmanager
+def _naming(gguf: Path) -> Iterator[None]:
+    """What goes wrong inside, in one line about this file: ModelNotFound."""
+    try:
+        yield
     except InvalidData as error:
         raise ModelNotFound(f"cannot load {gguf}: {error}") from error
     except CannotWrite as error:
@@ -255,6 +298,12 @@ def _convert_once(target: Path, gguf: Path, dtype: str) -> None:
 
 def _convert(gguf: Path, out: Path, dtype: str) -> None:
     """Read a GGUF file, write it as safetensors in `dtype` with config and tokenizer."""
+    logger.info(
+        "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
+        gguf.name,
+        dtype,
+        out.parent,
+    )
     model, tokenizer = pretrained.load_gguf(gguf)
     with pretrained.quiet():
         model.to(_torch_dtype(dtype)).save_pretrained(out)

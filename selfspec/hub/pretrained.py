@@ -66,6 +66,28 @@ def load_gguf(gguf: Path) -> tuple[Any, Any]:
         raise ModelNotFound(f"cannot read {gguf} as GGUF: {_reason(error)}") from error
 
 
+def describe_gguf(gguf: Path, out: Path) -> None:
+    """Write the config and the tokenizer of a file. Raises ModelNotFound with the reason."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder, name = str(gguf.parent), gguf.name
+    try:
+        with quiet():
+            AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(out)
+            AutoConfig.from_pretrained(folder, gguf_file=name).save_pretrained(out)
+    except Exception as error:  # as above
+        raise ModelNotFound(f"cannot read {gguf} as GGUF: {_reason(error)}") from error
+
+
+def load_description(folder: Path) -> tuple[Any, Any]:
+    """Config and tokenizer that `describe_gguf` wrote."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    with quiet():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
 @contextlib.contextmanager
 def quiet(*, bars: bool = False) -> Iterator[None]:
     """Switch off what transformers says, its bars too unless asked; then back to what it was."""

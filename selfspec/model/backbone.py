@@ -21,6 +21,7 @@ from selfspec.model.conformance import check_conformance, check_trees, refuse_un
 from selfspec.model.decoder import Decoder, without_gradients
 from selfspec.model.executors import Claims, Executor
 from selfspec.model.given import check_model
+from selfspec.model.quantised import keep_numbers
 from selfspec.model.row_mixing import find_mixing
 from selfspec.model.rows import Rows
 from selfspec.model.watch import ModelWatch
@@ -51,6 +52,8 @@ class Backbone(Decoder):
         self._conform()
         chosen = choose(self, executor)
         self._executor, self.executor_name = chosen.executor, chosen.name
+        if chosen.name != "fused":
+            keep_numbers(model)
         self.refused = chosen.refused
         """Why other executors that were tried do not run this model, by name."""
         self.mixing = None if self.claims.steady_from is not None else find_mixing(self)

@@ -19,6 +19,7 @@ from selfspec.errors import UnsupportedModel
 from selfspec.model.executors.generic import GenericExecutor
 from selfspec.model.kv_store import Lease
 from selfspec.model.parts import parts_of
+from selfspec.model.quantised import QuantisedWeight
 from selfspec.model.rows import Rows
 from selfspec.model.unembedding import Unembedding
 
@@ -94,7 +95,10 @@ class Decoder:
         Raises UnsupportedModel where lm_head keeps its weight in another form.
         """
         weight = self.lm_head.weight
-        if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point():
+        if (
+            type(weight) not in (Tensor, nn.Parameter, QuantisedWeight)
+            or not weight.is_floating_point()
+        ):
             kind = type(getattr(weight, "data", weight)).__name__
             raise UnsupportedModel(
                 f"exit heads read lm_head's weight, which is quantised ({kind}). Leave lm_head as "

@@ -31,6 +31,7 @@ class FilePages:
     def release(self, module: nn.Module) -> None:
         """Give back the memory of parameters that only repeat a file; others stay as they are."""
         for weight in module.parameters():
+            weight = getattr(weight, "blocks", weight)
             start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
             if weight.is_contiguous() and any(
                 low <= start and end <= high for low, high in self._ranges

@@ -8,17 +8,14 @@ run with it. Its operators are private: what torch's own compiler emits for froz
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.compiled import compiled
+from selfspec.model.panels import Stripes, library, side_by_side
+from selfspec.model.quantised import DTYPES, QuantisedWeight
 
 
 class Product(Protocol):
@@ -35,11 +32,11 @@ class Product(Protocol):
 
 def why_unusual(weight: Tensor) -> str | None:
     """The reason why no product here takes `weight`, if there is one."""
-    if type(weight.detach()) is not Tensor:
+    if type(weight.detach()) not in (Tensor, QuantisedWeight):
         return f"weights are of type {type(weight.detach()).__name__}"
     if weight.device.type != "cpu":
         return f"weights are on {weight.device}"
-    if weight.dtype not in (torch.float32, torch.bfloat16):
+    if weight.dtype not in DTYPES:
         return f"weights are {weight.dtype}"
     return None
 
@@ -47,25 +44,22 @@ def why_unusual(weight: Tensor) -> str | None:
 def joined(parts: Sequence[nn.Linear], order: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of layers side by side, their outputs rearranged by `order` [out].
 
-    Of one layer as it is they are its own, no copy: an unembedding may be large.
+    The weight of one layer as it is is its own, no copy: an unembedding may be large.
     """
-    weights, bias = [part.weight.detach() for part in parts], None
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-    if any(part.bias is not None for part in parts):
-        biases = [
-            part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach()
-            for part in parts
-        ]
-        bias = torch.cat(biases)
-    if order is not None:
-        weight, bias = weight[order], None if bias is None else bias[order]
-    return weight, bias
+    weight = side_by_side([part.weight.detach() for part in parts], order)
+    return weight, joined_bias(parts, order)
 
 
-_SOURCE = Path(__file__).parent / "kernels" / "products.cpp"
-
-PANEL = 16
-"""Outputs side by side, as in `panels.hpp`."""
+def joined_bias(parts: Sequence[nn.Linear], order: Tensor | None) -> Tensor | None:
+    """Of layers side by side, their outputs rearranged by `order` [out]; 0 where one has none."""
+    if all(part.bias is None for part in parts):
+        return None
+    biases = [
+        part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach()
+        for part in parts
+    ]
+    bias = torch.cat(biases)
+    return bias if order is None else bias[order]
 
 
 class CompiledLinear:
@@ -73,17 +67,22 @@ class CompiledLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """[out, in] and [out]. Raises ValueError, with the reason, where nothing compiles."""
-        self.dtype = weight.dtype
-        self.out_features, self.in_features = weight.shape
-        (self.panels,) = in_panels(weight[None])
-        self.nbytes = self.panels.nbytes
-        self.bias = None if bias is None else bias.contiguous()
-        self._product = _library(weight.dtype, os.environ.get("CXX")).product
+        self._set([weight], bias, None)
 
     @classmethod
     def of(cls, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
         """Layers side by side; `order` [out] rearranges their outputs."""
-        return cls(*joined(parts, order))
+        made = cls.__new__(cls)
+        made._set([part.weight.detach() for part in parts], joined_bias(parts, order), order)
+        return made
+
+    def _set(self, weights: Sequence[Tensor], bias: Tensor | None, order: Tensor | None) -> None:
+        self.dtype, self.in_features = weights[0].dtype, weights[0].shape[1]
+        self.out_features = sum(len(weight) for weight in weights) if order is None else len(order)
+        self.stripes = Stripes(weights, order)
+        self.nbytes = self.stripes.nbytes
+        self.bias = None if bias is None else bias.contiguous()
+        self._product = library(self.dtype).product
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., in] -> [.., out], both in the weight's dtype; ValueError for anything else."""
@@ -96,36 +95,11 @@ class CompiledLinear:
             self.in_features,
             self.out_features,
             rows.data_ptr(),
-            self.panels.data_ptr(),
+            self.stripes.address,
             None if self.bias is None else self.bias.data_ptr(),
             result.data_ptr(),
         )
         return result
-
-
-def in_panels(weights: Tensor) -> Tensor:
-    """Weights [E, out, in] of linear layers as compiled code reads them, [E, ..]: a copy.
-
-    Raises ValueError, with the reason, where nothing compiles.
-    """
-    library = _library(weights.dtype, os.environ.get("CXX"))
-    count, outputs, inner = weights.shape
-    odd = inner % 2 if weights.dtype == torch.bfloat16 else 0
-    panels = weights.new_empty(count, -(-outputs // PANEL) * PANEL * (inner + odd))
-    for weight, to in zip(weights, panels, strict=True):
-        weight = weight.contiguous()
-        library.pack(inner, outputs, weight.data_ptr(), to.data_ptr())
-    return panels
-
-
-@cache
-def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
-    """The functions of `products.cpp`. Raises ValueError, with the reason, if there are none."""
-    library = compiled(_SOURCE, BFLOAT16=int(dtype == torch.bfloat16))
-    library.pack.argtypes = (*(ctypes.c_long,) * 2, *(ctypes.c_void_p,) * 2)
-    library.product.argtypes = (*(ctypes.c_long,) * 3, *(ctypes.c_void_p,) * 4)
-    library.pack.restype = library.product.restype = None
-    return library
 
 
 class PackedLinear:

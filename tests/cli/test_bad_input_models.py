@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from selfspec.errors import InvalidData
-from selfspec.hub.gguf_header import check_gguf
+from selfspec.hub.gguf_header import read_header
 from tests.bad_input import refused
 from tests.gguf_files import header, tensor, text, tiny, value
 
@@ -268,7 +268,7 @@ def test_a_gguf_file_that_holds_no_model_is_refused(
 def test_a_gguf_header_is_followed_to_its_end(tmp_path: Path) -> None:
     """What is whole passes, and one byte less does not."""
     (tmp_path / "it.gguf").write_bytes(tiny())
-    check_gguf(tmp_path / "it.gguf")
+    read_header(tmp_path / "it.gguf")
     (tmp_path / "it.gguf").write_bytes(tiny()[:-1])
     with pytest.raises(InvalidData, match="its tensors end at byte"):
-        check_gguf(tmp_path / "it.gguf")
+        read_header(tmp_path / "it.gguf")

@@ -17,7 +17,7 @@ import torch
 
 from selfspec.files import cache_folder
 from selfspec.model import compiled as compiled_module
-from selfspec.model import compiler, products
+from selfspec.model import compiler, panels
 from selfspec.model.compiled import compiled, origin
 from selfspec.model.compiler import (
     CONSTANTS,
@@ -206,8 +206,8 @@ def test_prebuilt_products_are_those_compiled_here(
     source = shutil.copytree(compiler.KERNELS, tmp_path / "kernels") / SOURCES[0]
     library = prebuild(source, FITTING[0], **constants)
     monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(products, "_SOURCE", source)
-    monkeypatch.setattr(products, "_library", products._library.__wrapped__)
+    monkeypatch.setattr(panels, "_SOURCE", source)
+    monkeypatch.setattr(panels, "_library", panels._library.__wrapped__)
     found = CompiledLinear(weight)(rows)
     assert compiled(source, **constants)._name == str(library)
     error = 2**-7 if dtype == torch.bfloat16 else 2**-15  # relative; and of what is added up

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from selfspec.model import compiled, products
+from selfspec.model import compiled, panels
 from selfspec.model.compiler import TARGETS, Target, make_library
 from selfspec.model.products import CompiledLinear, PackedLinear, draft_product
 
@@ -136,11 +136,11 @@ def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
 ) -> None:
     library = tmp_path / "products.so"
     strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror")
-    make_library(library, products._SOURCE, {"BFLOAT16": int(dtype == torch.bfloat16)}, strict)
+    make_library(library, panels._SOURCE, {"BFLOAT16": int(dtype == torch.bfloat16)}, strict)
     if not target.needs <= compiled._features():
         pytest.skip(f"compiled; this processor does not run {target.name}")
-    monkeypatch.setattr(products, "compiled", lambda *_, **__: compiled._load(library))
-    monkeypatch.setattr(products, "_library", products._library.__wrapped__)
+    monkeypatch.setattr(panels, "compiled", lambda *_, **__: compiled._load(library))
+    monkeypatch.setattr(panels, "_library", panels._library.__wrapped__)
     (weight, bias), x = weights(50, 333, dtype), inputs(40, 333, dtype)
     linear = CompiledLinear(weight, bias)
     assert close(linear(x), x, weight, bias)

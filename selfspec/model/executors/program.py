@@ -18,7 +18,8 @@ from selfspec.model.compiled import compiled
 from selfspec.model.executors.asked import Activation, Norm
 from selfspec.model.executors.recipe import Attention, Experts
 from selfspec.model.kv_store import Lease
-from selfspec.model.products import PANEL, CompiledLinear, in_panels
+from selfspec.model.panels import PANEL, Stripes, in_panels
+from selfspec.model.products import CompiledLinear
 
 _SOURCE = Path(__file__).parents[1] / "kernels" / "layers.cpp"
 
@@ -142,7 +143,7 @@ class Program:
         self._table: ctypes.Array[Operation] = (Operation * 0)()
         self._starts = [0]  # of each layer among the operations, and their end
         self._heads: list[tuple[int, int]] = []  # key heads of each layer, and their size
-        self._kept: list[Tensor] = []  # what the operations point to
+        self._kept: list[Tensor | Stripes] = []  # what the operations point to
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
         """One more layer."""
@@ -192,7 +193,7 @@ class Program:
             target=target,
             inputs=linear.in_features,
             outputs=linear.out_features,
-            weight=self._pointer(linear.panels),
+            weight=self._stripes(linear),
             bias=None if linear.bias is None else self._pointer(linear.bias),
             adds=adds,
         )
@@ -344,6 +345,10 @@ class Program:
     def _pointer(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+    def _stripes(self, linear: CompiledLinear) -> int:
+        self._kept.append(linear.stripes)
+        return linear.stripes.address
 
 
 def _pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:

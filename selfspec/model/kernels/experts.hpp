@@ -84,11 +84,11 @@ void mix_experts(const Experts& experts, long rows, long width, const Number* fr
 #pragma omp for
     for (long i = 0; i < count; i++)
       std::copy_n(from + route.rows[first + i] * width, width, gathered + i * width);
-    Linear{width, 2 * experts.inner, experts.into + e * experts.into_size, nullptr}.run(count, gathered, opened, 0,
-                                                                          room);
+    const Stripe into = {up(2 * experts.inner, PANEL), 0, experts.into + e * experts.into_size};
+    const Stripe down = {up(width, PANEL), 0, experts.down + e * experts.down_size};
+    Linear{width, 2 * experts.inner, &into, nullptr}.run(count, gathered, opened, 0, room);
     activate(experts.activation, true, count, experts.inner, opened, activated);
-    Linear{experts.inner, width, experts.down + e * experts.down_size, nullptr}.run(
-        count, activated, closed, 0, room);
+    Linear{experts.inner, width, &down, nullptr}.run(count, activated, closed, 0, room);
 #pragma omp for
     for (long i = 0; i < count; i++)
       for (long j = 0; j < width; j++) {

@@ -17,7 +17,7 @@ enum Kinds { NORM, PRODUCT, ATTEND, ACTIVATE, EXPERTS, ADD };
 struct Operation {
   long kind, from, to;   // buffers by number
   long in, out;          // numbers of a row that are read and written; ATTEND: unused
-  const void* weight;    // NORM float [in]; PRODUCT panels of Number
+  const void* weight;    // NORM float [in]; PRODUCT stripes
   const void* bias;      // NORM float [in]; PRODUCT Number [out]; or none
   float adds;            // NORM, PRODUCT, ADD: 0, or to what its buffer holds, times this
   float eps;             // NORM
@@ -86,7 +86,7 @@ void step(const Operation& op, const Pass& pass, float* shared) {
     case NORM:
       return norm(op, pass.rows, from, to);
     case PRODUCT:
-      return Linear{op.in, op.out, (const Number*)op.weight, (const Number*)op.bias}.run(
+      return Linear{op.in, op.out, (const Stripe*)op.weight, (const Number*)op.bias}.run(
           pass.rows, from, to, op.adds, pass.room);
     case ATTEND:
       return attend(op.heads, pass.places(op),

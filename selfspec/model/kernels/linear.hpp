@@ -1,25 +1,23 @@
 // A linear layer, from one row to thousands, by all threads of a team together.
 //
-// Weights lie in panels, [out / PANEL][in / STEP][PANEL][STEP]. Few rows read several at once,
-// straight through: at the memory's speed. Many rows share a piece of one that stays in the cache:
-// at the arithmetic's. Whichever it is, the order of a sum is that of panels.hpp.
+// Weights lie in panels, [out / PANEL][in / STEP][PANEL][STEP], or as blocks. Few rows read several
+// panels at once, straight through: at the memory's speed. Many rows share a piece of one that stays
+// in the cache: at the arithmetic's. Whichever it is, the order of a sum is that of panels.hpp.
 
 #pragma once
 
-#include <type_traits>
 #include <vector>
 
 #include <omp.h>
 
-#include "panels.hpp"
+#include "blocks.hpp"
 
 namespace {
 
-using Kind = std::conditional_t<BFLOAT16, Bfloat16, Float32>;
-using Input = Kind::Input;
-
 constexpr long STEP = Kind::STEP;
-constexpr long PIECE = 1024 / STEP;  // steps of a panel that many rows share
+constexpr long PIECE = 1024 / STEP;               // steps of a panel that many rows share
+constexpr long GROUPS_OF_BLOCKS = 2;              // of rows, that read the same blocks in turn
+constexpr long EXPANDED = 16384 / sizeof(Number);  // weights that are expanded before they are read
 
 // `before` and `times` a value, each rounded.
 inline Number added(Number before, Number value, float times) {
@@ -28,9 +26,15 @@ inline Number added(Number before, Number value, float times) {
 
 constexpr long up(long number, long unit) { return (number + unit - 1) / unit; }
 
+// Panels side by side that are kept in one form.
+struct Stripe {
+  long panels, form;
+  const void* weights;
+};
+
 struct Linear {
   long in, out;
-  const Number* panels;
+  const Stripe* stripes;
   const Number* bias;  // [out], or none
 
   long steps() const { return up(in, STEP); }
@@ -52,25 +56,59 @@ struct Linear {
       for (long r = 0; r < rows; r++) Kind::prepare(from + r * in, in, room + r * inputs());
     }
     const long threads = omp_get_num_threads(), me = omp_get_thread_num();
-    const long all = up(out, PANEL), last = all * (me + 1) / threads;
+    const long all = up(out, PANEL), first = all * me / threads, last = all * (me + 1) / threads;
     const long at_once = few ? panels_at_once(rows) : 1;
-    for (long p = all * me / threads; p < last; p += at_once) {
-      const long count = std::min(at_once, last - p);
-      sums.assign(rows * at_once * PANEL, 0.0f);
-      add_panels(rows, p, count, room, few ? steps() : PIECE, {sums.data(), at_once * PANEL, PANEL});
-      finish(rows, p, count, sums.data(), at_once * PANEL, result, adds);
+    long start = 0, end;  // of a stripe
+    for (const Stripe* stripe = stripes; start < last; start = end, stripe++) {
+      end = start + stripe->panels;
+      const long until = std::min(last, end);
+      for (long p = std::max(first, start); p < until; p += at_once) {
+        const long count = std::min(at_once, until - p);
+        sums.assign(rows * at_once * PANEL, 0.0f);
+        const Block<float> to = {sums.data(), at_once * PANEL, PANEL};
+        if (FORMS[stripe->form].expand)
+          add_blocks(rows, *stripe, p - start, count, room, to);
+        else
+          add_panels(rows, *stripe, p - start, count, room, few ? steps() : PIECE, to);
+        finish(rows, p, count, to.at, to.row, result, adds);
+      }
     }
 #pragma omp barrier
   }
 
  private:
-  void add_panels(long rows, long first, long count, const Input* x, long piece,
-                  Block<float> sums) const {
-    const Number* weights = panels + first * steps() * PANEL * STEP;
+  void add_panels(long rows, const Stripe& stripe, long first, long count, const Input* x,
+                  long piece, Block<float> sums) const {
+    const Number* weights = (const Number*)stripe.weights + first * steps() * PANEL * STEP;
     for (long k = 0; k < steps(); k += piece)
       multiply<Kind>(rows, count, std::min(piece, steps() - k),
                      {x + k * Kind::INPUTS, inputs(), 0},
                      {weights + k * PANEL * STEP, PANEL * STEP, steps() * PANEL * STEP}, sums);
+  }
+
+  void add_blocks(long rows, const Stripe& stripe, long first, long count, const Input* x,
+                  Block<float> sums) const {
+    const Form& form = FORMS[stripe.form];
+    const long size = form.bytes(in);
+    const uint8_t* blocks = (const uint8_t*)stripe.weights + first * size;
+    const long groups = up(rows, ROWS_OF_BLOCKS);
+    if (groups <= GROUPS_OF_BLOCKS) {
+      for (long g = 0; g < groups; g++) {
+        const long start = rows * g / groups, end = rows * (g + 1) / groups;
+        form.multiply[end - start - 1](in, count, {x + start * inputs(), inputs(), 0}, blocks, size,
+                                       {sums.at + start * sums.row, sums.row, sums.panel});
+      }
+      return;
+    }
+    thread_local std::vector<Number> expanded(EXPANDED);
+    const long piece = EXPANDED / (count * PANEL) / 32 * 32;  // in whole groups of any form
+    for (long k = 0; k < in; k += piece) {
+      const long inner = std::min(piece, in - k);
+      for (long p = 0; p < count; p++)
+        form.expand(blocks + p * size, k, inner, &expanded[p * piece * PANEL]);
+      multiply<Kind>(rows, count, inner / STEP, {x + k / STEP * Kind::INPUTS, inputs(), 0},
+                     {expanded.data(), PANEL * STEP, piece * PANEL}, sums);
+    }
   }
 
   void finish(long rows, long first, long count, const float* sums, long row_sums, Number* result,

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "numbers.hpp"
@@ -72,6 +73,9 @@ struct Bfloat16 {  // two weights side by side
   }
 #endif
 };
+
+using Kind = std::conditional_t<BFLOAT16, Bfloat16, Float32>;
+using Input = Kind::Input;
 
 // Something of several rows (or steps) and panels, and how far apart they are.
 template <typename T>

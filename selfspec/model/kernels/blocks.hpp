@@ -1,0 +1,250 @@
+// Weights that a file keeps as small whole numbers, in groups that share a scale.
+//
+// A weight is scale * quant + least, rounded to the numbers of the model as if all weights had been
+// de-quantised. Few rows multiply it while it is in a register. Many rows share a piece of a panel
+// that is expanded into the cache, as panels.hpp reads it. Either way a sum has the order, and the
+// bits, that it has with weights that are kept as numbers.
+//
+// A panel is a list of units. A unit: float16 scales of PANEL outputs, and minima where there are
+// any; then its groups. A group: with NESTED, a byte for each of these; then words, each of an
+// output's next inputs, the first in the lowest bits.
+
+#pragma once
+
+#include "panels.hpp"
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(1), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+inline Vector from_bytes(const uint8_t* bytes) {
+#if defined(__AVX512F__)  // compilers take such short vectors apart
+  const Ints numbers = (Ints)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)bytes));
+#elif defined(__AVX2__)
+  const Ints numbers = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)bytes));
+#else
+  const Ints numbers = __builtin_convertvector(*(const Bytes*)bytes, Ints);
+#endif
+  return __builtin_convertvector(numbers, Vector);
+}
+
+inline float from_half(uint16_t half) {
+  const uint32_t bits = uint32_t(half & 0x7fff) << 13;
+  float size;
+  std::memcpy(&size, &bits, sizeof size);
+  return half & 0x8000 ? size * -0x1p112f : size * 0x1p112f;
+}
+
+inline Vector from_halves(const uint8_t* halves) {  // float16: the same number, its exponent moved
+  const Bits bits = __builtin_convertvector(*(const Halves*)halves, Bits);
+  const Vector size = (Vector)((bits & 0x7fffu) << 13) * 0x1p112f;
+  return (Vector)((Bits)size | (bits & 0x8000u) << 16);
+}
+
+// A finite number as bfloat16, in the upper half: to the nearest, ties to even. Added to 2^16 times
+// its power of two, it loses the digits that bfloat16 lacks.
+inline Bits rounded(Vector value) {
+  const Vector large = (Vector)((Bits)value & 0xff800000u) * 65536.0f;
+  return (Bits)(value + large - large);
+}
+
+// Weights of two inputs, for a vector of outputs: as Kind adds them, and as panels hold them.
+
+constexpr int TERMS = 2 / Kind::STEP * Kind::TERMS;  // additions
+constexpr int ACROSS = Kind::STEP * LANES;           // numbers to the next outputs of a panel
+
+inline void take(Vector even, Vector odd, Bits* terms) {
+#if !BFLOAT16
+  terms[0] = (Bits)even, terms[1] = (Bits)odd;
+#elif defined(__AVX512BF16__)
+  terms[0] = rounded(even) >> 16 | rounded(odd);
+#else
+  terms[0] = rounded(even), terms[1] = rounded(odd);
+#endif
+}
+
+inline void store(Vector even, Vector odd, Number* to) {
+#if BFLOAT16
+  *(Words*)to = rounded(even) >> 16 | rounded(odd);
+#else
+  *(Floats*)to = even, *(Floats*)(to + PANEL) = odd;
+#endif
+}
+
+enum Scale { HALF, NESTED };  // of a group; or of 256 inputs, times a byte of the group
+constexpr int STORED = 0;     // in place of what is taken off each quant: minima, as scales are
+
+template <int BITS, int GROUP, Scale SCALE, int OFFSET>
+struct Blocks {
+  static constexpr int UNIT = SCALE == NESTED ? 256 : GROUP;
+  static constexpr int PARTS = OFFSET == STORED ? 2 : 1;
+  static constexpr int HEAD = 2 * PARTS * PANEL, SMALL = SCALE == NESTED ? PARTS * PANEL : 0;
+  static constexpr int GROUP_BYTES = SMALL + GROUP * PANEL * BITS / 8;
+  static constexpr int UNIT_BYTES = HEAD + UNIT / GROUP * GROUP_BYTES;
+  static constexpr int WORD = 32 / BITS;  // inputs
+
+  // One group of a vector of outputs.
+  struct Group {
+    const uint8_t* quants;
+    Vector scales[WORD - 1], least;
+
+    // That of input k of a panel.
+    void find(const uint8_t* panel, long k, int v) {
+      const uint8_t* unit = panel + k / UNIT * UNIT_BYTES + 2 * v * LANES;
+      const uint8_t* group = panel + k / UNIT * UNIT_BYTES + HEAD + k % UNIT / GROUP * GROUP_BYTES;
+      const uint8_t* small = group + v * LANES;
+      const Vector scale = factor(unit, small);
+      least = OFFSET == STORED ? factor(unit + 2 * PANEL, small + PANEL) : scale * -float(OFFSET);
+      quants = group + SMALL + 4 * v * LANES;
+#pragma GCC unroll 7
+      for (int j = 0; j < WORD - 1; j++) scales[j] = scale * (1.0f / (1 << BITS * j));
+    }
+
+    Bits word(int k) const {
+      const uint8_t* at = quants + k / WORD * PANEL * 4;
+      __builtin_prefetch(at + AHEAD);
+      return *(const Words*)at;
+    }
+
+    // A quant stays at its place in the word, and the scale of that place is smaller; the last one
+    // would be taken for a sign.
+    Vector value(Bits word, int j) const {
+      const bool last = j == WORD - 1;
+      const Bits quant = last ? word >> (32 - BITS) : word & (((1u << BITS) - 1) << BITS * j);
+      return __builtin_convertvector((Ints)quant, Vector) * scales[last ? 0 : j] + least;
+    }
+
+   private:
+    static Vector factor(const uint8_t* halves, const uint8_t* small) {
+      const Vector half = from_halves(halves);
+      return SCALE == NESTED ? half * from_bytes(small) : half;
+    }
+  };
+
+  // Inputs first.. of a panel, in whole groups -> [count / STEP][PANEL][STEP]
+  static void expand(const uint8_t* panel, long first, long count, Number* to) {
+    for (long k = first; k < first + count; k += GROUP, to += GROUP * PANEL)
+      for (int v = 0; v < VECTORS; v++) {
+        Group group;
+        group.find(panel, k, v);
+        for (int i = 0; i < GROUP; i += WORD) {
+          const Bits word = group.word(i);
+#pragma GCC unroll 4
+          for (int j = 0; j < WORD; j += 2)
+            store(group.value(word, j), group.value(word, j + 1), to + (i + j) * PANEL + v * ACROSS);
+        }
+      }
+  }
+
+  // The sums of ROWS rows and PANELS panels, which lie `size` bytes apart.
+  template <int ROWS, int PANELS>
+  static void sum(long in, Block<const Input> x, const uint8_t* panel, long size,
+                  Block<float> sums) {
+    Vector s[ROWS][PANELS][VECTORS] = {};
+    for (long k = 0; k < in; k += GROUP) {
+      Group groups[PANELS][VECTORS];
+#pragma GCC unroll 2
+      for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) groups[p][v].find(panel + p * size, k, v);
+      for (int i = 0; i < GROUP; i += WORD) {
+        Bits words[PANELS][VECTORS];
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+          for (int v = 0; v < VECTORS; v++) words[p][v] = groups[p][v].word(i);
+#pragma GCC unroll 4
+        for (int j = 0; j < WORD; j += 2)
+#pragma GCC unroll 2
+          for (int p = 0; p < PANELS; p++)
+{
+            Bits terms[VECTORS][TERMS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++)
+              take(groups[p][v].value(words[p][v], j), groups[p][v].value(words[p][v], j + 1), terms[v]);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+              for (int t = 0; t < TERMS; t++) {
+                const auto input = Kind::spread(x.at[r * x.row + (k + i + j) / 2 * TERMS + t]);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++)
+                  s[r][p][v] = Kind::add(s[r][p][v], terms[v][t], input);
+              }
+          }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+          *(Floats*)(sums.at + r * sums.row + p * sums.panel + v * LANES) = s[r][p][v];
+  }
+
+  template <int ROWS>
+  static void multiply(long in, long count, Block<const Input> x, const uint8_t* panel, long size,
+                       Block<float> sums) {
+    constexpr int MOST = ROWS == 1 ? 2 : 1;
+    long p = 0;
+    for (; p + MOST <= count; p += MOST)
+      sum<ROWS, MOST>(in, x, panel + p * size, size, sums.from_panel(p));
+    for (; p < count; p++) sum<ROWS, 1>(in, x, panel + p * size, size, sums.from_panel(p));
+  }
+};
+
+constexpr int ROWS_OF_BLOCKS = 4;  // that multiply weights in registers
+
+// How the weights of a panel are kept.
+struct Form {
+  using Multiply = void (*)(long in, long count, Block<const Input> x, const uint8_t* panel,
+                            long size, Block<float> sums);
+  void (*expand)(const uint8_t* panel, long first, long count, Number* to);  // none: as they are
+  Multiply multiply[ROWS_OF_BLOCKS];                                         // by rows, from one on
+  int bits, group, offset, unit, parts, head, small, group_bytes, unit_bytes;
+
+  long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
+};
+
+template <int BITS, int GROUP, Scale SCALE, int OFFSET>
+constexpr Form form_of() {
+  using Kept = Blocks<BITS, GROUP, SCALE, OFFSET>;
+  return {Kept::expand,
+          {Kept::template multiply<1>, Kept::template multiply<2>, Kept::template multiply<3>,
+           Kept::template multiply<4>},
+          BITS, GROUP, OFFSET, Kept::UNIT, Kept::PARTS, Kept::HEAD, Kept::SMALL,
+          Kept::GROUP_BYTES, Kept::UNIT_BYTES};
+}
+
+enum FormNumber {
+  PLAIN,
+  Q4_OFFSET,
+  Q4_LEAST,
+  Q4_NESTED,
+  Q5_OFFSET,
+  Q8_OFFSET,
+  Q5_LEAST,
+  Q5_NESTED,
+  Q6_NESTED
+};
+
+constexpr Form FORMS[] = {
+    {},
+    form_of<4, 32, HALF, 8>(),
+    form_of<4, 32, HALF, STORED>(),
+    form_of<4, 32, NESTED, STORED>(),
+    form_of<8, 32, HALF, 16>(),
+    form_of<8, 32, HALF, 128>(),
+    form_of<8, 32, HALF, STORED>(),
+    form_of<8, 32, NESTED, STORED>(),
+    form_of<8, 16, NESTED, 32>(),
+};
+
+}  // namespace

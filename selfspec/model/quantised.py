@@ -1,0 +1,194 @@
+"""Weights that stay as blocks of a GGUF file, and are numbers wherever somebody reads them.
+
+Comes in: the bytes of a tensor in its file, mapped. Goes out: a tensor of a model like any other
+that holds no copy of them: an operator gets the numbers that it reads, which are then forgotten.
+Compiled products take the blocks as they are. Made by `hub`; read by transformers' modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from selfspec.model.compiled import compiled
+
+_SOURCE = Path(__file__).parent / "kernels" / "products.cpp"
+
+
+class Format(NamedTuple):
+    """How ggml keeps weights: whole numbers, in blocks of neighbours of a row."""
+
+    number: int
+    """Its place in FORMATS of `gguf.hpp`."""
+    inputs: int
+    """Of a block."""
+    nbytes: int
+    """Of a block."""
+    scales: tuple[int, ...]
+    """Where float16 numbers lie in a block, in bytes."""
+
+
+FORMATS: Mapping[str, Format] = {
+    "Q4_0": Format(0, 32, 18, (0,)),
+    "Q4_1": Format(1, 32, 20, (0, 2)),
+    "Q4_K": Format(2, 256, 144, (0, 2)),
+    "Q5_0": Format(3, 32, 22, (0,)),
+    "Q8_0": Format(4, 32, 34, (0,)),
+    "Q5_1": Format(5, 32, 24, (0, 2)),
+    "Q5_K": Format(6, 256, 176, (0, 2)),
+    "Q6_K": Format(7, 256, 210, (208,)),
+}
+"""Those that stay as they are."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""What blocks are expanded to."""
+
+
+class QuantisedWeight(Tensor):
+    """Weights [out, in] of a linear layer or an embedding, as blocks.
+
+    Each has the value that de-quantising gives, rounded to the dtype.
+    """
+
+    blocks: Tensor
+    """[rows, bytes], uint8."""
+    format: Format
+    rows: Tensor
+    """[out], int64: which of the blocks' rows each output is."""
+    kept: Tensor | None
+    """Its numbers, after `keep`."""
+
+    @staticmethod
+    def __new__(
+        cls, blocks: Tensor, kind: Format, dtype: torch.dtype, rows: Tensor | None = None
+    ) -> QuantisedWeight:
+        """`rows`: all in order, unless given. Raises ValueError where nothing compiles."""
+        _expander(dtype, os.environ.get("CXX"))
+        inner = blocks.shape[1] // kind.nbytes * kind.inputs
+        rows = torch.arange(len(blocks)) if rows is None else rows
+        made: QuantisedWeight = Tensor._make_wrapper_subclass(cls, (len(rows), inner), dtype=dtype)
+        made.blocks, made.format, made.rows, made.kept = blocks, kind, rows, None
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]  # tensors take an option for contents
+        return f"QuantisedWeight({list(self.shape)}, {self.dtype})"
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Which of the blocks' rows these outputs are."""
+        return self.rows[rows].contiguous()
+
+    def keep(self) -> None:
+        """Expand once and for all, for whoever runs the model's own modules."""
+        self.kept = self.expanded()
+
+    def part(self, rows: Tensor) -> QuantisedWeight:
+        """These rows, as blocks."""
+        return QuantisedWeight(self.blocks, self.format, self.dtype, self.places(rows))
+
+    def __deepcopy__(self, _memo: object) -> nn.Parameter:
+        """A copy is made to be changed, so it is plain."""
+        return nn.Parameter(self.expanded().clone(), requires_grad=False)
+
+    def expanded(self, rows: Tensor | None = None) -> Tensor:
+        """The numbers of all rows, or of `rows` [..], as a plain tensor; not to be changed."""
+        if self.kept is not None:
+            return self.kept if rows is None else self.kept[rows]
+        places = self.rows if rows is None else self.places(rows.flatten())
+        inner = self.shape[1]
+        found = torch.empty(len(places), inner, dtype=self.dtype)
+        expand = _expander(self.dtype, os.environ.get("CXX"))
+        expand(
+            self.format.number,
+            inner,
+            len(places),
+            places.data_ptr(),
+            self.blocks.data_ptr(),
+            found.data_ptr(),
+        )
+        return found if rows is None else found.view(*rows.shape, inner)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Linear layers as they are with plain weights; embeddings read the rows they need."""
+        if func is torch.nn.functional.linear:
+            return func(*_expanded(args), **_expanded(dict(kwargs or {})))
+        if func is torch.nn.functional.embedding and isinstance(args[1], QuantisedWeight):
+            return args[1].expanded(args[0])
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's own
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What selects rows expands those; any other operator gets plain numbers."""
+        weight, *others = args
+        if func in _SAME and isinstance(weight, QuantisedWeight):
+            return weight.part(torch.arange(len(weight)))
+        if func in _ROWS and isinstance(weight, QuantisedWeight):
+            rows = _ROWS[func](len(weight), *others)
+            return func(weight.expanded(), *others) if rows is None else weight.expanded(rows)
+        if func._schema.is_mutable:
+            raise RuntimeError(
+                "weights that are kept as blocks of a file cannot be changed. Load the model with "
+                "executor='generic', which de-quantises it"
+            )
+        return func(*_expanded(args), **_expanded(dict(kwargs or {})))
+
+
+def keep_numbers(model: nn.Module) -> None:
+    """Expand all weights of `model` that are blocks, once: it is then as fast as any other."""
+    for weight in model.parameters():
+        if isinstance(weight, QuantisedWeight):
+            weight.keep()
+
+
+def _expanded(values: Any) -> Any:
+    return tree_map_only(QuantisedWeight, QuantisedWeight.expanded, values)
+
+
+def _of_slice(
+    count: int, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor | None:
+    return torch.arange(count)[start:end:step] if dim == 0 else None
+
+
+def _of_index(count: int, indices: Sequence[Tensor | None]) -> Tensor | None:
+    (index,) = indices if len(indices) == 1 else (None,)
+    return None if index is None else torch.arange(count)[index]
+
+
+_aten = torch.ops.aten
+_SAME = {_aten.detach.default, _aten.alias.default}
+_ROWS: Mapping[Any, Callable[..., Tensor | None]] = {
+    _aten.slice.Tensor: _of_slice,
+    _aten.index.Tensor: _of_index,
+    _aten.index_select.default: lambda count, dim, index: _of_index(count, [index][dim:]),
+}
+"""Operators that read rows: which ones, or None where they read something else."""
+
+
+@cache
+def _expander(dtype: torch.dtype, _compiler: str | None) -> Any:
+    """Of `products.cpp`. Raises ValueError, with the reason, where there is none."""
+    found = compiled(_SOURCE, BFLOAT16=int(dtype == torch.bfloat16)).expand_blocks
+    found.argtypes = (*(ctypes.c_long,) * 3, *(ctypes.c_void_p,) * 3)
+    found.restype = None
+    return found
