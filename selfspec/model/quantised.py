@@ -23,6 +23,13 @@ from selfspec.model.compiled import compiled
 _SOURCE = Path(__file__).parent / "kernels" / "products.cpp"
 
 
+_UNCHANGEABLE = (
+    "weights that are blocks of a file cannot be changed. Change a copy (copy.deepcopy), or load "
+    "the model with executor='generic', which de-quantises it"
+)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
+
+
 class Format(NamedTuple):
     """How ggml keeps weights: whole numbers, in blocks of neighbours of a row."""
 
@@ -128,7 +135,10 @@ class QuantisedWeight(Tensor):
             return func(*_expanded(args), **_expanded(dict(kwargs or {})))
         if func is torch.nn.functional.embedding and isinstance(args[1], QuantisedWeight):
             return args[1].expanded(args[0])
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's own
+        if func == _SET_DATA and not isinstance(args[1], QuantisedWeight):
+            raise RuntimeError(_UNCHANGEABLE)  # what model.to(dtype) does
+        with torch._C.DisableTorchFunctionSubclass():  # else results would be made QuantisedWeights
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
@@ -146,10 +156,7 @@ class QuantisedWeight(Tensor):
             rows = _ROWS[func](len(weight), *others)
             return func(weight.expanded(), *others) if rows is None else weight.expanded(rows)
         if func._schema.is_mutable:
-            raise RuntimeError(
-                "weights that are kept as blocks of a file cannot be changed. Load the model with "
-                "executor='generic', which de-quantises it"
-            )
+            raise RuntimeError(_UNCHANGEABLE)
         return func(*_expanded(args), **_expanded(dict(kwargs or {})))
 
 

@@ -138,9 +138,10 @@ inline void expand_row(const Format& format, long in, const uint8_t* from, Numbe
     for (int first = 0, g = 0; first < form.unit; first += form.group, g++) {
       float scale = from_half(block.halves[0]), least = from_half(block.halves[1]);
       if (form.small) scale *= block.small[0][g], least *= block.small[1][g];
-      if (form.parts == 1) least = scale * -float(form.offset);
-      for (int i = first; i < first + form.group; i++)
-        to[k + i] = narrow(scale * block.quants[i] + least);
+      for (int i = first; i < first + form.group; i++) {
+        const int quant = block.quants[i] - form.offset;  // a zero keeps the scale's sign
+        to[k + i] = narrow(form.parts == 1 ? scale * quant : scale * quant + least);
+      }
     }
   }
 }

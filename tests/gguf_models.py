@@ -1,0 +1,140 @@
+"""Whole GGUF files of tiny random models, as llama.cpp's converter would write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
+
+LAYERS, WIDTH, INNER, VOCAB = 2, 256, 512, 320
+
+_K_QUANTS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Formats that the gguf package cannot write, and where their float16 numbers lie."""
+
+
+def random_blocks(kind: str, rows: int, inner: int, seed: int = 0) -> np.ndarray:
+    """[rows, bytes]: any block that is a number, scales of both signs from 2^-24 to 2^15."""
+    generator = np.random.default_rng(seed)
+    block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    data = generator.integers(0, 256, (rows, inner // block, size), dtype=np.uint8)
+    places = _K_QUANTS.get(kind, (0, 2) if kind.endswith("_1") else (0,))
+    for place in places:
+        finite = data[..., place + 1] & 0x7C != 0x7C
+        data[..., place + 1] = np.where(finite, data[..., place + 1], 0x3C)
+    return data.reshape(rows, -1)
+
+
+def usual_blocks(kind: str, rows: int, inner: int, seed: int = 0) -> np.ndarray:
+    """[rows, bytes]: blocks whose weights have the size that those of a model have."""
+    generator = np.random.default_rng(seed)
+    if kind not in _K_QUANTS:
+        values = generator.normal(0, inner**-0.5, (rows, inner)).astype(np.float32)
+        return gguf.quantize(values, GGMLQuantizationType[kind])
+    data = random_blocks(kind, rows, inner, seed)
+    block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = data.reshape(rows, inner // block, size)
+    for place in _K_QUANTS[kind]:
+        scale = np.float16(2.0**-13 if kind == "Q6_K" else 2.0**-12)
+        blocks[..., place : place + 2] = np.frombuffer(scale.tobytes(), np.uint8)
+    return data
+
+
+def write_model(
+    path: Path,
+    architecture: str = "llama",
+    kinds: Mapping[str, str] | None = None,
+    kind: str = "Q4_1",
+    *,
+    tied: bool = False,
+) -> None:
+    """A model of `architecture`; `kinds` by part of a tensor's name, else `kind`; norms F32."""
+    writer = gguf.GGUFWriter(path, architecture)
+    heads, kv_heads, side = _heads(architecture)
+    values: dict[str, Any] = {
+        "block_count": LAYERS,
+        "context_length": 128,
+        "embedding_length": WIDTH,
+        "feed_forward_length": INNER,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": side,
+        "attention.value_length": side,
+        "rope.dimension_count": side,
+        "vocab_size": VOCAB,
+    }
+    for name, value in values.items():
+        writer.add_uint32(f"{architecture}.{name}", value)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
+    _add_tokens(writer)
+    for seed, (name, shape) in enumerate(_shapes(architecture, tied)):
+        chosen = next((k for part, k in (kinds or {}).items() if part in name), kind)
+        if len(shape) == 1:
+            noise = np.random.default_rng(seed).normal(0, 0.1, shape).astype(np.float32)
+            writer.add_tensor(name, 1 + noise if "norm" in name else noise)
+        else:
+            data = usual_blocks(chosen, shape[0], shape[1], seed)
+            writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[chosen])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _heads(architecture: str) -> tuple[int, int, int]:
+    """Query and key heads, and their size: transformers reads none for Qwen 3."""
+    return (2, 1, 128) if architecture == "qwen3" else (4, 2, 64)
+
+
+def _add_tokens(writer: gguf.GGUFWriter) -> None:
+    """Bytes as tokens, as GPT-2's tokenizer has them, and a few more."""
+    marks = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256))]
+    tokens = [*marks, *(chr(256 + i) for i in range(256 - len(marks)))]
+    tokens += ["ab"]  # what the merge below makes
+    tokens += [f"<{i}>" for i in range(VOCAB - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * VOCAB)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(VOCAB - 2)
+    writer.add_eos_token_id(VOCAB - 1)
+    writer.add_pad_token_id(VOCAB - 1)
+
+
+def _shapes(architecture: str, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes, [out, in], of all tensors."""
+    found: list[tuple[str, tuple[int, ...]]] = [("token_embd.weight", (VOCAB, WIDTH))]
+    found += [("output_norm.weight", (WIDTH,))]
+    if not (tied or architecture.startswith("gemma")):
+        found += [("output.weight", (VOCAB, WIDTH))]
+    _, kv_heads, side = _heads(architecture)
+    keys = kv_heads * side
+    for layer in range(LAYERS):
+        parts: dict[str, tuple[int, ...]] = {"attn_norm": (WIDTH,), "ffn_norm": (WIDTH,)}
+        if architecture == "phi3":
+            parts |= {"attn_qkv": (WIDTH + 2 * keys, WIDTH), "ffn_up": (2 * INNER, WIDTH)}
+        else:
+            parts |= {"attn_q": (WIDTH, WIDTH), "attn_k": (keys, WIDTH), "attn_v": (keys, WIDTH)}
+            parts |= {"ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH)}
+        parts |= {"attn_output": (WIDTH, WIDTH), "ffn_down": (WIDTH, INNER)}
+        if architecture in ("gemma2", "gemma3"):
+            parts |= {"post_attention_norm": (WIDTH,), "post_ffw_norm": (WIDTH,)}
+        if architecture in ("qwen3", "gemma3"):
+            parts |= {"attn_q_norm": (side,), "attn_k_norm": (side,)}
+        found += [(f"blk.{layer}.{part}.weight", shape) for part, shape in parts.items()]
+        if architecture == "qwen2":
+            biases = {"attn_q": WIDTH, "attn_k": keys, "attn_v": keys}
+            found += [(f"blk.{layer}.{part}.bias", (size,)) for part, size in biases.items()]
+    return found
+
+
+def de_quantised(kind: str, data: np.ndarray) -> Tensor:
+    """What the gguf package makes of blocks, float32."""
+    return torch.from_numpy(np.array(gguf.dequantize(data, GGMLQuantizationType[kind])))

@@ -1,0 +1,122 @@
+"""Weights that stay as blocks: their values, sums from them, and tensors made of them."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from selfspec.model import panels
+from selfspec.model.products import CompiledLinear
+from selfspec.model.quantised import DTYPES, FORMATS, QuantisedWeight, keep_numbers
+from tests.gguf_models import de_quantised, random_blocks, usual_blocks
+
+EVERY = [(kind, dtype) for kind in FORMATS for dtype in DTYPES]
+
+
+@pytest.fixture(autouse=True)
+def blocks_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products read blocks in bfloat16, too, where numbers would be faster."""
+    monkeypatch.setattr(panels, "blocks_pay", lambda _: True)
+
+
+def weight_of(
+    kind: str, dtype: torch.dtype, out: int = 53, inner: int = 512, *, usual: bool = True
+) -> tuple[QuantisedWeight, Tensor]:
+    """Blocks, their rows in another order, and the numbers that the gguf package makes of them."""
+    data = (usual_blocks if usual else random_blocks)(kind, out, inner)
+    rows = torch.from_numpy(np.random.default_rng(1).permutation(out))
+    weight = QuantisedWeight(torch.from_numpy(data), FORMATS[kind], dtype, rows)
+    return weight, de_quantised(kind, data)[rows].to(dtype)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), EVERY)
+def test_weights_are_those_of_the_gguf_package(kind: str, dtype: torch.dtype) -> None:
+    weight, expected = weight_of(kind, dtype, usual=False)  # denormal and large scales among them
+    assert weight.shape == expected.shape
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    assert torch.equal(weight.expanded().view(bits), expected.view(bits))  # signs of zeros, too
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 40])
+@pytest.mark.parametrize(("kind", "dtype"), EVERY)
+def test_sums_have_the_bits_of_sums_of_numbers(kind: str, dtype: torch.dtype, rows: int) -> None:
+    weight, numbers = weight_of(kind, dtype)
+    x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows)).to(dtype)
+    found, bias = CompiledLinear(weight), torch.randn(len(weight)).to(dtype)
+    assert found.nbytes < 0.75 * numbers.nbytes
+    assert torch.equal(found(x), CompiledLinear(numbers)(x))
+    assert torch.equal(CompiledLinear(weight, bias)(x), CompiledLinear(numbers, bias)(x))
+
+
+def test_a_wrong_scale_would_be_seen() -> None:
+    weight, numbers = weight_of("Q4_K", torch.float32)
+    weight.blocks[7, 4] ^= 1  # the lowest bit of a group's scale
+    assert not torch.equal(weight.expanded(), numbers)
+    x = torch.randn(3, weight.shape[1])
+    assert not torch.equal(CompiledLinear(weight)(x), CompiledLinear(numbers)(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_several_formats_run_side_by_side(dtype: torch.dtype) -> None:
+    made = [weight_of(kind, dtype, out) for kind, out in (("Q4_K", 64), ("Q6_K", 32), ("Q4_0", 7))]
+    plain = torch.randn(16, 512).to(dtype)
+    layers = [linear(weight) for weight, _ in made]
+    layers.insert(1, linear(plain))
+    numbers = torch.cat([made[0][1], plain, made[1][1], made[2][1]])
+    x = torch.randn(5, 512).to(dtype)
+    assert torch.equal(CompiledLinear.of(*layers)(x), CompiledLinear(numbers)(x))
+    order = torch.cat([torch.arange(64).flip(0), torch.arange(64, 119)])
+    assert torch.equal(
+        CompiledLinear.of(*layers, order=order)(x), CompiledLinear(numbers[order])(x)
+    )
+    mixed = torch.arange(119).flip(0)  # panels that hold two formats: as numbers
+    found = CompiledLinear.of(*layers, order=mixed)
+    assert torch.equal(found(x), CompiledLinear(numbers[mixed])(x))
+    assert found.nbytes >= numbers.nbytes
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def test_modules_compute_as_with_numbers() -> None:
+    weight, numbers = weight_of("Q5_1", torch.float32)
+    layer, x = linear(weight), torch.randn(2, 3, 512)
+    assert torch.equal(layer(x), nn.functional.linear(x, numbers))
+    ids = torch.tensor([[3, 52], [0, 3]])
+    assert torch.equal(nn.functional.embedding(ids, layer.weight), numbers[ids])
+    assert torch.equal(x @ layer.weight.T, x @ numbers.T)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_weight_is_a_tensor_like_any_other(kept: bool) -> None:
+    weight, numbers = weight_of("Q8_0", torch.bfloat16)
+    layer = linear(weight)
+    if kept:
+        keep_numbers(layer)
+    assert torch.equal(layer.weight[5:9], numbers[5:9])
+    assert torch.equal(layer.weight[:, 5:9], numbers[:, 5:9])
+    assert torch.equal(layer.weight[torch.tensor([4, 4, 1])], numbers[[4, 4, 1]])
+    assert torch.equal(layer.weight[numbers[:, 0] > 0], numbers[numbers[:, 0] > 0])
+    assert torch.equal(layer.weight.float(), numbers.float())
+    assert torch.equal(layer.weight.detach().reshape(-1), numbers.reshape(-1))
+    other = copy.deepcopy(layer)
+    other.weight.zero_()  # a copy may be changed
+    assert torch.equal(layer.weight.clone(), numbers)
+    assert layer.to(torch.bfloat16).weight is layer.weight
+    assert torch.equal(other.double().weight, torch.zeros_like(numbers).double())
+
+
+def test_blocks_cannot_be_changed() -> None:
+    weight, numbers = weight_of("Q4_0", torch.float32)
+    layer = linear(weight)
+    for change in (weight.zero_, lambda: weight.add_(1), layer.double, layer.half):
+        with pytest.raises(RuntimeError, match="blocks of a file cannot be changed"):
+            change()
+    assert torch.equal(weight.expanded(), numbers)
