@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import shlex
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,10 +24,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
+import selfspec
 from eval.load_memory import memory
 from selfspec.cli.env import machine
 from selfspec.decoding.clock import Clock
 from selfspec.files import write
+from selfspec.hub.models import load_model
 
 OURS, THEIRS = "selfspec", "hugging-face"
 
@@ -43,7 +46,7 @@ def main(
 ) -> None:
     """Measure, then write."""
     counts = [int(length) for length in lengths.split(",")]
-    ways = readers(model, dtype)
+    ways = {name: reader(model, dtype, name) for name in (OURS, THEIRS)}
     found = []
     for length in counts:
         clock = Clock(torch.device("cpu"), repeats)
@@ -68,26 +71,22 @@ def main(
     print(table(dtype, found), end="")
 
 
-def readers(model: str | None, dtype: str) -> dict[str, Any]:
-    """What reads ids [1, T] and writes one token, by name."""
-    import selfspec
-
-    speculator = selfspec.load(model, dtype=dtype)
-    own: Any = speculator.model
+def reader(model: str | None, dtype: str, name: str) -> Callable[[torch.Tensor], object]:
+    """What reads ids [1, T] and writes one token."""
+    if name == OURS:
+        speculator = selfspec.load(model, dtype=dtype)
+        return partial(speculator.generate, max_new_tokens=1, do_sample=False)
+    own: Any = load_model(model, dtype=dtype)[0]
 
     def theirs(ids: torch.Tensor) -> None:
-        mask = torch.ones_like(ids)
-        own.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
+        own.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
 
-    def ours(ids: torch.Tensor) -> None:
-        speculator.generate(ids, max_new_tokens=1, do_sample=False)
-
-    return {OURS: ours, THEIRS: theirs}
+    return theirs
 
 
 def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
     """Megabytes at most, above what a ready model takes that has answered once."""
-    read = readers(model, dtype)[name]
+    read = reader(model, dtype, name)
     read(torch.arange(16)[None])
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what loading left behind would be used again, unseen

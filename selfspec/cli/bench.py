@@ -72,6 +72,9 @@ def bench(
     speculator = common.load(Settings(picked(asked, LOADING), picked(asked, SPECULATION)))
     from selfspec.eval import bench as measuring
     from selfspec.eval.contenders import candidates, swept
+    from selfspec.model.quantised import keep_numbers
+
+    keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
 
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
     entries = [entry for entries in (*grid.values(), moves) for entry in entries]

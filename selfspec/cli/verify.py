@@ -44,12 +44,14 @@ def verify(
     asked = merged(config, flags, FLAGS)
     from selfspec.eval import lossless
     from selfspec.eval.suites import SIX_TASKS, load_suite
+    from selfspec.model.quantised import keep_numbers
 
     file = asked.get("questions")
     questions = load_suite(
         asked.get("suite", SIX_TASKS), file and Path(file), asked.get("limit", _PROMPTS)
     )
     speculator = common.load(Settings(picked(asked, LOADING), picked(asked, _OPTIONS)))
+    keep_numbers(speculator.model)  # it is compared with, and copied
     new_tokens = asked.get("max_new_tokens", _NEW_TOKENS)
     subject = lossless.Subject(
         speculator=speculator,

@@ -252,8 +252,18 @@ def _as_blocks(
 def _de_quantised(path: Path, dtype: str, *, is_default: bool) -> ModelFiles:
     """The de-quantised copy of a GGUF file, made now unless the cache folder has it."""
     stored = dtype if dtype in _STORED else "float32"
+
+    def make(gguf: Path, new: Path) -> None:
+        logger.info(
+            "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
+            gguf.name,
+            stored,
+            new.parent,
+        )
+        _convert(gguf, new, stored)
+
     with _naming(path):
-        target = _made_once(path, stored, lambda gguf, new: _convert(gguf, new, stored))
+        target = _made_once(path, stored, make)
     return ModelFiles(str(target), path.stem, is_default=is_default)
 
 
@@ -298,12 +308,6 @@ def _naming(gguf: Path) -> Iterator[None]:
 
 def _convert(gguf: Path, out: Path, dtype: str) -> None:
     """Read a GGUF file, write it as safetensors in `dtype` with config and tokenizer."""
-    logger.info(
-        "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
-        gguf.name,
-        dtype,
-        out.parent,
-    )
     model, tokenizer = pretrained.load_gguf(gguf)
     with pretrained.quiet():
         model.to(_torch_dtype(dtype)).save_pretrained(out)

@@ -41,10 +41,16 @@ inline float from_half(uint16_t half) {
   return half & 0x8000 ? size * -0x1p112f : size * 0x1p112f;
 }
 
-inline Vector from_halves(const uint8_t* halves) {  // float16: the same number, its exponent moved
+inline Vector from_halves(const uint8_t* halves) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)halves));
+#elif defined(__F16C__)
+  return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves));
+#else  // the same number, its exponent moved
   const Bits bits = __builtin_convertvector(*(const Halves*)halves, Bits);
   const Vector size = (Vector)((bits & 0x7fffu) << 13) * 0x1p112f;
   return (Vector)((Bits)size | (bits & 0x8000u) << 16);
+#endif
 }
 
 // A finite number as bfloat16, in the upper half: to the nearest, ties to even. Added to 2^16 times
@@ -142,61 +148,50 @@ struct Blocks {
       }
   }
 
-  // The sums of ROWS rows and PANELS panels, which lie `size` bytes apart.
-  template <int ROWS, int PANELS>
-  static void sum(long in, Block<const Input> x, const uint8_t* panel, long size,
-                  Block<float> sums) {
-    Vector s[ROWS][PANELS][VECTORS] = {};
-    for (long k = 0; k < in; k += GROUP) {
-      Group groups[PANELS][VECTORS];
-#pragma GCC unroll 2
-      for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) groups[p][v].find(panel + p * size, k, v);
-      for (int i = 0; i < GROUP; i += WORD) {
-        Bits words[PANELS][VECTORS];
-#pragma GCC unroll 2
-        for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 4
-          for (int v = 0; v < VECTORS; v++) words[p][v] = groups[p][v].word(i);
-#pragma GCC unroll 4
-        for (int j = 0; j < WORD; j += 2)
-#pragma GCC unroll 2
-          for (int p = 0; p < PANELS; p++)
-{
-            Bits terms[VECTORS][TERMS];
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++)
-              take(groups[p][v].value(words[p][v], j), groups[p][v].value(words[p][v], j + 1), terms[v]);
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-              for (int t = 0; t < TERMS; t++) {
-                const auto input = Kind::spread(x.at[r * x.row + (k + i + j) / 2 * TERMS + t]);
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v++)
-                  s[r][p][v] = Kind::add(s[r][p][v], terms[v][t], input);
-              }
-          }
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-      for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
-          *(Floats*)(sums.at + r * sums.row + p * sums.panel + v * LANES) = s[r][p][v];
-  }
-
+  // The sums of ROWS rows, for panels that lie `size` bytes apart.
   template <int ROWS>
   static void multiply(long in, long count, Block<const Input> x, const uint8_t* panel, long size,
                        Block<float> sums) {
-    constexpr int MOST = ROWS == 1 ? 2 : 1;
-    long p = 0;
-    for (; p + MOST <= count; p += MOST)
-      sum<ROWS, MOST>(in, x, panel + p * size, size, sums.from_panel(p));
-    for (; p < count; p++) sum<ROWS, 1>(in, x, panel + p * size, size, sums.from_panel(p));
+    for (long p = 0; p < count; p++, panel += size) {
+      Vector s[ROWS][VECTORS] = {};
+      for (long k = 0; k < in; k += GROUP) {
+        Group groups[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) groups[v].find(panel, k, v);
+        for (int i = 0; i < GROUP; i += WORD) add_word(groups, i, k + i, x, s);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+          *(Floats*)(sums.at + r * sums.row + p * sums.panel + v * LANES) = s[r][v];
+    }
+  }
+
+ private:
+  // The inputs of word `i` of the groups, which are `first`.. of a row, to the sums of all rows.
+  template <int ROWS>
+  static inline __attribute__((always_inline)) void add_word(const Group (&groups)[VECTORS], int i,
+                                                             long first, Block<const Input> x,
+                                                             Vector (&s)[ROWS][VECTORS]) {
+    Bits words[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) words[v] = groups[v].word(i);
+#pragma GCC unroll 4
+    for (int j = 0; j < WORD; j += 2) {
+      Bits terms[VECTORS][TERMS];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++)
+        take(groups[v].value(words[v], j), groups[v].value(words[v], j + 1), terms[v]);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int t = 0; t < TERMS; t++) {
+          const auto input = Kind::spread(x.at[r * x.row + (first + j) / 2 * TERMS + t]);
+#pragma GCC unroll 4
+          for (int v = 0; v < VECTORS; v++) s[r][v] = Kind::add(s[r][v], terms[v][t], input);
+        }
+    }
   }
 };
 

@@ -1,0 +1,57 @@
+"""Greedy answers by llama.cpp for `eval.against_llama_cpp`, run where llama-cpp-python is.
+
+    PYTHON eval/llama_cpp_worker.py MODEL.gguf THREADS CONTEXT
+
+Reads a line of JSON for each answer, {"ids": [..], "count": N, "lookup": bool}, and prints one:
+{"token_ids": [..], "first_s": seconds to the first token, "seconds": to the last}. Answers have
+`count` tokens whatever they say. Knows nothing of selfspec.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main(model: str, threads: str, context: str) -> None:
+    """Until the input ends."""
+    # what libraries print must not come between the answers
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from llama_cpp import Llama
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    options: dict[str, Any] = {
+        "model_path": model,
+        "n_ctx": int(context),
+        "n_threads": int(threads),
+        "n_threads_batch": int(threads),
+        "verbose": False,
+    }
+    plain, lookup = Llama(**options), None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked["lookup"] and lookup is None:
+            lookup = Llama(**options, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=10))
+        answer = written(lookup if asked["lookup"] else plain, asked["ids"], asked["count"])
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def written(llama: Any, ids: list[int], count: int) -> dict[str, Any]:
+    """One answer."""
+    llama.reset()
+    found, first, start = [], 0.0, time.perf_counter()
+    for token in llama.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0, reset=True):
+        found.append(int(token))
+        if len(found) == 1:
+            first = time.perf_counter() - start
+        if len(found) == count:
+            break
+    return {"token_ids": found, "first_s": first, "seconds": time.perf_counter() - start}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
