@@ -51,7 +51,8 @@ def loaded(model: str | None, dtype: str, executor: str) -> dict[str, Any]:
     speculator = selfspec.load(model, dtype=dtype, executor=executor)
     loading = memory("VmHWM") - before
     speculator.generate("Why is the sky blue?", max_new_tokens=16, raw=True)
-    size = sum(weight.nbytes for weight in speculator.model.parameters()) / 1e6
+    weights = speculator.model.parameters()
+    size = sum(getattr(weight, "blocks", weight).nbytes for weight in weights) / 1e6
     return {
         "dtype": dtype,
         "executor": speculator.backbone.executor_name,

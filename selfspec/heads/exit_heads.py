@@ -211,11 +211,11 @@ class ExitHeads(nn.Module):
         """Make heads cheaper to ask on a CPU: a packed copy of the draft vocabulary's rows.
 
         In bfloat16 where products compute in it: drafts need no more digits, and in float32
-        the rows would be most of what a draft costs. Without a draft vocabulary the rows are the
-        model's own, of which a copy would be large, and stay as they are.
+        the rows would be most of what a draft costs. Blocks of a file stay blocks. Without
+        a draft vocabulary other rows are the model's own, of which a copy would be large.
         """
         heads = [self[layer] for layer in self.config.exit_layers]
-        rows = heads[0].selected_rows
+        rows = heads[0].small_rows
         if rows is None or heads[0].is_packed or why_unusual(rows) is not None:
             return
         packed = draft_product(rows)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from selfspec.errors import InvalidOption
 from selfspec.model.products import Product
+from selfspec.model.quantised import QuantisedWeight
 from selfspec.model.unembedding import Unembedding
 
 
@@ -32,12 +33,13 @@ class DraftVocabulary(NamedTuple):
 
     @classmethod
     def of(cls, unembedding: Unembedding, ids: Tensor | None) -> DraftVocabulary:
-        """All rows are the model's own tensor, a selection is a copy."""
+        """All rows are the model's own tensor; a selection is a copy, or blocks of a file."""
         bias = None if unembedding.bias is None else unembedding.bias.detach()
         weight = unembedding.weight.detach()
         if ids is None:
             return cls(ids, weight, bias)
-        return cls(ids, weight[ids], None if bias is None else bias[ids])
+        rows = weight.part(ids) if isinstance(weight, QuantisedWeight) else weight[ids]
+        return cls(ids, rows, None if bias is None else bias[ids])
 
 
 class ExitHead(nn.Module, ABC):
@@ -90,9 +92,15 @@ class ExitHead(nn.Module, ABC):
         return self._finish(logits if bias is None else logits + bias)
 
     @property
-    def selected_rows(self) -> Tensor | None:
-        """[V_draft, d]: copied rows of the unembedding that all heads share, if any."""
-        return self._shared[0] if self._shared and self.draft_ids is not None else None
+    def small_rows(self) -> Tensor | None:
+        """[V_draft, d]: rows of the unembedding that all heads share, if a copy of them is small.
+
+        A selection of them is, and so are the blocks of a quantised file.
+        """
+        if not self._shared:
+            return None
+        few = self.draft_ids is not None or isinstance(self._shared[0], QuantisedWeight)
+        return self._shared[0] if few else None
 
     @property
     def is_packed(self) -> bool:
