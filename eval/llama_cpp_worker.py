@@ -35,7 +35,8 @@ def main(model: str, threads: str, context: str) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         if asked["lookup"] and lookup is None:
-            lookup = Llama(**options, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=10))
+            drafts = LlamaPromptLookupDecoding(num_pred_tokens=10)
+            lookup = Llama(**options, draft_model=drafts, logits_all=True)
         answer = written(lookup if asked["lookup"] else plain, asked["ids"], asked["count"])
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -42,8 +42,8 @@ from selfspec.decoding.drafters import (
 from selfspec.decoding.engine import Engine
 from selfspec.errors import InvalidOption
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
-from selfspec.hub import fingerprint
 from selfspec.hub import models as hub
+from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 
 logger = logging.getLogger(__name__)
@@ -183,10 +183,6 @@ class Speculator:
         ]
 
 
-_FROM_BLOCKS = ("auto", "fused")
-"""Executors that take weights as they lie in a quantised file."""
-
-
 def load(
     model: str | Path | None = None,
     *,
@@ -216,7 +212,7 @@ def load(
         dtype=dtype,
         device=device,
         attn_implementation=attn_implementation,
-        blocks=executor in _FROM_BLOCKS,
+        blocks=executor in hub.FROM_BLOCKS,
     )
     loaded, tokenizer, files = read(model)
     second = None

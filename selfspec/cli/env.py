@@ -62,7 +62,8 @@ def model_facts(flags: dict[str, Any]) -> tuple[dict[str, Any], StepSpeed]:
 
     loading = dict(flags)
     executor = loading.pop("executor", "auto")
-    model, _, files = hub.load_model(loading.pop("model", None), **loading)
+    blocks = executor in hub.FROM_BLOCKS
+    model, _, files = hub.load_model(loading.pop("model", None), blocks=blocks, **loading)
     backbone = Backbone(model, executor=executor)
     if backbone.mixing is not None:
         drafts = f"refused: the rows of a pass change each other ({backbone.mixing})"

@@ -58,8 +58,8 @@ class Base(NamedTuple):
 
 def load_base(asked: dict[str, Any]) -> Base:
     """The model that the flags ask for, once the files that they name are there."""
-    from selfspec.hub import fingerprint
     from selfspec.hub import models as hub
+    from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
     from selfspec.training.cache import read_manifest
     from selfspec.training.formats import check_source

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from selfspec.decoding.stats import Round
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from selfspec.decoding.drafters.base import Draft
     from selfspec.model.backbone import Backbone
+    from selfspec.options.prices import Prices
 
 Count = TypeVar("Count", float, "npt.NDArray[Any]")
 """How often: a number, also an expected one, or an array of them."""
@@ -155,10 +156,24 @@ def token_cost(second: Backbone, model: Backbone) -> float:
     return _weights(second) / _weights(model)
 
 
-def block_cost(model: Backbone) -> float:
-    """What a model pays for two rows instead of one, as a share of a step, where unmeasured."""
-    one_row_kernels = model.claims.steady_from is None and model.device.type == "cpu"
-    return _PLAIN_BLOCK_COST if one_row_kernels else 0.0
+class Unmeasured(NamedTuple):
+    """What rows cost a model where nobody measured it, as shares of a step of one row."""
+
+    row: float
+    """One more of a verification."""
+    block: float
+    """Two instead of one, beside that."""
+
+    @classmethod
+    def of(cls, model: Backbone) -> Unmeasured:
+        """As its executor says."""
+        one_row_kernels = model.claims.steady_from is None and model.device.type == "cpu"
+        return cls(model.claims.row_cost, _PLAIN_BLOCK_COST if one_row_kernels else 0.0)
+
+    def unless(self, asked: Prices) -> Unmeasured:
+        """These, or what was asked for."""
+        row, block = asked.row, asked.block
+        return Unmeasured(self.row if row is None else row, self.block if block is None else block)
 
 
 def _weights(backbone: Backbone) -> int:

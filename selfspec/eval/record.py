@@ -61,6 +61,8 @@ class RecordInfo:
     end_tokens: tuple[int, ...]
     block_cost: float
     """What the model pays for two rows instead of one, as drafts from text already seen have it."""
+    row_cost: float = 0.08
+    """What it pays for one more row. Older records do not say."""
 
 
 @dataclass(frozen=True, kw_only=True)

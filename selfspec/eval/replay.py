@@ -22,6 +22,7 @@ from selfspec.decoding.drafters import (
     make_ngram,
     while_paying,
 )
+from selfspec.decoding.prices import Unmeasured
 from selfspec.decoding.schedule import Pass, Schedule
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
@@ -206,7 +207,8 @@ def _drafter(
         raise InvalidOption(
             "what a draft model says was not recorded. Take exit, ngram, ngram+exit"
         )
-    ngram = make_ngram(options, record.info.block_cost, record.info.end_tokens)
+    cost = Unmeasured(record.info.row_cost, record.info.block_cost)
+    ngram = make_ngram(options, cost, record.info.end_tokens)
     if not options.uses("exit"):
         return ngram, ()
     setting = Setting.of(record, options)
@@ -214,7 +216,7 @@ def _drafter(
     exits = while_paying(
         _ExitDrafter(record, setting, controller),
         options,
-        block_cost=record.info.block_cost,
+        unmeasured=cost,
         num_layers=record.info.num_layers,
         exit_layers=setting.layers,
     )

@@ -266,6 +266,7 @@ class Recorder:
     def record(self) -> Record:
         """Everything so far."""
         backbone, options = self._speculator.backbone, self._options
+        cost = prices.Unmeasured.of(backbone)
         known = conditions(backbone, self._heads)
         shape = len(self.nodes.tokens), len(self._layers)
         return Record(
@@ -281,7 +282,8 @@ class Recorder:
                 min_threshold=self._reach.threshold,
                 max_draft_tokens=self._reach.drafts,
                 end_tokens=tuple(sorted(self._end_tokens)),
-                block_cost=prices.block_cost(backbone),
+                block_cost=cost.block,
+                row_cost=cost.row,
             ),
             prompts=tuple(self._prompts),
             contexts=np.array(self._contexts, np.int32),

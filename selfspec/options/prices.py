@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from selfspec.options.parts import AT_LEAST_0, AtLeast0, Part, Probability
+from selfspec.options.parts import AT_LEAST_0, PROBABILITY, AtLeast0, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,9 +14,9 @@ class Prices(Part):
 
     kind: ClassVar[str] = "prices"
 
-    row: Probability = 0.08
+    row: Annotated[float | None, PROBABILITY] = None
     """What one more row adds to a verification, in [0, 1]: text already seen is proposed while its
-    chance exceeds it.
+    chance exceeds it. None: what the executor says, 0.08 or, from blocks of a quantised file, 0.3.
 
     Packed weights on a CPU measure 0.05; a little more is safer where guesses get worse.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -123,6 +124,17 @@ def test_a_block_costs_more_where_one_row_has_kernels_of_its_own() -> None:
         speculator = wrap(make_model("llama"), executor=executor, **options)
         stats = speculator.generate(ids, max_new_tokens=6).stats
         assert (stats.drafted > 0) is expected
+
+
+def test_a_row_costs_more_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculator = wrap(make_model("llama"), executor="packed", drafter="ngram:size=1,max_tokens=1")
+    ids = torch.arange(96)[None]  # a chance of 1/2
+    assert speculator.generate(ids, max_new_tokens=6).stats.drafted > 0
+    dear = replace(speculator.backbone.claims, row_cost=0.6)
+    monkeypatch.setattr(speculator.backbone._executor, "claims", dear)
+    assert speculator.generate(ids, max_new_tokens=6).stats.drafted == 0
+    asked = speculator.generate(ids, max_new_tokens=6, prices="row=0.08")
+    assert asked.stats.drafted > 0  # what was asked for counts
 
 
 def test_nothing_to_draft_and_nothing_worth_it_are_told_apart() -> None:

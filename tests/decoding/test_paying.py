@@ -21,7 +21,7 @@ from selfspec.decoding.drafters import (
     while_paying,
 )
 from selfspec.decoding.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE
-from selfspec.decoding.prices import DraftCost
+from selfspec.decoding.prices import DraftCost, Unmeasured
 from selfspec.decoding.stats import Stopwatch
 from tests import ladder
 from tests.decoding.test_ngram import Text
@@ -119,7 +119,10 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
 
 
 def test_the_rule_switched_off_leaves_the_drafter_alone() -> None:
-    heads, costs = Heads(), {"block_cost": 0.0, "num_layers": 12, "exit_layers": (3,)}
+    heads, costs = (
+        Heads(),
+        {"unmeasured": Unmeasured(0.08, 0.0), "num_layers": 12, "exit_layers": (3,)},
+    )
     off = SpeculationOptions(never_slower=False)
     assert while_paying(heads, off, **costs) is heads  # type: ignore[arg-type]  # by name
     assert isinstance(while_paying(heads, SpeculationOptions(), **costs), WhilePaying)  # type: ignore[arg-type]  # by name

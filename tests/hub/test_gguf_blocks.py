@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 import selfspec
 from selfspec.errors import ModelNotFound
-from selfspec.hub import fingerprint, gguf_blocks, pretrained
+from selfspec.hub import gguf_blocks, pretrained
 from selfspec.hub import models as hub
 from selfspec.hub.gguf_header import read_header
-from selfspec.model import panels
+from selfspec.model import fingerprint, panels
 from selfspec.model.backbone import Backbone
 from selfspec.model.quantised import FORMATS, QuantisedWeight
 from tests.gguf_models import write_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,11 +107,14 @@ def test_a_weight_is_a_tensor_like_any_other(kept: bool) -> None:
     assert torch.equal(layer.weight[numbers[:, 0] > 0], numbers[numbers[:, 0] > 0])
     assert torch.equal(layer.weight.float(), numbers.float())
     assert torch.equal(layer.weight.detach().reshape(-1), numbers.reshape(-1))
-    other = copy.deepcopy(layer)
-    other.weight.zero_()  # a copy may be changed
+    other: Any = layer.weight.detach()
+    assert (other.kept is not None) == kept
+    assert torch.equal(torch.empty_like(numbers).copy_(layer.weight), numbers)
+    copied = copy.deepcopy(layer)
+    copied.weight.zero_()  # a copy may be changed
     assert torch.equal(layer.weight.clone(), numbers)
     assert layer.to(torch.bfloat16).weight is layer.weight
-    assert torch.equal(other.double().weight, torch.zeros_like(numbers).double())
+    assert torch.equal(copied.double().weight, torch.zeros_like(numbers).double())
 
 
 def test_blocks_cannot_be_changed() -> None:

@@ -44,9 +44,9 @@ def make_drafter(
         return NoDrafter()
     if options.drafter == "exit" and sources.heads is None:
         return NoDrafter()
-    block = prices.block_cost(sources.backbone)
+    cost = prices.Unmeasured.of(sources.backbone)
     if options.drafter == "ngram":
-        return make_ngram(options, block, end_tokens)
+        return make_ngram(options, cost, end_tokens)
     other: Drafter
     layers: tuple[int, ...] = ()
     token = 0.0
@@ -57,26 +57,27 @@ def make_drafter(
     other = while_paying(
         other,
         options,
-        block_cost=block,
+        unmeasured=cost,
         num_layers=sources.backbone.num_layers,
         exit_layers=layers,
         token_cost=token,
     )
     if options.uses("ngram"):
-        return SeenTextFirst(make_ngram(options, block, end_tokens), other)
+        return SeenTextFirst(make_ngram(options, cost, end_tokens), other)
     return other
 
 
 def make_ngram(
-    options: SpeculationOptions, block_cost: float, end_tokens: Collection[int]
+    options: SpeculationOptions, unmeasured: prices.Unmeasured, end_tokens: Collection[int]
 ) -> NgramDrafter:
-    """A drafter of text already seen; `block_cost` is the model's, for where `options` say none."""
+    """A drafter of text already seen; `unmeasured`: the model's costs, where `options` say none."""
+    cost = unmeasured.unless(options.prices)
     return NgramDrafter(
         make_controller(options, options.ngram.max_tokens),
         end_tokens,
         size=options.ngram.size,
-        row_cost=options.prices.row,
-        block_cost=block_cost if options.prices.block is None else options.prices.block,
+        row_cost=cost.row,
+        block_cost=cost.block,
     )
 
 
@@ -84,20 +85,21 @@ def while_paying(
     drafter: DraftsFrom[StateT],
     options: SpeculationOptions,
     *,
-    block_cost: float,
+    unmeasured: prices.Unmeasured,
     num_layers: int,
     exit_layers: tuple[int, ...] = (),
     token_cost: float = 0.0,
 ) -> DraftsFrom[StateT]:
     """`drafter` under the never-slower rule, or as it is where `options` switch that off.
 
-    `exit_layers`: those in use, of `num_layers`; `block_cost` as in `make_ngram`.
+    `exit_layers`: those in use, of `num_layers`; `unmeasured` as in `make_ngram`.
     """
     if not options.never_slower:
         return drafter
+    rows = unmeasured.unless(options.prices)
     cost = prices.DraftCost(
-        row=options.prices.row,
-        block=block_cost if options.prices.block is None else options.prices.block,
+        row=rows.row,
+        block=rows.block,
         token=token_cost,
         head=options.prices.head,
         exit_layers=exit_layers,

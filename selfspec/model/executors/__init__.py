@@ -21,6 +21,9 @@ class Claims:
     """Up to this many rows. None: any number, so that a row has the same bits in a prompt."""
     trees: bool = False
     """Runs rows that have siblings."""
+    row_cost: float = 0.08
+    """What one more row adds to a pass of few, as a share of a pass of one, where nobody measured
+    it."""
     spans: int = 1
     """Sequences of one pass at most; the backbone splits what has more."""
 

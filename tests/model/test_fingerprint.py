@@ -19,10 +19,10 @@ from selfspec.cli.main import main
 from selfspec.errors import HeadsMismatch
 from selfspec.files import cache_folder
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
-from selfspec.hub import fingerprint, weight_files
 from selfspec.hub import models as hub
-from selfspec.hub.fingerprint import UNKNOWN, unembedding_fingerprint
+from selfspec.model import fingerprint, weight_files
 from selfspec.model.backbone import Backbone
+from selfspec.model.fingerprint import UNKNOWN, unembedding_fingerprint
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 from tests.talks import make_tokenizer

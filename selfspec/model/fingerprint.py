@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from selfspec import files
 from selfspec.errors import CannotWrite, InvalidData
 from selfspec.files import cache_folder
-from selfspec.hub import weight_files
-from selfspec.hub.weight_files import FileStamp
+from selfspec.model import weight_files
 from selfspec.model.quantised import QuantisedWeight
+from selfspec.model.weight_files import FileStamp
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
