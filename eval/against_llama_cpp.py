@@ -74,6 +74,7 @@ def main(
         ways = methods(speculator, ask, lookup=lookup)
         if numbers:
             ways |= de_quantised(model, speculator)
+        answered(asked[0], speculator, ways, new_tokens, in_front)  # what happens once, now
         for done, question in enumerate(asked):
             advance(done, len(asked), question.task)
             answers.append(answered(question, speculator, ways, new_tokens, in_front))
