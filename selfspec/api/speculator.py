@@ -197,7 +197,8 @@ def load(
     """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
 
     `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
-    default model unless a draft model takes their place, and plain decoding for any other.
+    default model unless a draft model takes their place, and plain decoding for any other. `dtype`:
+    None is bfloat16, and for a GGUF file float32 where products in bfloat16 are slow.
     `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
     fused the same with the rest of a layer compiled, cuda-graph the own layers as CUDA graphs, auto
     the best of these that can be had. `draft_model`: a smaller one with the same tokens, which

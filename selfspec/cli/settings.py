@@ -26,7 +26,12 @@ LOADING = grouped(
     (
         Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
         Flag("heads", str, "Exit heads: a folder, a known name, a hub id, or logit-lens."),
-        Flag("dtype", str, "float32, bfloat16 (the default), float16 or float64."),
+        Flag(
+            "dtype",
+            str,
+            "float32, bfloat16, float16 or float64. Built in: bfloat16; for a .gguf file float32 "
+            "where products in bfloat16 are slow.",
+        ),
         Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
         Flag("attn_implementation", str, "sdpa (the default) or eager."),
         Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),

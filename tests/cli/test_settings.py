@@ -32,8 +32,10 @@ def test_flags_have_no_defaults_of_their_own(speculator: FakeSpeculator) -> None
 def test_help_states_the_defaults_of_the_facade() -> None:
     defaults = inspect.signature(facade.load).parameters
     texts = {flag.name: flag.help for flag in settings.LOADING}
-    for name in ("dtype", "attn_implementation"):
-        assert f"{defaults[name].default} (the default)" in texts[name]
+    found = defaults["attn_implementation"].default
+    assert f"{found} (the default)" in texts["attn_implementation"]
+    assert defaults["dtype"].default is None
+    assert "Built in: bfloat16; for a .gguf file float32" in texts["dtype"]
 
 
 def test_flags_reach_the_function_that_takes_them(speculator: FakeSpeculator) -> None:
