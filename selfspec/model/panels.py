@@ -70,8 +70,8 @@ def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
 def blocks_pay(dtype: torch.dtype) -> bool:
     """Whether products from blocks are faster than from numbers of this dtype, on this processor.
 
-    Expanded to bfloat16 without its instructions, each weight is rounded: 0.4 to 1.0 times as fast as
-    numbers (AVX2, 1 to 4 rows); in float32 2 to 3 times. Raises ValueError where nothing compiles.
+    Expanded to bfloat16 without its instructions, each weight is rounded: 0.4 to 1.0 times as fast
+    as numbers (AVX2, 1 to 4 rows); in float32 2 to 3 times. Raises ValueError without a compiler.
     """
     return bool(library(dtype).blocks_pay())
 
