@@ -43,8 +43,6 @@ _FAMILIES: Mapping[str, _Family] = {
 }
 """By the architecture that files name."""
 
-_CHECKED = 1 << 24  # bytes whose scales are looked at together
-
 
 def why_not(header: GgufHeader, dtype: torch.dtype, device: torch.device | None) -> str | None:
     """The reason why this file is de-quantised, if there is one."""
@@ -63,13 +61,25 @@ def why_not(header: GgufHeader, dtype: torch.dtype, device: torch.device | None)
     return None
 
 
+def check_scales(gguf: Path, header: GgufHeader) -> None:
+    """Raise InvalidData for a block whose float16 scale is infinite, or no number."""
+    data = _mapped(gguf)
+    for name, tensor in header.tensors.items():
+        if tensor.kind not in FORMATS:
+            continue
+        kept = FORMATS[tensor.kind]
+        blocks = data[tensor.first : tensor.first + tensor.nbytes].view(-1, kept.nbytes)
+        exponents = blocks[:, [place + 1 for place in kept.scales]]
+        if bool(((exponents & 0x7C) == 0x7C).any()):
+            raise InvalidData(f"{name} has a scale that is not finite")
+
+
 def load(
     gguf: Path, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """The model in `gguf`, in evaluation mode. Raises InvalidData for a file that does not fit."""
     model = _without_weights(config, dtype, attention)
-    data = torch.from_file(str(gguf), shared=False, size=gguf.stat().st_size, dtype=torch.uint8)
-    read = _Reader(data, header, config, dtype)
+    read = _Reader(_mapped(gguf), header, config, dtype)
     missing = []
     for name, shape in [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]:
         if (found := read.weight(name, shape)) is None:
@@ -134,7 +144,6 @@ class _Reader:
         rows = self._rows(own, shape[0])
         if tensor.kind in FORMATS and len(shape) == 2:
             blocks = data.view(shape[0], -1)
-            _require_finite(blocks, FORMATS[tensor.kind].scales, FORMATS[tensor.kind].nbytes, own)
             found: Tensor = QuantisedWeight(blocks, FORMATS[tensor.kind], self._dtype, rows)
         else:
             found = self._numbers(own, tensor, data)
@@ -179,12 +188,9 @@ def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
     return lambda name: names.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
-def _require_finite(blocks: Tensor, scales: tuple[int, ...], size: int, name: str) -> None:
-    """Raise InvalidData for a float16 scale whose exponent says infinite, or no number."""
-    exponents = blocks.view(-1, size)[:, [place + 1 for place in scales]]
-    for some in exponents.split(_CHECKED // size):
-        if bool(((some & 0x7C) == 0x7C).any()):
-            raise InvalidData(f"{name} has a scale that is not finite")
+def _mapped(gguf: Path) -> Tensor:
+    """All bytes of a file, read when somebody looks."""
+    return torch.from_file(str(gguf), shared=False, size=gguf.stat().st_size, dtype=torch.uint8)
 
 
 def _place(model: nn.Module, name: str, weight: nn.Parameter) -> None:

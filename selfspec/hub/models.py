@@ -246,6 +246,7 @@ def _as_blocks(
             return None
         if free and not blocks_pay(dtype):
             dtype = torch.float32
+        gguf_blocks.check_scales(gguf, header)  # before the tokenizer is read, which takes long
         description = _made_once(gguf, "description", pretrained.describe_gguf)
         config, tokenizer = pretrained.load_description(description)
         model = gguf_blocks.load(gguf, header, config, dtype, attention)
