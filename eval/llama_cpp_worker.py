@@ -1,10 +1,12 @@
-"""Greedy answers by llama.cpp for `eval.against_llama_cpp`, run where llama-cpp-python is.
+"""llama.cpp for `eval.against_llama_cpp` and `eval.pass_times`, run where llama-cpp-python is.
 
     PYTHON eval/llama_cpp_worker.py MODEL.gguf THREADS CONTEXT
 
 Reads a line of JSON for each answer, {"ids": [..], "count": N, "lookup": bool}, and prints one:
-{"token_ids": [..], "first_s": seconds to the first token, "seconds": to the last}. Answers have
-`count` tokens whatever they say. Knows nothing of selfspec.
+{"token_ids": [..], "first_s": seconds to the first token, "seconds": to the last}. Answers are
+greedy and have `count` tokens whatever they say. {"front": [..]} is read as a context; {"rows":
+[..]} then runs one pass behind it, to the logits of all rows; both print {}. Knows nothing of
+selfspec.
 """
 
 from __future__ import annotations
@@ -31,14 +33,30 @@ def main(model: str, threads: str, context: str) -> None:
         "n_threads_batch": int(threads),
         "verbose": False,
     }
-    plain, lookup = Llama(**options), None
+    plain, lookup, passes = Llama(**options), None, None
     for line in sys.stdin:
         asked = json.loads(line)
+        if "front" in asked or "rows" in asked:
+            passes = passes or Llama(**options, logits_all=True)
+            run_pass(passes, asked)
+            print("{}", file=answers, flush=True)
+            continue
         if asked["lookup"] and lookup is None:
             drafts = LlamaPromptLookupDecoding(num_pred_tokens=10)
             lookup = Llama(**options, draft_model=drafts, logits_all=True)
         answer = written(lookup if asked["lookup"] else plain, asked["ids"], asked["count"])
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def run_pass(llama: Any, asked: dict[str, list[int]]) -> None:
+    """A context, or rows behind it, which are forgotten again."""
+    if "front" in asked:
+        llama.reset()
+        llama.eval(asked["front"])
+        return
+    front = llama.n_tokens
+    llama.eval(asked["rows"])
+    llama.n_tokens = front
 
 
 def written(llama: Any, ids: list[int], count: int) -> dict[str, Any]:

@@ -55,6 +55,10 @@ class InvalidData(SelfspecError):
     """A data file cannot be used: names the file, the line and the reason."""
 
 
+class LacksWeights(InvalidData):
+    """The files of a model hold no tensor for some of its weights."""
+
+
 class PinnedUnavailable(SelfspecError):
     """Bitwise draft invariance was asked for and the probe found it does not hold here."""
 

@@ -8,6 +8,7 @@ is measured here before anyone relies on it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ with AVX512 does between 192 and 384)."""
 
 _PIECE = 13
 """Rows of the pieces that a prompt is cut into."""
+
+_FEW_LAYERS = 4
 
 _MOST_SLOTS = 1 << 20
 """Positions with memory of their own from the start: a slip of the pen asks for more."""
@@ -99,27 +102,34 @@ def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bo
     room for), and in uneven blocks; every second block has wrong tokens behind it, as rejected
     drafts would be. What is in front of them runs at once, and for the blocks in pieces where the
     executor claims that this changes nothing either. Costs about 3 * `widest` passes at each of two
-    contexts; `quick` looks at the longer one alone and at half as many tokens, for a quarter of
-    that.
+    contexts; `quick` looks at the longer one alone, at half as many tokens and at the first few
+    layers, whose kernels are those of all.
     """
-    contexts, count = (_CONTEXTS[-1:], widest) if quick else (_CONTEXTS, 2 * widest)
+    contexts: Sequence[int] = _CONTEXTS
+    count, layers = 2 * widest, backbone.num_layers
+    if quick:
+        contexts, count, layers = _CONTEXTS[-1:], widest, min(layers, _FEW_LAYERS)
     for context in contexts:
         room = (shape.slots or backbone.max_positions) - widest - context
         if room > 0:
-            _check_at(backbone, shape, widest, context, min(count, room))
+            _check_at(backbone, shape, widest, context, min(count, room), layers)
 
 
-def _check_at(backbone: Backbone, shape: PassShape, widest: int, context: int, count: int) -> None:
+def _check_at(
+    backbone: Backbone, shape: PassShape, widest: int, context: int, count: int, layers: int
+) -> None:
     """`count` tokens behind `context` others."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(backbone.vocab_size, (context + count,), generator=generator)
-    ids = ids.to(backbone.device)
-    alone = _logits(backbone, ids, [1] * count, shape, widest, context)
-    uneven = [1 + step % (widest - 1) for step in range(count)]
+    front, ids = ids.to(backbone.device).split([context, count])
     pieces = _PIECE if any_split(backbone, shape) else context
+    whole, parts = (
+        _Text(backbone, shape, widest, layers, front.split(size)) for size in (context, pieces)
+    )
+    alone = whole.logits(ids, [1] * count)
+    uneven = [1 + step % (widest - 1) for step in range(count)]
     for name, widths in {"full": [widest] * count, "uneven": uneven}.items():
-        together = _logits(backbone, ids, widths, shape, widest, pieces)
-        differing = int((alone != together).any(-1).sum())
+        differing = int((alone != parts.logits(ids, widths)).any(-1).sum())
         if differing:
             raise PinnedUnavailable(
                 f"{differing} of {count} positions behind {context} others changed bits between "
@@ -134,34 +144,42 @@ def any_split(backbone: Backbone, shape: PassShape) -> bool:
     return shape == PassShape() and claims.steady_from == 1 and claims.steady_to is None
 
 
-def _logits(
-    backbone: Backbone,
-    ids: Tensor,
-    widths: list[int],
-    shape: PassShape,
-    widest: int,
-    pieces: int,
-) -> Tensor:
-    """Logits [count, V] of the last tokens of `ids`, run in blocks of `widths`.
+class _Text:
+    """A context, through the first `layers`, and what may come behind it."""
 
-    What is in front of them runs in `pieces` of so many rows.
-    """
-    lease = Lease(backbone.num_layers, shape.slots)
-    hidden = HiddenCache(backbone, lease, pinned_rows=shape.rows)
-    start = len(ids) - len(widths)
-    for piece in ids[:start].split(pieces):
-        hidden.clear()
-        hidden.push(backbone.embed(piece))
-        hidden.advance_all()
-    found: list[Tensor] = []
-    while start < len(ids):
-        block = ids[start : start + widths[len(found)]]
-        wrong = (block[-1:] + 1) % backbone.vocab_size
-        drafted = torch.cat([block, wrong.expand(widest - len(block))])
-        hidden.clear()
-        hidden.push(backbone.embed(drafted if len(found) % 2 else block))
-        states = hidden.advance_all()
-        found.append(backbone.logits(hidden.padded(states))[: len(block)])
-        start += len(block)
-        lease.truncate(start)
-    return torch.cat(found)
+    def __init__(
+        self,
+        backbone: Backbone,
+        shape: PassShape,
+        widest: int,
+        layers: int,
+        pieces: Sequence[Tensor],
+    ) -> None:
+        """The context comes in `pieces` of ids."""
+        self._backbone, self._widest = backbone, widest
+        self._lease = Lease(backbone.num_layers, shape.slots)
+        upto = (layers,) if layers < backbone.num_layers else ()
+        self._hidden = HiddenCache(backbone, self._lease, upto, pinned_rows=shape.rows)
+        for piece in pieces:
+            self._run(piece)
+        self._context = self._lease.length(0)
+
+    def logits(self, ids: Tensor, widths: Sequence[int]) -> Tensor:
+        """Of `ids` [count] behind the context, run in blocks of `widths`: [count, V]."""
+        found: list[Tensor] = []
+        done = 0
+        while done < len(ids):
+            block = ids[done : done + widths[len(found)]]
+            wrong = (block[-1:] + 1) % self._backbone.vocab_size
+            drafted = torch.cat([block, wrong.expand(self._widest - len(block))])
+            states = self._run(drafted if len(found) % 2 else block)
+            found.append(self._backbone.logits(self._hidden.padded(states))[: len(block)])
+            done += len(block)
+            self._lease.truncate(self._context + done)
+        self._lease.truncate(self._context)
+        return torch.cat(found)
+
+    def _run(self, ids: Tensor) -> Tensor:
+        self._hidden.clear()
+        self._hidden.push(self._backbone.embed(ids))
+        return self._hidden.advance(0)

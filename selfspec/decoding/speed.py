@@ -93,7 +93,7 @@ def step_speed(
     clock = clock or Clock(backbone.device, _REPEATS)
     room = backbone.max_positions
     context = max(1, min(context, room - ROWS[-1]))
-    passes = _Passes(backbone, context)
+    passes = Passes(backbone, context, most=ROWS[-1])
     counts = [rows for rows in ROWS if rows == 1 or context + rows <= room]
     return StepSpeed(
         context_tokens=context,
@@ -112,24 +112,25 @@ def memory_rate(clock: Clock) -> float:
     return numbers.nbytes / clock.seconds({"read": read})["read"]
 
 
-class _Passes:
-    """Passes of any number of rows behind one context."""
+class Passes:
+    """Passes of up to `most` rows behind one context."""
 
-    def __init__(self, backbone: Backbone, context: int) -> None:
+    def __init__(self, backbone: Backbone, context: int, *, most: int) -> None:
         """Runs the context."""
         self._backbone = backbone
         self._context = context
         self.lease = Lease(backbone.num_layers)
         self._hidden = HiddenCache(backbone, self.lease)
-        self._ids = torch.arange(context + ROWS[-1], device=backbone.device) % backbone.vocab_size
-        self._hidden.push(backbone.embed(self._ids[:context]))
+        self.ids = torch.arange(context + most, device=backbone.device) % backbone.vocab_size
+        """Of the context, then of the rows."""
+        self._hidden.push(backbone.embed(self.ids[:context]))
         self._hidden.advance_all()
 
     def run(self, rows: int) -> list[int]:
         """The best token behind each of `rows` rows, read back; the lease stays as it was."""
         hidden, backbone = self._hidden, self._backbone
         hidden.clear()
-        hidden.push(backbone.embed(self._ids[self._context :][:rows]))
+        hidden.push(backbone.embed(self.ids[self._context :][:rows]))
         logits = backbone.logits(hidden.padded(hidden.advance_all()))
         self.lease.truncate(self._context)
         best: list[int] = logits[:rows].argmax(-1).tolist()

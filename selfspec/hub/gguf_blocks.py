@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from selfspec.errors import InvalidData, first_line
+from selfspec.errors import InvalidData
+from selfspec.hub.assembled import assembled
 from selfspec.hub.gguf_header import GgufHeader, GgufTensor
 from selfspec.model.panels import library
 from selfspec.model.quantised import DTYPES, FORMATS, QuantisedWeight
@@ -78,45 +79,13 @@ def load(
     gguf: Path, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """The model in `gguf`, in evaluation mode. Raises InvalidData for a file that does not fit."""
-    model = _without_weights(config, dtype, attention)
     read = _Reader(_mapped(gguf), header, config, dtype)
-    missing = []
-    for name, shape in [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]:
-        if (found := read.weight(name, shape)) is None:
-            missing.append(name)
-        else:
-            _place(model, name, found)
-    if config.tie_word_embeddings:
-        missing = [name for name in missing if name != _OUTPUT]
-        embedding: Any = model.get_input_embeddings()
-        _place(model, _OUTPUT, embedding.weight)
-    if missing:
-        raise InvalidData(f"it lacks {len(missing)} weights, {missing[0]} among them")
+    model = assembled(config, dtype, attention, read.weight)
     if read.others:
         logger.info(
             "%s keeps some weights as %s, which are de-quantised", gguf.name, ", ".join(read.others)
         )
-    model.eval()
     return model
-
-
-def _without_weights(
-    config: PreTrainedConfig, dtype: torch.dtype, attention: str
-) -> PreTrainedModel:
-    """The model that a config describes; its parameters are nowhere yet."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    make: Any = AutoModelForCausalLM.from_config  # untyped
-    try:
-        with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = make(config, dtype=dtype, attn_implementation=attention)
-    except Exception as error:  # an odd config makes transformers fail anywhere, with anything
-        raise InvalidData(f"what it says makes no model: {first_line(error)}") from error
-    return model
-
-
-_OUTPUT = "lm_head.weight"
 
 
 class _Reader:
@@ -132,7 +101,7 @@ class _Reader:
         self.others: set[str] = set()
         """Formats that do not stay as they are."""
 
-    def weight(self, name: str, shape: tuple[int, ...]) -> nn.Parameter | None:
+    def weight(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """That of a parameter of this shape; None if the file has no such. Raises InvalidData."""
         own = self._name(name)
         tensor = self._header.tensors.get(own or "")
@@ -144,11 +113,9 @@ class _Reader:
         rows = self._rows(own, shape[0])
         if tensor.kind in FORMATS and len(shape) == 2:
             blocks = data.view(shape[0], -1)
-            found: Tensor = QuantisedWeight(blocks, FORMATS[tensor.kind], self._dtype, rows)
-        else:
-            found = self._numbers(own, tensor, data)
-            found = found if rows is None else found[rows]
-        return nn.Parameter(found, requires_grad=False)
+            return QuantisedWeight(blocks, FORMATS[tensor.kind], self._dtype, rows)
+        found = self._numbers(own, tensor, data)
+        return found if rows is None else found[rows]
 
     def _numbers(self, name: str, tensor: GgufTensor, data: Tensor) -> Tensor:
         """De-quantised, in the model's dtype."""
@@ -191,8 +158,3 @@ def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
 def _mapped(gguf: Path) -> Tensor:
     """All bytes of a file, read when somebody looks."""
     return torch.from_file(str(gguf), shared=False, size=gguf.stat().st_size, dtype=torch.uint8)
-
-
-def _place(model: nn.Module, name: str, weight: nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner)._parameters[leaf] = weight

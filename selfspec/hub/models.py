@@ -6,14 +6,11 @@ and transformers are imported on first use, so that looking for a file stays che
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -21,15 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec import files
 from selfspec.errors import (
-    CannotWrite,
     HeadsNotFound,
-    InvalidData,
     InvalidOption,
     ModelNotFound,
     first_line,
 )
-from selfspec.hub import pretrained
-from selfspec.hub.gguf_header import read_header
+from selfspec.hub import pretrained, quantised_files
 from selfspec.model import weight_files
 
 if TYPE_CHECKING:
@@ -50,8 +44,6 @@ FROM_BLOCKS = ("auto", "fused")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HEADS_FILES = ("*.json", "*.safetensors", "*.md", "*.yaml")
 
-_STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
-_CONVERSION = b"1"  # raise it when _made_once writes other files: old cache entries are then unused
 _HUB_TIMEOUT_S = 5.0
 
 
@@ -97,7 +89,8 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
     that needs no conversion is mapped, not read. Raises ModelNotFound.
     """
     if (gguf := _gguf_file(name)) is not None:
-        return _de_quantised(gguf, dtype, is_default=name is None)
+        folder = quantised_files.de_quantised(gguf, dtype)
+        return ModelFiles(str(folder), gguf.stem, is_default=name is None)
     path = files.local_path(str(name))
     if path.is_dir():
         return _from_folder(path)
@@ -126,14 +119,24 @@ def load_model(
     """
     target_dtype = _torch_dtype("bfloat16" if dtype is None else dtype)
     target_device = _torch_device(device)
+    free = dtype is None
     if blocks and (gguf := _gguf_file(name)) is not None:
-        found = _as_blocks(gguf, target_dtype, dtype is None, target_device, attn_implementation)
+        found = quantised_files.from_gguf(
+            gguf, target_dtype, attn_implementation, free=free, device=target_device
+        )
         if found is not None:
             return *found, ModelFiles(
                 str(gguf), gguf.stem, is_default=name is None, stamps=weight_files.stamps([gguf])
             )
     files = resolve_model(name, str(target_dtype).removeprefix("torch."))
     stamps = weight_files.of_folder(Path(files.source))
+    if target_device is not None:
+        blocks = blocks and target_device.type == "cpu"
+        found = quantised_files.from_folder(
+            files.source, target_dtype, attn_implementation, free=free, blocks=blocks
+        )
+        if found is not None:
+            return _moved(found[0], target_device), found[1], replace(files, stamps=stamps)
     model, tokenizer = pretrained.load(
         files.source,
         dtype=target_dtype,
@@ -222,101 +225,6 @@ def _moved(model: Any, device: torch.device) -> Any:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         raise InvalidOption(f"cannot use device {device}: {first_line(error)}") from error
-
-
-# --- GGUF -----------------------------------------------------------------------------------------
-
-
-def _as_blocks(
-    gguf: Path, dtype: torch.dtype, free: bool, device: torch.device | None, attention: str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
-    """Model and tokenizer, its weights as they lie in the file; None where that cannot be had.
-
-    `free`: whether another dtype may be taken.
-    """
-    import torch
-
-    from selfspec.hub import gguf_blocks
-    from selfspec.model.panels import blocks_pay
-
-    with _naming(gguf):
-        header = read_header(gguf)
-        if (why := gguf_blocks.why_not(header, dtype, device)) is not None:
-            logger.info("%s is de-quantised: %s", gguf.name, why)
-            return None
-        if free and not blocks_pay(dtype):
-            dtype = torch.float32
-        gguf_blocks.check_scales(gguf, header)  # before the tokenizer is read, which takes long
-        description = _made_once(gguf, "description", pretrained.describe_gguf)
-        config, tokenizer = pretrained.load_description(description)
-        model = gguf_blocks.load(gguf, header, config, dtype, attention)
-    logger.info("%s: weights stay as blocks of the file, products in %s", gguf.name, dtype)
-    return model, tokenizer
-
-
-def _de_quantised(path: Path, dtype: str, *, is_default: bool) -> ModelFiles:
-    """The de-quantised copy of a GGUF file, made now unless the cache folder has it."""
-    stored = dtype if dtype in _STORED else "float32"
-
-    def make(gguf: Path, new: Path) -> None:
-        logger.info(
-            "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
-            gguf.name,
-            stored,
-            new.parent,
-        )
-        _convert(gguf, new, stored)
-
-    with _naming(path):
-        target = _made_once(path, stored, make)
-    return ModelFiles(str(target), path.stem, is_default=is_default)
-
-
-def _digest(path: Path) -> str:
-    """Sha256 of the file: 0.05 s for the default model, and the same in every environment."""
-    digest = hashlib.sha256(_CONVERSION)
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {path}: {error.strerror}") from error
-    return digest.hexdigest()
-
-
-def _made_once(gguf: Path, kind: str, make: Callable[[Path, Path], None]) -> Path:
-    """A folder of the cache that `make` fills: whole or not at all, by the first of several."""
-    target = files.cache_folder() / "models" / f"{gguf.stem}-{_digest(gguf)[:12]}-{kind}"
-    if (target / "config.json").is_file():
-        return target
-    read_header(gguf)
-    with files.locked(target, wait=True):
-        if not (target / "config.json").is_file():
-            with files.replacing_folder(target) as new:
-                make(gguf, new)
-    return target
-
-
-@contextlib.contextmanager
-def _naming(gguf: Path) -> Iterator[None]:
-    """What goes wrong inside, in one line about this file: ModelNotFound."""
-    try:
-        yield
-    except InvalidData as error:
-        raise ModelNotFound(f"cannot load {gguf}: {error}") from error
-    except CannotWrite as error:
-        raise ModelNotFound(
-            f"cannot write the de-quantised model: {first_line(error.__cause__ or error)}. "
-            "Set XDG_CACHE_HOME to a folder with room for it"
-        ) from error
-
-
-def _convert(gguf: Path, out: Path, dtype: str) -> None:
-    """Read a GGUF file, write it as safetensors in `dtype` with config and tokenizer."""
-    model, tokenizer = pretrained.load_gguf(gguf)
-    with pretrained.quiet():
-        model.to(_torch_dtype(dtype)).save_pretrained(out)
-        tokenizer.save_pretrained(out)
 
 
 # --- heads ----------------------------------------------------------------------------------------

@@ -11,8 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from selfspec.errors import ModelNotFound, first_line
+from selfspec.errors import InvalidData, ModelNotFound, first_line
 from selfspec.hub.model_folder import check_model_folder, check_sizes
+from selfspec.untrusted import read_json
+
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""Of a model on the hub."""
 
 _SHAPES_DIFFER = "ignore_mismatched_sizes"
 """In what transformers says of weights whose shapes are not those of their config."""
@@ -86,6 +90,50 @@ def load_description(folder: Path) -> tuple[Any, Any]:
     with quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def quantisation_of(source: str) -> Any:
+    """The quantization_config of a folder or a hub id; None where it has none, or cannot be had."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    folder = Path(source)
+    try:
+        file = folder if folder.is_dir() else Path(hf_hub_download(source, "config.json")).parent
+        config = read_json(file / "config.json")
+    except (OSError, InvalidData, HfHubHTTPError, HFValidationError):
+        return None  # whoever loads the model says what is wrong
+    return config.get("quantization_config") if isinstance(config, dict) else None
+
+
+def load_parts(source: str) -> tuple[Path, Any, Any, Any]:
+    """A folder with all files, its config, tokenizer and generation config, if it has one.
+
+    Raises ModelNotFound with the reason.
+    """
+    from huggingface_hub import snapshot_download
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    try:
+        folder = Path(source)
+        if not folder.is_dir():
+            folder = Path(snapshot_download(source, allow_patterns=list(_FILES)))
+        with quiet():
+            shapes = check_model_folder(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            check_sizes(folder, config.to_dict(), shapes)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            said = (folder / "generation_config.json").is_file()
+            return (
+                folder,
+                config,
+                tokenizer,
+                GenerationConfig.from_pretrained(folder) if said else None,
+            )
+    except ModelNotFound:
+        raise
+    except Exception as error:  # as above
+        raise ModelNotFound(f"cannot load {source}: {_reason(error)}") from error
 
 
 @contextlib.contextmanager

@@ -17,7 +17,12 @@ from transformers import PreTrainedModel
 from selfspec.errors import InvalidDraft, InvalidPrompt, ModelChanged, UnsupportedModel, first_line
 from selfspec.model import fingerprint as fingerprints
 from selfspec.model.choosing import check_name, choose
-from selfspec.model.conformance import check_conformance, check_trees, refuse_unsupported
+from selfspec.model.conformance import (
+    Passage,
+    check_conformance,
+    check_trees,
+    refuse_unsupported,
+)
 from selfspec.model.decoder import Decoder, without_gradients
 from selfspec.model.executors import Claims, Executor
 from selfspec.model.given import check_model
@@ -49,8 +54,7 @@ class Backbone(Decoder):
         if fingerprint is not None:
             self.fingerprint = fingerprint
         self._executor: Executor = self.own
-        self._conform()
-        chosen = choose(self, executor)
+        chosen = choose(self, executor, self._conform())
         self._executor, self.executor_name = chosen.executor, chosen.name
         if chosen.name != "fused":
             keep_numbers(model)
@@ -131,25 +135,25 @@ class Backbone(Decoder):
             check_trees(self, self._executor)
             self._trees_checked = True
 
-    def _conform(self) -> None:
-        """Check conformance, in inference mode or, where layers cannot run in it, without it.
+    def _conform(self) -> list[Passage]:
+        """What the check came to, in inference mode or, where layers cannot run in it, without it.
 
         Raises UnsupportedModel, also for whatever the model's own modules raise.
         """
         try:
             with torch.inference_mode():
-                check_conformance(self)
+                return check_conformance(self)
         except UnsupportedModel:
             raise
         except Exception as error:  # noqa: BLE001  # any module's own; what follows decides
             logger.debug("not in inference mode: %s", error)
             self.mode = without_gradients
-            self._conform_without(error)
+            return self._conform_without(error)
 
-    def _conform_without(self, error: Exception) -> None:
+    def _conform_without(self, error: Exception) -> list[Passage]:
         try:
             with torch.no_grad():
-                check_conformance(self)
+                return check_conformance(self)
         except UnsupportedModel:
             raise
         except Exception:  # noqa: BLE001  # as above

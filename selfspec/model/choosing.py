@@ -7,12 +7,12 @@ Called by the backbone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from selfspec.errors import InvalidOption, UnsupportedModel, first_line
-from selfspec.model.conformance import check_agreement, evaluation
+from selfspec.model.conformance import Passage, check_agreement, evaluation
 from selfspec.model.decoder import Decoder
 from selfspec.model.executors import Executor
 from selfspec.model.executors.cuda_graph import CudaGraphExecutor
@@ -28,9 +28,9 @@ class Kind(NamedTuple):
 
     device: str | None
     """Where auto tries it; None: it is what is left."""
-    make: Callable[[Decoder, bool], Executor]
-    """For a model, and whether it was asked for by name. Raises where it cannot run the model, or
-    computes something else."""
+    make: Callable[[Decoder, Sequence[Passage], bool], Executor]
+    """For a model, what it computes, and whether it was asked for by name. Raises where it cannot
+    run the model, or computes something else."""
 
 
 @dataclass
@@ -52,14 +52,15 @@ def check_name(name: object) -> None:
         )
 
 
-def choose(decoder: Decoder, name: str) -> Chosen:
+def choose(decoder: Decoder, name: str, passages: Sequence[Passage]) -> Chosen:
     """The executor called `name`; for auto the best that runs.
 
-    Raises UnsupportedModel where one that was asked for does not run the model.
+    `passages`: of the conformance check. Raises UnsupportedModel where one that was asked for does
+    not run the model.
     """
     if name != AUTO:
         try:
-            return Chosen(name, EXECUTORS[name].make(decoder, True))
+            return Chosen(name, EXECUTORS[name].make(decoder, passages, True))
         except Exception as error:  # whatever fails here
             raise UnsupportedModel(
                 f"the {name} executor cannot run it: {first_line(error)}. Leave the executor out, "
@@ -69,21 +70,23 @@ def choose(decoder: Decoder, name: str) -> Chosen:
     for other, kind in EXECUTORS.items():
         if kind.device == decoder.device.type:
             try:
-                return Chosen(other, kind.make(decoder, False), refused)
+                return Chosen(other, kind.make(decoder, passages, False), refused)
             except Exception as error:  # noqa: BLE001  # whatever fails: the next one runs
                 refused[other] = first_line(error)
                 logger.debug("no %s executor: %s", other, refused[other])
     return Chosen("generic", decoder.own, refused)
 
 
-def _copied(kind: type[PackedExecutor | FusedExecutor]) -> Callable[[Decoder, bool], Executor]:
-    def make(decoder: Decoder, _asked: bool) -> Executor:
+def _copied(
+    kind: type[PackedExecutor | FusedExecutor],
+) -> Callable[[Decoder, Sequence[Passage], bool], Executor]:
+    def make(decoder: Decoder, passages: Sequence[Passage], _asked: bool) -> Executor:
         """Weights that lie in a file leave memory as soon as they are copied."""
         pages = FilePages()
         pages.release(decoder.model)  # the conformance check has read all of it
         with evaluation(decoder.model):  # parts are asked what they compute
             packed = kind(decoder.parts, decoder.lm_head, done=pages.release)
-        check_agreement(decoder, packed, pages.release)
+        check_agreement(decoder, packed, passages)
         logger.info(
             "weights packed for the CPU: each token reads %d MB", packed.weight_bytes // 1_000_000
         )
@@ -92,13 +95,13 @@ def _copied(kind: type[PackedExecutor | FusedExecutor]) -> Callable[[Decoder, bo
     return make
 
 
-def _graphs(decoder: Decoder, asked: bool) -> Executor:
+def _graphs(decoder: Decoder, passages: Sequence[Passage], asked: bool) -> Executor:
     """Raises ValueError where nothing is captured and nobody asked for it.
 
     Uncaptured it computes the same as the generic executor, and looks at masked slots as well.
     """
     # far positions take memory: what they were checked with is not what runs
-    check_agreement(decoder, CudaGraphExecutor(decoder.parts, decoder.lm_head))
+    check_agreement(decoder, CudaGraphExecutor(decoder.parts, decoder.lm_head), passages)
     graphs = CudaGraphExecutor(decoder.parts, decoder.lm_head)
     if decoder.device.type == "cuda":
         with evaluation(decoder.model):
@@ -117,6 +120,6 @@ EXECUTORS = {
     "fused": Kind("cpu", _copied(FusedExecutor)),
     "packed": Kind("cpu", _copied(PackedExecutor)),
     "cuda-graph": Kind("cuda", _graphs),
-    "generic": Kind(None, lambda decoder, _: decoder.own),
+    "generic": Kind(None, lambda decoder, *_: decoder.own),
 }
 """By name, the best first."""

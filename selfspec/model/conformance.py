@@ -1,15 +1,16 @@
 """Whether a model may be cut into segments, and whether other executors compute what it does.
 
-Comes in: a model, or a Decoder made of it. Goes out: nothing, or an error that says where they
-part. Called by the backbone when it is made.
+Comes in: a model, or a Decoder made of it. Goes out: what the model computed of a few random
+blocks, or an error that says where they part. Called by the backbone when it is made.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,20 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} shares keys and values between layers. {_INSTEAD}")
 
 
-def check_conformance(decoder: Decoder) -> None:
+class Passage(NamedTuple):
+    """What the model's own modules made of a block of random ids."""
+
+    start: int
+    """The first row's position."""
+    held: int | None
+    """Slots in front that are said to be filled; None: it goes on from the passage before."""
+    hidden: tuple[Tensor, ...]
+    """[T, d] each: before the first layer, and behind each."""
+    logits: Tensor
+    """[T, V], as the unembedding gives them."""
+
+
+def check_conformance(decoder: Decoder) -> list[Passage]:
     """Raise UnsupportedModel at the first layer whose bits differ from `model.forward`.
 
     Random blocks go through both, one layer of ours at a time: one at the first positions, one
@@ -82,16 +96,20 @@ def check_conformance(decoder: Decoder) -> None:
     """
     num_layers, ids = decoder.num_layers, _random_ids(decoder, seed=0)
     theirs, ours = DynamicCache(), Lease(num_layers)
+    found: list[Passage] = []
     with evaluation(decoder.model):
         for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK]):
-            _conform(decoder, block, ours.length(0), theirs, ours)
+            held = None if found else 0
+            found.append(_conform(decoder, block, ours.length(0), held, theirs, ours))
         for start, held in stretches(decoder):
-            _conform(
-                decoder, ids, start, PlantedLease(num_layers, held), PlantedLease(num_layers, held)
-            )
+            leases = PlantedLease(num_layers, held), PlantedLease(num_layers, held)
+            found.append(_conform(decoder, ids, start, held, *leases))
+    return found
 
 
-def _conform(decoder: Decoder, ids: Tensor, start: int, theirs: Any, ours: Lease) -> None:
+def _conform(
+    decoder: Decoder, ids: Tensor, start: int, held: int | None, theirs: Any, ours: Lease
+) -> Passage:
     """Compare one block at positions from `start` on, behind what both hold."""
     rows = Rows.of(ours, start, len(ids), ids.device)
     with captured_outputs(list(decoder.layers)) as expected:
@@ -101,55 +119,36 @@ def _conform(decoder: Decoder, ids: Tensor, start: int, theirs: Any, ours: Lease
             f"{type(decoder.model).__name__} runs {found} rows for {len(ids)} tokens: it adds "
             f"its own (prompt tuning does). {_INSTEAD}"
         )
-    hidden = decoder.embed(ids)
+    hidden = [decoder.embed(ids)]
     for layer in range(decoder.num_layers):
-        hidden = decoder.run(hidden, layer, layer + 1, rows)
+        hidden.append(decoder.own.run(hidden[-1], layer, layer + 1, rows))
         where = f"layer {layer + 1}" + (f" behind {start} positions" if start else "")
-        _require_equal(hidden, expected[layer][0], where, decoder)
-    _require_equal(decoder.logits(hidden), output.logits[0].float(), "the logits", decoder)
+        _require_equal(hidden[-1], expected[layer][0], where, decoder)
+    logits = decoder.own.logits(hidden[-1])
+    _require_equal(decoder.finish(logits), output.logits[0].float(), "the logits", decoder)
+    return Passage(start, held, tuple(hidden), logits)
 
 
-def check_agreement(
-    decoder: Decoder, other: Executor, done: Callable[[nn.Module], object] = lambda _: None
-) -> None:
+def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passage]) -> None:
     """Raise ValueError unless `other` computes each layer, and the logits, up to rounding.
 
-    Both get the same inputs layer by layer, so that errors do not add up and none can hide; at the
-    places of the conformance check. Each layer is handed to `done` when it has been read.
+    Each layer gets what the model's own got in the conformance check, so that errors do not add up
+    and none can hide.
     """
-    num_layers, ids = decoder.num_layers, _random_ids(decoder, seed=1)
-    leases = Lease(num_layers), Lease(num_layers)
-    with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
-        for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK]):
-            _agree(decoder, other, block, leases[0].length(0), leases, done)
-        for start, held in stretches(decoder):
-            leases = PlantedLease(num_layers, held), PlantedLease(num_layers, held)
-            _agree(decoder, other, ids, start, leases, done)
-
-
-def _agree(
-    decoder: Decoder,
-    other: Executor,
-    ids: Tensor,
-    start: int,
-    leases: tuple[Lease, Lease],
-    done: Callable[[nn.Module], object],
-) -> None:
-    """Compare one block at positions from `start` on, behind what both hold."""
     bound = _AGREEMENT[decoder.dtype]
-    mine, its = (Rows.of(lease, start, len(ids), ids.device) for lease in leases)
-    hidden = decoder.embed(ids)
-    for layer in range(decoder.num_layers):
-        ours = decoder.own.run(hidden, layer, layer + 1, mine)
-        theirs = other.run(hidden, layer, layer + 1, its)
-        error = _usual_size if _has_experts(decoder.layers[layer]) else _size
-        if not error(theirs - ours) <= bound * _size(ours - hidden):
-            raise ValueError(f"layer {layer + 1} comes out differently at position {start}")
-        done(decoder.layers[layer])
-        hidden = ours
-    logits = decoder.own.logits(hidden)
-    if not _size(other.logits(hidden) - logits) <= bound * _size(logits):
-        raise ValueError("the logits come out differently")
+    lease = Lease(decoder.num_layers)
+    with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
+        for start, held, hidden, logits in passages:
+            if held is not None:
+                lease = PlantedLease(decoder.num_layers, held) if start else lease
+            rows = Rows.of(lease, start, len(logits), hidden[0].device)
+            for layer, (before, ours) in enumerate(pairwise(hidden)):
+                theirs = other.run(before, layer, layer + 1, rows)
+                error = _usual_size if _has_experts(decoder.layers[layer]) else _size
+                if not error(theirs - ours) <= bound * _size(ours - before):
+                    raise ValueError(f"layer {layer + 1} comes out differently at position {start}")
+            if not _size(other.logits(hidden[-1]) - logits) <= bound * _size(logits):
+                raise ValueError("the logits come out differently")
 
 
 def check_trees(decoder: Decoder, executor: Executor) -> None:

@@ -76,6 +76,15 @@ def blocks_pay(dtype: torch.dtype) -> bool:
     return bool(library(dtype).blocks_pay())
 
 
+def can_compile(dtype: torch.dtype) -> bool:
+    """Whether there are products of our own here."""
+    try:
+        library(dtype)
+    except ValueError:
+        return False
+    return True
+
+
 class Stripes:
     """The weights of linear layers side by side, as compiled code reads them: a copy."""
 

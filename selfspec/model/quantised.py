@@ -54,6 +54,12 @@ FORMATS: Mapping[str, Format] = {
 }
 """Those that stay as they are."""
 
+ZEROED: Mapping[int, Format] = {
+    4: Format(8, 32, 19, (0,)),
+    8: Format(9, 32, 35, (0,)),
+}
+"""By bits: Q4_0 and Q8_0 with a byte behind the scale, which is taken off each number as well."""
+
 DTYPES = (torch.float32, torch.bfloat16)
 """What blocks are expanded to."""
 
@@ -131,7 +137,7 @@ class QuantisedWeight(Tensor):
     ) -> Any:
         """Linear layers as they are with plain weights; embeddings read the rows they need."""
         if func is torch.nn.functional.linear:
-            return func(*_expanded(args), **_expanded(dict(kwargs or {})))
+            return _linear(*args, **(kwargs or {}))
         if func is torch.nn.functional.embedding and isinstance(args[1], QuantisedWeight):
             return args[1].expanded(args[0])
         if func == _SET_DATA and not isinstance(args[1], QuantisedWeight):
@@ -167,6 +173,24 @@ def keep_numbers(model: nn.Module) -> None:
     for weight in model.parameters():
         if isinstance(weight, QuantisedWeight):
             weight.keep()
+
+
+_PIECE = 1 << 22
+"""Weights that a linear layer expands at a time: they stay in the cache, and memory is reused."""
+
+
+def _linear(x: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """As that of torch; large weights are made, used and forgotten piece by piece."""
+    whole = torch.nn.functional.linear
+    rows = max(1, _PIECE // weight.shape[1])
+    x = _expanded(x)
+    if not isinstance(weight, QuantisedWeight) or weight.kept is not None or len(weight) <= rows:
+        return whole(x, _expanded(weight), bias)
+    pieces = torch.arange(len(weight)).split(rows)
+    parts = [
+        whole(x, weight.expanded(piece), None if bias is None else bias[piece]) for piece in pieces
+    ]
+    return torch.cat(parts, dim=-1)
 
 
 def _expanded(values: Any) -> Any:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 import selfspec
 from selfspec.errors import ModelNotFound
-from selfspec.hub import gguf_blocks, pretrained
+from selfspec.hub import gguf_blocks, pretrained, quantised_files
 from selfspec.hub import models as hub
 from selfspec.hub.gguf_header import read_header
 from selfspec.model import fingerprint, panels
@@ -123,7 +123,9 @@ def test_what_cannot_stay_is_de_quantised_with_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
-    monkeypatch.setattr(hub, "_convert", lambda _gguf, out, _dtype: (out / "config.json").touch())
+    monkeypatch.setattr(
+        quantised_files, "_convert", lambda _gguf, out, _dtype: (out / "config.json").touch()
+    )
     write_model(tmp_path / "it.gguf", **options)
     with caplog.at_level(logging.INFO):
         hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)

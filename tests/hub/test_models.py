@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from selfspec import files
 from selfspec.errors import HeadsNotFound, ModelNotFound
 from selfspec.hub import models as hub
+from selfspec.hub import quantised_files
 from tests.gguf_files import tiny
 
 Convert = Callable[[Path, Path, str], None]
@@ -49,7 +50,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         (out / "config.json").write_text("{}", encoding="utf-8")
         (out / "model.safetensors").write_bytes(gguf.read_bytes())
 
-    monkeypatch.setattr(hub, "_convert", convert)
+    monkeypatch.setattr(quantised_files, "_convert", convert)
     return calls
 
 
@@ -93,7 +94,7 @@ def test_gguf_file_is_converted_for_each_dtype(
 def test_conversion_says_that_weights_are_dequantised(
     gguf: Path, conversions: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="selfspec.hub.models")
+    caplog.set_level(logging.INFO, logger="selfspec.hub")
     hub.resolve_model(gguf)
     assert "de-quantising toy.Q4_1.gguf" in caplog.text
 
@@ -105,7 +106,7 @@ def test_killed_conversion_leaves_nothing_half_written(
         (out / "config.json").write_text("{", encoding="utf-8")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hub, "_convert", killed)
+    monkeypatch.setattr(quantised_files, "_convert", killed)
     with pytest.raises(KeyboardInterrupt):
         hub.resolve_model(gguf)
     assert entries(cache) == []
@@ -159,7 +160,7 @@ def test_cache_that_cannot_be_written_is_named(
     def full(gguf: Path, out: Path, dtype: str) -> None:
         raise kind("No space left on device")
 
-    monkeypatch.setattr(hub, "_convert", full)
+    monkeypatch.setattr(quantised_files, "_convert", full)
     with pytest.raises(ModelNotFound, match=r"No space left on device\. Set XDG_CACHE_HOME"):
         hub.resolve_model(gguf)
     assert entries(cache) == []

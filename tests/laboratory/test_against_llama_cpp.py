@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval import pass_times, step_split
 from eval.against_llama_cpp import DEFAULT, LLAMA, LOOKUP, NUMBERS, PLAIN, THEIRS, main
 from tests.gguf_models import write_model
 
@@ -20,7 +21,11 @@ class Llama:
         self.first = 0 if draft_model is None else 100
 
     def reset(self):
-        pass
+        self.n_tokens = 0
+
+    def eval(self, ids):
+        assert self.n_tokens == (0 if len(ids) == 20 else 20)
+        self.n_tokens += len(ids)
 
     def generate(self, ids, temp, **options):
         assert temp == 0.0 and all(isinstance(one, int) for one in ids)
@@ -28,7 +33,9 @@ class Llama:
 """
 
 
-def test_all_methods_answer_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package, and a file for it."""
     package = tmp_path / "llama_cpp"
     package.mkdir()
     (package / "__init__.py").write_text(_STAND_IN, encoding="utf-8")
@@ -36,6 +43,10 @@ def test_all_methods_answer_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     write_model(tmp_path / "it.gguf")
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_all_methods_answer_in_turns(tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "two words", "task": "chat"}\n' * 2, encoding="utf-8")
     main(
@@ -62,3 +73,32 @@ def test_all_methods_answer_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found[PLAIN]["equal_to_plain"] == 2
     assert found[LLAMA]["equal_to_plain"] == 0
     assert "| default |" in (tmp_path / "results/table.md").read_text()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_passes_of_all_are_timed(tmp_path: Path) -> None:
+    pass_times.main(
+        python=sys.executable,
+        output=tmp_path / "passes",
+        model=tmp_path / "it.gguf",
+        rows="1,3",
+        in_front=20,
+        threads=1,
+        repeats=1,
+    )
+    found = json.loads((tmp_path / "passes/summary.json").read_text())
+    assert found["rows"] == [1, 3]
+    assert found["seconds"].keys() == {"blocks", "numbers", LLAMA}
+    assert all(one > 0 for seconds in found["seconds"].values() for one in seconds)
+    assert found["limit_s"]["blocks"] < found["limit_s"]["numbers"]
+    assert "| 1 | 3 |" in (tmp_path / "passes/table.md").read_text()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_pass_is_split_into_its_parts(tmp_path: Path) -> None:
+    step_split.main(
+        output=tmp_path / "split", model=str(tmp_path / "it.gguf"), rows="1,2", repeats=1
+    )
+    found = json.loads((tmp_path / "split/summary.json").read_text())["seconds"]
+    assert found.keys() == {"1", "2"}
+    assert all(one > 0 for part in found.values() for one in part.values())

@@ -297,7 +297,7 @@ def test_on_a_gpu_it_is_chosen_unless_nothing_can_be_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
-    monkeypatch.setattr("selfspec.model.backbone.check_conformance", lambda _: None)
+    monkeypatch.setattr("selfspec.model.backbone.check_conformance", lambda _: [])
     monkeypatch.setattr("selfspec.model.choosing.check_agreement", lambda *_: None)
     monkeypatch.setattr("selfspec.model.backbone.find_mixing", lambda _: None)
     strategy: list[Any] = [RecordedCapture]

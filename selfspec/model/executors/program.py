@@ -6,9 +6,11 @@ block of rows. Another family is another list. Called by the fused executor.
 
 from __future__ import annotations
 
+import copy
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -290,6 +292,14 @@ class Program:
         width = self._widths[target]
         self._need(source, width)
         return Operation(kind=Kind.ADD, source=source, target=target, inputs=width, adds=times)
+
+    def only(self, kinds: Collection[Kind]) -> Program:
+        """Its operations of some kinds alone: what comes out means nothing, the time may."""
+        found = copy.copy(self)
+        found._table, found._starts = (Operation * 0)(), [0]
+        for first, last in pairwise(self._starts):
+            found.add_layer([one for one in self._table[first:last] if one.kind in kinds])
+        return found
 
     def run(
         self,

@@ -6,8 +6,8 @@
 // bits, that it has with weights that are kept as numbers.
 //
 // A panel is a list of units. A unit: float16 scales of PANEL outputs, and minima where there are
-// any; then its groups. A group: with NESTED, a byte for each of these; then words, each of an
-// output's next inputs, the first in the lowest bits.
+// any; then its groups. A group: with NESTED a byte for each of these, with ZEROED one for where
+// quants are counted from; then words, each of an output's next inputs, the first in the lowest bits.
 
 #pragma once
 
@@ -83,14 +83,18 @@ inline void store(Vector even, Vector odd, Number* to) {
 #endif
 }
 
-enum Scale { HALF, NESTED };  // of a group; or of 256 inputs, times a byte of the group
-constexpr int STORED = 0;     // in place of what is taken off each quant: minima, as scales are
+enum Scale {
+  HALF,    // of a group
+  NESTED,  // of 256 inputs, times a byte of the group
+  ZEROED,  // of a group, whose byte is taken off each quant as well
+};
+constexpr int STORED = 0;  // in place of what is taken off each quant: minima, as scales are
 
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
 struct Blocks {
   static constexpr int UNIT = SCALE == NESTED ? 256 : GROUP;
   static constexpr int PARTS = OFFSET == STORED ? 2 : 1;
-  static constexpr int HEAD = 2 * PARTS * PANEL, SMALL = SCALE == NESTED ? PARTS * PANEL : 0;
+  static constexpr int HEAD = 2 * PARTS * PANEL, SMALL = SCALE == HALF ? 0 : PARTS * PANEL;
   static constexpr int GROUP_BYTES = SMALL + GROUP * PANEL * BITS / 8;
   static constexpr int UNIT_BYTES = HEAD + UNIT / GROUP * GROUP_BYTES;
   static constexpr int WORD = 32 / BITS;  // inputs
@@ -106,7 +110,7 @@ struct Blocks {
       const uint8_t* group = panel + k / UNIT * UNIT_BYTES + HEAD + k % UNIT / GROUP * GROUP_BYTES;
       const uint8_t* small = group + v * LANES;
       const Vector scale = factor(unit, small);
-      least = OFFSET == STORED ? factor(unit + 2 * PANEL, small + PANEL) : scale * -float(OFFSET);
+      least = OFFSET == STORED ? factor(unit + 2 * PANEL, small + PANEL) : scale * -zero(small);
       quants = group + SMALL + 4 * v * LANES;
 #pragma GCC unroll 7
       for (int j = 0; j < WORD - 1; j++) scales[j] = scale * (1.0f / (1 << BITS * j));
@@ -130,6 +134,11 @@ struct Blocks {
     static Vector factor(const uint8_t* halves, const uint8_t* small) {
       const Vector half = from_halves(halves);
       return SCALE == NESTED ? half * from_bytes(small) : half;
+    }
+
+    static Vector zero(const uint8_t* small) {
+      const Vector usual = Vector{} + float(OFFSET);
+      return SCALE == ZEROED ? usual + from_bytes(small) : usual;
     }
   };
 
@@ -203,6 +212,7 @@ struct Form {
                             long size, Block<float> sums);
   void (*expand)(const uint8_t* panel, long first, long count, Number* to);  // none: as they are
   Multiply multiply[ROWS_OF_BLOCKS];                                         // by rows, from one on
+  Scale scale;
   int bits, group, offset, unit, parts, head, small, group_bytes, unit_bytes;
 
   long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
@@ -214,7 +224,7 @@ constexpr Form form_of() {
   return {Kept::expand,
           {Kept::template multiply<1>, Kept::template multiply<2>, Kept::template multiply<3>,
            Kept::template multiply<4>},
-          BITS, GROUP, OFFSET, Kept::UNIT, Kept::PARTS, Kept::HEAD, Kept::SMALL,
+          SCALE, BITS, GROUP, OFFSET, Kept::UNIT, Kept::PARTS, Kept::HEAD, Kept::SMALL,
           Kept::GROUP_BYTES, Kept::UNIT_BYTES};
 }
 
@@ -227,7 +237,9 @@ enum FormNumber {
   Q8_OFFSET,
   Q5_LEAST,
   Q5_NESTED,
-  Q6_NESTED
+  Q6_NESTED,
+  Q4_ZEROED,
+  Q8_ZEROED
 };
 
 constexpr Form FORMS[] = {
@@ -240,6 +252,8 @@ constexpr Form FORMS[] = {
     form_of<8, 32, HALF, STORED>(),
     form_of<8, 32, NESTED, STORED>(),
     form_of<8, 16, NESTED, 32>(),
+    form_of<4, 32, ZEROED, 8>(),
+    form_of<8, 32, ZEROED, 128>(),
 };
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Blocks of weights as GGUF files have them, and how they become panels of blocks.hpp.
 //
 // A block is a stretch of one output's inputs, and becomes that output's part of one unit. The
-// formats are those of ggml; which values a block stands for is as in the Python package gguf.
+// formats are those of ggml; which values a block stands for is as in the Python package gguf. Two
+// are our own: Q4_0 and Q8_0 with a byte behind the scale, for weights counted from elsewhere.
 
 #pragma once
 
@@ -86,6 +87,16 @@ inline void q6_k(const uint8_t* from, Block256& to) {
   }
 }
 
+inline void q4_zeroed(const uint8_t* from, Block256& to) {
+  to.halves[0] = half_at(from), to.small[0][0] = int8_t(from[2]);
+  nibbles_of(from + 3, 16, to.quants);
+}
+
+inline void q8_zeroed(const uint8_t* from, Block256& to) {
+  to.halves[0] = half_at(from), to.small[0][0] = int8_t(from[2]);
+  for (int k = 0; k < 32; k++) to.quants[k] = from[3 + k] ^ 128;
+}
+
 // A format: how a block is read, its bytes, and the form that it becomes.
 struct Format {
   void (*read)(const uint8_t* from, Block256& to);
@@ -95,6 +106,7 @@ struct Format {
 constexpr Format FORMATS[] = {  // in the order of quantised.py
     {q4_0, 18, Q4_OFFSET}, {q4_1, 20, Q4_LEAST},  {q4_k, 144, Q4_NESTED}, {q5_0, 22, Q5_OFFSET},
     {q8_0, 34, Q8_OFFSET}, {q5_1, 24, Q5_LEAST}, {q5_k, 176, Q5_NESTED}, {q6_k, 210, Q6_NESTED},
+    {q4_zeroed, 19, Q4_ZEROED}, {q8_zeroed, 35, Q8_ZEROED},
 };
 
 // Output `o` of a unit.
@@ -137,9 +149,10 @@ inline void expand_row(const Format& format, long in, const uint8_t* from, Numbe
     format.read(from, block);
     for (int first = 0, g = 0; first < form.unit; first += form.group, g++) {
       float scale = from_half(block.halves[0]), least = from_half(block.halves[1]);
-      if (form.small) scale *= block.small[0][g], least *= block.small[1][g];
+      if (form.scale == NESTED) scale *= block.small[0][g], least *= block.small[1][g];
+      const int zero = form.offset + (form.scale == ZEROED ? block.small[0][g] : 0);
       for (int i = first; i < first + form.group; i++) {
-        const int quant = block.quants[i] - form.offset;  // a zero keeps the scale's sign
+        const int quant = block.quants[i] - zero;  // a zero keeps the scale's sign
         to[k + i] = narrow(form.parts == 1 ? scale * quant : scale * quant + least);
       }
     }

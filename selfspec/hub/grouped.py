@@ -1,0 +1,276 @@
+"""Models whose folder keeps linear layers as small whole numbers, in groups that share a scale.
+
+Comes in: a folder of safetensors as GPTQ, AWQ and compressed-tensors write them; none of their
+packages is needed. Goes out: a model of transformers whose linear layers are QuantisedWeights, or
+numbers. Called by `hub.models`, which leaves other folders to transformers.
+
+A weight is scale * (quant - zero), rounded once, to the model's dtype. Where scales have that dtype
+it is what transformers de-quantises to; else transformers rounds to the scales' dtype on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from selfspec.errors import InvalidData
+from selfspec.hub.assembled import assembled
+from selfspec.hub.tensors import Tensors
+from selfspec.model.quantised import FORMATS, ZEROED, QuantisedWeight
+
+GROUP = 32
+"""Inputs of a block; larger groups are several blocks of one scale."""
+
+_BITS = (4, 8)
+_AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+"""Where AWQ's words of eight outputs hold each of them (AutoAWQ's reverse order)."""
+
+
+class Grouped(NamedTuple):
+    """The weights of one linear layer."""
+
+    quants: Tensor
+    """[out, in], uint8."""
+    scales: Tensor
+    """[out, groups]."""
+    zeros: Tensor
+    """[out, groups], int16: the quant that stands for 0."""
+    group_of: Tensor
+    """[in]: the group of each input."""
+
+
+class Method(NamedTuple):
+    """How a folder's weights are kept."""
+
+    bits: int
+    mark: str
+    """Ends the name of a tensor that every quantised layer has."""
+    read: Callable[[Tensors, str, tuple[int, int]], Grouped]
+    """From the folder's tensors, a layer's name, and [out, in]. Raises InvalidData."""
+
+
+def method_of(said: Mapping[str, Any]) -> Method:
+    """From the quantization_config of a config. Raises ValueError for what is not read here."""
+    kind = said.get("quant_method")
+    methods = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
+    if kind not in methods:
+        raise ValueError(f"{kind!r} is not among {', '.join(methods)}")
+    return methods[kind](said)
+
+
+def load(
+    folder: Path,
+    config: PreTrainedConfig,
+    method: Method,
+    dtype: torch.dtype,
+    attention: str,
+    *,
+    blocks: bool,
+) -> PreTrainedModel:
+    """The model in `folder`, in evaluation mode; without `blocks`, its weights are numbers.
+
+    Raises InvalidData for tensors that do not fit the config or each other.
+    """
+    tensors = Tensors(folder)
+
+    def weight(name: str, shape: tuple[int, ...]) -> Tensor | None:
+        layer = name.removesuffix(".weight")
+        if len(shape) == 2 and f"{layer}{method.mark}" in tensors:
+            found = method.read(tensors, layer, (shape[0], shape[1]))
+            _check(found, layer)
+            kept = _as_blocks(found, method.bits, dtype) if blocks else None
+            return as_numbers(found, dtype) if kept is None else kept
+        if name not in tensors:
+            return None
+        plain = tensors.get(name, shape)
+        if not plain.is_floating_point():
+            raise InvalidData(f"{name} holds {plain.dtype}, expected numbers that are not whole")
+        return plain.to(dtype)
+
+    return assembled(config, dtype, attention, weight)
+
+
+def as_numbers(found: Grouped, dtype: torch.dtype) -> Tensor:
+    """[out, in] in `dtype`. The products are exact in float32: 11 bits by 8."""
+    counted = found.quants.to(torch.int16) - found.zeros[:, found.group_of]
+    return (counted.float() * found.scales.float()[:, found.group_of]).to(dtype)
+
+
+# --- how each method keeps weights ----------------------------------------------------------------
+
+
+def _gptq(said: Mapping[str, Any]) -> Method:
+    bits, kept = said.get("bits"), said.get("checkpoint_format", "gptq")
+    if bits not in _BITS or kept not in ("gptq", "gptq_v2") or said.get("dynamic"):
+        raise ValueError(f"GPTQ of {bits} bits as {kept}, or by layer, is not read here")
+    read = partial(_read_gptq, bits=bits, added=int(kept == "gptq"))
+    return Method(bits, ".qweight", read)
+
+
+def _read_gptq(
+    tensors: Tensors, layer: str, shape: tuple[int, int], *, bits: int, added: int
+) -> Grouped:
+    """Inputs lie side by side in words; `added`: what version 1 of the format takes off zeros."""
+    out, inner = shape
+    words = tensors.get(f"{layer}.qweight", (inner * bits // 32, out), torch.int32)
+    scales = tensors.get(f"{layer}.scales", (None, out))
+    zeros = tensors.get(f"{layer}.qzeros", (len(scales), out * bits // 32), torch.int32)
+    groups = _equal_groups(layer, inner, len(scales))
+    if f"{layer}.g_idx" in tensors:  # inputs by importance: groups are not neighbours
+        groups = tensors.get(f"{layer}.g_idx", (inner,), torch.int32).long()
+    return Grouped(
+        _unpacked(words.T, bits), scales.T, _unpacked(zeros, bits).T.to(torch.int16) + added, groups
+    )
+
+
+def _awq(said: Mapping[str, Any]) -> Method:
+    bits, version = said.get("bits"), str(said.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise ValueError(f"AWQ of {bits} bits as {version} is not read here")
+    return Method(bits, ".qweight", _read_awq)
+
+
+def _read_awq(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
+    """Outputs lie side by side in words."""
+    out, inner = shape
+    words = tensors.get(f"{layer}.qweight", (inner, out // 8), torch.int32)
+    scales = tensors.get(f"{layer}.scales", (None, out))
+    zeros = tensors.get(f"{layer}.qzeros", (len(scales), out // 8), torch.int32)
+    quants, counted = (
+        _unpacked(part, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1).T
+        for part in (words, zeros)
+    )
+    groups = _equal_groups(layer, inner, len(scales))
+    return Grouped(quants, scales.T, counted.to(torch.int16), groups)
+
+
+def _compressed(said: Mapping[str, Any]) -> Method:
+    schemes = [_fields(scheme) for scheme in _fields(said.get("config_groups")).values()]
+    weights = [_fields(scheme.get("weights")) for scheme in schemes]
+    bits: set[Any] = {kept.get("num_bits") for kept in weights}
+    formats = {scheme.get("format") or said.get("format") for scheme in schemes}
+    changed = [said.get("kv_cache_scheme"), said.get("transform_config")]
+    changed += [scheme.get(f"{where}_activations") for scheme in schemes for where in _ROUNDED]
+    sparse = _fields(said.get("sparsity_config") or {}).get("format", "dense")
+    if any(changed) or sparse != "dense":
+        raise ValueError("it rounds or turns more than weights")
+    whole = all(kept.get("type", "int") == "int" for kept in weights)
+    known = all(kept.get("strategy") in ("group", "channel", "tensor") for kept in weights)
+    if len(bits) != 1 or not bits < set(_BITS) or len(formats) != 1 or not (whole and known):
+        raise ValueError("it has other weights than 4 or 8 bits by group, channel or tensor")
+    (kept_bits,), (form,) = bits, formats
+    if form == "pack-quantized":
+        return Method(kept_bits, ".weight_packed", partial(_read_packed, bits=kept_bits))
+    if form in ("int-quantized", "naive-quantized") and kept_bits == 8:
+        return Method(8, ".weight_scale", _read_bytes)
+    raise ValueError(f"weights of {kept_bits} bits as {form} are not read here")
+
+
+_ROUNDED = ("input", "output")
+
+
+def _read_packed(tensors: Tensors, layer: str, shape: tuple[int, int], *, bits: int) -> Grouped:
+    """Inputs lie side by side in words, and zeros of outputs do."""
+    out, inner = shape
+    words = tensors.get(f"{layer}.weight_packed", (out, -(-inner * bits // 32)), torch.int32)
+    scales = _scales(tensors, layer, out)
+    count = scales.shape[1]
+    zeros = torch.full((out, count), 1 << (bits - 1), dtype=torch.int16)
+    if (name := f"{layer}.weight_zero_point") in tensors:
+        packed = tensors.get(name, (-(-out * bits // 32), count), torch.int32)
+        zeros = _unpacked(packed.T, bits)[:, :out].T.to(torch.int16)
+    return Grouped(
+        _unpacked(words, bits)[:, :inner], scales, zeros, _groups(tensors, layer, inner, count)
+    )
+
+
+def _read_bytes(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
+    out, inner = shape
+    signed = tensors.get(f"{layer}.weight", shape, torch.int8)
+    scales = _scales(tensors, layer, out)
+    count = scales.shape[1]
+    zeros = torch.full((out, count), 128, dtype=torch.int16)
+    if (name := f"{layer}.weight_zero_point") in tensors:
+        zeros = zeros + tensors.get(name, (None,) * 2, torch.int8).to(torch.int16)
+    quants = signed.view(torch.uint8) ^ 128
+    return Grouped(quants, scales, zeros, _groups(tensors, layer, inner, count))
+
+
+def _scales(tensors: Tensors, layer: str, out: int) -> Tensor:
+    """[out, groups]; one scale may stand for all outputs."""
+    scales = tensors.get(f"{layer}.weight_scale")
+    return scales.view(1, 1).expand(out, 1) if scales.numel() == 1 else scales
+
+
+def _groups(tensors: Tensors, layer: str, inner: int, count: int) -> Tensor:
+    if (name := f"{layer}.weight_g_idx") in tensors:
+        return tensors.get(name, (inner,), torch.int32).long()
+    return _equal_groups(layer, inner, count)
+
+
+def _equal_groups(layer: str, inner: int, count: int) -> Tensor:
+    if not count or inner % count:
+        raise InvalidData(f"{layer} has {count} groups of {inner} inputs")
+    return torch.arange(inner) // (inner // count)
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """int32 [n, words] -> uint8 [n, words * 32 / bits], the lowest bits first."""
+    parts = words.contiguous().view(torch.uint8)
+    return parts if bits == 8 else torch.stack([parts & 15, parts >> 4], -1).flatten(1)
+
+
+def _fields(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("its quantization_config is not one of compressed-tensors")
+    return value
+
+
+def _check(found: Grouped, layer: str) -> None:
+    """Raise InvalidData for parts that do not fit each other."""
+    out, groups = len(found.quants), found.scales.shape[-1]
+    if found.scales.shape != (out, groups) or found.zeros.shape != (out, groups):
+        shapes = [list(part.shape) for part in (found.scales, found.zeros)]
+        raise InvalidData(f"{layer} has scales and zeros of {shapes[0]} and {shapes[1]}")
+    if not bool(((found.group_of >= 0) & (found.group_of < groups)).all()):
+        raise InvalidData(f"{layer} has inputs of groups that it has not")
+    if not found.scales.is_floating_point() or not bool(found.scales.isfinite().all()):
+        raise InvalidData(f"{layer} has a scale that is not finite")
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+def _as_blocks(found: Grouped, bits: int, dtype: torch.dtype) -> QuantisedWeight | None:
+    """The same values in blocks of GROUP inputs; None where blocks cannot say them.
+
+    They cannot where neighbours have several scales, or where a scale is no float16.
+    """
+    out, inner = found.quants.shape
+    if inner % GROUP:
+        return None
+    by_block = found.group_of.view(-1, GROUP)
+    halves = found.scales.to(torch.float16)
+    if not bool((by_block == by_block[:, :1]).all()):
+        return None
+    if not torch.equal(halves.float(), found.scales.float()):
+        return None
+    usual = 1 << (bits - 1)
+    places = by_block[:, 0]
+    parts = [halves[:, places, None].contiguous().view(torch.uint8)]
+    kind = FORMATS["Q4_0" if bits == 4 else "Q8_0"]
+    if bool((zeros := found.zeros - usual).any()):
+        if not bool((zeros.to(torch.int8) == zeros).all()):
+            return None
+        parts.append(zeros[:, places, None].to(torch.int8).view(torch.uint8))
+        kind = ZEROED[bits]
+    quants = found.quants.reshape(out, -1, GROUP)
+    low, high = quants[..., : GROUP // 2], quants[..., GROUP // 2 :]
+    parts.append(low | high << 4 if bits == 4 else quants ^ 128)
+    return QuantisedWeight(torch.cat(parts, -1).flatten(1), kind, dtype)
