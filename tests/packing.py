@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from selfspec.model.executors.fused_cpu import FusedExecutor
 from selfspec.model.products import CompiledLinear, PackedLinear
 
 PRODUCTS: dict[str, type[PackedLinear | CompiledLinear]] = {
@@ -11,6 +14,13 @@ PRODUCTS: dict[str, type[PackedLinear | CompiledLinear]] = {
     "fused": CompiledLinear,
 }
 """By executor."""
+
+
+EXACT: dict[tuple[type, str], Any] = {
+    (PackedLinear, "__call__"): PackedLinear.__call__,
+    (FusedExecutor, "logits"): FusedExecutor.logits,
+}
+"""Products that a test can replace; what the fused executor computes before is compiled code."""
 
 
 def _runs(executor: str, dtype: torch.dtype) -> bool:

@@ -77,17 +77,24 @@ class QuantisedWeight(Tensor):
     """[out], int64: which of the blocks' rows each output is."""
     kept: Tensor | None
     """Its numbers, after `keep`."""
+    inputs: int
+    """Its second length: asking such a tensor for its shape is dispatched, which takes longer."""
+    numbers: torch.dtype
+    """Its dtype, for the same reason."""
+    expander: Any
+    """The compiled function."""
 
     @staticmethod
     def __new__(
         cls, blocks: Tensor, kind: Format, dtype: torch.dtype, rows: Tensor | None = None
     ) -> QuantisedWeight:
         """`rows`: all in order, unless given. Raises ValueError where nothing compiles."""
-        _expander(dtype, os.environ.get("CXX"))
         inner = blocks.shape[1] // kind.nbytes * kind.inputs
         rows = torch.arange(len(blocks)) if rows is None else rows
         made: QuantisedWeight = Tensor._make_wrapper_subclass(cls, (len(rows), inner), dtype=dtype)
         made.blocks, made.format, made.rows, made.kept = blocks, kind, rows, None
+        made.inputs, made.numbers = inner, dtype
+        made.expander = _expander(dtype, os.environ.get("CXX"))
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]  # tensors take an option for contents
@@ -114,10 +121,9 @@ class QuantisedWeight(Tensor):
         if self.kept is not None:
             return self.kept if rows is None else self.kept[rows]
         places = self.rows if rows is None else self.places(rows.flatten())
-        inner = self.shape[1]
-        found = torch.empty(len(places), inner, dtype=self.dtype)
-        expand = _expander(self.dtype, os.environ.get("CXX"))
-        expand(
+        inner = self.inputs
+        found = torch.empty(len(places), inner, dtype=self.numbers)
+        self.expander(
             self.format.number,
             inner,
             len(places),

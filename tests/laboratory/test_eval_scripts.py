@@ -20,7 +20,7 @@ from selfspec.eval import results
 from selfspec.eval.answers import Answer, Run
 from selfspec.eval.summary import summarise
 from tests.models import make_model
-from tests.packing import PRODUCTS
+from tests.packing import EXACT
 from tests.talks import make_tokenizer
 
 
@@ -210,12 +210,13 @@ def test_no_draft_moves_a_bit(workplace: Path) -> None:
 def test_kernels_that_depend_on_the_number_of_rows_are_found(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for linear in PRODUCTS.values():
+    for (kind, name), right in EXACT.items():
 
-        def depends_on_rows(self: Any, rows: Tensor, exact: Any = linear.__call__) -> Tensor:
-            return exact(self, rows) * (1 + 2**-22 * (len(rows) >= 4))
+        def depends_on_rows(self: Any, rows: Tensor, exact: Any = right) -> Tensor:
+            product: Tensor = exact(self, rows)
+            return product * (1 + 2**-22 * (len(rows) >= 4))
 
-        monkeypatch.setattr(linear, "__call__", depends_on_rows)
+        monkeypatch.setattr(kind, name, depends_on_rows)
     with pytest.raises(SystemExit):
         run_invariance(workplace / "out")
     drafts = json.loads((workplace / "out" / "summary.json").read_text())["drafts"]

@@ -18,7 +18,7 @@ from selfspec.model.executors.packed_cpu import PackedExecutor
 from selfspec.model.kv_store import Lease
 from selfspec.model.products import PackedLinear, joined
 from tests.models import PACKED_EXECUTORS, make_model, random_ids
-from tests.packing import PRODUCTS, RUNNING
+from tests.packing import EXACT, RUNNING
 
 PACKED = ["llama", "mistral", "qwen2", "qwen3"]
 
@@ -166,12 +166,8 @@ def test_where_nothing_multiplies_bfloat16_layers_keep_their_own(
 def test_an_executor_that_computes_something_else_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for linear in PRODUCTS.values():
-        monkeypatch.setattr(
-            linear,
-            "__call__",
-            lambda self, rows, right=linear.__call__: right(self, rows) * 1.001,
-        )
+    for (kind, name), exact in EXACT.items():
+        monkeypatch.setattr(kind, name, lambda self, rows, right=exact: right(self, rows) * 1.001)
     assert isinstance(Backbone(make_model("llama"))._executor, GenericExecutor)
 
 
@@ -182,11 +178,9 @@ def test_an_unknown_executor_is_refused(model: Any) -> None:
 
 def depends_on_rows(self: Any, rows: Tensor) -> Tensor:
     """A kernel that rounds otherwise for four rows or more."""
-    product = EXACT[type(self)](self, rows)
+    (exact,) = (right for (kind, _), right in EXACT.items() if isinstance(self, kind))
+    product: Tensor = exact(self, rows)
     return product * (1 + 2**-22) if len(rows) >= 4 else product
-
-
-EXACT = {linear: linear.__call__ for linear in PRODUCTS.values()}
 
 
 @pytest.mark.parametrize("executor", PACKED_EXECUTORS)
@@ -195,7 +189,8 @@ def test_the_probe_finds_kernels_that_depend_on_the_number_of_rows(
 ) -> None:
     backbone = Backbone(model, executor=executor)
     check_pinned(backbone, PassShape(), 8)
-    monkeypatch.setattr(PRODUCTS[executor], "__call__", depends_on_rows)
+    kind, name = list(EXACT)[executor == "fused"]
+    monkeypatch.setattr(kind, name, depends_on_rows)
     with pytest.raises(PinnedUnavailable, match="do not treat all rows alike"):
         check_pinned(backbone, PassShape(), 8)
     check_pinned(backbone, PassShape(rows=8, slots=64), 8)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.executors import Claims
-from selfspec.model.executors.asked import activation_of
+from selfspec.model.executors.asked import activation_of, norm_of
 from selfspec.model.executors.known import require_known
 from selfspec.model.executors.masks import attention_types
 from selfspec.model.executors.program import HIDDEN, Operation, Program
@@ -56,11 +56,21 @@ class FusedExecutor:
         recipe_of(decoder, decoder.layers[0], kinds[0], dtype)  # raises before long work
         self._program = Program(dtype, lm_head.in_features)
         # the largest first, while there is most room
-        self._lm_head = CompiledLinear.of(lm_head)
-        if any(self._lm_head.stripes.forms):
+        linear = CompiledLinear.of(lm_head)
+        if any(linear.stripes.forms):
             self.claims = replace(self.claims, row_cost=_BLOCK_ROW_COST)
-        self.weight_bytes = self._lm_head.nbytes
+        self.weight_bytes = linear.nbytes
         """Of what a row reads, in the compiled layout."""
+        self._unembedding = Program(dtype, lm_head.in_features)
+        normed = self._unembedding.buffer("normed", lm_head.in_features)
+        self._logits = self._unembedding.buffer("logits", lm_head.out_features)
+        norm = norm_of(decoder.norm, lm_head.in_features, dtype)
+        self._unembedding.add_layer(
+            [
+                self._unembedding.norm(HIDDEN, normed, norm),
+                self._unembedding.product(normed, self._logits, linear),
+            ]
+        )
         done(lm_head)
         self._rotations = Rotations(decoder)
         for index, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
@@ -71,7 +81,7 @@ class FusedExecutor:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""
-        return self._lm_head(self._decoder.norm(hidden))
+        return self._unembedding.transform(hidden, self._logits)
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""

@@ -10,7 +10,7 @@ import copy
 import ctypes
 from collections.abc import Collection, Sequence
 from enum import IntEnum
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import torch
@@ -141,6 +141,7 @@ class Program:
         self._run.argtypes = _Pointer, _Long, _Pointer
         self._run.restype = None
         self._dtype, self._widths = dtype, [width]
+        self._widest = 0  # inputs of a product
         self._named: dict[tuple[str, int], int] = {}
         self._table: ctypes.Array[Operation] = (Operation * 0)()
         self._starts = [0]  # of each layer among the operations, and their end
@@ -189,6 +190,7 @@ class Program:
         """A linear layer; with `adds`, that many times, to what the target holds."""
         self._need(source, linear.in_features)
         self._need(target, linear.out_features)
+        self._widest = max(self._widest, linear.in_features)
         return Operation(
             kind=Kind.PRODUCT,
             source=source,
@@ -261,6 +263,7 @@ class Program:
             raise ValueError(
                 f"experts are {outputs} by {width} and {tuple(experts.down.shape[1:])}"
             )
+        self._widest = max(self._widest, width, inner)
         into, down = in_panels(experts.into.detach()), in_panels(experts.down.detach())
         made = _Experts(
             count=count,
@@ -315,37 +318,51 @@ class Program:
         `rotations`: [T, pairs] complex numbers each. `parents`: as of a Span. Raises ValueError for
         rows of another kind.
         """
-        if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
-            raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
         count, held = len(rows), lease.length(first)
         if parents is not None:  # else it would not come back
             earlier = all(-1 <= parent < row for row, parent in enumerate(parents))
             if not earlier or len(parents) != count:
                 raise ValueError(f"{list(parents)} are no parents of {count} rows")
         held_by_layers: list[tuple[Tensor, Tensor]] = []
-        for layer, (kv_heads, size) in enumerate(self._heads[first:last], first):
+        layer = first
+        for (kv_heads, size), alike in groupby(self._heads[first:last]):
             no_keys = rows.new_empty(1, kv_heads, 0, -(-size // PANEL) * PANEL)
-            held_by_layers += lease.room(count, layer, layer + 1, no_keys, panel=PANEL)
-        hidden = rows.clone(memory_format=torch.contiguous_format)
-        buffers = [hidden, *(rows.new_empty(count, width) for width in self._widths[1:])]
-        room = torch.empty(count, max(self._widths) + 1, dtype=torch.float32)
+            until = layer + len(list(alike))
+            held_by_layers += lease.room(count, layer, until, no_keys, panel=PANEL)
+            layer = until
         before = [0] * first  # layers that do not run
         asked = _Pass(
-            rows=count,
             held=held,
-            buffers=_pointers([buffer.data_ptr() for buffer in buffers]),
             keys=_pointers([*before, *(keys.data_ptr() for keys, _ in held_by_layers)]),
             values=_pointers([*before, *(values.data_ptr() for _, values in held_by_layers)]),
             slots=(_Long * last)(*before, *(keys.shape[2] for keys, _ in held_by_layers)),
             rotations=_pointers([turns.data_ptr() for turns in rotations]),
             parents=None if parents is None else (_Long * count)(*parents),
-            room=room.data_ptr(),
         )
+        found = self._call(asked, rows, first, last, HIDDEN)
+        lease.extend(count, first, last)
+        return found
+
+    def transform(self, rows: Tensor, target: int) -> Tensor:
+        """[T, d] through the first layer, which attends to nothing; what buffer `target` then is.
+
+        Raises ValueError for rows of another kind.
+        """
+        return self._call(_Pass(), rows, 0, 1, target)
+
+    def _call(self, asked: _Pass, rows: Tensor, first: int, last: int, target: int) -> Tensor:
+        if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
+            raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
+        count = len(rows)
+        hidden = rows.clone(memory_format=torch.contiguous_format)
+        buffers = [hidden, *(rows.new_empty(count, width) for width in self._widths[1:])]
+        room = torch.empty(count, self._widest + 1, dtype=torch.float32)
+        asked.rows, asked.room = count, room.data_ptr()
+        asked.buffers = _pointers([buffer.data_ptr() for buffer in buffers])
         start, end = self._starts[first], self._starts[last]
         at = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
         self._run(at, end - start, ctypes.addressof(asked))
-        lease.extend(count, first, last)
-        return hidden
+        return buffers[target]
 
     def _need(self, buffer: int, width: int) -> None:
         """Raise ValueError for an operation that would read or write beside its buffer."""
