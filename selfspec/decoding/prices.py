@@ -136,6 +136,11 @@ class DraftCost:
     """Those in use, up to D_max."""
     num_layers: int = 1
 
+    @property
+    def per_token(self) -> float:
+        """The least that a draft token takes, its layers left out."""
+        return self.row + self.block + self.token + (self.head if self.exit_layers else 0.0)
+
     def of(self, draft: Draft) -> float:
         """A draft token that left at layer l of L ran l / L of a step by itself.
 
@@ -157,23 +162,28 @@ def token_cost(second: Backbone, model: Backbone) -> float:
 
 
 class Unmeasured(NamedTuple):
-    """What rows cost a model where nobody measured it, as shares of a step of one row."""
+    """What rows and heads cost a model where nobody measured it, as shares of a step of one row."""
 
     row: float
     """One more of a verification."""
     block: float
     """Two instead of one, beside that."""
+    head: float = 0.08
+    """An exit head asked."""
 
     @classmethod
     def of(cls, model: Backbone) -> Unmeasured:
         """As its executor says."""
         one_row_kernels = model.claims.steady_from is None and model.device.type == "cpu"
-        return cls(model.claims.row_cost, _PLAIN_BLOCK_COST if one_row_kernels else 0.0)
+        block = _PLAIN_BLOCK_COST if one_row_kernels else 0.0
+        return cls(model.claims.row_cost, block, model.claims.head_cost)
 
     def unless(self, asked: Prices) -> Unmeasured:
         """These, or what was asked for."""
-        row, block = asked.row, asked.block
-        return Unmeasured(self.row if row is None else row, self.block if block is None else block)
+        wanted = asked.row, asked.block, asked.head
+        return Unmeasured(
+            *(own if one is None else one for own, one in zip(self, wanted, strict=True))
+        )
 
 
 def _weights(backbone: Backbone) -> int:

@@ -63,6 +63,8 @@ class RecordInfo:
     """What the model pays for two rows instead of one, as drafts from text already seen have it."""
     row_cost: float = 0.08
     """What it pays for one more row. Older records do not say."""
+    head_cost: float = 0.08
+    """What it pays for an exit head that is asked; as above."""
 
 
 @dataclass(frozen=True, kw_only=True)

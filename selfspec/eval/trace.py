@@ -284,6 +284,7 @@ class Recorder:
                 end_tokens=tuple(sorted(self._end_tokens)),
                 block_cost=cost.block,
                 row_cost=cost.row,
+                head_cost=cost.head,
             ),
             prompts=tuple(self._prompts),
             contexts=np.array(self._contexts, np.int32),

@@ -96,12 +96,12 @@ def while_paying(
     """
     if not options.never_slower:
         return drafter
-    rows = unmeasured.unless(options.prices)
+    known = unmeasured.unless(options.prices)
     cost = prices.DraftCost(
-        row=rows.row,
-        block=rows.block,
+        row=known.row,
+        block=known.block,
         token=token_cost,
-        head=options.prices.head,
+        head=known.head,
         exit_layers=exit_layers,
         num_layers=num_layers,
     )

@@ -24,6 +24,8 @@ class Claims:
     row_cost: float = 0.08
     """What one more row adds to a pass of few, as a share of a pass of one, where nobody measured
     it."""
+    head_cost: float = 0.08
+    """What asking an exit head takes, likewise."""
     spans: int = 1
     """Sequences of one pass at most; the backbone splits what has more."""
 
