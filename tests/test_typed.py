@@ -101,7 +101,7 @@ def test_every_option_has_a_type_in_words(options: type) -> None:
 BAD: list[tuple[Any, dict[str, Any]]] = [
     *((Exit, {"max_tokens": value}) for value in ("6", 2.5, True)),
     *((SpeculationOptions, {"pinned_rows": value}) for value in ("6", 2.5, True, 0, 10**9)),
-    *((Prices, {"head": value}) for value in ("0.1", None, float("nan"), float("inf"))),
+    *((Prices, {"head": value}) for value in ("0.1", float("nan"), float("inf"))),
     *((Exit, {"layers": value}) for value in (5, "2,4", (2, "4"), {2: 4})),
     *((Exit, {"threshold": value}) for value in ("0.9", None, ("a",), 10**400)),
     (SpeculationOptions, {"speculate": "no"}),

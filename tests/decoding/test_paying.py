@@ -81,6 +81,14 @@ def test_drafts_that_are_never_right_are_made_in_14_rounds_and_then_in_one_of_65
     assert heads.heard == [(1, 0)] * sum(drafted)
 
 
+def test_drafts_that_are_dear_begin_with_a_pause_and_are_made_once_they_pay() -> None:
+    dear = DraftCost(row=0.3, head=0.3, exit_layers=(3,), num_layers=10**9)
+    wrong = runs(play(WhilePaying(Heads(), dear), [False] * 300))
+    assert wrong[:6] == [LONGEST_PAUSE // 2, 1, 64, 1, 64, 1]
+    right = runs(play(WhilePaying(Heads(), dear), [True] * 300))
+    assert right == [LONGEST_PAUSE // 2, 300 - LONGEST_PAUSE // 2]
+
+
 def test_drafts_that_pay_are_always_made() -> None:
     dice = random.Random(0)
     right = [dice.random() < 0.8 for _ in range(500)]
