@@ -185,11 +185,11 @@ _PIECE = 1 << 22
 """Weights that a linear layer expands at a time: they stay in the cache, and memory is reused."""
 
 
-def _linear(x: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
+def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's
     """As that of torch; large weights are made, used and forgotten piece by piece."""
     whole = torch.nn.functional.linear
     rows = max(1, _PIECE // weight.shape[1])
-    x = _expanded(x)
+    x = _expanded(input)
     if not isinstance(weight, QuantisedWeight) or weight.kept is not None or len(weight) <= rows:
         return whole(x, _expanded(weight), bias)
     pieces = torch.arange(len(weight)).split(rows)

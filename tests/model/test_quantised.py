@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selfspec.model import panels
+from selfspec.model import panels, quantised
 from selfspec.model.products import CompiledLinear
-from selfspec.model.quantised import DTYPES, FORMATS, QuantisedWeight, keep_numbers
+from selfspec.model.quantised import DTYPES, FORMATS, ZEROED, QuantisedWeight, keep_numbers
 from tests.gguf_models import de_quantised, random_blocks, usual_blocks
 
 EVERY = [(kind, dtype) for kind in FORMATS for dtype in DTYPES]
@@ -51,6 +51,27 @@ def test_sums_have_the_bits_of_sums_of_numbers(kind: str, dtype: torch.dtype, ro
     assert found.nbytes < 0.75 * numbers.nbytes
     assert torch.equal(found(x), CompiledLinear(numbers)(x))
     assert torch.equal(CompiledLinear(weight, bias)(x), CompiledLinear(numbers, bias)(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", ZEROED)
+def test_weights_may_be_counted_from_anywhere(bits: int, dtype: torch.dtype) -> None:
+    draw = np.random.default_rng(bits)
+    out, groups = 53, 16
+    scales = draw.normal(0, 0.02, (out, groups, 1)).astype(np.float16)
+    zeros = draw.integers(-8 if bits == 4 else -128, 8 if bits == 4 else 128, (out, groups, 1))
+    quants = draw.integers(0, 1 << bits, (out, groups, 32))
+    usual = 1 << (bits - 1)
+    numbers = torch.from_numpy(scales.astype(np.float64) * (quants - usual - zeros))
+    numbers = numbers.flatten(1).to(dtype)
+    kept = quants[..., :16] | quants[..., 16:] << 4 if bits == 4 else quants - 128
+    parts = [scales.view(np.uint8), zeros.astype(np.int8).view(np.uint8)]
+    blocks = np.concatenate([*parts, (kept & 255).astype(np.uint8)], -1).reshape(out, -1)
+    weight = QuantisedWeight(torch.from_numpy(blocks), ZEROED[bits], dtype)
+    assert torch.equal(weight.expanded(), numbers)
+    for rows in (1, 2, 3, 4, 8, 9, 40):
+        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        assert torch.equal(CompiledLinear(weight)(x), CompiledLinear(numbers)(x))
 
 
 def test_a_wrong_scale_would_be_seen() -> None:
@@ -93,6 +114,29 @@ def test_modules_compute_as_with_numbers() -> None:
     ids = torch.tensor([[3, 52], [0, 3]])
     assert torch.equal(nn.functional.embedding(ids, layer.weight), numbers[ids])
     assert torch.equal(x @ layer.weight.T, x @ numbers.T)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_large_layers_are_made_piece_by_piece(
+    biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, numbers = weight_of("Q4_K", torch.float32)
+    bias = torch.randn(len(numbers)) if biased else None
+    most, expanded = 0, QuantisedWeight.expanded
+
+    def watched(self: QuantisedWeight, rows: Tensor | None = None) -> Tensor:
+        nonlocal most
+        found = expanded(self, rows)
+        most = max(most, found.numel())
+        return found
+
+    monkeypatch.setattr(quantised, "_PIECE", 5 * 512)
+    monkeypatch.setattr(QuantisedWeight, "expanded", watched)
+    x = torch.randn(2, 3, 512)
+    expected = nn.functional.linear(x, numbers, bias)
+    found = nn.functional.linear(input=x, weight=weight, bias=bias)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert most == 5 * 512
 
 
 @pytest.mark.parametrize("kept", [False, True])
