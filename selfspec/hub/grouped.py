@@ -59,9 +59,12 @@ def method_of(said: Mapping[str, Any]) -> Method:
     """From the quantization_config of a config. Raises ValueError for what is not read here."""
     kind = said.get("quant_method")
     methods = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
-    if kind not in methods:
+    if not isinstance(kind, str) or kind not in methods:
         raise ValueError(f"{kind!r} is not among {', '.join(methods)}")
-    return methods[kind](said)
+    try:
+        return methods[kind](said)
+    except TypeError as error:  # values of other types than any method writes
+        raise ValueError(f"its quantization_config is not one of {kind}") from error
 
 
 def load(
@@ -204,7 +207,9 @@ def _read_bytes(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped
 
 def _scales(tensors: Tensors, layer: str, out: int) -> Tensor:
     """[out, groups]; one scale may stand for all outputs."""
-    scales = tensors.get(f"{layer}.weight_scale")
+    scales = tensors.get(name := f"{layer}.weight_scale")
+    if scales.numel() != 1 and scales.dim() != 2:
+        raise InvalidData(f"{name} is {list(scales.shape)}, expected [{out}, any]")
     return scales.view(1, 1).expand(out, 1) if scales.numel() == 1 else scales
 
 
