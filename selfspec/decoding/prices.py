@@ -138,8 +138,8 @@ class DraftCost:
 
     @property
     def per_token(self) -> float:
-        """The least that a draft token takes, its layers left out."""
-        return self.row + self.block + self.token + (self.head if self.exit_layers else 0.0)
+        """What each draft token of an exit head takes, its layers left out."""
+        return self.row + (self.head if self.exit_layers else 0.0)
 
     def of(self, draft: Draft) -> float:
         """A draft token that left at layer l of L ran l / L of a step by itself.
