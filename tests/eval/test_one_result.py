@@ -15,7 +15,7 @@ from selfspec.api.speculator import wrap
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.eval.one_result import WAYS, Way, logits
 from selfspec.model.backbone import Backbone
-from selfspec.model.products import CompiledLinear
+from selfspec.model.executors.fused_cpu import FusedExecutor
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 
@@ -69,11 +69,11 @@ def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
 def test_a_product_that_looks_at_the_number_of_rows_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exact = CompiledLinear.__call__
+    exact = FusedExecutor.logits
     backbone, ids = Backbone(make_model("llama"), executor="fused"), random_ids(80)[0]
     monkeypatch.setattr(
-        CompiledLinear,
-        "__call__",
+        FusedExecutor,
+        "logits",
         lambda self, rows: exact(self, rows) * (1 + 2**-22 * (len(rows) > 64)),
     )
     expected = logits(backbone, ids)
@@ -116,9 +116,9 @@ def test_the_command_compares_real_texts(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(SystemExit, match="generic executor does not claim it"):
         command(tmp_path / "other", dtype="float32", executor="generic", **asked)
     monkeypatch.setattr(
-        CompiledLinear,
-        "__call__",
-        lambda self, rows, exact=CompiledLinear.__call__: (
+        FusedExecutor,
+        "logits",
+        lambda self, rows, exact=FusedExecutor.logits: (
             exact(self, rows) * (1 + 2**-22 * (len(rows) > 3))
         ),
     )
