@@ -103,7 +103,7 @@ def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bo
     drafts would be. What is in front of them runs at once, and for the blocks in pieces where the
     executor claims that this changes nothing either. Costs about 3 * `widest` passes at each of two
     contexts; `quick` looks at the longer one alone, at half as many tokens and at the first few
-    layers, whose kernels are those of all.
+    layers; `selfspec verify` looks at all.
     """
     contexts: Sequence[int] = _CONTEXTS
     count, layers = 2 * widest, backbone.num_layers
