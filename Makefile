@@ -22,6 +22,9 @@ export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 endif
 export UV_SYSTEM_CERTS ?= true
 
+# Python's compiled files are kept: without them each program compiles transformers for ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-oldest fuzz wheel lint browser clean
 
 setup: $(READY)

@@ -44,14 +44,27 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     De-quantised models and compiled loops are shared with it, because making them takes seconds.
     """
     own = tmp_path_factory.mktemp("cache")
-    (own / "selfspec").mkdir()
-    for name in ("models", "compiled"):
-        shared = cache_folder() / name
-        shared.mkdir(parents=True, exist_ok=True)
-        (own / "selfspec" / name).symlink_to(shared)
+    _share(own, "models", "compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own))
         yield
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of one test's own, empty but for the compiled loops."""
+    _share(tmp_path / "cache", "compiled")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "selfspec"
+
+
+def _share(folder: Path, *names: str) -> None:
+    """Makes `folder` a place for caches, with these of the cache that is in use."""
+    (folder / "selfspec").mkdir(parents=True)
+    for name in names:
+        shared = cache_folder() / name
+        shared.mkdir(parents=True, exist_ok=True)
+        (folder / "selfspec" / name).symlink_to(shared)
 
 
 @pytest.fixture(scope="session")

@@ -29,10 +29,9 @@ DEFAULTS: dict[str, Any] = {"drafter": "exit:layers=2,threshold=0.8"}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "selfspec" / "tuned"
+def cache(empty_cache: Path) -> Path:
+    """Where tuned settings are kept."""
+    return empty_cache / "tuned"
 
 
 @pytest.fixture

@@ -41,10 +41,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workplace(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(made: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same folder as the current one, with a cache folder of this test's own."""
     monkeypatch.chdir(made)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return made
 
 

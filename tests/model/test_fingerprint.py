@@ -123,9 +123,8 @@ def test_what_cannot_be_read_has_no_fingerprint_and_the_log_says_why(
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, empty_cache: Path) -> Path:
     """A tiny model on disk, and a cache folder of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_model("llama").save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -189,9 +188,9 @@ def test_a_damaged_entry_is_made_again(folder: Path, hashed: list[str], content:
 
 
 def test_a_cache_folder_that_takes_no_files_costs_time_only(
-    folder: Path, hashed: list[str], tmp_path: Path
+    folder: Path, hashed: list[str], empty_cache: Path
 ) -> None:
-    (tmp_path / "cache").write_text("a file")
+    (empty_cache / "fingerprints").write_text("a file")
     assert loaded(folder) == loaded(folder)
     assert len(hashed) == 2
 
