@@ -33,11 +33,11 @@ from transformers import (
     Qwen3Config,
 )
 
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+
 PACKED_EXECUTORS = [
     "packed",
-    pytest.param(
-        "fused", marks=pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
-    ),
+    pytest.param("fused", marks=needs_compiler),
 ]
 
 VOCAB_SIZE = 96

@@ -40,6 +40,7 @@ from selfspec.decoding.drafters import (
     check_same_tokens,
 )
 from selfspec.decoding.engine import Engine
+from selfspec.decoding.packed_heads import pack
 from selfspec.errors import InvalidOption
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.hub import models as hub
@@ -268,7 +269,7 @@ def _speculator(
     if fitted is None and second is None and base.updated(options).drafter == "exit":
         logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
     elif fitted is not None:
-        fitted.pack()
+        pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
     if second is not None:
         check_same_size(backbone, second, tokenizer)

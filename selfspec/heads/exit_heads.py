@@ -33,7 +33,6 @@ from selfspec.heads.folder import (
 )
 from selfspec.heads.types import HEAD_TYPES, DraftVocabulary, ExitHead
 from selfspec.model.fingerprint import UNKNOWN, unembedding_fingerprint
-from selfspec.model.products import draft_product, why_unusual
 from selfspec.model.unembedding import Unembedding
 from selfspec.typed import check_keys
 
@@ -206,21 +205,6 @@ class ExitHeads(nn.Module):
     def reads_deep(self) -> bool:
         """Whether the heads look at the output of layer L one position earlier."""
         return HEAD_TYPES[self.config.head_type].reads_deep
-
-    def pack(self) -> None:
-        """Make heads cheaper to ask on a CPU: a packed copy of the draft vocabulary's rows.
-
-        In bfloat16 where products compute in it: drafts need no more digits, and in float32
-        the rows would be most of what a draft costs. Blocks of a file stay blocks. Without
-        a draft vocabulary other rows are the model's own, of which a copy would be large.
-        """
-        heads = [self[layer] for layer in self.config.exit_layers]
-        rows = heads[0].small_rows
-        if rows is None or heads[0].is_packed or why_unusual(rows) is not None:
-            return
-        packed = draft_product(rows)
-        for head in heads:
-            head.unembed_with(packed)
 
     def save(self, folder: Path, others: Mapping[str, bytes | str] | None = None) -> None:
         """Write `config.json`, `model.safetensors` and the files `others` by name.

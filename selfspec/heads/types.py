@@ -2,21 +2,22 @@
 
 Come in: a hidden state [.., d], raw, before the final norm; for some kinds also what the model made
 of the token before. Go out: draft logits over the draft vocabulary. Held and saved by
-`selfspec.heads.exit_heads`, called by the exit drafter, fitted by `selfspec.training`.
+`selfspec.heads.exit_heads`, called by the exit drafter, fitted by `selfspec.training`. All kinds
+are made of the same few parts; `decoding.packed_heads` runs these from 8-bit weights.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from functools import reduce
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 
 from selfspec.errors import InvalidOption
-from selfspec.model.products import Product
 from selfspec.model.quantised import QuantisedWeight
 from selfspec.model.unembedding import Unembedding
 
@@ -40,6 +41,32 @@ class DraftVocabulary(NamedTuple):
             return cls(ids, weight, bias)
         rows = weight.part(ids) if isinstance(weight, QuantisedWeight) else weight[ids]
         return cls(ids, rows, None if bias is None else bias[ids])
+
+
+class Parts(NamedTuple):
+    """What a head's features are made of: x + direct(x) + outer(silu(inner(x))), as far as given.
+
+    x: the normed state, with `deep` beside it where the head reads that.
+    """
+
+    norm: nn.Module
+    keeps: bool = True
+    """Whether x itself is a term; it is the only one where there is no other."""
+    direct: nn.Linear | None = None
+    inner: nn.Linear | None = None
+    outer: nn.Linear | None = None
+    activated: bool = True
+    """Whether there is a silu behind `inner`."""
+
+
+class Packed(Protocol):
+    """A copy of a head that is faster to ask, and rounded."""
+
+    def features(self, hidden: Tensor, deep: Tensor | None) -> Tensor:
+        """As those of the head."""
+
+    def unembed(self, features: Tensor) -> Tensor:
+        """[.., d] -> [.., V_draft], bias included, before the model's own finish."""
 
 
 class ExitHead(nn.Module, ABC):
@@ -71,45 +98,62 @@ class ExitHead(nn.Module, ABC):
         # a list: state_dict must not see it, and a file must not be loaded into it
         self._shared = [vocabulary.rows]
         self._bias = (vocabulary.bias,)  # a tuple, for the same reason
-        self._packed: Product | None = None
+        self._packed: Packed | None = None
         self._build(unembedding, inner_size)
 
     @abstractmethod
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:
         """Make the head's own modules, as they are before any fitting."""
 
+    @property
     @abstractmethod
+    def parts(self) -> Parts:
+        """What its features are made of."""
+
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
-        """[.., d] and the `deep` of the position before, [.., d], -> [.., d]."""
+        """[.., d] and the `deep` of the position before, [.., d], -> [.., d].
+
+        A `deep` that is not known is all zeros.
+        """
+        if (packed := self._packed_for(hidden)) is not None:
+            return packed.features(hidden, deep)
+        norm, keeps, direct, inner, outer, activated = self.parts
+        x: Tensor = norm(hidden)
+        if self.reads_deep:
+            x = torch.cat([x, torch.zeros_like(x) if deep is None else deep.to(x.dtype)], dim=-1)
+        terms: list[Tensor] = [x] if keeps else []
+        if direct is not None:
+            terms.append(direct(x))
+        if inner is not None and outer is not None:
+            opened = inner(x)
+            terms.append(outer(nn.functional.silu(opened) if activated else opened))
+        return reduce(torch.add, terms)
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
-        if self._packed is None or features.requires_grad:
-            rows = self._shared[0]  # of another dtype than hidden states in some models
-            return self._finish(nn.functional.linear(features.to(rows.dtype), rows, *self._bias))
-        logits = self._packed(features.to(self._packed.dtype))
-        (bias,) = self._bias
-        return self._finish(logits if bias is None else logits + bias)
+        if (packed := self._packed_for(features)) is not None:
+            return self._finish(packed.unembed(features))
+        rows = self.rows  # of another dtype than hidden states in some models
+        return self._finish(nn.functional.linear(features.to(rows.dtype), rows, self.bias))
 
-    @property
-    def small_rows(self) -> Tensor | None:
-        """[V_draft, d]: rows of the unembedding that all heads share, if a copy of them is small.
-
-        A selection of them is, and so are the blocks of a quantised file.
-        """
-        if not self._shared:
-            return None
-        few = self.draft_ids is not None or isinstance(self._shared[0], QuantisedWeight)
-        return self._shared[0] if few else None
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether `unembed_with` was called."""
-        return self._packed is not None
-
-    def unembed_with(self, packed: Product) -> None:
-        """Multiply by the draft vocabulary's rows with `packed` where nothing is fitted."""
+    def pack(self, packed: Packed) -> None:
+        """Ask `packed` from now on, where no gradient is wanted."""
         self._packed = packed
+
+    def _packed_for(self, rows: Tensor) -> Packed | None:
+        """What to ask about `rows`."""
+        asked = not torch.is_grad_enabled() and rows.dtype == self.rows.dtype
+        return self._packed if asked else None
+
+    @property
+    def rows(self) -> Tensor:
+        """[V_draft, d]: of the unembedding, or the head's own."""
+        return self._shared[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V_draft], added to logits."""
+        return self._bias[0]
 
     def forward(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
@@ -141,10 +185,10 @@ class LogitLensHead(ExitHead):
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:  # noqa: ARG002  # the base's
         self._norm = (unembedding.norm,)  # a tuple, for the same reason as the list
 
-    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
-        """The final norm of [.., d]."""
-        normed: Tensor = self._norm[0](hidden)
-        return normed
+    @property
+    def parts(self) -> Parts:
+        """The final norm."""
+        return Parts(self._norm[0])
 
 
 class LinearHead(ExitHead):
@@ -157,14 +201,15 @@ class LinearHead(ExitHead):
         self.norm = _own_norm(unembedding)
         self.weight = nn.Parameter(self._shared.pop().clone())
 
-    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
-        """The head's norm of [.., d]."""
-        normed: Tensor = self.norm(hidden)
-        return normed
+    @property
+    def parts(self) -> Parts:
+        """A norm."""
+        return Parts(self.norm)
 
-    def unembed(self, features: Tensor) -> Tensor:
-        """[.., d] -> draft logits [.., V_draft], float32."""
-        return self._finish(nn.functional.linear(features, self.weight, *self._bias))
+    @property
+    def rows(self) -> Tensor:
+        """[V_draft, d]: its own."""
+        return self.weight
 
 
 class TranslatorHead(ExitHead):
@@ -179,11 +224,10 @@ class TranslatorHead(ExitHead):
         size = unembedding.weight.shape[1]
         self.up = _zeros(size, size, unembedding)
 
-    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
-        """[.., d] -> [.., d]."""
-        normed = self.norm(hidden)
-        translated: Tensor = normed + self.up(normed)
-        return translated
+    @property
+    def parts(self) -> Parts:
+        """A norm, and one map."""
+        return Parts(self.norm, direct=self.up)
 
 
 class LowRankHead(ExitHead):
@@ -201,11 +245,10 @@ class LowRankHead(ExitHead):
         self.down = nn.Linear(size, rank, bias=False).to(unembedding.weight)
         self.up = _zeros(rank, size, unembedding)
 
-    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
-        """[.., d] -> [.., d]."""
-        normed = self.norm(hidden)
-        translated: Tensor = normed + self.up(self.down(normed))
-        return translated
+    @property
+    def parts(self) -> Parts:
+        """A norm, and two maps, one behind the other."""
+        return Parts(self.norm, inner=self.down, outer=self.up, activated=False)
 
 
 class MlpHead(ExitHead):
@@ -221,11 +264,10 @@ class MlpHead(ExitHead):
         size = unembedding.weight.shape[1]
         self.change = _Mlp(size, inner_size or size, unembedding)
 
-    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:  # noqa: ARG002  # the base's
-        """[.., d] -> [.., d]."""
-        normed = self.norm(hidden)
-        changed: Tensor = normed + self.change(normed)
-        return changed
+    @property
+    def parts(self) -> Parts:
+        """A norm, a map, and a hidden layer."""
+        return Parts(self.norm, True, self.change.direct, self.change.inner, self.change.outer)
 
 
 class DeepFusedHead(ExitHead):
@@ -246,16 +288,14 @@ class DeepFusedHead(ExitHead):
         size = unembedding.weight.shape[1]
         self.change = _Mlp(2 * size, inner_size or 2 * size, unembedding)
 
-    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
-        """[.., d] and [.., d] -> [.., d]; an unknown `deep` is all zeros."""
-        normed = self.norm(hidden)
-        deep = torch.zeros_like(normed) if deep is None else deep.to(normed.dtype)
-        made: Tensor = self.change(torch.cat([normed, deep], dim=-1))
-        return made
+    @property
+    def parts(self) -> Parts:
+        """A norm, a map, and a hidden layer: in place of the normed state."""
+        return Parts(self.norm, False, self.change.direct, self.change.inner, self.change.outer)
 
 
 class _Mlp(nn.Module):
-    """An affine map and a hidden layer side by side, [.., inputs] -> [.., d]; zero at first."""
+    """The weights of an affine map and a hidden layer side by side; they give zero at first."""
 
     def __init__(self, inputs: int, inner_size: int, unembedding: Unembedding) -> None:
         super().__init__()
@@ -263,10 +303,6 @@ class _Mlp(nn.Module):
         self.direct = _zeros(inputs, size, unembedding)
         self.inner = nn.Linear(inputs, inner_size).to(unembedding.weight)
         self.outer = _zeros(inner_size, size, unembedding)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        made: Tensor = self.direct(inputs) + self.outer(nn.functional.silu(self.inner(inputs)))
-        return made
 
 
 def _own_norm(unembedding: Unembedding) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.panels import Stripes, blocks_pay, library, side_by_side
+from selfspec.model.panels import Stripes, library, side_by_side
 from selfspec.model.quantised import DTYPES, QuantisedWeight
 
 
@@ -136,16 +136,3 @@ _PACK_ROWS = 8
 def fast_bfloat16() -> bool:
     """Whether oneDNN computes in bfloat16 on this processor."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def draft_product(rows: Tensor) -> Product:
-    """The cheapest product with `rows` [V_draft, d] for drafts, which need few digits.
-
-    From blocks, or in bfloat16 where products compute in it. Raises ValueError where there is none.
-    """
-    if isinstance(rows, QuantisedWeight) and blocks_pay(rows.dtype):
-        return CompiledLinear(rows)
-    try:
-        return CompiledLinear(rows.to(torch.bfloat16))
-    except ValueError:
-        return PackedLinear(rows.to(torch.bfloat16) if fast_bfloat16() else rows)

@@ -174,6 +174,24 @@ class QuantisedWeight(Tensor):
         return func(*_expanded(args), **_expanded(dict(kwargs or {})))
 
 
+def in_8_bits(weight: Tensor) -> Tensor:
+    """Plain weights [out, in] as the nearest of Q8_0: 32 neighbours of a row share a scale.
+
+    What cannot be kept so stays as it is: blocks, rows that are no multiples of 32, numbers beyond
+    float16's. Raises ValueError where nothing compiles.
+    """
+    kind = FORMATS["Q8_0"]
+    if isinstance(weight, QuantisedWeight) or weight.shape[1] % kind.inputs:
+        return weight
+    groups = weight.float().unflatten(1, (-1, kind.inputs))
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
+    if not bool(scales.isfinite().all()):
+        return weight
+    numbers = (groups / scales.float().clamp(min=1e-30)).round_().clamp_(-127, 127)
+    parts = scales.view(torch.uint8), numbers.to(torch.int8).view(torch.uint8)
+    return QuantisedWeight(torch.cat(parts, dim=-1).flatten(1), kind, weight.dtype)
+
+
 def keep_numbers(model: nn.Module) -> None:
     """Expand all weights of `model` that are blocks, once: it is then as fast as any other."""
     for weight in model.parameters():

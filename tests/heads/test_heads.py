@@ -242,45 +242,6 @@ def test_draft_logits_widen_to_the_vocabulary_without_the_other_tokens(
     assert torch.equal(wide.argmax(-1), head.to_target_ids(logits.argmax(-1)))
 
 
-@pytest.mark.parametrize("kind", ["low-rank-draft", "deep-fused-draft", "logit-lens-draft"])
-def test_packed_rows_give_the_same_draft_logits_up_to_bfloat16(
-    kind: str, unembedding: Unembedding, hidden: Tensor
-) -> None:
-    heads = train(make_heads(kind, unembedding))
-    whole = heads[2](hidden, hidden).detach()
-    heads.pack()
-    with torch.no_grad():
-        packed = heads[2](hidden, hidden)
-    assert packed.dtype == torch.float32
-    assert torch.allclose(packed, whole, rtol=2**-7, atol=2**-7 * float(whole.abs().max()))
-
-
-def test_rows_stay_float32_where_bfloat16_is_slow(
-    unembedding: Unembedding, hidden: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr("selfspec.model.products.fast_bfloat16", lambda: False)
-    heads = train(make_heads("deep-fused-draft", unembedding))
-    whole = heads[2](hidden, hidden).detach()
-    heads.pack()
-    with torch.no_grad():
-        assert torch.allclose(heads[2](hidden, hidden), whole, rtol=1e-5, atol=1e-6)
-
-
-def test_packed_heads_can_still_be_fitted(unembedding: Unembedding, hidden: Tensor) -> None:
-    heads = train(make_heads("deep-fused-draft", unembedding))
-    heads.pack()
-    heads[2](hidden, hidden).sum().backward()
-    assert all(weight.grad is not None for weight in heads[2].parameters())
-
-
-@pytest.mark.parametrize("kind", ["linear-draft", "deep-fused", "logit-lens"])
-def test_what_is_not_a_copied_selection_is_not_packed(kind: str, unembedding: Unembedding) -> None:
-    heads = make_heads(kind, unembedding)
-    heads.pack()
-    assert not heads[2].is_packed
-
-
 def test_without_a_draft_vocabulary_ids_and_logits_pass_through(unembedding: Unembedding) -> None:
     head = make_heads("linear", unembedding)[2]
     ids, logits = torch.tensor([5]), torch.zeros(1, VOCAB_SIZE)

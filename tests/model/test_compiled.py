@@ -28,10 +28,9 @@ from selfspec.model.compiler import (
     make_library,
 )
 from selfspec.model.products import CompiledLinear
+from tests.models import needs_compiler
 
 ROOT = Path(__file__).parents[2]
-
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
 OURS = TARGETS.get(platform.machine(), ())
 HAS = compiled_module._features()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from selfspec.model.executors.recipe import Attention
 from selfspec.model.kv_store import Lease
 from selfspec.model.parts import parts_of
 from selfspec.model.products import CompiledLinear
-from tests.models import make_model
-
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+from tests.models import make_model, needs_compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUP, KV_HEADS, SIZE = 3, 2, 24

@@ -26,7 +26,6 @@ from selfspec.errors import UnsupportedModel
 from selfspec.heads.types import DraftVocabulary, LinearHead, LogitLensHead
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import parts_of
-from selfspec.model.products import PackedLinear
 from tests.models import BREADTH, MAX_POSITIONS, make_model, random_ids
 
 NEW = [*BREADTH, "gpt_neox"]
@@ -173,6 +172,3 @@ def test_heads_add_the_bias_of_lm_head(ids: Tensor | None) -> None:
     for kind in (LogitLensHead, LinearHead):
         vocabulary = DraftVocabulary.of(unembedding, ids)
         torch.testing.assert_close(kind(unembedding, vocabulary)(hidden), expected)
-    head = LogitLensHead(unembedding, DraftVocabulary.of(unembedding, ids))
-    head.unembed_with(PackedLinear(vocabulary.rows))
-    torch.testing.assert_close(head(hidden), expected)

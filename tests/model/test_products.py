@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from selfspec.model import compiled, panels
 from selfspec.model.compiler import TARGETS, Target, make_library
-from selfspec.model.products import CompiledLinear, PackedLinear, draft_product
+from selfspec.model.products import CompiledLinear, PackedLinear
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
@@ -117,16 +117,10 @@ def test_layers_side_by_side_in_another_order() -> None:
         assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_without_a_compiler_drafts_are_multiplied_by_onednn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows = torch.randn(20, 8)
-    assert isinstance(draft_product(rows), CompiledLinear)
-    assert draft_product(rows).dtype == torch.bfloat16
+def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match="no-such-compiler"):
-        CompiledLinear(rows)
-    assert isinstance(draft_product(rows), PackedLinear)
+        CompiledLinear(torch.randn(20, 8))
 
 
 @pytest.mark.parametrize("target", PROCESSORS, ids=lambda target: target.name)

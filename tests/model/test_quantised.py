@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from selfspec.model import panels, quantised
 from selfspec.model.products import CompiledLinear
-from selfspec.model.quantised import DTYPES, FORMATS, ZEROED, QuantisedWeight, keep_numbers
+from selfspec.model.quantised import (
+    DTYPES,
+    FORMATS,
+    ZEROED,
+    QuantisedWeight,
+    in_8_bits,
+    keep_numbers,
+)
 from tests.gguf_models import de_quantised, random_blocks, usual_blocks
 
 EVERY = [(kind, dtype) for kind in FORMATS for dtype in DTYPES]
@@ -168,3 +175,22 @@ def test_blocks_cannot_be_changed() -> None:
         with pytest.raises(RuntimeError, match="blocks of a file cannot be changed"):
             change()
     assert torch.equal(weight.expanded(), numbers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_eight_bits_each_number_is_the_nearest_of_its_group(dtype: torch.dtype) -> None:
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[1, :32], weight[2, 32:] = 0.0, 1e-30
+    found = in_8_bits(weight)
+    assert isinstance(found, QuantisedWeight)
+    assert found.dtype == dtype
+    groups = weight.float().view(5, 2, 32)
+    steps = groups.abs().amax(-1, keepdim=True) / 127
+    error = (found.expanded().float().view(5, 2, 32) - groups).abs()
+    rounding = 2**-8 if dtype == torch.bfloat16 else 0.0
+    assert bool((error <= steps * 0.51 + groups.abs() * rounding + 1e-29).all())
+
+
+def test_what_eight_bits_cannot_hold_stays() -> None:
+    for weight in (torch.randn(3, 33), torch.full((3, 32), 1e8), weight_of("Q4_0", DTYPES[0])[0]):
+        assert in_8_bits(weight) is weight

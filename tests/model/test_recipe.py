@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +25,7 @@ from selfspec.model.executors.recipe import recipe_of
 from selfspec.model.kv_store import Lease
 from selfspec.model.parts import parts_of
 from selfspec.model.rows import Rows
-from tests.models import VOCAB_SIZE, make_model
-
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+from tests.models import VOCAB_SIZE, make_model, needs_compiler
 
 FAMILIES = [
     *("gemma", "gemma2", "gemma3_text", "vaultgemma"),  # offsets, norms behind, two rotations

@@ -52,6 +52,7 @@ class Norm:
         return (found if self.bias is None else found + self.bias).to(rows.dtype)
 
 
+@torch.no_grad()
 def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
     """The norm that `module` computes on rows of `width`. Raises ValueError for another."""
     kind, one = type(module).__name__, torch.ones(())

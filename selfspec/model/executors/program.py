@@ -167,7 +167,7 @@ class Program:
         """From number `at` of a row on; with `adds`, that many times, to what the target holds."""
         width, row = len(norm.weight), self._widths[source]
         self._need(target, row)
-        if at + width > row or (source == 0 and target == 0 and not adds):
+        if at + width > row:
             raise ValueError(f"a norm of {width} numbers does not fit {row}")
         return Operation(
             kind=Kind.NORM,

@@ -1,0 +1,92 @@
+"""Exit heads from 8-bit copies of their weights: the same answers, and when there is no copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from selfspec.decoding.packed_heads import pack
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.types import HEAD_TYPES
+from selfspec.model.backbone import Backbone
+from selfspec.model.unembedding import Unembedding
+from tests.heads.kinds import make_heads, train
+from tests.models import make_model, needs_compiler, random_ids
+
+
+@pytest.fixture
+def unembedding(backbone: Backbone) -> Unembedding:
+    return backbone.unembedding
+
+
+@pytest.fixture
+def hidden() -> Tensor:
+    """[1, 3, d]"""
+    return torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(2))
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "phi"])  # phi: LayerNorm, an unembedding with a bias
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", HEAD_TYPES)
+def test_packed_heads_answer_the_same_up_to_eight_bits(
+    kind: str, dtype: torch.dtype, family: str
+) -> None:
+    backbone = Backbone(make_model(family, dtype), executor="generic")
+    heads = train(make_heads(kind, backbone.unembedding, draft_vocab_size=5))
+    hidden = backbone.embed(random_ids(6)[0]).view(2, 3, -1)
+
+    def answers() -> list[Tensor]:
+        with torch.no_grad():
+            features = [heads[2].features(hidden, deep) for deep in (hidden.flip(0), None)]
+            return [*features, heads[2].unembed(hidden)]
+
+    whole = answers()
+    pack(heads)
+    packed = answers()
+    for found, expected in zip(packed, whole, strict=True):
+        assert found.dtype == expected.dtype
+        assert near(found, expected)
+    if dtype == torch.float32:  # else, where blocks are slow, they are the same numbers
+        assert not torch.equal(packed[-1], whole[-1])
+
+
+def near(found: Tensor, expected: Tensor) -> bool:
+    """As far as 8 bits go."""
+    return float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
+
+
+def test_without_a_compiler_heads_stay_as_they_are(
+    unembedding: Unembedding, hidden: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert pack_leaves_as_it_is(train(make_heads("deep-fused-draft", unembedding)), hidden)
+
+
+def test_so_do_heads_with_a_norm_of_another_kind(unembedding: Unembedding, hidden: Tensor) -> None:
+    heads = train(make_heads("mlp", unembedding, draft_vocab_size=5))
+    heads[2].norm = nn.Softmax(dim=-1)
+    assert pack_leaves_as_it_is(heads, hidden)
+
+
+@pytest.mark.parametrize("kind", ["linear", "deep-fused", "logit-lens"])
+def test_so_do_heads_that_draft_any_token(
+    kind: str, unembedding: Unembedding, hidden: Tensor
+) -> None:
+    assert pack_leaves_as_it_is(train(make_heads(kind, unembedding)), hidden)
+
+
+@torch.no_grad()
+def pack_leaves_as_it_is(heads: ExitHeads, hidden: Tensor) -> bool:
+    """Whether the head of layer 2 answers with the same bits."""
+    whole = heads[2](hidden, hidden)
+    pack(heads)
+    return torch.equal(heads[2](hidden, hidden), whole)
+
+
+def test_packed_heads_can_still_be_fitted(unembedding: Unembedding, hidden: Tensor) -> None:
+    heads = train(make_heads("deep-fused-draft", unembedding))
+    pack(heads)
+    heads[2](hidden, hidden).sum().backward()
+    assert all(weight.grad is not None for weight in heads[2].parameters())
