@@ -42,21 +42,12 @@ pytestmark = [
 @pytest.mark.parametrize(("executor", "dtype"), [*RUNNING, ("generic", torch.float32)], ids=str)
 def test_no_draft_changes_one_bit_of_a_logit(executor: str, dtype: torch.dtype) -> None:
     speculator = selfspec.load(dtype=dtype, executor=executor)
-    for prompt in PROMPTS:
-        ids = encode(speculator.tokenizer, prompt)
+    short, long = (encode(speculator.tokenizer, text) for text in (PROMPTS[1], PROMPTS[0] * 8))
+    assert 160 < long.shape[1] < 192  # some kernels cut sums of more than 192 slots in two
+    for ids in (short, long):
         fixed = PassShape(rows=6, slots=fixed_slots(ids.shape[1] + 36))
         shape = fixed if executor == "generic" else ladder.FREE
         ladder.check_draft_invariance(speculator.backbone, ids, shape, new_tokens=NEW_TOKENS)
-
-
-@pytest.mark.parametrize(("executor", "dtype"), dict(RUNNING).items(), ids=str)
-def test_no_draft_changes_one_bit_where_sums_over_slots_are_cut_anew(
-    executor: str, dtype: torch.dtype
-) -> None:
-    speculator = selfspec.load(dtype=dtype, executor=executor)
-    ids = encode(speculator.tokenizer, PROMPTS[0] * 8)
-    assert 160 < ids.shape[1] < 192  # some kernels cut sums of more than 192 slots in two
-    ladder.check_draft_invariance(speculator.backbone, ids, ladder.FREE, new_tokens=NEW_TOKENS)
 
 
 def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
@@ -75,7 +66,7 @@ def test_float32_tokens_equal_hugging_face_or_part_at_a_tie(executor: str) -> No
     assert ladder.count_ties(speculator.model, ids, executor, new_tokens=NEW_TOKENS) == 0
 
 
-@pytest.mark.parametrize("executor", RUNNING_BFLOAT16)
+@pytest.mark.parametrize("executor", RUNNING_BFLOAT16[1:])  # generic: on tiny models
 def test_bfloat16_tokens_lie_within_noise_of_the_top(executor: str) -> None:
     speculator = selfspec.load(dtype="bfloat16")
     exact = selfspec.load(dtype="float32").model
