@@ -72,9 +72,7 @@ def main(
 
 def ways(options: SpeculationOptions) -> dict[str, SpeculationOptions]:
     """Plain decoding's rivals: as configured, and as bold as drafters can be."""
-    bold = options.updated(
-        {"prices": "row=0,block=0", "exit": {"threshold": 1e-6, "max_tokens": 7}}
-    )
+    bold = options.updated({"prices": "row=0", "exit": {"threshold": 1e-6, "max_tokens": 7}})
     return {"default": options, "bold": bold}
 
 

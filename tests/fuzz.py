@@ -318,7 +318,6 @@ CONTROLLER_TUNING = {
 PRICES = tuning(
     row=st.sampled_from([0.0, 0.3]),
     head=st.sampled_from([0.0, 0.3]),
-    block=st.sampled_from([0.0, 0.7]),
 )
 
 

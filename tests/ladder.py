@@ -139,13 +139,13 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "mixed over exits": (MixedDrafter(sequence, 2, size, width=4), EXITS),
         "eager exits": (exit_drafter(backbone, 0.05), EXITS),
         "exits with pauses": (
-            WhilePaying(exit_drafter(backbone, 0.05), DraftCost(row=1.0, exit_layers=EXITS)),
+            WhilePaying(exit_drafter(backbone, 0.05), DraftCost(rows=(1.0,), exit_layers=EXITS)),
             EXITS,
         ),
         "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
         "eager deep": (deep_drafter(backbone, 0.02), DEEP_EXITS),
         "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
-        "seen text": (NgramDrafter(Fixed(5), size=2, row_cost=0.0), ()),
+        "seen text": (NgramDrafter(Fixed(5), size=2, row_costs=(0.0,)), ()),
         "seen text, else exits": (
             SeenTextFirst(NgramDrafter(Fixed(5), size=3), exit_drafter(backbone, 0.05)),
             EXITS,

@@ -7,8 +7,9 @@ shares of a plain step what drafting adds to a round: the drafters' never-slower
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from selfspec.decoding.stats import Round
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 Count = TypeVar("Count", float, "npt.NDArray[Any]")
 """How often: a number, also an expected one, or an array of them."""
 
-_PLAIN_BLOCK_COST = 0.7
-"""Two rows against one with plain kernels on a CPU, SmolLM2-135M in bfloat16: 1.7 steps."""
+_PLAIN_SECOND_ROW = 0.7
+"""More than other rows, with plain kernels on a CPU: SmolLM2-135M in bfloat16, 1.7 steps for two.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +97,16 @@ class Costs:
         return self.head / self.plain_step()
 
     @property
-    def row_cost(self) -> float:
-        """What a verification's third row and each later one adds, as a share of a plain step.
+    def row_costs(self) -> tuple[float, ...]:
+        """What a verification's second row adds, and each later one, as shares of a plain step.
 
-        The second one where there is no third.
+        Later ones alike: single rows differ by less than a measurement tells.
         """
-        most = len(self.layers)
-        first = 2 if most > 2 else 1
-        extra = (self.step(most) - self.step(first)) / (most - first)
-        return min(max(extra / self.plain_step(), 0.0), 1.0)
-
-    @property
-    def block_cost(self) -> float:
-        """What the second row adds beyond that, as a share of a plain step, at least 0."""
-        extra = (self.step(2) - self.step(1)) / self.plain_step()
-        return max(extra - self.row_cost, 0.0)
+        steps = [self.step(rows) / self.plain_step() for rows in range(1, len(self.layers) + 1)]
+        added = [steps[1] - steps[0]]
+        if len(steps) > 2:
+            added.append((steps[-1] - steps[1]) / (len(steps) - 2))
+        return tuple(min(max(one, 0.0), 1.0) for one in added)
 
 
 def heads_asked(found: Draft | Round, exit_layers: Sequence[int]) -> int:
@@ -124,10 +121,8 @@ def heads_asked(found: Draft | Round, exit_layers: Sequence[int]) -> int:
 class DraftCost:
     """What drafting adds to a round, as a share of a plain step."""
 
-    row: float
-    """One more row of a verification."""
-    block: float = 0.0
-    """Two rows instead of one, beside that."""
+    rows: tuple[float, ...]
+    """A verification's second row, its third and so on; the last value holds for all beyond."""
     token: float = 0.0
     """A draft token of a second model."""
     head: float = 0.0
@@ -138,8 +133,8 @@ class DraftCost:
 
     @property
     def per_token(self) -> float:
-        """What each draft token of an exit head takes, its layers left out."""
-        return self.row + (self.head if self.exit_layers else 0.0)
+        """What each further draft token of an exit head takes, its layers left out."""
+        return self.rows[-1] + (self.head if self.exit_layers else 0.0)
 
     def of(self, draft: Draft) -> float:
         """A draft token that left at layer l of L ran l / L of a step by itself.
@@ -147,9 +142,14 @@ class DraftCost:
         A difficult token did not: verification goes on where it stopped.
         """
         count = len(draft.tokens)
-        verified = count * self.row + (self.block if count else 0.0)
         made = count * self.token + sum(draft.exit_layers) / self.num_layers
-        return verified + made + self.head * heads_asked(draft, self.exit_layers)
+        asked = self.head * heads_asked(draft, self.exit_layers)
+        return sum(islice(each_row(self.rows), count)) + made + asked
+
+
+def each_row(costs: Sequence[float]) -> Iterator[float]:
+    """What the second row costs, the third, and so on without end."""
+    return chain(costs, repeat(costs[-1]))
 
 
 def token_cost(second: Backbone, model: Backbone) -> float:
@@ -164,25 +164,24 @@ def token_cost(second: Backbone, model: Backbone) -> float:
 class Unmeasured(NamedTuple):
     """What rows and heads cost a model where nobody measured it, as shares of a step of one row."""
 
-    row: float
-    """One more of a verification."""
-    block: float
-    """Two instead of one, beside that."""
-    head: float = 0.08
+    rows: tuple[float, ...]
+    """A verification's second, its third and so on; the last value holds for all beyond."""
+    head: float
     """An exit head asked."""
 
     @classmethod
     def of(cls, model: Backbone) -> Unmeasured:
         """As its executor says."""
         one_row_kernels = model.claims.steady_from is None and model.device.type == "cpu"
-        block = _PLAIN_BLOCK_COST if one_row_kernels else 0.0
-        return cls(model.claims.row_cost, block, model.claims.head_cost)
+        row = model.claims.row_cost
+        rows = (row + _PLAIN_SECOND_ROW, row) if one_row_kernels else (row,)
+        return cls(rows, model.claims.head_cost)
 
     def unless(self, asked: Prices) -> Unmeasured:
         """These, or what was asked for."""
-        wanted = asked.row, asked.block, asked.head
         return Unmeasured(
-            *(own if one is None else one for own, one in zip(self, wanted, strict=True))
+            self.rows if asked.rows is None else asked.rows,
+            self.head if asked.head is None else asked.head,
         )
 
 

@@ -59,12 +59,10 @@ class RecordInfo:
     max_draft_tokens: int
     """Branches are followed for so many drafts."""
     end_tokens: tuple[int, ...]
-    block_cost: float
-    """What the model pays for two rows instead of one, as drafts from text already seen have it."""
-    row_cost: float = 0.08
-    """What it pays for one more row. Older records do not say."""
-    head_cost: float = 0.08
-    """What it pays for an exit head that is asked; as above."""
+    row_costs: tuple[float, ...]
+    """What the model pays for a verification's second row, its third and so on, unless measured."""
+    head_cost: float
+    """What it pays for an exit head that is asked, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)

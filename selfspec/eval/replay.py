@@ -207,7 +207,7 @@ def _drafter(
         raise InvalidOption(
             "what a draft model says was not recorded. Take exit, ngram, ngram+exit"
         )
-    cost = Unmeasured(record.info.row_cost, record.info.block_cost, record.info.head_cost)
+    cost = Unmeasured(record.info.row_costs, record.info.head_cost)
     ngram = make_ngram(options, cost, record.info.end_tokens)
     if not options.uses("exit"):
         return ngram, ()

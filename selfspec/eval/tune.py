@@ -250,11 +250,11 @@ def _to_follow(
         built_in,
         drafter="ngram",
         ngram=Ngram(max_tokens=min(built_in.ngram.max_tokens, recorded)),
-        prices=Prices(block=_rounded(costs.block_cost), head=_rounded(costs.head_cost)),
+        prices=Prices(head=_rounded(costs.head_cost)),
     )
     ways = itertools.product(("exit", "ngram+exit"), exits)
     kinds = [seen, *(replace(seen, exit=s.exit, drafter=drafter) for drafter, s in ways)]
-    rows = dict.fromkeys((_rounded(costs.row_cost), built_in.prices.row))
+    rows = dict.fromkeys((tuple(map(_rounded, costs.row_costs)), built_in.prices.row))
     prices = [replace(seen.prices, row=row) for row in rows]
     return [replace(kind, prices=price) for kind in kinds for price in prices]
 

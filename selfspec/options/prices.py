@@ -14,20 +14,23 @@ class Prices(Part):
 
     kind: ClassVar[str] = "prices"
 
-    row: Annotated[float | None, PROBABILITY] = None
-    """What one more row adds to a verification, in [0, 1]: text already seen is proposed while its
-    chance exceeds it. None: what the executor says, 0.08 or, from blocks of a quantised file, 0.3.
+    row: Annotated[float | tuple[float, ...] | None, PROBABILITY] = None
+    """What one more row adds to a verification, in [0, 1]: the second, the third and so on, as far
+    as they differ; text already seen is proposed as far as its chances exceed it. None: what the
+    executor says, 0.08; from blocks of a quantised file 0.3; 0.78/0.08 where a CPU runs one row by
+    kernels of its own.
 
     Packed weights on a CPU measure 0.05; a little more is safer where guesses get worse.
     """
 
     head: Annotated[float | None, AT_LEAST_0] = None
     """What asking one exit head adds to a round, at least 0. None: what the executor says, 0.08 or,
-    from blocks of a quantised file, 0.3.
+    from blocks of a quantised file, 0.2.
 
-    SmolLM2-135M in bfloat16 measures 0.075, from blocks 0.28.
+    SmolLM2-135M in bfloat16 measures 0.075, from blocks 0.19.
     """
 
-    block: Annotated[float | None, AT_LEAST_0] = None
-    """What two rows cost more than one, at least 0: text already seen must promise more tokens.
-    None: 0.7 where a CPU runs one row by kernels of its own, else 0."""
+    @property
+    def rows(self) -> tuple[float, ...] | None:
+        """`row` as a tuple; the last value holds for all rows beyond."""
+        return self.row if self.row is None or isinstance(self.row, tuple) else (self.row,)

@@ -37,7 +37,7 @@ NUMBERS = {
     "--acceptance": ["", "all", *(f"lenient:lenience={value}" for value in ("0", "1.5", "nan"))],
     "--prices": [
         *("", "0.3", "rows=1", "row=-1", "row=2", "row=nan"),
-        *("head=-1", "head=nan", "block=-1", "block=nan"),
+        *("head=-1", "head=nan", "row=0.1/-1", "block=0"),
     ],
     "--exit-layers": ["2"],
     "--pinned-rows": ["0", "-1", "x"],

@@ -185,7 +185,7 @@ SWEEPS: dict[str, dict[str, Any]] = {
     "gammatune.rate=0.5": {"controller": "gammatune:rate=0.5"},
     "controller.cm-asd.scale=0.5": {"controller": "cm-asd:scale=0.5"},
     "acceptance.cm-asd.tolerance=0": {"acceptance": "cm-asd:tolerance=0.0"},
-    "prices.block=none": {"prices": "block=none"},
+    "prices.head=none": {"prices": "head=none"},
     "acceptance=easd": {"acceptance": "easd"},
     "pinned_rows=4": {"pinned_rows": 4},
 }

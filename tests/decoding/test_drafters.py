@@ -15,7 +15,7 @@ from selfspec.options.drafters import TOGETHER
 from tests import ladder
 from tests.models import make_model, random_ids
 
-FREE = "row=0,block=0"
+FREE = "row=0"
 """Prices at which text already seen is proposed in full."""
 
 

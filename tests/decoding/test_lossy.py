@@ -304,7 +304,7 @@ def speculator() -> Speculator:
         heads="logit-lens",
         draft_model=second,
         drafter="exit:layers=2/5,threshold=0.05,max_tokens=3",
-        prices="row=0,block=0",
+        prices="row=0",
     )
 
 

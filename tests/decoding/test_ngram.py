@@ -31,7 +31,7 @@ def ask(drafter: DraftsFrom[Text], text: Text, limit: int = 99) -> Draft:
 
 
 def make_drafter(width: int = 4, **options: Any) -> NgramDrafter:
-    return NgramDrafter(Fixed(width), **{"size": 3, "row_cost": 0.15} | options)
+    return NgramDrafter(Fixed(width), **{"size": 3, "row_costs": (0.15,), **options})
 
 
 def naive(text: list[int], size: int) -> tuple[int, int]:
@@ -106,14 +106,14 @@ def test_drafting_stops_where_the_chance_falls_below_the_price_of_a_row() -> Non
     # a match of one token starts at 1/4, of two at 1/2, of three at 3/4
     chances = {0.26: 0, 0.24: 1, 0.12: 2, 0.09: 3, 0.0: 6}
     for cost, expected in chances.items():
-        drafter = make_drafter(width=6, row_cost=cost)
+        drafter = make_drafter(width=6, row_costs=(cost,))
         assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected, cost
 
 
-def test_a_draft_must_promise_what_a_block_of_rows_costs() -> None:
+def test_a_draft_must_promise_what_its_first_row_costs() -> None:
     # chances 1/4, 1/8, 3/32, 0.07: 0.54 tokens in all
     for cost, expected in ((0.5, 4), (0.6, 0)):
-        drafter = make_drafter(row_cost=0.0, block_cost=cost)
+        drafter = make_drafter(row_costs=(cost, 0.0))
         assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected
 
 
@@ -139,7 +139,7 @@ def test_a_row_costs_more_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_to_draft_and_nothing_worth_it_are_told_apart() -> None:
     assert ask(make_drafter(), Text([1, 2, 3])).ended == "off"
-    assert ask(make_drafter(row_cost=0.3), Text([1, 2, 1])).ended == "unsure"
+    assert ask(make_drafter(row_costs=(0.3,)), Text([1, 2, 1])).ended == "unsure"
 
 
 def test_wrong_guesses_end_the_proposals_and_right_ones_bring_them_back_unproposed() -> None:
@@ -160,7 +160,7 @@ def test_wrong_guesses_end_the_proposals_and_right_ones_bring_them_back_unpropos
 
 
 def test_a_guess_is_scored_up_to_its_first_wrong_token() -> None:
-    drafter, text = make_drafter(row_cost=0.0), Text([1, 2, 3, 4, 5, 6, 1])
+    drafter, text = make_drafter(row_costs=(0.0,)), Text([1, 2, 3, 4, 5, 6, 1])
     assert ask(drafter, text).tokens == [2, 3, 4, 5]
     text.tokens += [2, 3, 9, 5]  # more than the guess was right for: another drafter's tokens
     ask(drafter, text)
@@ -169,7 +169,7 @@ def test_a_guess_is_scored_up_to_its_first_wrong_token() -> None:
 
 
 def test_a_processors_token_is_read_like_any_other() -> None:
-    drafter, text = make_drafter(row_cost=0.0), Text([1, 2, 3, 1, 2])
+    drafter, text = make_drafter(row_costs=(0.0,)), Text([1, 2, 3, 1, 2])
     assert ask(drafter, text).tokens[0] == 3
     text.tokens += [7, 1, 2]  # 7 was forced upon the model
     assert ask(drafter, text).tokens == [7, 1, 2, 7]
@@ -250,7 +250,7 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving() -> None:
 
 def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it() -> None:
     model = make_model("llama", torch.float64)
-    speculator = wrap(model, drafter="ngram:size=2", prices="row=0.0,block=0.0")
+    speculator = wrap(model, drafter="ngram:size=2", prices="row=0.0")
     session = speculator.session()
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)

@@ -27,12 +27,12 @@ from tests import ladder
 from tests.decoding.test_ngram import Text
 from tests.models import make_model, random_ids
 
-COST = DraftCost(row=0.08, head=0.05, exit_layers=(3, 6), num_layers=12)
+COST = DraftCost(rows=(0.08,), head=0.05, exit_layers=(3, 6), num_layers=12)
 
 
 def priced(row: float) -> DraftCost:
     """A row is all that costs anything."""
-    return DraftCost(row=row, exit_layers=(3,), num_layers=10**9)
+    return DraftCost(rows=(row,), exit_layers=(3,), num_layers=10**9)
 
 
 # When it pauses
@@ -82,7 +82,7 @@ def test_drafts_that_are_never_right_are_made_in_14_rounds_and_then_in_one_of_65
 
 
 def test_drafts_that_are_dear_begin_with_a_pause_and_are_made_once_they_pay() -> None:
-    dear = DraftCost(row=0.3, head=0.3, exit_layers=(3,), num_layers=10**9)
+    dear = DraftCost(rows=(0.3,), head=0.3, exit_layers=(3,), num_layers=10**9)
     wrong = runs(play(WhilePaying(Heads(), dear), [False] * 300))
     assert wrong[:6] == [LONGEST_PAUSE // 2, 1, 64, 1, 64, 1]
     right = runs(play(WhilePaying(Heads(), dear), [True] * 300))
@@ -110,18 +110,18 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
     worst = 0.0
     for seed in range(200):
         dice = random.Random(seed)
-        cost = priced(dice.choice([0.02, 0.3, 1.0, 5.0, 20.0]))
-        paying, rate, gained, pauses, before = WhilePaying(Heads(), cost), 0.5, 0.0, 0, True
+        row = dice.choice([0.02, 0.3, 1.0, 5.0, 20.0])
+        paying, rate, gained, pauses, before = WhilePaying(Heads(), priced(row)), 0.5, 0.0, 0, True
         for place in range(400):
             if place % dice.randint(5, 60) == 0:
                 rate = dice.choice([0.0, 0.1, 0.5, 1.0])
             right = dice.random() < rate
             (drafts,) = play(paying, [right])
-            gained += (right - cost.row) if drafts else 0.0
+            gained += (right - row) if drafts else 0.0
             pauses += before and not drafts
             before = drafts
             # the pause that this round begins shows in the next one only
-            bound = 8.0 + cost.row * (pauses + 1)
+            bound = 8.0 + row * (pauses + 1)
             worst = max(worst, -gained / bound)
     assert 0.5 < worst <= 1.0
 
@@ -129,7 +129,7 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
 def test_the_rule_switched_off_leaves_the_drafter_alone() -> None:
     heads, costs = (
         Heads(),
-        {"unmeasured": Unmeasured(0.08, 0.0), "num_layers": 12, "exit_layers": (3,)},
+        {"unmeasured": Unmeasured((0.08,), 0.08), "num_layers": 12, "exit_layers": (3,)},
     )
     off = SpeculationOptions(never_slower=False)
     assert while_paying(heads, off, **costs) is heads  # type: ignore[arg-type]  # by name
@@ -166,7 +166,7 @@ def test_a_pause_is_no_failure_of_the_other_drafter_and_leaves_the_field_to_seen
 # Through the facade
 
 
-EAGER = {"exit": "layers=2/5,threshold=0.05", "prices": "block=0"}
+EAGER = {"exit": "layers=2/5,threshold=0.05", "prices": "row=0.08"}
 """Heads that nobody fitted: they draft all the time, wrongly."""
 
 
@@ -203,5 +203,5 @@ def test_pauses_do_not_change_the_distribution_of_samples() -> None:
     model = make_model("llama", vocab_size=4, num_hidden_layers=2)
     # two wrong drafts cost between 7.5 and 8.5 steps: a pause follows, where one is right none does
     ladder.check_sampling(
-        model, random_ids(6, vocab_size=4), draws=600, length=4, prices="head=3.3,block=0"
+        model, random_ids(6, vocab_size=4), draws=600, length=4, prices="head=3.3,row=0.08"
     )

@@ -24,7 +24,7 @@ COSTS = Costs(
     round=0.05,
 )
 
-COST = DraftCost(row=0.08, head=0.05, exit_layers=(3, 6), num_layers=12)
+COST = DraftCost(rows=(0.08,), head=0.05, exit_layers=(3, 6), num_layers=12)
 
 
 # Seconds
@@ -38,20 +38,19 @@ def test_shares_of_a_plain_step_add_up_to_the_widest_verification() -> None:
     wide = replace(COSTS, layers=(1.0, 1.5, 1.6, 1.7), logits=(0.1, 0.2, 0.23, 0.26))
     step = wide.plain_step()
     assert wide.head_cost * step == pytest.approx(0.01)
-    assert wide.row_cost * step == pytest.approx(0.13)
-    assert wide.block_cost * step == pytest.approx(0.6 - 0.13)
-    assert (wide.block_cost + 3 * wide.row_cost) * step == pytest.approx(0.86)
-    # of two rows the second is both
-    assert COSTS.row_cost * COSTS.plain_step() == pytest.approx(0.6)
-    assert COSTS.block_cost == 0.0
+    first, later = wide.row_costs
+    assert (first * step, later * step) == pytest.approx((0.6, 0.13))
+    assert (first + 2 * later) * step == pytest.approx(0.86)
+    (only,) = COSTS.row_costs  # of two rows
+    assert only * COSTS.plain_step() == pytest.approx(0.6)
 
 
 def test_rows_that_cost_nothing_or_too_much_are_within_what_options_allow() -> None:
     flat = replace(COSTS, layers=(1.0, 1.0, 0.9), logits=(0.1, 0.1, 0.1))
-    assert (flat.row_cost, flat.block_cost) == (0.0, 0.0)
+    assert flat.row_costs == (0.0, 0.0)
     dear = replace(COSTS, layers=(1.0, 3.0, 9.0), logits=(0.1, 0.1, 0.1))
-    assert dear.row_cost == 1.0
-    SpeculationOptions(prices=Prices(row=dear.row_cost, block=dear.block_cost))
+    assert dear.row_costs == (1.0, 1.0)
+    SpeculationOptions(prices=Prices(row=dear.row_costs))
 
 
 @pytest.mark.parametrize(("layers", "rows", "seconds"), [(10, 1, 1.0), (5, 1, 0.6), (1, 2, 0.6)])
@@ -116,7 +115,7 @@ def test_a_difficult_token_costs_all_heads_and_no_layers() -> None:
 
 
 def test_the_second_row_may_cost_more_than_the_others() -> None:
-    cost = DraftCost(row=0.1, block=0.7)
+    cost = DraftCost(rows=(0.8, 0.1))
     drafts = [
         Draft(tokens=[1] * count, exit_layers=[0] * count, source="ngram") for count in (0, 1, 3)
     ]
@@ -134,4 +133,4 @@ def test_a_draft_model_costs_its_share_of_the_weights() -> None:
     wide = Backbone(second.double(), executor="generic")
     assert token_cost(wide, backbone) == pytest.approx(2 * share)
     drafts = Draft(tokens=[1, 2], exit_layers=[0, 0], source="draft-model")
-    assert DraftCost(row=0.1, token=share).of(drafts) == pytest.approx(0.2 + 2 * share)
+    assert DraftCost(rows=(0.1,), token=share).of(drafts) == pytest.approx(0.2 + 2 * share)

@@ -251,7 +251,7 @@ def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Sp
 def test_without_the_value_rule_all_that_was_said_before_is_proposed(
     speculator: Speculator,
 ) -> None:
-    dear = moved(speculator, prices="row=0.9,block=0.9")
+    dear = moved(speculator, prices="row=1/0.9")
     drafted = {}
     for name in ("ngram+exit", "no-value-rule"):
         stats = written(dear, name).stats

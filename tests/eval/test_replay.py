@@ -102,8 +102,7 @@ def learning_setting(record: Record, seed: int, drafter: str) -> SpeculationOpti
         controller=random_controller(dice.choice(known), dice, most),
         ngram=Ngram(size=dice.randint(1, 4), max_tokens=dice.randint(1, 9)),
         prices=Prices(
-            row=dice.choice([0.0, 0.05, 0.2]),
-            block=dice.choice([None, 0.0, 0.3]),
+            row=dice.choice([None, 0.0, 0.05, (0.5, 0.2), (0.05, 0.1, 0.2)]),
             head=dice.choice([0.0, 0.08, 1.0, 9.0]),
         ),
         never_slower=dice.random() < 0.8,

@@ -78,7 +78,8 @@ def test_the_defaults_are_valid_and_lossless() -> None:
         (Lenient, {"lenience": 1.5}, "lenient:lenience is 1.5, expected a value in (0, 1]"),
         (Prices, {"row": -0.1}, "prices:row is -0.1, expected a value in [0, 1]"),
         (Prices, {"head": -0.1}, "prices:head is -0.1, expected a value at least 0"),
-        (Prices, {"block": -0.1}, "prices:block is -0.1, expected a value at least 0"),
+        (Prices, {"row": (0.1, 2.0)}, "prices:row is 2.0, expected a value in [0, 1]"),
+        (Prices, {"row": ()}, "prices:row is empty, expected at least one value"),
         (SpeculationOptions, {"drafter": "exits"}, "unknown drafter 'exits'. Did you mean exit?"),
         (
             SpeculationOptions,

@@ -149,7 +149,7 @@ def test_objects_text_and_mappings_agree(drafter: Any, name: str, parts: dict[st
         ({"controller": "fixed"}, Fixed()),
         ({"acceptance": "lenient:lenience=0.8"}, Lenient(lenience=0.8)),
         ({"acceptance": Lossless()}, Lossless()),
-        ({"prices": "row=0.1,block=none"}, Prices(row=0.1)),
+        ({"prices": "row=0.1/0.2,head=none"}, Prices(row=(0.1, 0.2))),
         ({"prices": {"head": 0.1}}, Prices(head=0.1)),
         ({"prices": Prices(head=0.1)}, Prices(head=0.1)),
     ],

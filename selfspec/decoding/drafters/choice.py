@@ -76,8 +76,7 @@ def make_ngram(
         make_controller(options, options.ngram.max_tokens),
         end_tokens,
         size=options.ngram.size,
-        row_cost=cost.row,
-        block_cost=cost.block,
+        row_costs=cost.rows,
     )
 
 
@@ -98,8 +97,7 @@ def while_paying(
         return drafter
     known = unmeasured.unless(options.prices)
     cost = prices.DraftCost(
-        row=known.row,
-        block=known.block,
+        rows=known.rows,
         token=token_cost,
         head=known.head,
         exit_layers=exit_layers,

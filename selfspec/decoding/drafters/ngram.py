@@ -7,12 +7,13 @@ the text, and a memory of how often it was right. Runs no layers; its tokens are
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import accumulate, takewhile
-from operator import mul
+from itertools import accumulate
+from operator import mul, sub
 from typing import Generic, TypeVar
 
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import Committed, Draft, DraftsFrom, DraftWriter, PacedDrafter
+from selfspec.decoding.prices import each_row
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.stats import Stopwatch
 
@@ -66,8 +67,8 @@ class NgramDrafter(PacedDrafter):
     By length of the match it keeps a running mean of how often the next token was right. Guesses
     are scored against what was committed whether they were proposed or not, so the means are up to
     date where nothing is drafted, at no cost. Each right token makes the match longer by one: the
-    product of the means is the chance that a draft token is reached and right, and drafting stops
-    where it falls below what a row of verification costs.
+    product of the means is the chance that a draft token is reached and right. The draft is as long
+    as pays most: chances are added up, less what the rows of verification cost.
     """
 
     def __init__(
@@ -76,18 +77,16 @@ class NgramDrafter(PacedDrafter):
         end_tokens: Collection[int] = (),
         *,
         size: int,
-        row_cost: float = 0.0,
-        block_cost: float = 0.0,
+        row_costs: Sequence[float] = (0.0,),
     ) -> None:
-        """`size`: longest n-gram. Costs are shares of a one-row step, as in SpeculationOptions.
+        """`size`: longest n-gram. `row_costs`: of the second row of a verification and so on.
 
         One drafter serves one sequence, its prompt included; a session's next turn takes a new one.
         """
         super().__init__(controller, end_tokens)
         self._index = NgramIndex(size)
         self._size = size
-        self._row_cost = row_cost
-        self._block_cost = block_cost
+        self._row_costs = row_costs
         # the longer a match, the more it is trusted at first
         self._rates = [count / (size + 1) for count in range(size + 1)]
         self._guess: list[int] = []
@@ -101,15 +100,22 @@ class NgramDrafter(PacedDrafter):
         self._guess = self._index.copied(place, writer.room) if count else []
         self._matched = [min(count + step, self._size) for step in range(len(self._guess))]
         rates = [self._rates[matched] for matched in self._matched]
-        chances = list(takewhile(lambda chance: chance >= self._row_cost, accumulate(rates, mul)))
-        if sum(chances) > max(rival, self._block_cost):
-            for token, rate, _ in zip(self._guess, rates, chances, strict=False):
+        chances = list(accumulate(rates, mul))
+        length = self._best_length(chances)
+        if sum(chances[:length]) > rival:
+            for token, rate in zip(self._guess[:length], rates, strict=False):
                 writer.add(Choice(token), rate)
                 if not writer.room:
                     break
         if writer.room:
             writer.stop("unsure" if self._guess else "off")
         return writer.draft
+
+    def _best_length(self, chances: Sequence[float]) -> int:
+        """Where the chances of the tokens so far exceed what their rows cost by most; 0: never."""
+        gains = map(sub, chances, each_row(self._row_costs))
+        totals = [0.0, *accumulate(gains)]
+        return max(range(len(totals)), key=totals.__getitem__)
 
     def _read(self, state: Committed) -> None:
         """Take in what was committed since the last draft, and score the last guess by it."""
