@@ -83,7 +83,6 @@ def _copied(
     def make(decoder: Decoder, passages: Sequence[Passage], _asked: bool) -> Executor:
         """Weights that lie in a file leave memory as soon as they are copied."""
         pages = FilePages()
-        pages.release(decoder.model)  # the conformance check has read all of it
         with evaluation(decoder.model):  # parts are asked what they compute
             packed = kind(decoder.parts, decoder.lm_head, done=pages.release)
         check_agreement(decoder, packed, passages)

@@ -20,6 +20,7 @@ from selfspec.errors import UnsupportedModel
 from selfspec.model.decoder import Decoder
 from selfspec.model.executors import Executor
 from selfspec.model.executors.masks import MASKS, attention_types
+from selfspec.model.file_pages import FilePages
 from selfspec.model.hooks import captured_outputs
 from selfspec.model.kv_store import Lease
 from selfspec.model.parts import text_config
@@ -92,27 +93,35 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
     """Raise UnsupportedModel at the first layer whose bits differ from `model.forward`.
 
     Random blocks go through both, one layer of ours at a time: one at the first positions, one
-    behind it, and one for each stretch of `stretches`. Costs two short passes each.
+    behind it, and one for each stretch of `stretches`. Costs two short passes each. Weights that
+    lie in a file leave memory again, layer by layer.
     """
     num_layers, ids = decoder.num_layers, _random_ids(decoder, seed=0)
+    pages = FilePages()
     theirs, ours = DynamicCache(), Lease(num_layers)
     found: list[Passage] = []
     with evaluation(decoder.model):
         for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK]):
             held = None if found else 0
-            found.append(_conform(decoder, block, ours.length(0), held, theirs, ours))
+            found.append(_conform(decoder, block, ours.length(0), held, theirs, ours, pages))
         for start, held in stretches(decoder):
             leases = PlantedLease(num_layers, held), PlantedLease(num_layers, held)
-            found.append(_conform(decoder, ids, start, held, *leases))
+            found.append(_conform(decoder, ids, start, held, *leases, pages))
     return found
 
 
 def _conform(
-    decoder: Decoder, ids: Tensor, start: int, held: int | None, theirs: Any, ours: Lease
+    decoder: Decoder,
+    ids: Tensor,
+    start: int,
+    held: int | None,
+    theirs: Any,
+    ours: Lease,
+    pages: FilePages,
 ) -> Passage:
     """Compare one block at positions from `start` on, behind what both hold."""
     rows = Rows.of(ours, start, len(ids), ids.device)
-    with captured_outputs(list(decoder.layers)) as expected:
+    with captured_outputs(list(decoder.layers), pages.release) as expected:
         output = decoder.model(ids[None], past_key_values=theirs, position_ids=rows.positions[None])
     if (found := output.logits.shape[1]) != len(ids):
         raise UnsupportedModel(
@@ -122,9 +131,11 @@ def _conform(
     hidden = [decoder.embed(ids)]
     for layer in range(decoder.num_layers):
         hidden.append(decoder.own.run(hidden[-1], layer, layer + 1, rows))
+        pages.release(decoder.layers[layer])
         where = f"layer {layer + 1}" + (f" behind {start} positions" if start else "")
         _require_equal(hidden[-1], expected[layer][0], where, decoder)
     logits = decoder.own.logits(hidden[-1])
+    pages.release(decoder.lm_head)
     _require_equal(decoder.finish(logits), output.logits[0].float(), "the logits", decoder)
     return Passage(start, held, tuple(hidden), logits)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
 
 @contextmanager
-def captured_outputs(modules: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
+def captured_outputs(
+    modules: Sequence[nn.Module], done: Callable[[nn.Module], object] = lambda _: None
+) -> Iterator[dict[int, Tensor]]:
     """While open, each forward pass stores what `modules[i]` returned under key i.
+
+    `done` is called with each module that has returned.
 
     Yields a dict that is filled by the passes, [B, T, d] per module; a later pass replaces the
     values of an earlier one. No hook is left behind, also after an exception.
@@ -18,8 +22,9 @@ def captured_outputs(modules: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]
     outputs: dict[int, Tensor] = {}
 
     def store(index: int) -> object:
-        def hook(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        def hook(module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             outputs[index] = output[0] if isinstance(output, tuple) else output
+            done(module)
 
         return hook
 

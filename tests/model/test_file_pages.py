@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.eval.memory import _resident, peak_of
 from selfspec.model.backbone import Backbone
+from selfspec.model.conformance import check_conformance
+from selfspec.model.decoder import Decoder
 from selfspec.model.file_pages import FilePages
 from tests.models import make_model, random_ids
 
@@ -98,3 +100,13 @@ def test_packing_needs_little_more_than_one_copy_and_leaves_the_model_whole(
     # measured: 1.4 times the model with all that a pass needs, and 2.3 if nothing were let go
     assert memory.growth < 1.8 * size
     assert torch.equal(loaded(ids).logits, logits)
+
+
+def test_checking_a_model_holds_one_layer_of_it_at_a_time(loaded: PreTrainedModel) -> None:
+    check_conformance(Decoder(make_model("llama")))  # what the first one loads is not counted
+    size = sum(weight.nbytes for weight in loaded.parameters())
+    FilePages().release(loaded)
+    memory = peak_of(lambda: check_conformance(Decoder(loaded)), torch.device("cpu"))
+    assert memory is not None
+    # measured: 0.5 times the model, and 1.4 if nothing were let go
+    assert memory.growth < 0.9 * size
