@@ -30,7 +30,8 @@ BFLOAT16 = [case for case in FLOAT32 if case[1] != "auto" or len(RUNNING_BFLOAT1
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype) -> None:
     backbone = Backbone(make_model(family, dtype), executor="generic")
-    for length in (1, 13):  # shorter than a pinned pass, and longer than the sliding windows
+    # longer than the sliding windows; once shorter than a pinned pass
+    for length in (1, 13) if dtype == torch.float32 else (13,):
         ladder.check_draft_invariance(backbone, random_ids(length), ladder.FIXED)
 
 
