@@ -60,7 +60,7 @@ class PackedHead:
         if self._reads_deep:
             beside = torch.zeros_like(hidden) if deep is None else deep.to(hidden.dtype)
             inputs = torch.cat([hidden, beside], dim=-1)
-        found = self._program.transform(inputs.flatten(0, -2), self._features)
+        found = self._program.transform(inputs.reshape(-1, inputs.shape[-1]), self._features)
         return found.view_as(hidden)
 
     def unembed(self, features: Tensor) -> Tensor:

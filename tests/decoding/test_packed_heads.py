@@ -10,20 +10,8 @@ from selfspec.decoding.packed_heads import pack
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.types import HEAD_TYPES
 from selfspec.model.backbone import Backbone
-from selfspec.model.unembedding import Unembedding
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model, needs_compiler, random_ids
-
-
-@pytest.fixture
-def unembedding(backbone: Backbone) -> Unembedding:
-    return backbone.unembedding
-
-
-@pytest.fixture
-def hidden() -> Tensor:
-    """[1, 3, d]"""
-    return torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(2))
 
 
 @needs_compiler
@@ -58,35 +46,36 @@ def near(found: Tensor, expected: Tensor) -> bool:
 
 
 def test_without_a_compiler_heads_stay_as_they_are(
-    unembedding: Unembedding, hidden: Tensor, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert pack_leaves_as_it_is(train(make_heads("deep-fused-draft", unembedding)), hidden)
+    heads = train(make_heads("deep-fused-draft", backbone.unembedding))
+    assert pack_leaves_as_it_is(heads, backbone)
 
 
-def test_so_do_heads_with_a_norm_of_another_kind(unembedding: Unembedding, hidden: Tensor) -> None:
-    heads = train(make_heads("mlp", unembedding, draft_vocab_size=5))
+def test_so_do_heads_with_a_norm_of_another_kind(backbone: Backbone) -> None:
+    heads = train(make_heads("mlp", backbone.unembedding, draft_vocab_size=5))
     heads[2].norm = nn.Softmax(dim=-1)
-    assert pack_leaves_as_it_is(heads, hidden)
+    assert pack_leaves_as_it_is(heads, backbone)
 
 
 @pytest.mark.parametrize("kind", ["linear", "deep-fused", "logit-lens"])
-def test_so_do_heads_that_draft_any_token(
-    kind: str, unembedding: Unembedding, hidden: Tensor
-) -> None:
-    assert pack_leaves_as_it_is(train(make_heads(kind, unembedding)), hidden)
+def test_so_do_heads_that_draft_any_token(kind: str, backbone: Backbone) -> None:
+    assert pack_leaves_as_it_is(train(make_heads(kind, backbone.unembedding)), backbone)
 
 
 @torch.no_grad()
-def pack_leaves_as_it_is(heads: ExitHeads, hidden: Tensor) -> bool:
+def pack_leaves_as_it_is(heads: ExitHeads, backbone: Backbone) -> bool:
     """Whether the head of layer 2 answers with the same bits."""
+    hidden = backbone.embed(random_ids(3)[0])
     whole = heads[2](hidden, hidden)
     pack(heads)
     return torch.equal(heads[2](hidden, hidden), whole)
 
 
-def test_packed_heads_can_still_be_fitted(unembedding: Unembedding, hidden: Tensor) -> None:
-    heads = train(make_heads("deep-fused-draft", unembedding))
+def test_packed_heads_can_still_be_fitted(backbone: Backbone) -> None:
+    heads = train(make_heads("deep-fused-draft", backbone.unembedding))
     pack(heads)
+    hidden = backbone.embed(random_ids(3)[0])
     heads[2](hidden, hidden).sum().backward()
     assert all(weight.grad is not None for weight in heads[2].parameters())
