@@ -154,8 +154,22 @@ def _gguf_file(name: str | Path | None) -> Path | None:
     return path if path.suffix == ".gguf" and path.is_file() else None
 
 
+_NEEDED = {
+    "weights": ("*.safetensors",),
+    "tokenizer": ("tokenizer*", "vocab*", "*.model"),
+}
+"""Beside config.json, by what it is."""
+
+
 def _from_folder(path: Path) -> ModelFiles:
     if (path / "config.json").is_file():
+        for what, patterns in _NEEDED.items():
+            if any(any(path.glob(pattern)) for pattern in patterns):
+                continue
+            then = "Copy all files of the model there"
+            if what == "weights" and any(path.glob("*.bin")):
+                then = "Its .bin files are pickles: convert them"
+            raise ModelNotFound(f"the folder {path} has no {what} ({', '.join(patterns)}). {then}")
         return ModelFiles(str(path), path.resolve().name, is_default=False)
     inside = sorted(file.name for file in path.glob("*.gguf"))
     hint = f"It holds {inside[0]}: name that file" if inside else "Is it the right folder?"

@@ -99,9 +99,18 @@ def test_bad_dtype_or_device_is_an_invalid_option(
         hub.load_model(folder, **options)
 
 
-@pytest.mark.parametrize("damage", ["config", "weights", "pickle", "tokenizer"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("config", r"cannot load .*broken: ."),
+        ("weights", r"cannot load .*broken: ."),
+        ("none", r"broken has no weights \(\*.safetensors\)\. Copy all files"),
+        ("pickle", r"broken has no weights .* pickles: convert them"),
+        ("tokenizer", r"broken has no tokenizer \(tokenizer\*, vocab\*, \*.model\)\. Copy"),
+    ],
+)
 def test_damaged_model_folder_is_named_on_one_line(
-    folder: Path, tmp_path: Path, damage: str
+    folder: Path, tmp_path: Path, damage: str, message: str
 ) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -112,12 +121,14 @@ def test_damaged_model_folder_is_named_on_one_line(
         (broken / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
     elif damage == "weights":
         weights.write_bytes(weights.read_bytes()[:200])
+    elif damage == "none":
+        weights.unlink()
     elif damage == "pickle":
         weights.unlink()
         torch.save({}, broken / "pytorch_model.bin")
     else:
         for file in broken.glob("token*"):
             file.unlink()
-    with pytest.raises(ModelNotFound, match=r"cannot load .*broken: .") as caught:
+    with pytest.raises(ModelNotFound, match=message) as caught:
         hub.load_model(broken)
     assert "\n" not in str(caught.value)
