@@ -275,7 +275,7 @@ METHODS = {
     "no-value-rule": Method(
         source="ngram+exit, but whatever the text has said before is proposed in full",
         decode=on_our_runtime,
-        settings=_ablated(prices="row=0,block=0"),
+        settings=_ablated(prices="row=0"),
     ),
     "no-never-slower": Method(
         source="ngram+exit, but exit heads go on drafting where that does not pay",
