@@ -109,6 +109,20 @@ class SpeculationOptions:
                 )
 
     @property
+    def grows_trees(self) -> bool:
+        """Whether heads may guess several tokens for a place.
+
+        Lossy rules, and controllers that look at each token's confidence, know of one.
+        """
+        several = self.uses("exit") and self.exit.guesses > 1
+        return several and self.loss is None and not self.controller.reads_confidence
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens of a tree at most."""
+        return min(self.exit.max_rows, self.pinned_rows if self.pinned else self.exit.max_rows) - 1
+
+    @property
     def widths(self) -> dict[str, int]:
         """W_max of each drafter in use."""
         return {part.kind: part.max_tokens for part in self._drafters() if self.uses(part.kind)}
@@ -141,6 +155,8 @@ class SpeculationOptions:
     def widest_pass(self) -> int:
         """Rows of the widest verification that these drafts lead to, 16 if that is more."""
         widths = [max(width, self.longest_draft(width)) for width in self.widths.values()]
+        if self.grows_trees:
+            widths.append(self.most_drafts)
         return 1 + min(max(widths, default=0), _WIDEST_PROBED - 1)
 
     def updated(self, values: Mapping[str, Any]) -> SpeculationOptions:

@@ -90,8 +90,13 @@ def entry(count: int, drafts: int, accepted: int, layers: list[int], **values: A
         tokens=[RIGHT] * count,
         draft_tokens=tokens,
         exit_layers=layers,
-        accepted=accepted,
-        **{"ended": "width", "passes": [(1, 0, 2), (1, 2, 4), (drafts + 1, 4, 6)], **values},
+        kept=[*range(accepted)],
+        **{
+            "sources": ["exit"] * drafts,
+            "ended": "width",
+            "passes": [(1, 0, 2), (1, 2, 4), (drafts + 1, 4, 6)],
+            **values,
+        },
     )
 
 

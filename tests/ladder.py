@@ -28,8 +28,10 @@ from selfspec.decoding.drafters import (
     NgramDrafter,
     NoDrafter,
     SeenTextFirst,
+    TreeDrafter,
     WhilePaying,
 )
+from selfspec.decoding.drafters.guesses import HeadGuesser
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.probe import PassShape
 from selfspec.decoding.scores import Sampler
@@ -102,7 +104,7 @@ def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     return ExitDrafter(heads, judge, greedy(), Fixed(width))
 
 
-def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
+def deep_heads(backbone: Backbone) -> ExitHeads:
     """Heads of random weights that read deep states, the first of them on the embedding."""
     weight = backbone.unembedding.weight
     config = HeadsConfig(
@@ -118,8 +120,21 @@ def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     generator = torch.Generator().manual_seed(3)
     for parameter in heads.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
+    return heads
+
+
+def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
+    """Chains of `deep_heads`."""
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(DEEP_EXITS, tau))
-    return ExitDrafter(heads, judge, greedy(), Fixed(width))
+    return ExitDrafter(deep_heads(backbone), judge, greedy(), Fixed(width))
+
+
+def tree_drafter(backbone: Backbone, seen: NgramDrafter | None = None) -> TreeDrafter[DecodeState]:
+    """Wide trees of the first of `deep_heads`, around text already seen."""
+    judge = ExitJudge(backbone.num_layers, {0: 0.001})
+    guesser = HeadGuesser(deep_heads(backbone), judge, greedy(), 4)
+    cost = DraftCost(rows=(0.0,))
+    return TreeDrafter(guesser, cost, Fixed(3), most=9, seen=seen, never_slower=False)
 
 
 def second_model() -> DraftModelDrafter:
@@ -139,7 +154,7 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "mixed over exits": (MixedDrafter(sequence, 2, size, width=4), EXITS),
         "eager exits": (exit_drafter(backbone, 0.05), EXITS),
         "exits with pauses": (
-            WhilePaying(exit_drafter(backbone, 0.05), DraftCost(rows=(1.0,), exit_layers=EXITS)),
+            WhilePaying(exit_drafter(backbone, 0.05), DraftCost(rows=(1.0,))),
             EXITS,
         ),
         "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
@@ -151,6 +166,10 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
             EXITS,
         ),
     }
+    if backbone.runs_trees:
+        seen = NgramDrafter(Fixed(5), size=2, row_costs=(0.0,))
+        found["trees"] = (tree_drafter(backbone), (0,))
+        found["trees around seen text"] = (tree_drafter(backbone, seen), (0,))
     if size == VOCAB_SIZE:  # of tiny models; no other is at hand for a real one
         found["another model"] = (second_model(), ())
     return found
@@ -163,6 +182,8 @@ def check_draft_invariance(
     plain = decode(backbone, ids, NoDrafter(), shape=shape, new_tokens=new_tokens)
     sequence = ids[0].tolist() + plain.tokens
     for name, (drafter, exits) in drafters(backbone, sequence).items():
+        if isinstance(drafter, TreeDrafter) and backbone.claims.steady_from is None:
+            continue  # not made there: see `Sources.runs_trees`
         found = decode(
             backbone, ids, drafter, shape=shape, exit_layers=exits, new_tokens=new_tokens
         )
@@ -241,7 +262,12 @@ def shortfall(
 
 
 def check_sampling(
-    model: PreTrainedModel, ids: Tensor, draws: int = 1500, length: int = 3, **options: Any
+    model: PreTrainedModel,
+    ids: Tensor,
+    draws: int = 1500,
+    length: int = 3,
+    heads: str | ExitHeads = "logit-lens",
+    **options: Any,
 ) -> None:
     """Rung 6: sampled sequences have exactly the model's distribution, by chi-square.
 
@@ -250,7 +276,7 @@ def check_sampling(
     """
     size = model.config.vocab_size
     own = {name: options.pop(name) for name in OPTION_NAMES if name in options}
-    speculator = wrap(model, heads="logit-lens", drafter="exit", **options)
+    speculator = wrap(model, heads=heads, drafter="exit", **options)
     low = {"exit": "layers=1,threshold=0.01,max_tokens=2", "draft_model": "max_tokens=2"}
     speculator.options = speculator.options.updated(low | own)
     # asked once: transformers takes longer to read the keywords than the answer takes

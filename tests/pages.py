@@ -40,7 +40,7 @@ def check_replayed(
     record: Record, options: SpeculationOptions, rounds: list[Any], summary: dict[str, float]
 ) -> None:
     """Every field of every round, the heads asked, and what is counted and predicted of them."""
-    judged = sum(entry.pop("judged") for entry in rounds)
+    judged = sum(entry["heads"] for entry in rounds)
     assert rounds == [plain(entry) for entry in replay.rounds(record, 0, options)], options
     assert judged == totals(record, [options]).judged[0, 0]
     for name, value in python_results(record, options).items():

@@ -124,7 +124,7 @@ def replayed(chains: Chains, options: SpeculationOptions) -> RoundCounts:
             writer.add(Choice(token), confidence)
         draft = writer.draft.tokens
         kept = _shared(draft, text[place:])
-        drafter.learn(len(draft), kept)
+        drafter.learn(writer.draft, range(kept))
         by_drafts[len(draft)] += 1
         accepted += kept
         place += kept + 1

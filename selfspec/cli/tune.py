@@ -61,9 +61,7 @@ def tune(
         return
     record = read(asked["record"], speculator) if "record" in asked else None
     record = record or recording.made(speculator, chosen, noted)
-    costs = measure(
-        backbone, heads, rows=record.info.max_draft_tokens + 1, context=record.mean_context
-    )
+    costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
     with training.progress_bar("replay", "settings") as show:
         found = choosing.tune(record, costs, options, show)
     file = None

@@ -82,7 +82,7 @@ def rounds(
             watch.lap("prefill" if prefill else "verify")
             entry = commit(state, draft, target_logits, rule, stop, prefill=prefill)
             if not prefill:
-                drafter.learn(len(draft.tokens), entry.accepted)
+                drafter.learn(draft, entry.kept)
         watch.lap("bookkeeping")
         yield entry
 
@@ -128,11 +128,13 @@ def commit(
 ) -> Round:
     """Append what the rule gives, token by token, until it keeps no draft or the text ends."""
     tokens: list[int] = []
-    accepted, reason = 0, None
+    kept: list[int] = []
+    reason = None
     for row, verdict in walk(state, draft, target_logits, rule):
         state.append(verdict.token, row)
         tokens.append(verdict.token)
-        accepted += verdict.kept is not None
+        if verdict.kept is not None:
+            kept.append(draft.following(row)[verdict.kept])
         reason = stop.reason(state, verdict.token)
         if reason is not None:
             break
@@ -140,9 +142,11 @@ def commit(
         tokens=tokens,
         draft_tokens=draft.tokens,
         exit_layers=draft.exit_layers,
-        source=draft.source,
-        accepted=accepted,
+        sources=draft.sources,
+        parents=draft.parents,
+        kept=kept,
         ended=draft.ended,
+        heads=draft.heads,
         prefill=prefill,
         passes=state.hidden.schedule.passes,
         stop_reason=reason,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from selfspec.decoding.stats import Round
@@ -79,8 +79,8 @@ class Costs:
             found = found + count * self.verdict(rows)
         return found
 
-    def seconds_of(self, rounds: Iterable[Round], exit_layers: Sequence[int]) -> float:
-        """Of rounds that drafted from `exit_layers`, or from text already seen, which is free.
+    def seconds_of(self, rounds: Iterable[Round]) -> float:
+        """Of rounds with drafts of exit heads, or from text already seen, which is free.
 
         The prompt's pass is left out.
         """
@@ -88,7 +88,7 @@ class Costs:
         return self.seconds(
             [(rows, 1, last - first) for entry in behind for rows, first, last in entry.passes],
             [(len(entry.draft_tokens) + 1, 1) for entry in behind],
-            sum(heads_asked(entry, exit_layers) for entry in behind),
+            sum(entry.heads for entry in behind),
         )
 
     @property
@@ -109,14 +109,6 @@ class Costs:
         return tuple(min(max(one, 0.0), 1.0) for one in added)
 
 
-def heads_asked(found: Draft | Round, exit_layers: Sequence[int]) -> int:
-    """Every head in use up to where a draft token left, all of them for a difficult token."""
-    if found.source != "exit":
-        return 0
-    left = sum(exit_layers.index(layer) + 1 for layer in found.exit_layers)
-    return left + (len(exit_layers) if found.ended == "depth" else 0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DraftCost:
     """What drafting adds to a round, as a share of a plain step."""
@@ -127,24 +119,23 @@ class DraftCost:
     """A draft token of a second model."""
     head: float = 0.0
     """An exit head asked."""
-    exit_layers: tuple[int, ...] = ()
-    """Those in use, up to D_max."""
     num_layers: int = 1
 
     @property
     def per_token(self) -> float:
         """What each further draft token of an exit head takes, its layers left out."""
-        return self.rows[-1] + (self.head if self.exit_layers else 0.0)
+        return self.rows[-1] + self.head
 
     def of(self, draft: Draft) -> float:
-        """A draft token that left at layer l of L ran l / L of a step by itself.
+        """Tokens from text already seen are left out: they would be there without this.
 
-        A difficult token did not: verification goes on where it stopped.
+        A draft token that left at layer l of L ran l / L of a step by itself. A difficult token did
+        not: verification goes on where it stopped.
         """
-        count = len(draft.tokens)
-        made = count * self.token + sum(draft.exit_layers) / self.num_layers
-        asked = self.head * heads_asked(draft, self.exit_layers)
-        return sum(islice(each_row(self.rows), count)) + made + asked
+        drafts = zip(each_row(self.rows), draft.sources, draft.exit_layers, strict=False)
+        own = [(row, layer) for row, source, layer in drafts if source != "ngram"]
+        rows = sum(row + self.token + layer / self.num_layers for row, layer in own)
+        return rows + self.head * draft.heads
 
 
 def each_row(costs: Sequence[float]) -> Iterator[float]:

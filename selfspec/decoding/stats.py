@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from selfspec.model.rows import depths
+
 Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]
 """Why drafting stopped: nothing confident by D_max; W_max drafts; no room for more tokens; the
 draft closed the sequence; more would not pay; nothing was to be drafted, or drafting pauses."""
@@ -50,16 +52,32 @@ class Round:
     draft_tokens: list[int]
     exit_layers: list[int]
     """Where each draft left; 0 for drafts that ran through no layer."""
-    accepted: int
-    """Drafts among `tokens`."""
+    sources: list[str]
+    """Who drafted each: exit, ngram or draft-model."""
+    parents: list[int] | None = None
+    """Which draft each follows, -1: the newest token. None: each the one before."""
+    kept: list[int]
+    """Drafts among `tokens`, in their order."""
     ended: Ended
-    source: str = "exit"
-    """Who drafted: exit, ngram or draft-model."""
+    heads: int = 0
+    """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
     prefill: bool = False
     """The prompt's own pass, which is no verification."""
     passes: Sequence[tuple[int, int, int]] = ()
     """Batched runs, in order: rows, first, last (layers first+1..last)."""
     stop_reason: StopReason | None = None
+
+    @property
+    def accepted(self) -> int:
+        """How many drafts are among `tokens`."""
+        return len(self.kept)
+
+    @property
+    def depths(self) -> list[int]:
+        """How many drafts lie on the way to each, itself included."""
+        if self.parents is None:
+            return [*range(1, len(self.draft_tokens) + 1)]
+        return [depth + 1 for depth in depths(self.parents)]
 
 
 @dataclass(kw_only=True)
@@ -90,7 +108,7 @@ class GenerationStats:
     accepted_by_layer: Counter[int] = field(default_factory=Counter)
     """Drafts of exit heads only."""
     drafted_by_index: Counter[int] = field(default_factory=Counter)
-    """Keys count from 1: the first, second, .. draft of a round."""
+    """Keys count from 1: the first, second, .. draft of a round; in a tree, of their paths."""
     accepted_by_index: Counter[int] = field(default_factory=Counter)
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     """Rounds by the number of drafts they kept."""
@@ -115,14 +133,16 @@ class GenerationStats:
         self.bonus += len(entry.tokens) - entry.accepted
         self.ended[entry.ended] += 1
         self.accepted_lengths[entry.accepted] += 1
-        if entry.draft_tokens:
-            self.drafted_by_source[entry.source] += len(entry.draft_tokens)
-            self.accepted_by_source[entry.source] += entry.accepted
-        if entry.source == "exit":
-            self.drafted_by_layer.update(entry.exit_layers)
-            self.accepted_by_layer.update(entry.exit_layers[: entry.accepted])
-        self.drafted_by_index.update(range(1, len(entry.draft_tokens) + 1))
+        self.drafted_by_index.update(entry.depths)
         self.accepted_by_index.update(range(1, entry.accepted + 1))
+        drafts = [*zip(entry.sources, entry.exit_layers, strict=True)]
+        kept = [drafts[index] for index in entry.kept]
+        for found, by_source, by_layer in (
+            (drafts, self.drafted_by_source, self.drafted_by_layer),
+            (kept, self.accepted_by_source, self.accepted_by_layer),
+        ):
+            by_source.update(source for source, _ in found)
+            by_layer.update(layer for source, layer in found if source == "exit")
 
     @property
     def acceptance_rate(self) -> float:

@@ -23,12 +23,16 @@ from selfspec.api.tuned import conditions
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidOption
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
+from selfspec.options import Exit
 from selfspec.typed import check_keys, require_types
 from selfspec.untrusted import check_safetensors, read_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 INFO_FILE = "record.json"
 ARRAYS_FILE = "record.safetensors"
+
+GUESSES = 8
+"""Of exit layer 0, for trees."""
 
 NONE = -1
 """In place of a node: there is none."""
@@ -103,6 +107,12 @@ class Record:
     """[N, E, A] its probability after annealing."""
     children: Ints
     """[N, E] the node behind that token; NONE where no setting goes on."""
+    guesses: Ints
+    """[N, G] the best tokens of exit layer 0, for trees; G is 0 where it was not recorded."""
+    chances: Floats
+    """[N, A, G] their probabilities after annealing, falling."""
+    behind: Ints
+    """[N, G] the node behind each; NONE where no tree goes on."""
 
     def places(self, prompt: int) -> range:
         """The places of one prompt."""
@@ -115,6 +125,12 @@ class Record:
         stop = start + self.prompts[prompt].prompt_tokens
         found: list[int] = self.contexts[start:stop].tolist()
         return found
+
+    @property
+    def widest(self) -> int:
+        """Rows of a verification at most, under settings that are tried on it."""
+        chain = self.info.max_draft_tokens + 1
+        return max(chain, Exit().max_rows) if self.guesses.shape[-1] else chain
 
     @property
     def mean_context(self) -> int:
@@ -200,6 +216,9 @@ _ARRAYS = {
     "tokens": np.int32,
     "confidence": np.float32,
     "children": np.int32,
+    "guesses": np.int32,
+    "chances": np.float32,
+    "behind": np.int32,
 }
 
 
@@ -217,6 +236,7 @@ def _check_arrays(
     places = sum(prompt.new_tokens for prompt in prompts)
     count = len(arrays["tokens"])
     layers, alphas = len(info.exit_layers), len(info.anneal_strengths)
+    guesses = arrays["guesses"].shape[-1] if arrays.get("guesses") is not None else 0
     shapes = {
         "contexts": (sum(prompt.prompt_tokens for prompt in prompts),),
         "answers": (places,),
@@ -224,6 +244,9 @@ def _check_arrays(
         "tokens": (count, layers),
         "confidence": (count, layers, alphas),
         "children": (count, layers),
+        "guesses": (count, guesses),
+        "chances": (count, alphas, guesses),
+        "behind": (count, guesses),
     }
     if arrays.keys() != shapes.keys():
         raise InvalidData(f"holds {sorted(arrays)}, expected {sorted(shapes)}")
@@ -233,7 +256,7 @@ def _check_arrays(
             raise InvalidData(
                 f"{name} is {found.dtype} {list(found.shape)}, expected {list(shape)}"
             )
-    for name in ("roots", "children"):
+    for name in ("roots", "children", "behind"):
         nodes = arrays[name]
         if nodes.size and not (nodes.min() >= NONE and nodes.max() < count):
             raise InvalidData(f"{name} names a node that is not there")

@@ -7,19 +7,25 @@ the never-slower rule and the schedule are the runtime's own; only exit heads ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import DraftController, make_controller
 from selfspec.decoding.drafters import (
+    EXIT,
+    ROOT,
     Draft,
     DraftsFrom,
     DraftWriter,
+    Guesses,
+    Known,
     NoDrafter,
     PacedDrafter,
     SeenTextFirst,
     make_ngram,
+    make_tree,
     while_paying,
 )
 from selfspec.decoding.prices import Unmeasured
@@ -27,7 +33,7 @@ from selfspec.decoding.schedule import Pass, Schedule
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
 from selfspec.errors import InvalidOption
-from selfspec.eval.record import Record
+from selfspec.eval.record import GUESSES, Record
 from selfspec.heads.confidence import top_probability
 from selfspec.heads.exit_heads import layers_in_use
 from selfspec.heads.judge import spread
@@ -45,6 +51,8 @@ class Setting:
     """Index on the last axis of the confidence."""
     width: int
     """W_max"""
+    guesses: int
+    """For a place; more than one make trees."""
 
     @classmethod
     def of(cls, record: Record, options: SpeculationOptions) -> Setting:
@@ -65,12 +73,17 @@ class Setting:
                 f"exit:threshold {min(thresholds)} lies below {info.min_threshold}, where "
                 "recording stopped. Record more: selfspec trace --min-threshold"
             )
+        if options.exit.guesses > GUESSES:
+            raise InvalidOption(
+                f"exit:guesses {options.exit.guesses}, recorded were {GUESSES}. Take fewer"
+            )
         return cls(
             layers=used,
             columns=tuple(info.exit_layers.index(layer) for layer in used),
             thresholds=thresholds,
             alpha=info.anneal_strengths.index(alpha),
             width=options.exit.max_tokens,
+            guesses=options.exit.guesses if options.grows_trees and used == (0,) else 1,
         )
 
 
@@ -130,6 +143,39 @@ class _Exit(NamedTuple):
     child: int
 
 
+class _Guesser:
+    """`drafters.HeadGuesser` on a record."""
+
+    layer = 0
+
+    def __init__(self, record: Record, setting: Setting) -> None:
+        self._record, self._setting = record, setting
+        self._nodes: dict[int, int] = {}
+        """Of the record, by token of the draft."""
+
+    def begin(self, state: _State) -> None:
+        """A round begins."""
+        self._nodes = {ROOT: state.root}
+
+    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> list[Guesses]:  # noqa: ARG002  # the protocol's
+        """Behind each of `asked`."""
+        return [self._guesses(self._node(draft, index)) for index in asked]
+
+    def _node(self, draft: Draft, index: int) -> int:
+        if index not in self._nodes:
+            parent = self._nodes[(draft.parents or [])[index]]
+            rank = self._record.guesses[parent].tolist().index(draft.tokens[index])
+            self._nodes[index] = int(self._record.behind[parent, rank])
+        return self._nodes[index]
+
+    def _guesses(self, node: int) -> Known:
+        record, setting = self._record, self._setting
+        chances = record.chances[node, setting.alpha, : setting.guesses].tolist()
+        if not chances or chances[0] < setting.thresholds[0]:
+            return Known([], [])
+        return Known(record.guesses[node, : setting.guesses].tolist(), chances)
+
+
 class _ExitDrafter(PacedDrafter):
     """`drafters.ExitDrafter` on a record."""
 
@@ -140,11 +186,11 @@ class _ExitDrafter(PacedDrafter):
 
     def draft(self, state: _State, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
-        writer = DraftWriter(self, limit, source="exit")
+        writer = DraftWriter(self, limit, source=EXIT)
         node = state.root
         while writer.room:
             state.schedule.push(1)
-            found = self._first_exit(state.schedule, node)
+            found = self._first_exit(state.schedule, node, writer.draft)
             if found is None:
                 writer.stop("depth")
                 break
@@ -152,12 +198,13 @@ class _ExitDrafter(PacedDrafter):
             node = found.child
         return writer.draft
 
-    def _first_exit(self, schedule: Schedule, node: int) -> _Exit | None:
-        """The first confident layer at a node; None: difficult token."""
+    def _first_exit(self, schedule: Schedule, node: int, draft: Draft) -> _Exit | None:
+        """The first confident layer at a node; None: difficult token. `draft` counts heads."""
         record, setting = self._record, self._setting
         asked = zip(setting.layers, setting.columns, setting.thresholds, strict=True)
         for boundary, (layer, column, tau) in enumerate(asked):
             schedule.advance(boundary)
+            draft.heads += 1
             confidence = float(record.confidence[node, column, setting.alpha])
             if confidence >= tau:
                 token, child = record.tokens[node, column], record.children[node, column]
@@ -178,7 +225,8 @@ def rounds(record: Record, prompt: int, options: SpeculationOptions) -> list[Rou
             tokens=state.answer[:1],
             draft_tokens=[],
             exit_layers=[],
-            accepted=0,
+            sources=[],
+            kept=[],
             ended="off",
             prefill=True,
             passes=[Pass(info.prompt_tokens, 0, record.info.num_layers)],
@@ -190,7 +238,7 @@ def rounds(record: Record, prompt: int, options: SpeculationOptions) -> list[Rou
         draft = drafter.draft(state, info.max_new_tokens - state.known - 1, watch)
         entry = _verified(state, draft)
         state.known += len(entry.tokens)
-        drafter.learn(len(draft.tokens), entry.accepted)
+        drafter.learn(draft, entry.kept)
         entries.append(replace(entry, stop_reason=state.stop_reason()))
     return entries
 
@@ -212,6 +260,9 @@ def _drafter(
     if not options.uses("exit"):
         return ngram, ()
     setting = Setting.of(record, options)
+    if setting.guesses > 1:
+        ends = record.info.end_tokens
+        return make_tree(_Guesser(record, setting), options, cost, ends), setting.layers
     controller = make_controller(options, options.exit.max_tokens)
     exits = while_paying(
         _ExitDrafter(record, setting, controller),
@@ -229,15 +280,21 @@ def _verified(state: _State, draft: Draft) -> Round:
     state.schedule.push(len(tokens) + 1 - state.schedule.pushed)
     for boundary, until in state.schedule.finish():
         state.schedule.advance(boundary, until)
-    accepted = 0
-    while accepted < min(len(tokens), len(following)) and tokens[accepted] == following[accepted]:
-        accepted += 1
+    kept: list[int] = []
+    while len(kept) < len(following):
+        behind = draft.following(kept[-1] + 1 if kept else 0)
+        right = [index for index in behind if tokens[index] == following[len(kept)]]
+        if not right:
+            break
+        kept.append(right[0])
     return Round(
-        tokens=following[: accepted + 1],
+        tokens=following[: len(kept) + 1],
         draft_tokens=tokens,
         exit_layers=draft.exit_layers,
-        source=draft.source,
-        accepted=accepted,
+        sources=draft.sources,
+        parents=draft.parents,
+        kept=kept,
         ended=draft.ended,
+        heads=draft.heads,
         passes=state.schedule.passes,
     )

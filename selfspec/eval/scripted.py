@@ -30,7 +30,7 @@ class ScriptedDrafter:
             ended="width" if len(tokens) == self.width else "budget",
         )
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """The script stays as it is."""
 
     def tokens(self, position: int, count: int) -> list[int]:

@@ -21,13 +21,14 @@ from selfspec.api.tuned import conditions
 from selfspec.decoding import prices
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import rounds
-from selfspec.decoding.drafters import Draft, known_deep
+from selfspec.decoding.drafters import LEAST_SAID, Draft, known_deep
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.eval.record import NONE, PromptInfo, Record, RecordInfo
+from selfspec.eval.record import GUESSES, NONE, PromptInfo, Record, RecordInfo
 from selfspec.eval.suites import Question
 from selfspec.eval.trace_options import RecordOptions
+from selfspec.heads.confidence import likeliest
 from selfspec.heads.exit_heads import ExitHeads, check_exit_layers
 from selfspec.heads.judge import ExitJudge
 from selfspec.options import Exit
@@ -39,11 +40,22 @@ _FLOORS = {True: 0.01, False: 0.2}
 class _Said(NamedTuple):
     """What one exit layer says of the next token."""
 
-    token: int
-    confidence: list[float]
-    """By alpha."""
+    tokens: list[int]
+    """The best first."""
+    chances: list[list[float]]
+    """By alpha, of all of them."""
     features: Tensor
     """The head's, [1, d]."""
+
+    @property
+    def token(self) -> int:
+        """The best."""
+        return self.tokens[0]
+
+    @property
+    def confidence(self) -> list[float]:
+        """By alpha, of the best."""
+        return [chances[0] for chances in self.chances]
 
 
 @dataclass
@@ -53,12 +65,18 @@ class Nodes:
     tokens: list[list[int]] = field(default_factory=list)
     confidence: list[list[list[float]]] = field(default_factory=list)
     children: list[list[int]] = field(default_factory=list)
+    guesses: list[list[int]] = field(default_factory=list)
+    chances: list[list[list[float]]] = field(default_factory=list)
+    behind: list[list[int]] = field(default_factory=list)
 
-    def add(self, said: Sequence[_Said]) -> int:
-        """A node without children yet."""
+    def add(self, said: Sequence[_Said], *, trees: bool) -> int:
+        """A node without children yet. `trees`: the first column's further guesses count."""
         self.tokens.append([entry.token for entry in said])
         self.confidence.append([entry.confidence for entry in said])
         self.children.append([NONE] * len(said))
+        self.guesses.append(said[0].tokens if trees else [])
+        self.chances.append(said[0].chances if trees else [[] for _ in said[0].chances])
+        self.behind.append([NONE] * len(self.guesses[-1]))
         return len(self.tokens) - 1
 
 
@@ -69,6 +87,8 @@ class Reach(NamedTuple):
     """W_max of the widest setting to be replayed."""
     threshold: float
     """Its lowest tau."""
+    layers: tuple[int, ...]
+    """Exit layers in use."""
 
 
 class Explorer:
@@ -97,6 +117,7 @@ class Explorer:
         self._nodes = nodes
         self._answer = answer
         self._end_tokens = frozenset(end_tokens)
+        self._trees = 0 in heads.config.exit_layers and 0 in reach.layers
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
         """No tokens; the state is left as it was found."""
@@ -106,7 +127,8 @@ class Explorer:
         if room > 0:
             right = None if self._heads.reads_deep else self._answer[place + 1]
             deep = known_deep(self._heads, state)
-            root = self._look(state, self._answer[place], deep, room, right)
+            paths = [1.0] * len(self._judges)
+            root = self._look(state, self._answer[place], deep, room, right, paths)
             state.hidden.clear()
         if place > 0 and not self._heads.reads_deep:
             self._lead(self.roots[-1], self._answer[place], root)
@@ -115,34 +137,58 @@ class Explorer:
 
     def _lead(self, node: int, right: int, root: int) -> None:
         """Lead the right drafts of the place before to this place's root."""
-        for column, token in enumerate(self._nodes.tokens[node]):
-            if token == right:
-                self._nodes.children[node][column] = root
+        for tokens, children in (
+            (self._nodes.tokens[node], self._nodes.children[node]),
+            (self._nodes.guesses[node], self._nodes.behind[node]),
+        ):
+            for column, token in enumerate(tokens):
+                if token == right:
+                    children[column] = root
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """Nothing was proposed."""
 
     def _look(
-        self, state: DecodeState, token: int, deep: Tensor | None, room: int, right: int | None
+        self,
+        state: DecodeState,
+        token: int,
+        deep: Tensor | None,
+        room: int,
+        right: int | None,
+        paths: Sequence[float],
     ) -> int:
         """Note what follows `token`, and what follows that, for `room` drafts; returns the node.
 
-        Nothing is noted behind the draft `right`, behind an end token, or where no threshold that
-        can be replayed lets a draft leave.
+        Nothing is noted behind the draft `right`, behind an end token, or where nothing that can be
+        replayed goes on: no threshold lets a draft leave, no tree asks behind it. `paths`: what
+        exit layer 0 gives the way to here, by alpha.
         """
         held = state.lease.length(0)
         said = self._ask(state, token, deep)
-        node = self._nodes.add(said)
-        found: dict[int, int] = {}
-        for column, (draft, confidence, features) in enumerate(said):
+        node = self._nodes.add(said, trees=self._trees)
+        found: dict[tuple[int, int], int] = {}
+
+        def follow(column: int, rank: int, paths: Sequence[float]) -> int:
+            draft = said[column].tokens[rank]
             if room == 1 or draft == right or draft in self._end_tokens:
-                continue
-            if max(confidence) < self._reach.threshold:
-                continue
-            branch = column if self._heads.reads_deep else draft
+                return NONE
+            branch = (column if self._heads.reads_deep else 0, draft)
             if branch not in found:
-                found[branch] = self._look(state, draft, features, room - 1, None)
-            self._nodes.children[node][column] = found[branch]
+                features = said[column].features
+                found[branch] = self._look(state, draft, features, room - 1, None, paths)
+            return found[branch]
+
+        for rank in range(len(said[0].tokens) if self._trees else 0):
+            ways = [path * by[rank] for path, by in zip(paths, said[0].chances, strict=True)]
+            if max(ways) >= LEAST_SAID:
+                self._nodes.behind[node][rank] = follow(0, rank, ways)
+        for column, entry in enumerate(said):
+            if max(entry.confidence) >= self._reach.threshold:
+                ways = [0.0] * len(paths)
+                if column == 0 and self._trees:
+                    both = zip(paths, entry.confidence, strict=True)
+                    ways = [path * sure for path, sure in both]
+                self._nodes.children[node][column] = follow(column, 0, ways)
         state.lease.truncate(held)
         return node
 
@@ -156,10 +202,11 @@ class Explorer:
             head = self._heads[layer]
             features = head.features(hidden, deep)
             logits = head.unembed(features)
-            sure = [judge.confidence(logits, layer).float() for judge in self._judges]
-            top = head.to_target_ids(logits.argmax(-1)).float()
-            *confidence, best = torch.cat([*sure, top]).tolist()  # one device read
-            said.append(_Said(int(best), confidence, features))
+            count = GUESSES if self._trees and layer == 0 else 1
+            made = [likeliest(logits, judge.temperature(layer), count) for judge in self._judges]
+            best = head.to_target_ids(made[0][0]).float()
+            tokens, *chances = torch.cat([best, *(found for _, found in made)]).tolist()
+            said.append(_Said([*map(int, tokens)], chances, features))
         return said
 
 
@@ -198,7 +245,7 @@ class Recorder:
         self._heads = heads
         floor = options.min_threshold or _FLOORS[len(layers) == 1]
         self._options = options
-        self._reach = Reach(options.max_draft_tokens, floor)
+        self._reach = Reach(options.max_draft_tokens, floor, tuple(layers))
         self._layers = layers
         self._judges = [
             ExitJudge(
@@ -269,6 +316,7 @@ class Recorder:
         cost = prices.Unmeasured.of(backbone)
         known = conditions(backbone, self._heads)
         shape = len(self.nodes.tokens), len(self._layers)
+        guesses = max(map(len, self.nodes.guesses), default=0)
         return Record(
             info=RecordInfo(
                 base_model=self._speculator.label,
@@ -294,4 +342,9 @@ class Recorder:
                 *shape, len(options.anneal_strengths)
             ),
             children=np.array(self.nodes.children, np.int32).reshape(shape),
+            guesses=np.array(self.nodes.guesses, np.int32).reshape(shape[0], guesses),
+            chances=np.array(self.nodes.chances, np.float32).reshape(
+                shape[0], len(options.anneal_strengths), guesses
+            ),
+            behind=np.array(self.nodes.behind, np.int32).reshape(shape[0], guesses),
         )

@@ -23,6 +23,17 @@ def top_probability(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return scaled.exp_().sum(-1).reciprocal_()
 
 
+def likeliest(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+    """[.., V] -> where the largest of softmax(logits / temperature) are, and they, falling.
+
+    [.., min(count, V)] each.
+    """
+    best, indices = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    highest = best[..., :1]
+    total = ((logits - highest) / temperature).exp_().sum(-1, keepdim=True)
+    return indices, ((best - highest) / temperature).exp_() / total
+
+
 def entropy(probs: Tensor) -> Tensor:
     """Shannon entropy of laws [.., V] -> [..], in nats."""
     nats: Tensor = torch.special.entr(probs).sum(-1)

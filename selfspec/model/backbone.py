@@ -125,6 +125,15 @@ class Backbone(Decoder):
                 "selfspec.wrap(model, ...)"
             )
 
+    @cached_property
+    def runs_trees(self) -> bool:
+        """Whether executor and model run rows that have siblings, which is tried here."""
+        try:
+            self._require_trees()
+        except (InvalidDraft, UnsupportedModel):
+            return False
+        return True
+
     def _require_trees(self) -> None:
         """What the executor claims of trees is tested when the first one comes."""
         if not self.claims.trees:

@@ -124,12 +124,21 @@ class Lease:
         `path` counts from `start` and rises: the accepted rows of a round. A chain's are 0, 1, ..,
         and nothing is copied; those of a tree move up.
         """
-        if list(path) != list(range(len(path))):
-            for panel, buffers in ((self._panel, self._keys), (1, self._values)):
-                for buffer in buffers:
-                    if buffer is not None:
-                        _move_up(buffer, start, path, panel)
+        for place, row in enumerate(path):
+            if row != place:
+                self._move(start + row, start + place)
         self.truncate(start + len(path))
+
+    def _move(self, here: int, there: int) -> None:
+        """Copy what all layers hold of one slot to another one, all buffers in one call."""
+        pairs = [
+            (_slot(buffer, there, panel), _slot(buffer, here, panel))
+            for panel, buffers in ((self._panel, self._keys), (1, self._values))
+            for buffer in buffers
+            if buffer is not None
+        ]
+        if pairs:
+            torch._foreach_copy_([new for new, _ in pairs], [old for _, old in pairs])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """What transformers calls `length`."""
@@ -164,9 +173,9 @@ def fixed_slots(length: int) -> int:
     return -(-length // 64) * 64
 
 
-def _move_up(buffer: Tensor, start: int, path: Sequence[int], panel: int) -> None:
-    """Positions start + path go to start, start + 1, ..; `panel` slots lie side by side."""
-    here = torch.arange(start, start + len(path), device=buffer.device)
-    there = torch.tensor(path, device=buffer.device) + start
+def _slot(buffer: Tensor, slot: int, panel: int) -> Tensor:
+    """What [B, kv heads, slots, head_dim] holds of a slot, where `panel` slots lie side by side."""
+    if panel == 1:
+        return buffer.select(-2, slot)
     panels = buffer.view(*buffer.shape[:-2], -1, buffer.shape[-1], panel)
-    panels[..., here // panel, :, here % panel] = panels[..., there // panel, :, there % panel]
+    return panels.select(-1, slot % panel).select(-2, slot // panel)

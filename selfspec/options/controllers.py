@@ -15,11 +15,15 @@ class Fixed(Part):
     """The same length in every round."""
 
     kind: ClassVar[str] = "fixed"
+    reads_confidence: ClassVar[bool] = False
+    """Whether a token's confidence decides; such controllers know chains alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounded(Part):
     """A length that moves between bounds."""
+
+    reads_confidence: ClassVar[bool] = False
 
     shortest: AtLeast1 = 1
     """gamma_min, k_min, at least 1: no draft is asked to be shorter."""
@@ -53,6 +57,7 @@ class Threshold(Part):
     """A fixed length, cut short behind an unsure draft."""
 
     kind: ClassVar[str] = "threshold"
+    reads_confidence: ClassVar[bool] = True
 
     threshold: Probability = 0.4
     """Top probability, in [0, 1], from which drafting goes on.
@@ -85,6 +90,7 @@ class GammaTunePlus(GammaTune):
     """GammaTune that also stops behind an unsure draft."""
 
     kind: ClassVar[str] = "gammatune-plus"
+    reads_confidence: ClassVar[bool] = True
 
     threshold: Probability = 0.4
     """Top probability, in [0, 1], from which drafting goes on.
@@ -98,6 +104,7 @@ class CmAsdLength(Bounded, Ensemble):
     """As long as the drafter is confident."""
 
     kind: ClassVar[str] = "cm-asd"
+    reads_confidence: ClassVar[bool] = True
 
     scale: Share = 1.0
     """alpha, in (0, 1]: share of `longest` that full confidence drafts.

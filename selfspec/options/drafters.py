@@ -37,7 +37,18 @@ class Exit(Part):
     """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
 
     max_tokens: AtLeast1 = 6
-    """W_max, at least 1: drafts per round, or where a controller starts."""
+    """W_max, at least 1: drafts per round, or where a controller starts; of a tree the longest
+    path."""
+
+    guesses: AtLeast1 = 1
+    """Tokens that a head may propose for one place, at least 1; more than one make a tree.
+
+    Each is proposed where its probability pays for its row (`prices`). For heads on the embedding,
+    exit layer 0; those of deeper layers draft chains.
+    """
+
+    max_rows: AtLeast1 = 16
+    """Rows of a tree's verification at most, with the newest token's."""
 
     def __post_init__(self) -> None:
         """Keep one threshold as a number: it is for all layers. Raises InvalidOption."""

@@ -29,6 +29,10 @@ PRECISIONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Candidate thresholds let this share of the positions exit."""
 
+_GUESSES = 8
+"""Of heads that read embeddings, for a place: the right token is among so many in 68 % of places of
+SmolLM2-135M's own, the first in 39 %. Prices say how many are proposed."""
+
 RECORD = "calibration.json"
 
 
@@ -73,6 +77,7 @@ class Calibration:
             threshold=self.setting.exit_threshold,
             anneal_strength=0.0,
             max_tokens=self.setting.max_draft_tokens,
+            guesses=_GUESSES if self.setting.exit_layers == (0,) else 1,
         )
 
 

@@ -164,12 +164,15 @@ def _steps(rounds: Sequence[Round], texts: TokenTexts) -> list[_Step]:
     pieces = iter(texts.pieces([token for entry in rounds for token in entry.tokens]))
     steps = []
     for number, entry in enumerate(rounds):
-        by_exits = entry.source == "exit"
+        behind = 0  # drafts of heads that lead here without a break
         for index, token in enumerate(entry.tokens):
-            accepted = index < entry.accepted
-            kind: Kind = "prefill" if entry.prefill else "accepted" if accepted else "bonus"
-            left = entry.exit_layers[index] if accepted and by_exits else None
-            steps.append(_Step(token, next(pieces), kind, number, left, index if by_exits else 0))
+            draft = entry.kept[index] if index < entry.accepted else None
+            kind: Kind = "prefill" if entry.prefill else "bonus" if draft is None else "accepted"
+            left = None
+            if draft is not None and entry.sources[draft] == "exit":
+                left = entry.exit_layers[draft]
+            steps.append(_Step(token, next(pieces), kind, number, left, behind))
+            behind = 0 if left is None else behind + 1
     return steps
 
 

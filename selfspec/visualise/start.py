@@ -53,6 +53,8 @@ def start(trace: TraceInfo, record: RecordInfo, rounds: Sequence[Round] = ()) ->
         notes.append(f"decoded with controller {settings.controller}; here W_max is fixed")
     elif any(entry.ended == "off" and not entry.prefill for entry in rounds):
         notes.append("decoded with pauses where drafts did not pay; here none are made")
+    if any(entry.parents is not None for entry in rounds):
+        notes.append("decoded with trees of drafts; here they are chains")
     missing = sorted({*settings.exit_layers} - {*record.exit_layers})
     if missing:
         notes.append(f"exit layers not recorded: {', '.join(map(str, missing))}")

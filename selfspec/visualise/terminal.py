@@ -12,7 +12,7 @@ from itertools import groupby
 from rich.console import Console, Group
 from rich.text import Text
 
-from selfspec.decoding.stats import GenerationStats
+from selfspec.decoding.stats import GenerationStats, Round
 from selfspec.visualise.layers import LayerTrace, Place
 from selfspec.visualise.texts import visible
 
@@ -71,9 +71,9 @@ class _Marks:
         """What the marks mean; only those that occur."""
         drafted, kept = Counter[str](), Counter[str]()
         for entry in self._trace.rounds:
-            names = [self._name(entry.source, layer) for layer in entry.exit_layers]
+            names = [*map(self._name, entry.sources, entry.exit_layers)]
             drafted.update(names)
-            kept.update(names[: entry.accepted])
+            kept.update(names[index] for index in entry.kept)
         for name in sorted(drafted, key=lambda name: (not name.isdigit(), name.zfill(4))):
             line = Text().append("token", self._style(name)).append(self._raised(name))
             yield line.append(f" {_where(name)}: {kept[name]} of {drafted[name]} drafts kept")
@@ -83,13 +83,13 @@ class _Marks:
         yield line.append("   ").append(self._between, style="dim").append(" next round")
 
     def _round(self, number: int, places: list[Place]) -> Iterator[Text]:
-        """Kept drafts, then what was drafted behind them in vain, then verification's own token."""
+        """Kept drafts, then what was drafted in vain, then verification's own token."""
         entry = self._trace.rounds[number]
-        for place in places[: entry.accepted]:
-            name = self._name(entry.source, place.exit_layer or 0)
+        for place, index in zip(places, entry.kept, strict=False):
+            name = self._name(entry.sources[index], entry.exit_layers[index])
             yield self._token(place.text, self._style(name), self._raised(name))
-        for text in self._trace.draft_texts[number][entry.accepted :]:
-            yield self._crossed(text)
+        for branch in _rejected(entry):
+            yield self._crossed("".join(self._trace.draft_texts[number][i] for i in branch))
         for place in places[entry.accepted :]:
             yield self._token(place.text, "default", "")
 
@@ -123,6 +123,20 @@ class _Marks:
             return "bold yellow"
         red, green, blue = _colour(int(name) / self._trace.info.num_layers)
         return f"bold rgb({red},{green},{blue})"
+
+
+def _rejected(entry: Round) -> list[list[int]]:
+    """Drafts that were not kept, by branch: each follows the one before in its list."""
+    parents = entry.parents or range(-1, len(entry.draft_tokens) - 1)
+    branches: list[list[int]] = []
+    for index, parent in enumerate(parents):
+        if index in entry.kept:
+            continue
+        if branches and branches[-1][-1] == parent:
+            branches[-1].append(index)
+        else:
+            branches.append([index])
+    return branches
 
 
 def _where(name: str) -> str:

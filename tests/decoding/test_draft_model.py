@@ -77,7 +77,11 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
     for kept in (2, 4, 0):
         draft = drafter.draft(state, 20, Stopwatch())
         assert draft.tokens == own_text(second, state.ids, 4)
-        assert (draft.source, draft.probs, draft.exit_layers) == ("draft-model", None, [0] * 4)
+        assert (draft.sources, draft.probs, draft.exit_layers) == (
+            ["draft-model"] * 4,
+            None,
+            [0] * 4,
+        )
         for token in draft.tokens[:kept]:
             state.append(token, 0)
         state.append((draft.tokens[kept] if kept < 4 else 0) ^ 1, 0)  # the target's own

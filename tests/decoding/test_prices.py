@@ -24,7 +24,7 @@ COSTS = Costs(
     round=0.05,
 )
 
-COST = DraftCost(rows=(0.08,), head=0.05, exit_layers=(3, 6), num_layers=12)
+COST = DraftCost(rows=(0.08,), head=0.05, num_layers=12)
 
 
 # Seconds
@@ -83,43 +83,48 @@ def test_counts_may_be_expected_ones_or_arrays() -> None:
 
 def test_rounds_cost_their_passes_their_verdicts_and_the_heads_asked() -> None:
     prompt = Round(
-        tokens=[1], draft_tokens=[], exit_layers=[], accepted=0, ended="off", prefill=True
+        tokens=[1], draft_tokens=[], exit_layers=[], sources=[], kept=[], ended="off", prefill=True
     )
     drafted = Round(
         tokens=[2, 3],
         draft_tokens=[2],
         exit_layers=[3],
-        accepted=1,
+        sources=["exit"],
+        kept=[0],
+        heads=3,
         ended="depth",
         passes=[(1, 0, 3), (1, 0, 3), (1, 3, 6), (2, 3, 10)],
     )
     passes = 3 * 0.2 + 9 * 0.08 + 0.5 + 7 * 0.1
-    found = COSTS.seconds_of([prompt, drafted], (3, 6))
+    found = COSTS.seconds_of([prompt, drafted])
     assert found == pytest.approx(passes + 0.2 + 0.05 + 3 * 0.01)
-    seen = replace(drafted, source="ngram", exit_layers=[0], ended="width", passes=[(2, 0, 10)])
-    assert COSTS.seconds_of([prompt, seen], (3, 6)) == pytest.approx(COSTS.step(2))
+    seen = replace(drafted, sources=["ngram"], exit_layers=[0], heads=0, passes=[(2, 0, 10)])
+    assert COSTS.seconds_of([prompt, seen]) == pytest.approx(COSTS.step(2))
 
 
 # What drafting adds, as a share of a plain step
 
 
 def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_were_asked() -> None:
-    draft = Draft(tokens=[1, 2], exit_layers=[3, 6], ended="width")
+    draft = Draft(tokens=[1, 2], exit_layers=[3, 6], heads=3)
     assert COST.of(draft) == pytest.approx(9 / 12 + 2 * 0.08 + 3 * 0.05)
 
 
 def test_a_difficult_token_costs_all_heads_and_no_layers() -> None:
-    assert COST.of(Draft(ended="depth")) == pytest.approx(2 * 0.05)
-    draft = Draft(tokens=[1], exit_layers=[3], ended="depth")
+    assert COST.of(Draft(heads=2)) == pytest.approx(2 * 0.05)
+    draft = Draft(tokens=[1], exit_layers=[3], heads=3)
     assert COST.of(draft) == pytest.approx(3 / 12 + 0.08 + 3 * 0.05)
 
 
 def test_the_second_row_may_cost_more_than_the_others() -> None:
     cost = DraftCost(rows=(0.8, 0.1))
-    drafts = [
-        Draft(tokens=[1] * count, exit_layers=[0] * count, source="ngram") for count in (0, 1, 3)
-    ]
+    drafts = [Draft(tokens=[1] * count, sources=["draft-model"] * count) for count in (0, 1, 3)]
     assert [cost.of(draft) for draft in drafts] == pytest.approx([0.0, 0.8, 1.0])
+
+
+def test_text_already_seen_is_no_cost_of_heads() -> None:
+    draft = Draft(tokens=[1, 2, 3], sources=["ngram", "ngram", "exit"], heads=1)
+    assert DraftCost(rows=(0.8, 0.1, 0.2), head=0.05).of(draft) == pytest.approx(0.25)
 
 
 def test_a_draft_model_costs_its_share_of_the_weights() -> None:
@@ -132,5 +137,5 @@ def test_a_draft_model_costs_its_share_of_the_weights() -> None:
     assert token_cost(Backbone(second, executor="generic"), backbone) == pytest.approx(share)
     wide = Backbone(second.double(), executor="generic")
     assert token_cost(wide, backbone) == pytest.approx(2 * share)
-    drafts = Draft(tokens=[1, 2], exit_layers=[0, 0], source="draft-model")
+    drafts = Draft(tokens=[1, 2], exit_layers=[0, 0], sources=["draft-model"] * 2)
     assert DraftCost(rows=(0.1,), token=share).of(drafts) == pytest.approx(0.2 + 2 * share)

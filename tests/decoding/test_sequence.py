@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,8 +31,8 @@ class DeepKeeper:
         self.deep[state.length - 2] = state.deep
         return self.drafter.draft(state, limit, watch)
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        self.drafter.learn(drafted, accepted)
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        self.drafter.learn(draft, kept)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,8 @@ def entry(**values: Any) -> Round:
         "tokens": [],
         "draft_tokens": [],
         "exit_layers": [],
-        "accepted": 0,
+        "sources": ["exit"] * len(values.get("draft_tokens", [])),
+        "kept": [*range(values.pop("accepted", 0))],
         "ended": "off",
     }
     return Round(**empty | values)
@@ -175,7 +176,11 @@ def test_drafts_that_ran_through_no_layer_are_counted_by_who_made_them() -> None
     stats = GenerationStats(num_layers=8)
     stats.add(ALL_ACCEPTED)
     seen = entry(
-        tokens=[5, 6], draft_tokens=[5, 7, 7], exit_layers=[0] * 3, accepted=1, source="ngram"
+        tokens=[5, 6],
+        draft_tokens=[5, 7, 7],
+        exit_layers=[0] * 3,
+        sources=["ngram"] * 3,
+        accepted=1,
     )
     stats.add(seen)
     assert stats.drafted_by_source == {"exit": 3, "ngram": 3}

@@ -14,7 +14,8 @@ def test_arrivals_of_our_runtime_are_put_together_by_round() -> None:
             tokens=tokens,
             draft_tokens=[],
             exit_layers=[],
-            accepted=0,
+            sources=[],
+            kept=[],
             ended="off",
             prefill=prefill,
         )

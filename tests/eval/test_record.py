@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from selfspec.api.speculator import wrap
+from selfspec.decoding.drafters import LEAST_SAID
 from selfspec.errors import (
     CannotWrite,
     HeadsMismatch,
@@ -20,7 +21,7 @@ from selfspec.errors import (
     InvalidData,
     InvalidOption,
 )
-from selfspec.eval.record import ARRAYS_FILE, INFO_FILE, NONE, Record
+from selfspec.eval.record import ARRAYS_FILE, GUESSES, INFO_FILE, NONE, Record
 from selfspec.eval.suites import Question
 from selfspec.eval.trace import Recorder, record
 from selfspec.eval.trace_options import RecordOptions
@@ -88,7 +89,7 @@ def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
         (lambda folder: (folder / ARRAYS_FILE).unlink(), "No such file"),
         (lambda folder: (folder / INFO_FILE).write_text("{"), "record.json is no record"),
         (lambda folder: (folder / ARRAYS_FILE).write_bytes(b"x" * 9), "record.safetensors is no"),
-        (edited(format_version=9), "format version 9, this reads 2"),
+        (edited(format_version=9), "format version 9, this reads 3"),
         (edited(colour="red"), "unknown key 'colour'"),
         (edited(exit_layers=[1, 3]), "tokens is int32"),
         (changed("contexts", lambda a: a[:-1]), "contexts is int32 [19], expected [20]"),
@@ -130,6 +131,7 @@ def test_other_heads_other_dtypes_and_other_models_are_refused() -> None:
 def test_branches_are_followed_as_far_as_a_setting_may_go(kind: str) -> None:
     """A child where the draft may be taken and another may follow; a tree no deeper than W_max."""
     found, _ = recorded(kind)
+    assert found.guesses.shape[1] == (GUESSES if kind == "deep-fused" else 0)
     truth = {int(r): int(t) for r, t in zip(found.roots, found.answers[1:], strict=False)}
     truth.pop(NONE)
     depths = dict.fromkeys(truth, 1)
@@ -145,6 +147,11 @@ def test_branches_are_followed_as_far_as_a_setting_may_go(kind: str) -> None:
                 continue
             assert found.confidence[node, column].max() >= found.info.min_threshold
             depths[child] = depths[node] + 1  # nodes are numbered from the root on
+        for rank, child in enumerate(found.behind[node].tolist()):
+            if child != NONE:
+                assert found.chances[node, :, rank].max() >= LEAST_SAID
+                assert found.guesses[node, rank] not in found.info.end_tokens
+                depths[child] = depths[node] + 1
     assert max(depths.values()) == OPTIONS.max_draft_tokens
     assert depths.keys() == set(range(len(found.tokens)))
 

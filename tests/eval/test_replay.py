@@ -126,10 +126,10 @@ def test_random_settings_replay_as_they_run_under_what_learns_from_round_to_roun
         expected = real_rounds(speculator, random_ids(5, prompt), NEW_TOKENS, options)
         found = replay.rounds(record, prompt, options)
         assert found == expected, options
-        sources.update(entry.source for entry in found if entry.draft_tokens)
+        sources.update(source for entry in found for source in entry.sources)
         ended.update(entry.ended for entry in found)
         lengths |= {len(entry.draft_tokens) for entry in found}
-        asked = [entry.ended != "off" for entry in found if entry.source == "exit"][1:]
+        asked = [entry.ended != "off" for entry in found if "ngram" not in entry.sources][1:]
         pauses += False in asked
         probes += False in asked and True in asked[asked.index(False) :]
     assert sources.keys() == set(drafter.split("+"))
@@ -182,12 +182,6 @@ def counted(entries: list[Round], judged: int, widest: int) -> dict[str, list[in
     }
 
 
-def heads_asked(entries: list[Round], setting: replay.Setting) -> int:
-    """Each draft asks the layers up to its own, a difficult token all of them."""
-    drafts = sum(setting.layers.index(layer) + 1 for e in entries for layer in e.exit_layers)
-    return drafts + sum(entry.ended == "depth" for entry in entries) * len(setting.layers)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_totals_of_many_settings_equal_counted_rounds(kind: str) -> None:
     record, _ = recorded(kind)
@@ -199,10 +193,48 @@ def test_totals_of_many_settings_equal_counted_rounds(kind: str) -> None:
     for index, options in enumerate(settings):
         for prompt in PROMPTS:
             entries = replay.rounds(record, prompt, options)
-            judged = heads_asked(entries, replay.Setting.of(record, options))
+            judged = sum(entry.heads for entry in entries)
             for name, expected in counted(entries, judged, found.widest).items():
                 value = np.atleast_1d(getattr(found, name)[index, prompt]).tolist()
                 assert value == expected, (name, options)
+
+
+@pytest.mark.parametrize("drafter", ["exit", "ngram+exit"])
+@pytest.mark.parametrize("kind", ["deep-fused", "deep-fused-0"])
+def test_trees_replay_as_they_grow(
+    kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paying, "DEAR", 100.0)
+    record, speculator = recorded(kind)
+    siblings = mixed = beside = 0
+    for seed in range(LEARNING):
+        options = learning_setting(record, seed, drafter)
+        dice = random.Random(seed)
+        most = record.info.max_draft_tokens
+        exits = replace(
+            options.exit,
+            layers=(0,),
+            max_depth=None,
+            threshold=options.exit.thresholds[0],
+            guesses=dice.randint(2, 8),
+            max_rows=dice.randint(2, 12),
+            max_tokens=dice.randint(1, most),
+        )
+        options = replace(options, exit=exits)
+        prompt = seed % len(PROMPTS)
+        expected = real_rounds(speculator, random_ids(5, prompt), NEW_TOKENS, options)
+        found = replay.rounds(record, prompt, options)
+        assert found == expected, options
+        if not options.grows_trees:
+            continue  # the controller asks for chains
+        assert max(len(entry.draft_tokens) for entry in found) < exits.max_rows
+        trees = [entry for entry in found if entry.parents is not None]
+        siblings += sum(len({*entry.depths}) < len(entry.depths) for entry in trees)
+        mixed += sum(len({*entry.sources}) > 1 for entry in trees)
+        beside += sum(entry.kept != [*range(entry.accepted)] for entry in trees)
+    assert siblings > 0
+    assert beside > 0
+    assert (mixed > 0) == (drafter == "ngram+exit")
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_predicted_seconds_add_up_the_parts_of_all_rounds() -> None:
             expected += COSTS.head * (asked + 2 * (entry.ended == "depth"))
         assert found[0, prompt] == pytest.approx(expected)
         entries = replay.rounds(record, prompt, setting)
-        assert COSTS.seconds_of(entries, (0, 5)) == pytest.approx(expected)
+        assert COSTS.seconds_of(entries) == pytest.approx(expected)
 
 
 def test_text_already_seen_costs_what_its_verification_costs() -> None:
@@ -143,7 +143,7 @@ def test_text_already_seen_costs_what_its_verification_costs() -> None:
         entries = replay.rounds(record, prompt, setting)
         verified = [len(entry.draft_tokens) + 1 for entry in entries[1:]]
         expected = sum(COSTS.round + COSTS.logits[n - 1] + COSTS.layers[n - 1] for n in verified)
-        assert COSTS.seconds_of(entries, ()) == pytest.approx(expected)
+        assert COSTS.seconds_of(entries) == pytest.approx(expected)
 
 
 def test_plain_decoding_takes_a_step_for_every_token_but_the_first() -> None:
@@ -158,9 +158,8 @@ COSTS_HERE = Prices(row=(0.083, 0.083), head=0.038)
 
 def followed(record: Record, setting: SpeculationOptions) -> float:
     """Seconds on all prompts."""
-    layers = setting.exit.layers or ()
     return sum(
-        COSTS.seconds_of(replay.rounds(record, prompt, setting), layers)
+        COSTS.seconds_of(replay.rounds(record, prompt, setting))
         for prompt in range(len(record.prompts))
     )
 

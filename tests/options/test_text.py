@@ -46,9 +46,10 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "weights": st.sampled_from([(1.0, 0.0, 0.0), (0.2, 0.2, 0.6)]),
     "reading": st.sampled_from(["intent", "paper"]),
     "entropy": st.none() | SHARES,
-    "block": st.none() | SHARES,
     "size": st.integers(1, 9),
     "max_tokens": st.integers(1, 10**6),
+    "guesses": st.integers(1, 9),
+    "max_rows": st.integers(1, 99),
     "top_beta": st.integers(1, 9),
     "tokens": st.integers(1, 9),
 }

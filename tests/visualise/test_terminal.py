@@ -100,7 +100,7 @@ def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
         places=(place(0, "A", "prefill"), place(1, " b", "accepted", 1), place(2, " c", number=1)),
         rounds=(
             entry(1, 0, 0, [], prefill=True, ended="off"),
-            entry(2, 2, 1, [0, 0], source="ngram"),
+            entry(2, 2, 1, [0, 0], sources=["ngram"] * 2),
         ),
         draft_texts=((), (" b", " x\n")),
     )

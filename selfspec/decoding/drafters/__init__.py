@@ -1,6 +1,7 @@
 """What proposes tokens. `decode` knows the protocol only; options choose."""
 
 from selfspec.decoding.drafters.base import (
+    EXIT,
     Draft,
     Drafter,
     DraftsFrom,
@@ -8,7 +9,13 @@ from selfspec.decoding.drafters.base import (
     NoDrafter,
     PacedDrafter,
 )
-from selfspec.decoding.drafters.choice import Sources, make_drafter, make_ngram, while_paying
+from selfspec.decoding.drafters.choice import (
+    Sources,
+    make_drafter,
+    make_ngram,
+    make_tree,
+    while_paying,
+)
 from selfspec.decoding.drafters.draft_model import (
     DraftCache,
     DraftModelDrafter,
@@ -16,10 +23,15 @@ from selfspec.decoding.drafters.draft_model import (
     check_same_tokens,
 )
 from selfspec.decoding.drafters.exit import ExitDrafter, known_deep
+from selfspec.decoding.drafters.guesses import Known
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.paying import WhilePaying
+from selfspec.decoding.drafters.tree import LEAST_SAID, ROOT, Guesser, Guesses, TreeDrafter
 
 __all__ = [
+    "EXIT",
+    "LEAST_SAID",
+    "ROOT",
     "Draft",
     "DraftCache",
     "DraftModelDrafter",
@@ -27,16 +39,21 @@ __all__ = [
     "Drafter",
     "DraftsFrom",
     "ExitDrafter",
+    "Guesser",
+    "Guesses",
+    "Known",
     "NgramDrafter",
     "NoDrafter",
     "PacedDrafter",
     "SeenTextFirst",
     "Sources",
+    "TreeDrafter",
     "WhilePaying",
     "check_same_size",
     "check_same_tokens",
     "known_deep",
     "make_drafter",
     "make_ngram",
+    "make_tree",
     "while_paying",
 ]

@@ -6,7 +6,7 @@ Rows that were run for it wait in the hidden cache, where verification takes the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -19,6 +19,9 @@ from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.model.rows import depths
 
+EXIT, NGRAM, DRAFT_MODEL = "exit", "ngram", "draft-model"
+"""Sources of draft tokens."""
+
 
 @dataclass(kw_only=True)
 class Draft:
@@ -28,16 +31,25 @@ class Draft:
     parents: list[int] | None = None
     """None: each token follows the one before. Else, for each, the earlier one that it follows;
     -1: the newest committed token."""
-    probs: list[Tensor] | None = None
-    """The law each token was drawn from, [V] each, after the processors; None: they are certain."""
+    chances: list[float] = field(default_factory=list)
+    """Of each to stay, as its drafter has it, with all before it; where it says."""
+    probs: list[Tensor | None] | None = None
+    """The law each token was drawn from, [V] each, after the processors; None: it is certain."""
     beliefs: list[Tensor] | None = None
     """What the drafter thought of each place, [V], after the processors: where the acceptance rule
     reads it, also for tokens that were not drawn. None: not kept, or there is none."""
     exit_layers: list[int] = field(default_factory=list)
     """Where each left; 0 for tokens that ran through no layer."""
+    sources: list[str] = field(default_factory=list)
+    """Who proposed each: exit, ngram or draft-model."""
+    heads: int = 0
+    """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
     ended: Ended = "off"
-    source: str = "exit"
-    """Who proposed them: exit, ngram or draft-model."""
+
+    def __post_init__(self) -> None:
+        """What is not said: tokens are of exit heads that read embeddings."""
+        self.exit_layers = self.exit_layers or [0] * len(self.tokens)
+        self.sources = self.sources or [EXIT] * len(self.tokens)
 
     @property
     def depth(self) -> int:
@@ -45,6 +57,16 @@ class Draft:
         if self.parents is None:
             return len(self.tokens)
         return 1 + max(depths(self.parents), default=-1)
+
+    def path(self, index: int) -> list[int]:
+        """The tokens down to one of them, itself included; -1: none."""
+        if self.parents is None:
+            return [*range(index + 1)]
+        found: list[int] = []
+        while index >= 0:
+            found.append(index)
+            index = self.parents[index]
+        return found[::-1]
 
     def following(self, row: int) -> list[int]:
         """Tokens that follow a row of verification: 0 the newest token's, i + 1 that of token i."""
@@ -86,8 +108,8 @@ class DraftsFrom(Protocol[State_contra]):
         token, then those of the drafts, in order, none twice.
         """
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        """What became of the draft that was asked for last."""
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """What became of the draft that was asked for last: which of its tokens stayed."""
 
 
 class Drafter(DraftsFrom[DecodeState], Protocol):
@@ -101,7 +123,7 @@ class NoDrafter:
         """An empty draft."""
         return Draft()
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """There is nothing to learn."""
 
 
@@ -120,10 +142,10 @@ class PacedDrafter:
         self.beliefs = beliefs
         self.end_tokens = frozenset(end_tokens)
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """Tell the controller; rounds without drafts say nothing about draft lengths."""
-        if drafted:
-            self.controller.end(drafted, accepted)
+        if draft.tokens:
+            self.controller.end(draft.depth, len(kept))
 
 
 class DraftWriter:
@@ -140,14 +162,15 @@ class DraftWriter:
             probs=[] if sampled else None,
             beliefs=[] if drafter.beliefs else None,
             ended="width" if width <= limit else "budget",
-            source=source,
         )
+        self._source = source
         self._drafter = drafter
 
     def add(self, choice: Choice, confidence: float, *, layer: int = 0) -> None:
         """Propose a token that left at `layer`."""
         self.draft.tokens.append(choice.token)
         self.draft.exit_layers.append(layer)
+        self.draft.sources.append(self._source)
         if self.draft.probs is not None and choice.law is not None:
             self.draft.probs.append(choice.law)
         if self.draft.beliefs is not None and choice.belief is not None:

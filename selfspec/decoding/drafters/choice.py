@@ -11,9 +11,12 @@ from selfspec.decoding.controllers import make_controller
 from selfspec.decoding.drafters.base import Drafter, DraftsFrom, NoDrafter
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.exit import ExitDrafter
+from selfspec.decoding.drafters.guesses import HeadGuesser
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst, StateT
 from selfspec.decoding.drafters.paying import WhilePaying
+from selfspec.decoding.drafters.tree import Guesser, TreeDrafter
 from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sequence import DecodeState
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.judge import ExitJudge, spread
@@ -27,6 +30,17 @@ class Sources:
     backbone: Backbone
     heads: ExitHeads | None = None
     draft_model: DraftCache | None = None
+
+    def runs_trees(self, options: SpeculationOptions) -> bool:
+        """Whether the exit layer in use is the embedding, and the model can look at siblings.
+
+        Deeper layers draft chains: a row beside another one would have to run through layers. So do
+        padded passes: what a row sums over lies elsewhere there, once a sibling was in between.
+        """
+        heads = self.heads
+        embedding = heads is not None and heads.layers_in_use(options) == (0,)
+        steady = not options.pinned or self.backbone.claims.steady_from is not None
+        return embedding and steady and self.backbone.runs_trees
 
 
 def make_drafter(
@@ -52,6 +66,8 @@ def make_drafter(
     token = 0.0
     if options.uses("draft-model"):
         other, token = _draft_model(options, sources, sampler, end_tokens)
+    elif options.grows_trees and sources.runs_trees(options):
+        return _tree(options, sources, sampler, end_tokens)
     else:
         other, layers = _exit(options, sources.heads, sampler, end_tokens)
     other = while_paying(
@@ -96,14 +112,63 @@ def while_paying(
     if not options.never_slower:
         return drafter
     known = unmeasured.unless(options.prices)
-    cost = prices.DraftCost(
-        rows=known.rows,
-        token=token_cost,
-        head=known.head,
-        exit_layers=exit_layers,
-        num_layers=num_layers,
-    )
+    head = known.head if exit_layers else 0.0
+    cost = prices.DraftCost(rows=known.rows, token=token_cost, head=head, num_layers=num_layers)
     return WhilePaying(drafter, cost)
+
+
+def make_tree(
+    guesser: Guesser[StateT],
+    options: SpeculationOptions,
+    unmeasured: prices.Unmeasured,
+    end_tokens: Collection[int],
+    *,
+    sampled: bool = False,
+) -> TreeDrafter[StateT]:
+    """Trees of what `guesser` says, around text already seen where `options` use that."""
+    known = unmeasured.unless(options.prices)
+    paid = options.never_slower
+    return TreeDrafter(
+        guesser,
+        prices.DraftCost(rows=known.rows if paid else (0.0,), head=known.head if paid else 0.0),
+        make_controller(options, options.exit.max_tokens),
+        end_tokens,
+        most=options.most_drafts,
+        seen=make_ngram(options, unmeasured, end_tokens) if options.uses("ngram") else None,
+        never_slower=paid,
+        sampled=sampled,
+    )
+
+
+def _tree(
+    options: SpeculationOptions,
+    sources: Sources,
+    sampler: Sampler,
+    end_tokens: Collection[int],
+) -> TreeDrafter[DecodeState]:
+    """Of exit heads that read embeddings."""
+    heads = _required(sources.heads, options)
+    guesser = HeadGuesser(heads, _judge(heads, options), sampler, options.exit.guesses)
+    cost = prices.Unmeasured.of(sources.backbone)
+    return make_tree(guesser, options, cost, end_tokens, sampled=sampler.do_sample)
+
+
+def _required(heads: ExitHeads | None, options: SpeculationOptions) -> ExitHeads:
+    """Raise HeadsNotFound where there are none."""
+    if heads is None:
+        raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
+    return heads
+
+
+def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
+    """With the thresholds of `options`, and temperatures that were fitted to the heads."""
+    config = heads.config
+    return ExitJudge(
+        config.num_layers,
+        spread(options.exit.thresholds, options.exit.layers or config.exit_layers),
+        options.exit.anneal_strength,
+        {int(layer): value for layer, value in config.temperatures.items()},
+    )
 
 
 def _exit(
@@ -113,15 +178,8 @@ def _exit(
     end_tokens: Collection[int],
 ) -> tuple[ExitDrafter, tuple[int, ...]]:
     """And the exit layers in use, up to D_max."""
-    if heads is None:
-        raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
-    config = heads.config
-    judge = ExitJudge(
-        config.num_layers,
-        spread(options.exit.thresholds, options.exit.layers or config.exit_layers),
-        options.exit.anneal_strength,
-        {int(layer): value for layer, value in config.temperatures.items()},
-    )
+    heads = _required(heads, options)
+    judge = _judge(heads, options)
     controller = make_controller(options, options.exit.max_tokens)
     beliefs = options.acceptance.reads_beliefs
     drafter = ExitDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)

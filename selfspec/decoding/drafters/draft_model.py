@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import Draft, DraftWriter, PacedDrafter
+from selfspec.decoding.drafters.base import DRAFT_MODEL, Draft, DraftWriter, PacedDrafter
 from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState, shared_prefix
@@ -83,7 +83,7 @@ class DraftModelDrafter(PacedDrafter):
         ids = state.ids
         room = self._cache.backbone.max_positions - (state.length - state.pad) + 1
         writer = DraftWriter(
-            self, min(limit, room), source="draft-model", sampled=self._sampler.do_sample
+            self, min(limit, room), source=DRAFT_MODEL, sampled=self._sampler.do_sample
         )
         rows = self._cache.rewind(ids[0, state.pad :])
         while writer.room:

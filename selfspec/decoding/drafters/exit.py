@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import Draft, DraftWriter, PacedDrafter
+from selfspec.decoding.drafters.base import EXIT, Draft, DraftWriter, PacedDrafter
 from selfspec.decoding.scores import Choice, Sampler
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
@@ -54,12 +54,12 @@ class ExitDrafter(PacedDrafter):
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
         """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
-        writer = DraftWriter(self, limit, source="exit", sampled=self._sampler.do_sample)
+        writer = DraftWriter(self, limit, source=EXIT, sampled=self._sampler.do_sample)
         ids = state.ids
         deep = known_deep(self._heads, state)
         while writer.room:
             state.hidden.push(state.backbone.embed(ids[0, -1:]))
-            found = self._first_exit(state, ids, deep, watch)
+            found = self._first_exit(state, ids, deep, writer.draft, watch)
             if found is None:
                 writer.stop("depth")
                 break
@@ -69,9 +69,11 @@ class ExitDrafter(PacedDrafter):
         return writer.draft
 
     def _first_exit(
-        self, state: DecodeState, ids: Tensor, deep: Tensor | None, watch: Stopwatch
+        self, state: DecodeState, ids: Tensor, deep: Tensor | None, draft: Draft, watch: Stopwatch
     ) -> _Exit | None:
         """The first confident layer and what it drafts; None: difficult token.
+
+        `draft` counts the heads that are asked.
 
         Whether to exit is decided from the context alone, before a token is drawn: a decision that
         saw the drawn token would bias the output.
@@ -80,6 +82,7 @@ class ExitDrafter(PacedDrafter):
             hidden = state.hidden.advance(boundary)[-1:]  # [1, d]: the row being drafted
             watch.lap("draft")
             head = self._heads[layer]
+            draft.heads += 1
             features = head.features(hidden, deep)
             logits = head.unembed(features)
             # the one device read per judged layer

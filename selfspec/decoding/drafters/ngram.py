@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from operator import mul, sub
+from operator import mul
 from typing import Generic, TypeVar
 
 from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import Committed, Draft, DraftsFrom, DraftWriter, PacedDrafter
+from selfspec.decoding.drafters.base import (
+    NGRAM,
+    Committed,
+    Draft,
+    DraftsFrom,
+    DraftWriter,
+    PacedDrafter,
+)
 from selfspec.decoding.prices import each_row
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.stats import Stopwatch
@@ -68,7 +75,7 @@ class NgramDrafter(PacedDrafter):
     are scored against what was committed whether they were proposed or not, so the means are up to
     date where nothing is drafted, at no cost. Each right token makes the match longer by one: the
     product of the means is the chance that a draft token is reached and right. The draft is as long
-    as pays most: chances are added up, less what the rows of verification cost.
+    as gives most tokens per time, with what the rows of verification cost.
     """
 
     def __init__(
@@ -95,7 +102,7 @@ class NgramDrafter(PacedDrafter):
     def draft(self, state: Committed, limit: int, watch: Stopwatch, rival: float = 0.0) -> Draft:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens; none unless more than `rival` should be accepted."""
         self._read(state)
-        writer = DraftWriter(self, limit, source="ngram")
+        writer = DraftWriter(self, limit, source=NGRAM)
         count, place = self._index.find()
         self._guess = self._index.copied(place, writer.room) if count else []
         self._matched = [min(count + step, self._size) for step in range(len(self._guess))]
@@ -107,15 +114,17 @@ class NgramDrafter(PacedDrafter):
                 writer.add(Choice(token), rate)
                 if not writer.room:
                     break
+            writer.draft.chances = chances[: len(writer.draft.tokens)]
         if writer.room:
             writer.stop("unsure" if self._guess else "off")
         return writer.draft
 
     def _best_length(self, chances: Sequence[float]) -> int:
-        """Where the chances of the tokens so far exceed what their rows cost by most; 0: never."""
-        gains = map(sub, chances, each_row(self._row_costs))
-        totals = [0.0, *accumulate(gains)]
-        return max(range(len(totals)), key=totals.__getitem__)
+        """Where most tokens are expected per plain step; 0 where that is without a draft."""
+        steps = accumulate(each_row(self._row_costs), initial=1.0)
+        tokens = accumulate(chances, initial=1.0)
+        rates = [token / step for token, step in zip(tokens, steps, strict=False)]
+        return max(range(len(rates)), key=rates.__getitem__)
 
     def _read(self, state: Committed) -> None:
         """Take in what was committed since the last draft, and score the last guess by it."""
@@ -153,10 +162,10 @@ class SeenTextFirst(Generic[StateT]):
             self._other_drafted = not self._other_declines
         return draft
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """Tell the one that drafted."""
         if self._other_drafted:
-            self._other_gives += NEWEST * (accepted - self._other_gives)
-            self._other.learn(drafted, accepted)
+            self._other_gives += NEWEST * (len(kept) - self._other_gives)
+            self._other.learn(draft, kept)
         else:
-            self._ngram.learn(drafted, accepted)
+            self._ngram.learn(draft, kept)

@@ -6,9 +6,10 @@ sampling stays exact. Called by `choice`; replay follows it with the same classe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic
 
-from selfspec.decoding.drafters.base import Draft, DraftsFrom
+from selfspec.decoding.drafters.base import NGRAM, Draft, DraftsFrom
 from selfspec.decoding.drafters.ngram import StateT
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import Stopwatch
@@ -30,8 +31,8 @@ quantised file a row and a head take 0.5, and tries alone cost 10 % of an answer
 default heads' drafts are right 0.46 of the time."""
 
 
-class WhilePaying(Generic[StateT]):
-    """Asks another drafter while a running mean of what its rounds gain, in plain steps, is >= 0.
+class Paying:
+    """Says whether to draft: while a running mean of what rounds gain, in plain steps, is >= 0.
 
     A round gains the tokens accepted less what drafting cost. Where the mean is below 0, a round
     that loses is followed by a pause of 8 rounds, then 16, up to 64, until the mean is back.
@@ -45,37 +46,49 @@ class WhilePaying(Generic[StateT]):
     end one round of 65 drafts.
     """
 
-    def __init__(self, drafter: DraftsFrom[StateT], cost: DraftCost) -> None:
+    def __init__(self, cost: DraftCost) -> None:
         """Of one sequence; a session's next turn starts anew."""
-        self._drafter = drafter
         self._cost = cost
         dear = cost.per_token >= DEAR
         self._gain = 0.0 if dear else PRIOR
         self._next_pause = LONGEST_PAUSE if dear else SHORTEST_PAUSE
         self._pausing = LONGEST_PAUSE // 2 if dear else 0
         """Rounds to go; those in which nobody asks do not count."""
-        self._spent: float | None = None
-        """On the draft under way; None while pausing."""
 
-    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Draft:
-        """The other drafter's, or an empty one that ended "off"."""
-        if self._pausing:
-            self._pausing -= 1
-            self._spent = None
-            return Draft()
-        draft = self._drafter.draft(state, limit, watch)
-        self._spent = self._cost.of(draft)
-        return draft
+    def pauses(self) -> bool:
+        """Whether this round goes without; asked once in each."""
+        pauses = self._pausing > 0
+        self._pausing -= pauses
+        return pauses
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Weigh the round, and tell the drafter; it does not hear of rounds without it."""
-        if self._spent is None:
-            return
-        gain = accepted - self._spent
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """Weigh a round that did not pause. Text already seen would be there anyway."""
+        accepted = sum(draft.sources[index] != NGRAM for index in kept)
+        gain = accepted - self._cost.of(draft)
         self._gain += NEWEST * (gain - self._gain)
         if self._gain >= 0.0:
             self._next_pause = SHORTEST_PAUSE
         elif gain < 0.0:
             self._pausing = self._next_pause
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
-        self._drafter.learn(drafted, accepted)
+
+
+class WhilePaying(Generic[StateT]):
+    """Asks another drafter while that has been `Paying`."""
+
+    def __init__(self, drafter: DraftsFrom[StateT], cost: DraftCost) -> None:
+        """Of one sequence."""
+        self._drafter = drafter
+        self._rule = Paying(cost)
+        self._drafted = False
+
+    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Draft:
+        """The other drafter's, or an empty one that ended "off"."""
+        self._drafted = not self._rule.pauses()
+        return self._drafter.draft(state, limit, watch) if self._drafted else Draft()
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """Weigh the round, and tell the drafter; it does not hear of rounds without it."""
+        if self._drafted:
+            self._rule.learn(draft, kept)
+            self._drafter.learn(draft, kept)

@@ -3,7 +3,8 @@
 //
 // A setting is {layers, columns, thresholds, alpha, width}: exit layers in use up to D_max, their
 // columns in the record and their taus; the index of alpha; W_max. Rounds have the fields of
-// selfspec.decoding.stats.Round, and how often a head was `judged`.
+// selfspec.decoding.stats.Round, and how often `heads` were asked.
+// Chains of drafts only: trees are not replayed here.
 
 /** Arrays from base64 of zlib of little-endian numbers, laid out by page.py. */
 async function unpackRecord(packed) {
@@ -43,13 +44,14 @@ function replayRounds(record, setting) {
       tokens: answer.slice(0, 1),
       draft_tokens: [],
       exit_layers: [],
-      accepted: 0,
+      sources: [],
+      parents: null,
+      kept: [],
       ended: "off",
-      source: "exit",
       prefill: true,
       passes: [[record.prompt_tokens, 0, record.num_layers]],
       stop_reason: stopReason(record, 1),
-      judged: 0,
+      heads: 0,
     },
   ];
   let known = 1;
@@ -108,18 +110,19 @@ function oneRound(record, setting, root, limit, following) {
     tokens: following.slice(0, accepted + 1),
     draft_tokens: draft.tokens,
     exit_layers: draft.layers,
-    accepted,
+    sources: draft.tokens.map(() => "exit"),
+    parents: null,
+    kept: draft.tokens.slice(0, accepted).map((_, index) => index),
     ended: draft.ended,
-    source: "exit",
     prefill: false,
     passes: schedule.passes,
     stop_reason: null,
-    judged: draft.judged,
+    heads: draft.heads,
   };
 }
 
 function draftTokens(record, setting, schedule, root, limit) {
-  const draft = { tokens: [], layers: [], judged: 0, ended: "budget" };
+  const draft = { tokens: [], layers: [], heads: 0, ended: "budget" };
   if (setting.width <= limit) [limit, draft.ended] = [setting.width, "width"];
   let node = root;
   while (draft.tokens.length < limit) {
@@ -139,7 +142,7 @@ function draftTokens(record, setting, schedule, root, limit) {
 function firstExit(record, setting, schedule, node, draft) {
   for (let boundary = 0; boundary < setting.columns.length; boundary += 1) {
     schedule.advance(boundary, boundary + 1);
-    draft.judged += 1;
+    draft.heads += 1;
     const column = setting.columns[boundary];
     const sure = confidenceAt(record, node, column, setting.alpha);
     if (sure >= setting.thresholds[boundary]) return column;
@@ -151,7 +154,7 @@ function firstExit(record, setting, schedule, node, draft) {
 function summary(rounds, prices) {
   const later = rounds.filter((entry) => !entry.prefill);
   const sum = (value) => later.reduce((total, entry) => total + value(entry), 0);
-  const [tokens, accepted] = [sum((entry) => entry.tokens.length), sum((entry) => entry.accepted)];
+  const [tokens, accepted] = [sum((entry) => entry.tokens.length), sum((entry) => entry.kept.length)];
   const drafted = sum((entry) => entry.draft_tokens.length);
   const seconds = predictedSeconds(later, prices);
   return {
@@ -177,7 +180,7 @@ function predictedSeconds(rounds, prices) {
     for (const [rows, first, last] of entry.passes) {
       seconds += prices.pass[rows - 1] + prices.layer[rows - 1] * (last - first);
     }
-    seconds += prices.verdict[entry.draft_tokens.length] + entry.judged * prices.head;
+    seconds += prices.verdict[entry.draft_tokens.length] + entry.heads * prices.head;
   }
   return seconds;
 }

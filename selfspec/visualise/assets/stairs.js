@@ -77,9 +77,9 @@ const layerY = (layer) => 6 + height - layer * layerHeight;
 /** A round's drawing: one from before, if it did the same at the same place. */
 function roundNode(group) {
   const { entry, columns, index } = group;
-  const { passes, exit_layers, accepted, ended } = entry;
+  const { passes, exit_layers, kept, parents, ended } = entry;
   const start = columns.length ? columns[0].place : -1;
-  const key = JSON.stringify([start, entry.draft_tokens, exit_layers, passes, accepted, ended]);
+  const key = JSON.stringify([start, entry.draft_tokens, exit_layers, passes, kept, parents, ended]);
   if (!drawnRounds.has(key)) drawnRounds.set(key, drawRound(group));
   const node = drawnRounds.get(key);
   node.group = group;
@@ -127,6 +127,7 @@ function drawColumn(column, index) {
     const over = { x, y: layerY(info.num_layers), width: COLUMN, height };
     drawn.push(svg("rect", { ...over, class: "rejected" }));
   }
+  if (index > 0 && column.parent !== index - 1) drawn.push(branch(column, index));
   if (column.exit !== null) {
     const dot = svg("circle", { cx: x + COLUMN / 2, cy: layerY(column.exit), r: 4 });
     dot.setAttribute("class", column.right ? "left" : "left bad");
@@ -134,6 +135,13 @@ function drawColumn(column, index) {
     drawn.push(dot);
   }
   return drawn;
+}
+
+/** From a row of a tree to one that follows it and does not stand beside it. */
+function branch({ parent, depth }, to) {
+  const [start, end] = [parent, to].map((row) => (row + 0.5) * COLUMN);
+  const level = height + 7 + 2.5 * Math.min(depth, 3);
+  return svg("path", { d: `M${start},${height + 7} V${level} H${end} V${height + 7}`, class: "branch" });
 }
 
 function label(text, x, kind) {

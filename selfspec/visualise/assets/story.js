@@ -26,15 +26,15 @@ function tell(rounds) {
     story.steps += boxes.length;
     const drafts = draftTexts(entry);
     entry.tokens.forEach((_, offset) => {
-      const accepted = offset < entry.accepted;
-      const rejected = !accepted && drafts.length > entry.accepted;
+      const draft = entry.kept[offset] ?? null;
+      const rejected = draft === null ? [...drafts.keys()].filter((d) => !entry.kept.includes(d)) : [];
       story.places.push({
         round: index,
-        kind: entry.prefill ? "prefill" : accepted ? "accepted" : "bonus",
-        source: entry.source,
-        exit: accepted && entry.source === "exit" ? entry.exit_layers[offset] : null,
-        rejected: rejected ? drafts.slice(entry.accepted) : [],
-        rejectedAt: rejected && entry.source === "exit" ? entry.exit_layers[entry.accepted] : null,
+        kind: entry.prefill ? "prefill" : draft === null ? "bonus" : "accepted",
+        source: draft === null ? null : entry.sources[draft],
+        exit: draft === null ? null : exitOf(entry, draft),
+        rejected: rejected.map((d) => drafts[d]),
+        rejectedAt: rejected.length ? exitOf(entry, rejected[0]) : null,
         step: story.steps,
       });
     });
@@ -44,17 +44,29 @@ function tell(rounds) {
   return story;
 }
 
-/** Rows of a round: the newest token, then every draft. */
+/** The exit layer where a draft left; null: it came from elsewhere. */
+const exitOf = (entry, draft) => (entry.sources[draft] === "exit" ? entry.exit_layers[draft] : null);
+
+/** Rows of a round: the newest token, then every draft. In a tree siblings share a place. */
 function columnsOf(entry, newest, drafts) {
   if (entry.prefill) return [];
-  const rows = [finalText(newest), ...drafts];
-  return rows.map((text, row) => ({
-    text,
-    place: newest + row,
-    kept: row <= entry.accepted,
-    exit: entry.source === "exit" && row < drafts.length ? entry.exit_layers[row] : null,
-    right: row < entry.accepted,
-  }));
+  const parents = entry.parents ?? drafts.map((_, draft) => draft - 1);
+  const depths = [0];
+  for (const parent of parents) depths.push(depths[parent + 1] + 1);
+  return [finalText(newest), ...drafts].map((text, row) => {
+    const following = [...drafts.keys()].filter((draft) => parents[draft] === row - 1);
+    const kept = following.find((draft) => entry.kept.includes(draft));
+    const told = kept ?? following[0];
+    return {
+      text,
+      place: newest + depths[row],
+      depth: depths[row],
+      parent: row ? parents[row - 1] + 1 : null,
+      kept: row === 0 || entry.kept.includes(row - 1),
+      exit: told === undefined ? null : exitOf(entry, told),
+      right: kept !== undefined,
+    };
+  });
 }
 
 /** Which rows each pass carried: it goes on where the first of its layers has stopped. */
@@ -83,7 +95,7 @@ function describeRound(group) {
     return `The prompt's own pass: ${entry.passes.map(([rows]) => rows).join(" + ")} tokens through all ${info.num_layers} layers.`;
   }
   const made = plural(entry.draft_tokens.length, "draft");
-  return `Round ${index}: ${made}, ${entry.accepted} kept. Drafting ended: ${ENDED[entry.ended]}.`;
+  return `Round ${index}: ${made}${entry.parents ? " in a tree" : ""}, ${entry.kept.length} kept. Drafting ended: ${ENDED[entry.ended]}.`;
 }
 
 /** A pass in words. */
