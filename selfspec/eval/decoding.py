@@ -21,7 +21,13 @@ from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters import Drafter
 from selfspec.decoding.engine import acceptance_rule
 from selfspec.decoding.stats import Round, Stopwatch
-from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
+from selfspec.eval.scripted import (
+    BranchingDrafter,
+    MixedDrafter,
+    OracleDrafter,
+    RandomDrafter,
+    WrongDrafter,
+)
 
 _EAGER = 1e-6
 """A threshold that every token reaches: all exits are taken, also the wrong ones."""
@@ -124,7 +130,12 @@ def planted(
         "random": (RandomDrafter(0, size, width), alone),
         "mixed": (MixedDrafter(text, 1, size, width), options),
     }
+    steady = not options.pinned or speculator.backbone.claims.steady_from is not None
+    if steady and speculator.backbone.runs_trees:
+        found["tree"] = (BranchingDrafter(text, 2, size, width), alone)
     if speculator.heads is not None and options.speculate:
-        eager = options.updated({"exit": {"threshold": _EAGER, "max_tokens": width}})
+        eager = options.updated(
+            {"exit": {"threshold": _EAGER, "max_tokens": width}, "prices": "row=0"}
+        )
         found |= {"heads": (None, options), "eager heads": (None, eager)}
     return found

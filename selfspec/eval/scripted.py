@@ -12,6 +12,7 @@ import torch
 from selfspec.decoding.drafters import Draft
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
+from selfspec.model.rows import depths
 
 
 class ScriptedDrafter:
@@ -100,3 +101,31 @@ class MixedDrafter(RandomDrafter):
         """`count` tokens, the first few of them right."""
         truth = self.sequence[position : position + self.number(count + 1)]
         return truth + self.junk(count - len(truth))
+
+
+_RIGHT = 5
+"""Right tokens of a planted tree at most: there is room for others beside them."""
+
+
+class BranchingDrafter(MixedDrafter):
+    """Plants a true prefix of random length in a random tree of other tokens."""
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+        """Up to `width` tokens, whose paths fit into `limit`."""
+        position = state.length - state.pad
+        right = self.sequence[position : position + self.number(min(max(limit, 0), _RIGHT) + 1)]
+        tokens: list[int] = []
+        parents: list[int] = []
+        below = -1  # the newest of the right ones
+        placed = 0
+        while len(tokens) < self.width and limit > 0:
+            if placed < len(right) and self.number(5) < 3:
+                tokens.append(right[placed])
+                parents.append(below)
+                below, placed = len(tokens) - 1, placed + 1
+                continue
+            parent = self.number(len(tokens) + 1) - 1
+            if parent < 0 or depths(parents)[parent] + 1 < limit:
+                tokens += self.junk(1)
+                parents.append(parent)
+        return Draft(tokens=tokens, parents=parents, ended="width" if tokens else "budget")

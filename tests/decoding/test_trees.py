@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import shutil
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -20,7 +18,7 @@ from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidDraft, UnsupportedModel
-from selfspec.eval.scripted import OracleDrafter
+from selfspec.eval.scripted import BranchingDrafter
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
 from selfspec.model.rows import Rows, ancestors, depths
@@ -30,34 +28,6 @@ from tests.models import MAX_POSITIONS, make_model, random_ids
 FAMILIES = ["llama", "mistral", "gemma2", "gpt2"]
 PARENTS = (-1, -1, 0, 0, 1, 3, 3, 2)
 """Two first tokens; the first has two children, one of which has two."""
-
-
-class TreeDrafter(OracleDrafter):
-    """Plants the true continuation down to some depth in a random tree of wrong tokens."""
-
-    def __init__(self, sequence: Sequence[int], vocab_size: int, seed: int, width: int = 7) -> None:
-        super().__init__(sequence, width)
-        self.vocab_size = vocab_size
-        self.random = random.Random(seed)
-        self.sizes: list[int] = []
-
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
-        right = self.tokens(state.length - state.pad, self.random.randrange(min(limit, 5) + 1))
-        tokens: list[int] = []
-        parents: list[int] = []
-        below, path = -1, 0
-        while len(tokens) < self.width and limit > 0:
-            if path < len(right) and self.random.random() < 0.6:
-                tokens.append(right[path])
-                parents.append(below)
-                below, path = len(tokens) - 1, path + 1
-                continue
-            parent = self.random.randrange(-1, len(tokens))
-            if parent < 0 or depths(parents)[parent] + 1 < limit:
-                tokens.append(self.random.randrange(self.vocab_size))
-                parents.append(parent)
-        self.sizes.append(len(tokens))
-        return Draft(tokens=tokens, parents=parents, exit_layers=[0] * len(tokens))
 
 
 def paths(parents: Sequence[int]) -> list[list[int]]:
@@ -126,13 +96,13 @@ def test_an_oracle_tree_gives_plain_decoding_s_text(family: str, seed: int) -> N
     ids = random_ids(11, seed)
     plain = ladder.decode(backbone, ids, NoDrafter(), new_tokens=40)
     text = [*ids[0].tolist(), *plain.tokens]
-    drafter = TreeDrafter(text, backbone.vocab_size, seed)
+    drafter = BranchingDrafter(text, seed, backbone.vocab_size, 7)
     found = ladder.decode(backbone, ids, drafter, new_tokens=40)
     assert found.tokens == plain.tokens
     torch.testing.assert_close(found.logits, plain.logits, rtol=0, atol=5e-5)
     accepted = {entry.accepted for entry in found.entries}
     assert {0, 1, 2} <= accepted
-    assert max(drafter.sizes) == 7
+    assert max(len(entry.draft_tokens) for entry in found.entries) == 7
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
@@ -143,7 +113,7 @@ def test_a_tree_moves_no_bit_in_compiled_code(family: str, dtype: torch.dtype) -
     ids = random_ids(55)  # across a block of 64 positions
     plain = ladder.decode(backbone, ids, NoDrafter(), new_tokens=40)
     for seed in range(3):
-        drafter = TreeDrafter([*ids[0].tolist(), *plain.tokens], backbone.vocab_size, seed)
+        drafter = BranchingDrafter([*ids[0].tolist(), *plain.tokens], seed, backbone.vocab_size, 7)
         found = ladder.decode(backbone, ids, drafter, new_tokens=40)
         assert found.tokens == plain.tokens
         assert torch.equal(found.logits, plain.logits)
@@ -154,7 +124,7 @@ def test_a_tree_at_the_models_last_positions() -> None:
     backbone = Backbone(make_model("llama", torch.float64), executor="generic")
     ids = random_ids(MAX_POSITIONS - 20)
     plain = ladder.decode(backbone, ids, NoDrafter(), new_tokens=20)
-    drafter = TreeDrafter([*ids[0].tolist(), *plain.tokens], backbone.vocab_size, seed=0)
+    drafter = BranchingDrafter([*ids[0].tolist(), *plain.tokens], 0, backbone.vocab_size)
     assert ladder.decode(backbone, ids, drafter, new_tokens=20).tokens == plain.tokens
 
 
@@ -173,7 +143,7 @@ def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: in
         return False
 
     state = DecodeState(backbone, ids)
-    drafter: Drafter = TreeDrafter(text, backbone.vocab_size, seed=2)
+    drafter: Drafter = BranchingDrafter(text, 2, backbone.vocab_size, 7)
     rule = GreedyMatch(ladder.greedy())
     stop = StopRule(max_length=len(text), criteria=criteria)
     with pytest.raises(ValueError, match="planted"):
@@ -188,7 +158,7 @@ def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: in
 def test_an_executor_of_chains_refuses_a_tree(executor: str) -> None:
     backbone = Backbone(make_model("llama"), executor=executor)
     ids = random_ids(5)
-    drafter = TreeDrafter([*ids[0].tolist(), *range(20)], backbone.vocab_size, seed=1)
+    drafter = BranchingDrafter([*ids[0].tolist(), *range(20)], 1, backbone.vocab_size, 7)
     with pytest.raises(InvalidDraft, match=f"the {executor} executor runs chains of drafts"):
         ladder.decode(backbone, ids, drafter)
 
@@ -197,7 +167,7 @@ def test_layers_that_count_positions_by_themselves_run_no_trees() -> None:
     """Llama 4 scales queries by how many rows lie in front, which siblings are not."""
     backbone = Backbone(make_model("llama4"), executor="generic")
     ids = random_ids(5)
-    drafter = TreeDrafter([*ids[0].tolist(), *range(20)], backbone.vocab_size, seed=1)
+    drafter = BranchingDrafter([*ids[0].tolist(), *range(20)], 1, backbone.vocab_size, 7)
     with pytest.raises(UnsupportedModel, match="comes out otherwise beside siblings"):
         ladder.decode(backbone, ids, drafter)
 
@@ -230,15 +200,15 @@ def copied(_: Sampler) -> Draft:
 
 @pytest.mark.parametrize("make", [drawn([0.5, 0.25, 0.25], 2), drawn([0.0, 0.5, 0.5], 3), copied])
 def test_siblings_keep_the_distribution_of_sampling(make: Callable[[Sampler], Draft]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    sampler = Sampler(LogitsProcessorList(), do_sample=True, generator=generator)
+    sampler = laws.ExactSampler(LogitsProcessorList(), do_sample=True)
     law = torch.tensor([0.5, 0.2, 0.3])
-    rule, draws = SpeculativeSampling(sampler), 40_000
-    target, found = Target(law.log()[None]), Counter[tuple[int, ...]]()
+    rule, target = SpeculativeSampling(sampler), Target(law.log()[None])
     ids = torch.zeros(1, 1, dtype=torch.int64)
-    for _ in range(draws):
+
+    def play() -> tuple[int, ...]:
         draft = make(sampler)
         proposed = [draft.proposed(index) for index in draft.following(0)]
-        found[rule.verdict(ids, target, 0, proposed).token,] += 1
-    expected: laws.Law = {(token,): float(chance) for token, chance in enumerate(law)}
-    assert ladder.chi_square_p(found, expected, draws) > 1e-3
+        return (rule.verdict(ids, target, 0, proposed).token,)
+
+    found = laws.enumerate_law(sampler, play)
+    laws.assert_same(found, {(token,): float(chance) for token, chance in enumerate(law)})
