@@ -45,7 +45,7 @@ class SpeculationOptions:
     """What proposes tokens: exit (heads), ngram (text already seen), draft-model, ngram+exit,
     ngram+draft-model, none.
 
-    Of two the one that promises more drafts.
+    Of two the one that promises more drafts; heads on the embedding draft around text already seen.
     """
 
     controller: Controller = field(default_factory=Fixed)
@@ -56,7 +56,7 @@ class SpeculationOptions:
     """Which drafts stay: lossless, or one of the lossy rules lenient, cm-asd, easd."""
 
     prices: Prices = field(default_factory=Prices)
-    """What drafts cost here, as shares of a step: row, head, block."""
+    """What drafts cost here, as shares of a step: row, head."""
 
     exit: Exit = field(default_factory=Exit)
     """Of exit heads."""

@@ -236,7 +236,8 @@ def _check_arrays(
     places = sum(prompt.new_tokens for prompt in prompts)
     count = len(arrays["tokens"])
     layers, alphas = len(info.exit_layers), len(info.anneal_strengths)
-    guesses = arrays["guesses"].shape[-1] if arrays.get("guesses") is not None else 0
+    known = arrays.get("guesses")
+    guesses = 0 if known is None or known.ndim != 2 else known.shape[1]
     shapes = {
         "contexts": (sum(prompt.prompt_tokens for prompt in prompts),),
         "answers": (places,),

@@ -73,17 +73,18 @@ class Setting:
                 f"exit:threshold {min(thresholds)} lies below {info.min_threshold}, where "
                 "recording stopped. Record more: selfspec trace --min-threshold"
             )
-        if options.exit.guesses > GUESSES:
-            raise InvalidOption(
-                f"exit:guesses {options.exit.guesses}, recorded were {GUESSES}. Take fewer"
-            )
+        # a record without guesses is of a model that drafts chains, whatever is asked for
+        trees = options.grows_trees and used == (0,) and record.guesses.shape[-1] > 0
+        guesses = options.exit.guesses if trees else 1
+        if guesses > GUESSES:
+            raise InvalidOption(f"exit:guesses {guesses}, recorded were {GUESSES}. Take fewer")
         return cls(
             layers=used,
             columns=tuple(info.exit_layers.index(layer) for layer in used),
             thresholds=thresholds,
             alpha=info.anneal_strengths.index(alpha),
             width=options.exit.max_tokens,
-            guesses=options.exit.guesses if options.grows_trees and used == (0,) else 1,
+            guesses=guesses,
         )
 
 

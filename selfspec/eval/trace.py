@@ -87,8 +87,8 @@ class Reach(NamedTuple):
     """W_max of the widest setting to be replayed."""
     threshold: float
     """Its lowest tau."""
-    layers: tuple[int, ...]
-    """Exit layers in use."""
+    trees: bool
+    """Whether the first exit layer is the embedding, and the model runs trees."""
 
 
 class Explorer:
@@ -117,7 +117,7 @@ class Explorer:
         self._nodes = nodes
         self._answer = answer
         self._end_tokens = frozenset(end_tokens)
-        self._trees = 0 in heads.config.exit_layers and 0 in reach.layers
+        self._trees = reach.trees
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
         """No tokens; the state is left as it was found."""
@@ -245,7 +245,8 @@ class Recorder:
         self._heads = heads
         floor = options.min_threshold or _FLOORS[len(layers) == 1]
         self._options = options
-        self._reach = Reach(options.max_draft_tokens, floor, tuple(layers))
+        trees = layers[0] == 0 and speculator.backbone.runs_trees
+        self._reach = Reach(options.max_draft_tokens, floor, trees)
         self._layers = layers
         self._judges = [
             ExitJudge(

@@ -18,7 +18,7 @@ from selfspec.errors import InvalidData
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Kind = Literal["prefill", "accepted", "bonus"]
 """Where a token comes from: the prompt's pass, a draft that stayed, verification itself."""
@@ -200,6 +200,7 @@ class _Reader:
             passes = [tuple(entry) for entry in values.pop("passes")]
             entry = Round(**values, passes=passes)
             require_types(entry)
+            _check_drafts(entry, texts)
             self._rounds.append(entry)
         else:
             raise InvalidData(f"found {kind!r}, expected a place or a round")
@@ -224,6 +225,19 @@ class _Reader:
             rounds=tuple(self._rounds),
             draft_texts=tuple(self._draft_texts),
         )
+
+
+def _check_drafts(entry: Round, texts: Sequence[str]) -> None:
+    """Raise InvalidData unless all that a round says of its drafts is said of those it has."""
+    count = len(entry.draft_tokens)
+    parents = [*range(-1, count - 1)] if entry.parents is None else entry.parents
+    told = (entry.exit_layers, entry.sources, parents, texts)
+    if any(len(each) != count for each in told):
+        raise InvalidData(f"a round of {count} drafts says more or less of them")
+    if not all(-1 <= parent < index for index, parent in enumerate(parents)):
+        raise InvalidData(f"parents {parents} are no tree of drafts")
+    if not all(0 <= index < count for index in entry.kept) or entry.accepted > len(entry.tokens):
+        raise InvalidData(f"drafts {entry.kept} were kept, of {count}")
 
 
 Kept = TypeVar("Kept", LayerSays, Place, TraceSettings, TraceInfo)

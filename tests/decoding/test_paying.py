@@ -20,7 +20,7 @@ from selfspec.decoding.drafters import (
     WhilePaying,
     while_paying,
 )
-from selfspec.decoding.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE
+from selfspec.decoding.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE, Paying
 from selfspec.decoding.prices import DraftCost, Unmeasured
 from selfspec.decoding.stats import Stopwatch
 from tests import ladder
@@ -137,6 +137,18 @@ def test_the_rule_switched_off_leaves_the_drafter_alone() -> None:
 
 
 # Behind text already seen
+
+
+def test_what_text_already_seen_gives_is_no_gain_of_heads() -> None:
+    rule = Paying(DraftCost(rows=(0.1,), head=0.1))
+    both = Draft(tokens=[1, 2], sources=["ngram", "exit"], heads=1)
+    pauses = 0
+    for _ in range(100):
+        if rule.pauses():
+            pauses += 1
+        else:
+            rule.learn(both, [0])
+    assert pauses > 50
 
 
 def test_a_pause_is_no_failure_of_the_other_drafter_and_leaves_the_field_to_seen_text() -> None:

@@ -159,6 +159,16 @@ def test_heads_that_are_always_wrong_are_paused_and_text_already_seen_goes_on() 
 # Sampling
 
 
+def test_a_token_that_the_trunk_has_is_not_drawn_again() -> None:
+    sampler = Sampler(LogitsProcessorList(), do_sample=True)
+    rest, taken = Drawn(torch.tensor([0.5, 0.3, 0.2]), sampler, 3).without(0)
+    assert taken == 0.5
+    assert rest.chances == pytest.approx([0.3, 0.2])
+    drawn = [rest.choice(rank) for rank in range(3)]
+    assert {choice.token for choice in drawn if choice is not None} == {1, 2}
+    assert drawn[2] is None
+
+
 class Draws:
     """Draws what follows a token from a table of laws [V, V]."""
 

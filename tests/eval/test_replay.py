@@ -237,6 +237,24 @@ def test_trees_replay_as_they_grow(
     assert (mixed > 0) == (drafter == "ngram+exit")
 
 
+def test_where_a_model_runs_no_trees_chains_are_recorded_and_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, speculator = recorded("deep-fused-0")
+    monkeypatch.setitem(vars(speculator.backbone), "runs_trees", False)
+    recorder = Recorder(speculator, OPTIONS)
+    recorder.prompt(random_ids(5, 1), "1", "prompts", 1)
+    record = recorder.record()
+    assert record.guesses.shape[1] == 0
+    asked = SpeculationOptions(
+        exit=Exit(threshold=0.2, guesses=4, max_tokens=3), never_slower=False
+    )
+    options = replace(asked, exit=replace(asked.exit, anneal_strength=0.0))
+    found = replay.rounds(record, 0, options)
+    assert found == real_rounds(speculator, random_ids(5, 1), NEW_TOKENS, options)
+    assert sum(len(entry.draft_tokens) for entry in found) > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

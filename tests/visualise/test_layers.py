@@ -28,7 +28,7 @@ def test_a_file_gives_the_same_trace_back(tmp_path: Path) -> None:
 def test_every_line_says_what_it_is(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in saved(tmp_path).read_text().splitlines()]
     assert [line["type"] for line in lines] == ["info", *["place"] * 6, *["round"] * 4]
-    assert lines[0]["format_version"] == 1
+    assert lines[0]["format_version"] == 2
     assert lines[9]["passes"] == [[1, 0, 2], [1, 2, 4], [3, 4, 6]]
 
 
@@ -51,7 +51,7 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "old", "new", "reason"),
     [
-        (1, '"format_version": 1', '"format_version": 2', "line 1: format version 2, this self"),
+        (1, '"format_version": 2', '"format_version": 1', "line 1: format version 1, this self"),
         (1, '"type": "info"', '"type": "place"', "line 1: found 'place', the first line must be"),
         (1, '"dtype"', '"type_of"', "line 1: unknown key 'type_of'"),
         (2, '"index": 0', '"index": 3', "line 2: place 3, expected 0"),
@@ -62,6 +62,14 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
         (3, "{", "", "line 3 is no line of a trace"),
         (8, '"round"', '"turn"', "line 8: found 'turn', expected a place or a round"),
         (9, '"passes"', '"runs"', "line 9 is no line of a trace"),
+        (10, '"kept": [0]', '"kept": [2]', "drafts [2] were kept, of 2"),
+        (10, '"parents": null', '"parents": [0, -1]', "parents [0, -1] are no tree of drafts"),
+        (
+            10,
+            '"sources": ["exit", "exit"]',
+            '"sources": ["exit"]',
+            "a round of 2 drafts says more or",
+        ),
     ],
 )
 def test_a_damaged_file_is_named_with_line_and_reason(

@@ -26,7 +26,7 @@ from selfspec.decoding.drafters.exit import ExitDrafter, known_deep
 from selfspec.decoding.drafters.guesses import Known
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.paying import WhilePaying
-from selfspec.decoding.drafters.tree import LEAST_SAID, ROOT, Guesser, Guesses, TreeDrafter
+from selfspec.decoding.drafters.tree import LEAST_SAID, ROOT, Guesses, TreeDrafter
 
 __all__ = [
     "EXIT",
@@ -39,7 +39,6 @@ __all__ = [
     "Drafter",
     "DraftsFrom",
     "ExitDrafter",
-    "Guesser",
     "Guesses",
     "Known",
     "NgramDrafter",

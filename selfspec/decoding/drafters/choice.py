@@ -67,7 +67,7 @@ def make_drafter(
     if options.uses("draft-model"):
         other, token = _draft_model(options, sources, sampler, end_tokens)
     elif options.grows_trees and sources.runs_trees(options):
-        return _tree(options, sources, sampler, end_tokens)
+        return _tree(options, sources, cost, sampler, end_tokens)
     else:
         other, layers = _exit(options, sources.heads, sampler, end_tokens)
     other = while_paying(
@@ -143,14 +143,14 @@ def make_tree(
 def _tree(
     options: SpeculationOptions,
     sources: Sources,
+    unmeasured: prices.Unmeasured,
     sampler: Sampler,
     end_tokens: Collection[int],
 ) -> TreeDrafter[DecodeState]:
     """Of exit heads that read embeddings."""
     heads = _required(sources.heads, options)
     guesser = HeadGuesser(heads, _judge(heads, options), sampler, options.exit.guesses)
-    cost = prices.Unmeasured.of(sources.backbone)
-    return make_tree(guesser, options, cost, end_tokens, sampled=sampler.do_sample)
+    return make_tree(guesser, options, unmeasured, end_tokens, sampled=sampler.do_sample)
 
 
 def _required(heads: ExitHeads | None, options: SpeculationOptions) -> ExitHeads:
