@@ -60,6 +60,19 @@ inline Bits rounded(Vector value) {
   return (Bits)(value + large - large);
 }
 
+// The same numbers side by side, the even one lower. What is too small for a usual bfloat16 may
+// become 0: the instruction that adds them takes it for 0, too.
+inline Bits pairs(Vector even, Vector odd) {
+#if defined(__AVX512BF16__)
+  const Ints places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Ints order = places | (places + 16) << 16;  // evens come first in what is rounded
+  const __m512bh numbers = _mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  return (Bits)_mm512_permutexvar_epi16((__m512i)order, (__m512i)numbers);
+#else
+  return rounded(even) >> 16 | rounded(odd);
+#endif
+}
+
 // Weights of two inputs, for a vector of outputs: as Kind adds them, and as panels hold them.
 
 constexpr int TERMS = 2 / Kind::STEP * Kind::TERMS;  // additions
@@ -69,7 +82,7 @@ inline void take(Vector even, Vector odd, Bits* terms) {
 #if !BFLOAT16
   terms[0] = (Bits)even, terms[1] = (Bits)odd;
 #elif defined(__AVX512BF16__)
-  terms[0] = rounded(even) >> 16 | rounded(odd);
+  terms[0] = pairs(even, odd);
 #else
   terms[0] = rounded(even), terms[1] = rounded(odd);
 #endif
@@ -77,7 +90,7 @@ inline void take(Vector even, Vector odd, Bits* terms) {
 
 inline void store(Vector even, Vector odd, Number* to) {
 #if BFLOAT16
-  *(Words*)to = rounded(even) >> 16 | rounded(odd);
+  *(Words*)to = pairs(even, odd);
 #else
   *(Floats*)to = even, *(Floats*)(to + PANEL) = odd;
 #endif
@@ -88,6 +101,11 @@ enum Scale {
   NESTED,  // of 256 inputs, times a byte of the group
   ZEROED,  // of a group, whose byte is taken off each quant as well
 };
+constexpr int ROWS_OF_BLOCKS = WIDE ? 8 : 4;  // that multiply weights in registers
+
+// Panels that are read side by side: a few sums alone would wait for themselves.
+constexpr int panels_of_blocks(int rows) { return !WIDE ? 1 : rows <= 2 ? 4 : 2; }
+
 constexpr int STORED = 0;  // in place of what is taken off each quant: minima, as scales are
 
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
@@ -161,50 +179,57 @@ struct Blocks {
   template <int ROWS>
   static void multiply(long in, long count, Block<const Input> x, const uint8_t* panel, long size,
                        Block<float> sums) {
-    for (long p = 0; p < count; p++, panel += size) {
-      Vector s[ROWS][VECTORS] = {};
-      for (long k = 0; k < in; k += GROUP) {
-        Group groups[VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) groups[v].find(panel, k, v);
-        for (int i = 0; i < GROUP; i += WORD) add_word(groups, i, k + i, x, s);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
-          *(Floats*)(sums.at + r * sums.row + p * sums.panel + v * LANES) = s[r][v];
-    }
+    constexpr int MOST = panels_of_blocks(ROWS);
+    long p = 0;
+    for (; p + MOST <= count; p += MOST)
+      some<ROWS, MOST>(in, x, panel + p * size, size, sums.from_panel(p));
+    for (; p < count; p++) some<ROWS, 1>(in, x, panel + p * size, size, sums.from_panel(p));
   }
 
  private:
+  template <int ROWS, int PANELS>
+  static void some(long in, Block<const Input> x, const uint8_t* panel, long size,
+                   Block<float> sums) {
+    constexpr int COUNT = PANELS * VECTORS;
+    Vector s[ROWS][COUNT] = {};
+    for (long k = 0; k < in; k += GROUP) {
+      Group groups[COUNT];
+#pragma GCC unroll 8
+      for (int v = 0; v < COUNT; v++) groups[v].find(panel + v / VECTORS * size, k, v % VECTORS);
+      for (int i = 0; i < GROUP; i += WORD) add_word(groups, i, k + i, x, s);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+      for (int v = 0; v < COUNT; v++)
+        *(Floats*)(sums.at + r * sums.row + v / VECTORS * sums.panel + v % VECTORS * LANES) = s[r][v];
+  }
+
   // The inputs of word `i` of the groups, which are `first`.. of a row, to the sums of all rows.
-  template <int ROWS>
-  static inline __attribute__((always_inline)) void add_word(const Group (&groups)[VECTORS], int i,
+  template <int ROWS, int COUNT>
+  static inline __attribute__((always_inline)) void add_word(const Group (&groups)[COUNT], int i,
                                                              long first, Block<const Input> x,
-                                                             Vector (&s)[ROWS][VECTORS]) {
-    Bits words[VECTORS];
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) words[v] = groups[v].word(i);
+                                                             Vector (&s)[ROWS][COUNT]) {
+    Bits words[COUNT];
+#pragma GCC unroll 8
+    for (int v = 0; v < COUNT; v++) words[v] = groups[v].word(i);
 #pragma GCC unroll 4
     for (int j = 0; j < WORD; j += 2) {
-      Bits terms[VECTORS][TERMS];
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++)
+      Bits terms[COUNT][TERMS];
+#pragma GCC unroll 8
+      for (int v = 0; v < COUNT; v++)
         take(groups[v].value(words[v], j), groups[v].value(words[v], j + 1), terms[v]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
         for (int t = 0; t < TERMS; t++) {
           const auto input = Kind::spread(x.at[r * x.row + (first + j) / 2 * TERMS + t]);
-#pragma GCC unroll 4
-          for (int v = 0; v < VECTORS; v++) s[r][v] = Kind::add(s[r][v], terms[v][t], input);
+#pragma GCC unroll 8
+          for (int v = 0; v < COUNT; v++) s[r][v] = Kind::add(s[r][v], terms[v][t], input);
         }
     }
   }
 };
-
-constexpr int ROWS_OF_BLOCKS = 4;  // that multiply weights in registers
 
 // How the weights of a panel are kept.
 struct Form {
@@ -218,14 +243,17 @@ struct Form {
   long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
 };
 
-template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-constexpr Form form_of() {
+template <int BITS, int GROUP, Scale SCALE, int OFFSET, int... ROWS>
+constexpr Form form_with(std::integer_sequence<int, ROWS...>) {
   using Kept = Blocks<BITS, GROUP, SCALE, OFFSET>;
-  return {Kept::expand,
-          {Kept::template multiply<1>, Kept::template multiply<2>, Kept::template multiply<3>,
-           Kept::template multiply<4>},
+  return {Kept::expand, {Kept::template multiply<ROWS + 1>...},
           SCALE, BITS, GROUP, OFFSET, Kept::UNIT, Kept::PARTS, Kept::HEAD, Kept::SMALL,
           Kept::GROUP_BYTES, Kept::UNIT_BYTES};
+}
+
+template <int BITS, int GROUP, Scale SCALE, int OFFSET>
+constexpr Form form_of() {
+  return form_with<BITS, GROUP, SCALE, OFFSET>(std::make_integer_sequence<int, ROWS_OF_BLOCKS>());
 }
 
 enum FormNumber {

@@ -50,10 +50,11 @@ struct Pass {
 // RMSNorm or LayerNorm.
 void norm(const Operation& op, long rows, const Number* from, Number* to) {
   const float *weight = (const float*)op.weight, *bias = (const float*)op.bias;
+  thread_local std::vector<float> normed;
+  normed.resize(op.in);
 #pragma omp for
   for (long row = 0; row < rows; row++) {
     const Number* h = from + row * op.row + op.at;
-    Number* o = to + row * op.row + op.at;
     float sum = 0, squares = 0;
     if (op.centred) {
 #pragma omp simd reduction(+ : sum)
@@ -63,13 +64,20 @@ void norm(const Operation& op, long rows, const Number* from, Number* to) {
 #pragma omp simd reduction(+ : squares)
     for (long j = 0; j < op.in; j++) squares += (wide(h[j]) - mean) * (wide(h[j]) - mean);
     const float scale = 1 / std::sqrt(squares / op.in + op.eps);
-    for (long j = 0; j < op.in; j++) {
-      float x = (wide(h[j]) - mean) * scale;
-      if (op.rounds) x = wide(narrow(x));
-      x *= weight[j];
-      if (bias) x += bias[j];
-      o[j] = op.adds ? added(o[j], narrow(x), op.adds) : narrow(x);
+    float* const x = normed.data();
+#pragma omp simd
+    for (long j = 0; j < op.in; j++) x[j] = (wide(h[j]) - mean) * scale;
+    if (op.rounds) {
+#pragma omp simd
+      for (long j = 0; j < op.in; j++) x[j] = wide(narrow(x[j]));
     }
+#pragma omp simd
+    for (long j = 0; j < op.in; j++) x[j] *= weight[j];
+    if (bias) {
+#pragma omp simd
+      for (long j = 0; j < op.in; j++) x[j] += bias[j];
+    }
+    put(op.in, x, op.adds, to + row * op.row + op.at);
   }
 }
 

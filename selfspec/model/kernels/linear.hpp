@@ -15,13 +15,24 @@
 namespace {
 
 constexpr long STEP = Kind::STEP;
-constexpr long PIECE = 1024 / STEP;               // steps of a panel that many rows share
-constexpr long GROUPS_OF_BLOCKS = 2;              // of rows, that read the same blocks in turn
+constexpr long PIECE = WIDE ? 256 : 1024 / STEP;  // steps of a panel that many rows share
+constexpr long GROUPS_OF_BLOCKS = WIDE ? 1 : 2;   // of rows, that read the same blocks in turn
 constexpr long EXPANDED = 16384 / sizeof(Number);  // weights that are expanded before they are read
 
 // `before` and `times` a value, each rounded.
 inline Number added(Number before, Number value, float times) {
   return narrow(wide(before) + wide(times == 1 ? value : narrow(wide(value) * times)));
+}
+
+// A row of values, rounded, to where it belongs; with `adds`, that many times, to what is there.
+inline void put(long count, const float* values, float adds, Number* to) {
+  if (adds) {
+#pragma omp simd
+    for (long j = 0; j < count; j++) to[j] = added(to[j], narrow(values[j]), adds);
+  } else {
+#pragma omp simd
+    for (long j = 0; j < count; j++) to[j] = narrow(values[j]);
+  }
 }
 
 constexpr long up(long number, long unit) { return (number + unit - 1) / unit; }
@@ -57,7 +68,7 @@ struct Linear {
     }
     const long threads = omp_get_num_threads(), me = omp_get_thread_num();
     const long all = up(out, PANEL), first = all * me / threads, last = all * (me + 1) / threads;
-    const long at_once = few ? panels_at_once(rows) : 1;
+    const long at_once = panels_at_once(up(rows, groups_of(rows)));
     long start = 0, end;  // of a stripe
     for (const Stripe* stripe = stripes; start < last; start = end, stripe++) {
       end = start + stripe->panels;
@@ -111,16 +122,17 @@ struct Linear {
     }
   }
 
-  void finish(long rows, long first, long count, const float* sums, long row_sums, Number* result,
+  void finish(long rows, long first, long count, float* sums, long row_sums, Number* result,
               float adds) const {
     const long start = first * PANEL, columns = std::min(count * PANEL, out - start);
-    for (long r = 0; r < rows; r++)
-      for (long j = 0; j < columns; j++) {
-        const float sum = sums[r * row_sums + j];
-        const Number value = narrow(bias ? sum + wide(bias[start + j]) : sum);
-        Number* to = result + r * out + start + j;
-        *to = adds ? added(*to, value, adds) : value;
+    for (long r = 0; r < rows; r++) {
+      float* const sum = sums + r * row_sums;
+      if (bias) {
+#pragma omp simd
+        for (long j = 0; j < columns; j++) sum[j] += wide(bias[start + j]);
       }
+      put(columns, sum, adds, result + r * out + start);
+    }
   }
 };
 

@@ -19,10 +19,11 @@
 namespace {
 
 constexpr int PANEL = 16, VECTORS = PANEL / LANES;
-constexpr int SUMS = LANES == 8 ? 12 : 24;              // vectors of sums that registers hold
-constexpr int MOST_ROWS = std::min(8, SUMS / VECTORS);  // of a group
-constexpr int MOST_PANELS = 8;                          // that are read side by side
-constexpr long AHEAD = 2048;                            // bytes that are fetched before their turn
+constexpr bool WIDE = LANES == 16;
+constexpr int SUMS = WIDE ? 20 : LANES == 8 ? 12 : 24;  // vectors of sums, beside inputs in registers
+constexpr int MOST_ROWS = std::min(WIDE ? 10 : 8, SUMS / VECTORS);  // of a group
+constexpr int MOST_PANELS = WIDE ? 6 : 8;                           // that are read side by side
+constexpr long AHEAD = 2048;                                        // bytes that are fetched before their turn
 
 // How a step along the inner dimension is stored and added: STEP weights of an output, INPUTS of
 // a row's Input, TERMS additions.
@@ -92,7 +93,7 @@ template <typename Kind, int ROWS, int PANELS>
 void group(long steps, Block<const typename Kind::Input> x, Block<const typename Kind::Weight> w,
            Block<float> sums) {
   Vector s[ROWS][PANELS][VECTORS];
-#pragma GCC unroll 8
+#pragma GCC unroll 10
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++)
@@ -107,7 +108,7 @@ void group(long steps, Block<const typename Kind::Input> x, Block<const typename
       Bits terms[VECTORS][Kind::TERMS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) Kind::load(from + v * LANES * Kind::STEP, terms[v]);
-#pragma GCC unroll 8
+#pragma GCC unroll 10
       for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
         for (int i = 0; i < Kind::TERMS; i++) {
@@ -117,7 +118,7 @@ void group(long steps, Block<const typename Kind::Input> x, Block<const typename
         }
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 10
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++)
@@ -149,11 +150,13 @@ void choose(std::integer_sequence<int, ROWS...>, long rows, long count, long ste
   all[rows - 1](count, steps, x, w, sums);
 }
 
+constexpr long groups_of(long rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+
 // Any number of rows, in groups that differ by one row at most.
 template <typename Kind>
 void multiply(long rows, long count, long steps, Block<const typename Kind::Input> x,
               Block<const typename Kind::Weight> w, Block<float> sums) {
-  const long groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  const long groups = groups_of(rows);
   for (long g = 0; g < groups; g++) {
     const long first = rows * g / groups, last = rows * (g + 1) / groups;
     choose<Kind>(std::make_integer_sequence<int, MOST_ROWS>(), last - first, count, steps,
