@@ -123,8 +123,8 @@ class DraftCost:
 
     @property
     def per_token(self) -> float:
-        """What each further draft token of an exit head takes, its layers left out."""
-        return self.rows[-1] + self.head
+        """What a draft token of an exit head takes at least, its layers left out."""
+        return min(self.rows) + self.head
 
     def of(self, draft: Draft) -> float:
         """Tokens from text already seen are left out: they would be there without this.
@@ -164,8 +164,9 @@ class Unmeasured(NamedTuple):
     def of(cls, model: Backbone) -> Unmeasured:
         """As its executor says."""
         one_row_kernels = model.claims.steady_from is None and model.device.type == "cpu"
-        row = model.claims.row_cost
-        rows = (row + _PLAIN_SECOND_ROW, row) if one_row_kernels else (row,)
+        rows = model.claims.row_costs
+        if one_row_kernels:
+            rows = (rows[0] + _PLAIN_SECOND_ROW, *rows)
         return cls(rows, model.claims.head_cost)
 
     def unless(self, asked: Prices) -> Unmeasured:

@@ -17,17 +17,14 @@ class Prices(Part):
     row: Annotated[float | tuple[float, ...] | None, PROBABILITY] = None
     """What one more row adds to a verification, in [0, 1]: the second, the third and so on, as far
     as they differ; a draft token is proposed where its chance pays for its row. None: what the
-    executor says, 0.08; of compiled code 0.03 in bfloat16, 0.15 in float32, 0.3 from blocks of a
-    quantised file; 0.78/0.08 where a CPU runs one row by kernels of its own.
-
-    Packed weights on a CPU measure 0.05; a little more is safer where guesses get worse.
+    executor says: 0.08; 0.78/0.08 where a CPU runs one row by kernels of its own; of compiled code
+    with AVX2 0.15, from blocks of a quantised file 0.3; with AVX-512 0.02 to 0.08, from blocks 0.05
+    and then 0.1 to 0.13, and half a step where the file is read once more, at the ninth row.
     """
 
     head: Annotated[float | None, AT_LEAST_0] = None
-    """What asking one exit head adds to a round, at least 0. None: what the executor says, 0.08 or,
-    from blocks of a quantised file, 0.2.
-
-    SmolLM2-135M in bfloat16 measures 0.075, from blocks 0.19.
+    """What asking one exit head adds to a round, at least 0. None: what the executor says, for the
+    heads of SmolLM2-135M: 0.07 to 0.09, from blocks of a quantised file 0.14 to 0.2.
     """
 
     @property

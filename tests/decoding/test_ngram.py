@@ -132,7 +132,7 @@ def test_a_row_costs_more_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator = wrap(make_model("llama"), executor="packed", drafter="ngram:size=1,max_tokens=1")
     ids = torch.arange(96)[None]  # a chance of 1/2
     assert speculator.generate(ids, max_new_tokens=6).stats.drafted > 0
-    dear = replace(speculator.backbone.claims, row_cost=0.6)
+    dear = replace(speculator.backbone.claims, row_costs=(0.6,))
     monkeypatch.setattr(speculator.backbone._executor, "claims", dear)
     assert speculator.generate(ids, max_new_tokens=6).stats.drafted == 0
     asked = speculator.generate(ids, max_new_tokens=6, prices="row=0.08")

@@ -21,9 +21,9 @@ class Claims:
     """Up to this many rows. None: any number, so that a row has the same bits in a prompt."""
     trees: bool = False
     """Runs rows that have siblings."""
-    row_cost: float = 0.08
-    """What one more row adds to a pass of few, as a share of a pass of one, where nobody measured
-    it."""
+    row_costs: tuple[float, ...] = (0.08,)
+    """What a pass's second row adds, its third and so on, as shares of a pass of one, where nobody
+    measured it; the last value holds for all beyond."""
     head_cost: float = 0.08
     """What asking an exit head takes, likewise."""
     spans: int = 1

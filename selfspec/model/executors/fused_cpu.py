@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from selfspec.model.executors.masks import attention_types
 from selfspec.model.executors.program import HIDDEN, Operation, Program
 from selfspec.model.executors.recipe import Experts, Mlp, Recipe, recipe_of
 from selfspec.model.executors.rotations import Rotations
-from selfspec.model.panels import blocks_pay
+from selfspec.model.panels import blocks_pay, wide_vectors
 from selfspec.model.parts import DecoderParts
 from selfspec.model.products import CompiledLinear
 from selfspec.model.rows import Rows
@@ -30,20 +31,32 @@ _BLOCK_ROWS = 1024
 """Rows of a prompt that run through the layers together: its memory does not grow with it."""
 
 
-_ROW_COST = 0.15
-"""From numbers, where arithmetic limits a pass: two rows take 1.14 of one in float32 with AVX2,
-each further one 0.16."""
+class _Costs(NamedTuple):
+    """Of a pass's further rows and of a head, in passes of one row; SmolLM2-135M, two threads."""
 
-_LIGHT_ROW_COST = 0.03
-"""From numbers in bfloat16 with instructions of its own, where memory limits a pass: eight rows
-were measured at 1.09 of one; a little more is safer where guesses get worse."""
+    rows: tuple[float, ...]
+    head: float
 
-_BLOCK_ROW_COST = 0.3
-"""From 4-bit blocks in float32 with AVX2, where arithmetic limits a pass: two rows take 1.27 of
-one, four 1.7 to 2.2."""
 
-_BLOCK_HEAD_COST = 0.2
-"""Of a step that takes half the time; SmolLM2-135M's own heads."""
+_NARROW = {"numbers": _Costs((0.15,), 0.08), "blocks": _Costs((0.3,), 0.2)}
+"""With AVX2 arithmetic limits a pass: from numbers two rows take 1.14 of one, from 4-bit blocks
+1.27."""
+
+_WIDE = {
+    "numbers": _Costs((*(0.02,) * 9, 0.07), 0.07),
+    "light numbers": _Costs((*(0.04,) * 9, 0.08), 0.09),
+    "blocks": _Costs((0.05, *(0.13,) * 6, 0.6, 0.17), 0.14),
+    "light blocks": _Costs((0.05, *(0.1,) * 6, 0.5, 0.12), 0.14),
+}
+"""With AVX-512 memory limits it, while rows share what is read: ten of them, of blocks eight.
+Light: bfloat16 with instructions of its own."""
+
+
+def _costs(linear: CompiledLinear) -> _Costs:
+    """By the unembedding's weights, and what this processor computes with."""
+    light = linear.dtype == torch.bfloat16 and blocks_pay(linear.dtype)
+    name = ("light " if light else "") + ("blocks" if any(linear.stripes.forms) else "numbers")
+    return (_WIDE if wide_vectors(linear.dtype) else _NARROW)[name]
 
 
 class FusedExecutor:
@@ -69,12 +82,8 @@ class FusedExecutor:
         self._program = Program(dtype, lm_head.in_features)
         # the largest first, while there is most room
         linear = CompiledLinear.of(lm_head)
-        if any(linear.stripes.forms):
-            self.claims = replace(self.claims, row_cost=_BLOCK_ROW_COST, head_cost=_BLOCK_HEAD_COST)
-        elif dtype == torch.bfloat16 and blocks_pay(dtype):
-            self.claims = replace(self.claims, row_cost=_LIGHT_ROW_COST)
-        else:
-            self.claims = replace(self.claims, row_cost=_ROW_COST)
+        costs = _costs(linear)
+        self.claims = replace(self.claims, row_costs=costs.rows, head_cost=costs.head)
         self.weight_bytes = linear.nbytes
         """Of what a row reads, in the compiled layout."""
         self._unembedding = Program(dtype, lm_head.in_features)

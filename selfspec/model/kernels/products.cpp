@@ -64,4 +64,7 @@ void expand_blocks(long format, long in, long count, const long* rows, const uin
 // Whether blocks are faster than numbers in the dtype: pairs of bfloat16 are one instruction.
 long blocks_pay() { return !BFLOAT16 || Kind::TERMS == 1; }
 
+// Whether vectors have 16 numbers: arithmetic is then rarely what limits a pass of few rows.
+long wide_vectors() { return WIDE; }
+
 }
