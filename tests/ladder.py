@@ -31,6 +31,7 @@ from selfspec.decoding.drafters import (
     TreeDrafter,
     WhilePaying,
 )
+from selfspec.decoding.drafters.exit import Siblings
 from selfspec.decoding.drafters.guesses import HeadGuesser
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.probe import PassShape
@@ -56,6 +57,7 @@ NEW_TOKENS = 20
 
 EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
+TREES = ("exits with siblings", "trees", "trees around seen text")
 
 TEMPERATURE = 4.0
 """For sampling: the tiny models' own distributions are nearly one-hot."""
@@ -97,11 +99,13 @@ def greedy() -> Sampler:
     return Sampler(LogitsProcessorList())
 
 
-def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
+def exit_drafter(
+    backbone: Backbone, tau: float, width: int = 5, *, siblings: Siblings | None = None
+) -> ExitDrafter:
     """Untrained heads at EXITS; a low tau drafts often and wrongly, which is what tests want."""
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(EXITS, tau), anneal_strength=0.3)
-    return ExitDrafter(heads, judge, greedy(), Fixed(width))
+    return ExitDrafter(heads, judge, greedy(), Fixed(width), siblings=siblings)
 
 
 def deep_heads(backbone: Backbone) -> ExitHeads:
@@ -168,6 +172,8 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
     }
     if backbone.runs_trees:
         seen = NgramDrafter(Fixed(5), size=2, row_costs=(0.0,))
+        siblings = Siblings(4, DraftCost(rows=(0.0,)), most=11)
+        found["exits with siblings"] = (exit_drafter(backbone, 0.05, siblings=siblings), EXITS)
         found["trees"] = (tree_drafter(backbone), (0,))
         found["trees around seen text"] = (tree_drafter(backbone, seen), (0,))
     if size == VOCAB_SIZE:  # of tiny models; no other is at hand for a real one
@@ -182,7 +188,7 @@ def check_draft_invariance(
     plain = decode(backbone, ids, NoDrafter(), shape=shape, new_tokens=new_tokens)
     sequence = ids[0].tolist() + plain.tokens
     for name, (drafter, exits) in drafters(backbone, sequence).items():
-        if isinstance(drafter, TreeDrafter) and backbone.claims.steady_from is None:
+        if name in TREES and backbone.claims.steady_from is None:
             continue  # not made there: see `Sources.runs_trees`
         found = decode(
             backbone, ids, drafter, shape=shape, exit_layers=exits, new_tokens=new_tokens

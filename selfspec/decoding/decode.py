@@ -107,7 +107,9 @@ def verify(state: DecodeState, draft: Draft) -> Tensor:
     schedule = state.hidden.schedule
     missing = pending[schedule.pushed :]
     if len(missing):
-        parents = None if draft.parents is None else draft.parents_behind(len(waiting))
+        parents = None
+        if draft.parents is not None:
+            parents = draft.parents_behind(len(waiting))[schedule.pushed :]
         state.hidden.push(state.backbone.embed(missing), parents)
     if schedule.pushed != len(pending):
         raise InvalidDraft(f"{schedule.pushed} rows were queued for {len(pending)} tokens")

@@ -41,16 +41,20 @@ class HiddenCache:
         self._lease = lease
         self._rows = max(pinned_rows or 1, backbone.claims.least_rows)
         self._queues: list[list[Tensor]] = [[] for _ in self.schedule.depths]
-        self._parents: list[int] | None = None
+        self._parents: list[int] = []
+        """Of each row of the round, as they entered; -1: the committed text."""
 
     def push(self, embeddings: Tensor, parents: Sequence[int] | None = None) -> None:
         """Queue [T, d] at boundary 0: each row follows the one before, or its parent.
 
-        A tree's rows come together, and alone: `parents` as in a Span. Raises InvalidDraft else.
+        `parents`: earlier rows of the round, -1 for the committed text. What has run already must
+        be a chain: raises InvalidDraft for a row behind one of its siblings.
         """
-        if self._parents is not None or (parents is not None and self.schedule.pushed):
-            raise InvalidDraft("a tree's rows are queued all at once, and no others beside them")
-        self._parents = None if parents is None else list(parents)
+        count = len(self._parents)
+        chain = range(count - 1, count - 1 + len(embeddings))
+        if count and not self._is_chain:
+            raise InvalidDraft("rows cannot be queued behind a tree: queue them with it")
+        self._parents += chain if parents is None else parents
         self._queues[0].append(embeddings)
         self.schedule.push(len(embeddings))
 
@@ -90,16 +94,29 @@ class HiddenCache:
         """Drop all waiting rows, and begin the schedule of another round."""
         for queue in self._queues:
             queue.clear()
-        self._parents = None
+        self._parents = []
         self.schedule.clear()
+
+    @property
+    def _is_chain(self) -> bool:
+        return self._parents == list(range(-1, len(self._parents) - 1))
 
     def _run(self, hidden: Tensor, step: Pass) -> Tensor:
         start = self._lease.length(step.first)
-        block, parents = self.padded(hidden), self._parents
-        if parents is not None:  # padding follows the last row
-            parents = parents + list(range(step.rows - 1, len(block) - 1))
-        rows = Rows.of(self._lease, start, len(block), block.device, parents)
+        block = self.padded(hidden)
+        rows = Rows.of(self._lease, start, len(block), block.device, self._tree(step, len(block)))
         output = self._backbone.run(block, step.first, step.last, rows)
         if len(block) > step.rows:
             self._lease.truncate(start + step.rows, step.first, step.last)
         return output[: step.rows]
+
+    def _tree(self, step: Pass, count: int) -> list[int] | None:
+        """Parents of a pass's rows, and of padding behind them; None for a chain."""
+        if self._is_chain:
+            return None
+        # no row of the round is through all layers before its last pass
+        held = self._lease.length(step.first) - self._lease.length(self._backbone.num_layers - 1)
+        parents = [parent - held for parent in self._parents[held : held + step.rows]]
+        if parents == list(range(-1, step.rows - 1)):
+            return None
+        return parents + list(range(step.rows - 1, count - 1))

@@ -132,10 +132,15 @@ class DraftCost:
         A draft token that left at layer l of L ran l / L of a step by itself. A difficult token did
         not: verification goes on where it stopped.
         """
-        drafts = zip(each_row(self.rows), draft.sources, draft.exit_layers, strict=False)
-        own = [(row, layer) for row, source, layer in drafts if source != "ngram"]
-        rows = sum(row + self.token + layer / self.num_layers for row, layer in own)
-        return rows + self.head * draft.heads
+        rows = zip(each_row(self.rows), draft.sources, strict=False)
+        return sum(row for row, source in rows if source != "ngram") + self.beside_rows(draft)
+
+    def beside_rows(self, draft: Draft) -> float:
+        """Of these steps what drafting took by itself. Siblings run in verification alone."""
+        ran = zip(draft.sources[: draft.trunk], draft.exit_layers, strict=False)
+        own = [layer for source, layer in ran if source != "ngram"]
+        layers = sum(self.token + layer / self.num_layers for layer in own)
+        return layers + self.head * draft.heads
 
 
 def each_row(costs: Sequence[float]) -> Iterator[float]:

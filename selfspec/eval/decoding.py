@@ -132,7 +132,7 @@ def planted(
     }
     steady = not options.pinned or speculator.backbone.claims.steady_from is not None
     if steady and speculator.backbone.runs_trees:
-        found["tree"] = (BranchingDrafter(text, 2, size, width), alone)
+        found["tree"] = (BranchingDrafter(text, 2, size, width), options)
     if speculator.heads is not None and options.speculate:
         eager = options.updated(
             {"exit": {"threshold": _EAGER, "max_tokens": width}, "prices": "row=0"}

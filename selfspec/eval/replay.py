@@ -73,9 +73,13 @@ class Setting:
                 f"exit:threshold {min(thresholds)} lies below {info.min_threshold}, where "
                 "recording stopped. Record more: selfspec trace --min-threshold"
             )
+        if options.grows_trees and used != (0,):
+            raise InvalidOption(
+                f"exit:guesses {options.exit.guesses}: of exit layers behind the embedding the "
+                "best guess alone was recorded. Take exit:guesses=1"
+            )
         # a record without guesses is of a model that drafts chains, whatever is asked for
-        trees = options.grows_trees and used == (0,) and record.guesses.shape[-1] > 0
-        guesses = options.exit.guesses if trees else 1
+        guesses = options.exit.guesses if options.grows_trees and record.guesses.size else 1
         if guesses > GUESSES:
             raise InvalidOption(f"exit:guesses {guesses}, recorded were {GUESSES}. Take fewer")
         return cls(

@@ -1,4 +1,4 @@
-"""Scripted drafters: they run no layers and propose tokens only, so any draft can be planted.
+"""Scripted drafters: they ask no heads, so any draft can be planted.
 
 Called by `lossless`, and by the tests of the decoding loop.
 """
@@ -108,7 +108,10 @@ _RIGHT = 5
 
 
 class BranchingDrafter(MixedDrafter):
-    """Plants a true prefix of random length in a random tree of other tokens."""
+    """Plants a true prefix of random length in a random tree of other tokens.
+
+    Where there are exit layers, the first rows wait at some of them, as if they had left there.
+    """
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
         """Up to `width` tokens, whose paths fit into `limit`."""
@@ -128,4 +131,15 @@ class BranchingDrafter(MixedDrafter):
             if parent < 0 or depths(parents)[parent] + 1 < limit:
                 tokens += self.junk(1)
                 parents.append(parent)
-        return Draft(tokens=tokens, parents=parents, ended="width" if tokens else "budget")
+        draft = Draft(tokens=tokens, parents=parents, ended="width" if tokens else "budget")
+        self._run_trunk(state, draft)
+        return draft
+
+    def _run_trunk(self, state: DecodeState, draft: Draft) -> None:
+        """A random number of rows of the first path, each to a random exit layer."""
+        exits = len(state.hidden.schedule.depths) - 2
+        trunk = [*state.committed(-1), *draft.tokens[: draft.trunk]]
+        for token in trunk[: self.number(len(trunk) + 1) if exits else 0]:
+            state.hidden.push(state.backbone.embed(state.ids.new_tensor([token])))
+            for boundary in range(self.number(exits) + 1):
+                state.hidden.advance(boundary)

@@ -23,7 +23,7 @@ class Span:
     count: int
     parents: tuple[int, ...] | None = None
     """None: each row follows the one before. Else, for each row, the earlier row of the span that
-    it follows; -1: the text that the lease holds."""
+    it follows; -1: the newest position that the lease holds, -2: the one before it, and so on."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,18 @@ class Rows:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """How far behind the committed text each row of a tree is, counted from 0."""
+    """How far behind the newest held position each row of a tree is: 0 is the next one."""
     found: list[int] = []
     for parent in parents:
-        found.append(found[parent] + 1 if parent >= 0 else 0)
+        found.append((found[parent] if parent >= 0 else parent) + 1)
+    return found
+
+
+def held_behind(parents: Sequence[int]) -> list[int]:
+    """How many of the newest held positions each row of a tree does not see."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(found[parent] if parent >= 0 else -1 - parent)
     return found
 
 

@@ -43,8 +43,8 @@ class Exit(Part):
     guesses: AtLeast1 = 1
     """Tokens that a head may propose for one place, at least 1; more than one make a tree.
 
-    Each is proposed where its probability pays for its row (`prices`). For heads on the embedding,
-    exit layer 0; those of deeper layers draft chains.
+    Each is proposed where its probability pays for its row (`prices`). Heads on the embedding, exit
+    layer 0, grow whole trees; beside a draft of deeper layers stand single tokens.
     """
 
     max_rows: AtLeast1 = 16

@@ -22,8 +22,8 @@ from selfspec.decoding.drafters.draft_model import (
     check_same_size,
     check_same_tokens,
 )
-from selfspec.decoding.drafters.exit import ExitDrafter, known_deep
-from selfspec.decoding.drafters.guesses import Known
+from selfspec.decoding.drafters.exit import ExitDrafter
+from selfspec.decoding.drafters.guesses import Known, known_deep
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.paying import WhilePaying
 from selfspec.decoding.drafters.tree import LEAST_SAID, ROOT, Guesses, TreeDrafter

@@ -58,6 +58,14 @@ class Draft:
             return len(self.tokens)
         return 1 + max(depths(self.parents), default=-1)
 
+    @property
+    def trunk(self) -> int:
+        """Tokens of its first path, each behind the one before."""
+        if self.parents is None:
+            return len(self.tokens)
+        turned = (at for at, parent in enumerate(self.parents) if parent != at - 1)
+        return next(turned, len(self.parents))
+
     def path(self, index: int) -> list[int]:
         """The tokens down to one of them, itself included; -1: none."""
         if self.parents is None:

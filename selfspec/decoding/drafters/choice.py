@@ -10,7 +10,7 @@ from selfspec.decoding import prices
 from selfspec.decoding.controllers import make_controller
 from selfspec.decoding.drafters.base import Drafter, DraftsFrom, NoDrafter
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
-from selfspec.decoding.drafters.exit import ExitDrafter
+from selfspec.decoding.drafters.exit import ExitDrafter, Siblings
 from selfspec.decoding.drafters.guesses import HeadGuesser
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst, StateT
 from selfspec.decoding.drafters.paying import WhilePaying
@@ -32,15 +32,17 @@ class Sources:
     draft_model: DraftCache | None = None
 
     def runs_trees(self, options: SpeculationOptions) -> bool:
-        """Whether the exit layer in use is the embedding, and the model can look at siblings.
+        """Whether heads may guess several tokens for a place, and the model can look at siblings.
 
-        Deeper layers draft chains: a row beside another one would have to run through layers. So do
-        padded passes: what a row sums over lies elsewhere there, once a sibling was in between.
+        Padded passes draft chains: what a row sums over lies elsewhere there, once a sibling was in
+        between.
         """
-        heads = self.heads
-        embedding = heads is not None and heads.layers_in_use(options) == (0,)
         steady = not options.pinned or self.backbone.claims.steady_from is not None
-        return embedding and steady and self.backbone.runs_trees
+        return options.grows_trees and steady and self.backbone.runs_trees
+
+    def reads_embedding(self, options: SpeculationOptions) -> bool:
+        """Whether the only exit layer in use is 0: drafts run no layer, so a tree grows freely."""
+        return self.heads is not None and self.heads.layers_in_use(options) == (0,)
 
 
 def make_drafter(
@@ -66,10 +68,10 @@ def make_drafter(
     token = 0.0
     if options.uses("draft-model"):
         other, token = _draft_model(options, sources, sampler, end_tokens)
-    elif options.grows_trees and sources.runs_trees(options):
+    elif sources.runs_trees(options) and sources.reads_embedding(options):
         return _tree(options, sources, cost, sampler, end_tokens)
     else:
-        other, layers = _exit(options, sources.heads, sampler, end_tokens)
+        other, layers = _exit(options, sources, cost, sampler, end_tokens)
     other = while_paying(
         other,
         options,
@@ -126,16 +128,14 @@ def make_tree(
     sampled: bool = False,
 ) -> TreeDrafter[StateT]:
     """Trees of what `guesser` says, around text already seen where `options` use that."""
-    known = unmeasured.unless(options.prices)
-    paid = options.never_slower
     return TreeDrafter(
         guesser,
-        prices.DraftCost(rows=known.rows if paid else (0.0,), head=known.head if paid else 0.0),
+        _cost(options, unmeasured),
         make_controller(options, options.exit.max_tokens),
         end_tokens,
         most=options.most_drafts,
         seen=make_ngram(options, unmeasured, end_tokens) if options.uses("ngram") else None,
-        never_slower=paid,
+        never_slower=options.never_slower,
         sampled=sampled,
     )
 
@@ -173,17 +173,37 @@ def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
 
 def _exit(
     options: SpeculationOptions,
-    heads: ExitHeads | None,
+    sources: Sources,
+    unmeasured: prices.Unmeasured,
     sampler: Sampler,
     end_tokens: Collection[int],
 ) -> tuple[ExitDrafter, tuple[int, ...]]:
     """And the exit layers in use, up to D_max."""
-    heads = _required(heads, options)
-    judge = _judge(heads, options)
-    controller = make_controller(options, options.exit.max_tokens)
-    beliefs = options.acceptance.reads_beliefs
-    drafter = ExitDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
+    heads = _required(sources.heads, options)
+    siblings = None
+    if sources.runs_trees(options):
+        cost = _cost(options, unmeasured, num_layers=sources.backbone.num_layers)
+        siblings = Siblings(options.exit.guesses, cost, options.most_drafts)
+    drafter = ExitDrafter(
+        heads,
+        _judge(heads, options),
+        sampler,
+        make_controller(options, options.exit.max_tokens),
+        end_tokens,
+        beliefs=options.acceptance.reads_beliefs,
+        siblings=siblings,
+    )
     return drafter, heads.layers_in_use(options)
+
+
+def _cost(
+    options: SpeculationOptions, unmeasured: prices.Unmeasured, *, num_layers: int = 1
+) -> prices.DraftCost:
+    """Of drafts that exit heads make; rows and heads are free where nothing need pay."""
+    if not options.never_slower:
+        return prices.DraftCost(rows=(0.0,), num_layers=num_layers)
+    known = unmeasured.unless(options.prices)
+    return prices.DraftCost(rows=known.rows, head=known.head, num_layers=num_layers)
 
 
 def _draft_model(

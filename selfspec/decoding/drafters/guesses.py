@@ -1,6 +1,6 @@
-"""What an exit head thinks of the next token, for trees of drafts: the likeliest few, or draws.
+"""What exit heads think of the next token, for trees of drafts: the likeliest few, or draws.
 
-Called by the tree drafter, a level of a tree at once.
+Called by the tree drafter, a level of a tree at once, and by the exit drafter for siblings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.drafters.base import Draft
-from selfspec.decoding.drafters.exit import known_deep
 from selfspec.decoding.drafters.tree import ROOT, Guesses
 from selfspec.decoding.scores import Choice, Sampler
 from selfspec.decoding.sequence import DecodeState
@@ -20,6 +19,7 @@ from selfspec.decoding.stats import Stopwatch
 from selfspec.heads.confidence import likeliest
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.judge import ExitJudge
+from selfspec.heads.types import ExitHead
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,10 @@ class HeadGuesser:
         features = head.features(hidden, self._deep(draft, asked))
         self._features |= zip(asked, features.split(1), strict=True)
         logits = head.unembed(features)
-        indices, chances = likeliest(logits, self._judge.temperature(self.layer), self._count)
-        # one device read; float32 is exact up to 2^24 token ids
-        read = torch.stack([head.to_target_ids(indices).float(), chances.float()]).tolist()
+        best = read(head, logits, self._judge.temperature(self.layer), self._count)
         found = [
-            self._guesses(draft, node, logits[row : row + 1], [*map(int, read[0][row])], said)
-            for row, (node, said) in enumerate(zip(asked, read[1], strict=True))
+            self._guesses(draft, node, logits[row : row + 1], tokens, said)
+            for row, (node, tokens, said) in enumerate(zip(asked, *best, strict=True))
         ]
         watch.lap("heads")
         return found
@@ -137,8 +135,33 @@ class HeadGuesser:
             return Known(tokens, chances)
         path = self._state.ids.new_tensor([[draft.tokens[index] for index in draft.path(node)]])
         ids = torch.cat([self._state.ids, path], dim=1)
-        law = self._sampler.probs(ids, self._head.to_target_logits(logits))
-        if self._sampler.do_sample:
-            return Drawn(law, self._sampler, self._count)
-        best = law.topk(min(self._count, len(law)))
-        return Known(best.indices.tolist(), best.values.tolist())
+        return processed(self._sampler, ids, self._head.to_target_logits(logits), self._count)
+
+
+def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int) -> Guesses:
+    """At most `count` guesses behind `ids` [1, n] under processors, or draws; logits [1, V]."""
+    law = sampler.probs(ids, logits)
+    if sampler.do_sample:
+        return Drawn(law, sampler, count)
+    best = law.topk(min(count, len(law)))
+    return Known(best.indices.tolist(), best.values.tolist())
+
+
+def read(
+    head: ExitHead, logits: Tensor, temperature: float, count: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The likeliest `count` tokens by draft logits [n, V_draft], and their chances, falling.
+
+    One device read; float32 is exact up to 2^24 token ids.
+    """
+    indices, chances = likeliest(logits, temperature, count)
+    tokens, said = torch.stack([head.to_target_ids(indices).float(), chances.float()]).tolist()
+    return [[*map(int, row)] for row in tokens], said
+
+
+def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
+    """What heads read beside the hidden state of the newest token, [1, d]; None if nothing."""
+    if state.deep is None or not heads.reads_deep:
+        return None
+    normed: Tensor = state.backbone.unembedding.norm(state.deep)
+    return normed

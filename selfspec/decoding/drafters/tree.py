@@ -12,7 +12,7 @@ records.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol
 
@@ -77,7 +77,7 @@ class _Node(NamedTuple):
     """That child, of the trunk."""
 
 
-class _Offer(NamedTuple):
+class Offer(NamedTuple):
     """A guess that may become a token of the tree."""
 
     chance: float
@@ -87,13 +87,26 @@ class _Offer(NamedTuple):
     parent: int
     rank: int
     guesses: Guesses
+    layer: int
+    """The exit layer that says so."""
 
 
-class _Tree:
+class Tree:
     """A draft while it grows: what it should give, what it costs, what fits."""
 
-    def __init__(self, trunk: Draft, cost: DraftCost, most: int, ends: Collection[int]) -> None:
-        """`trunk`: a chain with chances. `most`: draft tokens. Nothing goes behind `ends`."""
+    def __init__(
+        self,
+        trunk: Draft,
+        cost: DraftCost,
+        most: int,
+        ends: Collection[int] = (),
+        *,
+        paid: float = 0.0,
+    ) -> None:
+        """`trunk`: a chain with chances, for which steps were `paid` beside its rows.
+
+        `most`: draft tokens. Nothing goes behind `ends`.
+        """
         self._said = {ROOT: 1.0}
         """By token: the head's own probability of its path, as far as it was asked."""
         self.draft = trunk
@@ -101,7 +114,7 @@ class _Tree:
         self._cost, self._most, self._ends = cost, most, ends
         self._rows = tuple(islice(each_row(cost.rows), most))
         self._tokens = 1.0 + sum(trunk.chances)
-        self._steps = 1.0 + sum(self._rows[: len(trunk.tokens)])
+        self._steps = 1.0 + sum(self._rows[: len(trunk.tokens)]) + paid
 
     @property
     def rate(self) -> float:
@@ -136,25 +149,37 @@ class _Tree:
 
     def note(self, index: int, parent: int, said: float) -> None:
         """What the head gives a token behind its parent."""
-        self._said[index] = self._said[parent] * said
+        self._said[index] = self._said.get(parent, 0.0) * said
 
     def pay_head(self) -> None:
         """One more level was asked."""
         self.draft.heads += 1
         self._steps += self._cost.head
 
-    def add(self, parent: int, choice: Choice, chance: float, layer: int) -> int:
+    def take(self, offers: Iterable[Offer]) -> list[int]:
+        """Add those that pay, the likeliest first; returns their indices."""
+        taken: list[int] = []
+        for offer in sorted(offers, key=lambda offer: -offer.chance):
+            if self.full or offer.chance <= self.next_row:
+                break
+            choice = offer.guesses.choice(offer.rank)
+            if choice is not None:
+                taken.append(self._add(offer, choice))
+        return taken
+
+    def _add(self, offer: Offer, choice: Choice) -> int:
         """One more token; returns its index."""
-        draft = self.draft
+        draft, chance = self.draft, offer.chance
         self._steps += self._rows[len(draft.tokens)]
         self._tokens += chance
-        self.parents.append(parent)
+        self.parents.append(offer.parent)
         draft.tokens.append(choice.token)
         draft.chances.append(chance)
-        draft.exit_layers.append(layer)
+        draft.exit_layers.append(offer.layer)
         draft.sources.append(EXIT)
         if draft.probs is not None:
             draft.probs.append(choice.law)
+        self.note(len(draft.tokens) - 1, offer.parent, offer.said)
         return len(draft.tokens) - 1
 
     def finished(self) -> Draft:
@@ -232,7 +257,7 @@ class TreeDrafter(Generic[StateT]):
         self._asked = False
         if limit <= 0 or (self._paying is not None and self._paying.pauses()):
             return draft
-        tree = _Tree(draft, self._cost, self._most, self._end_tokens)
+        tree = Tree(draft, self._cost, self._most, self._end_tokens)
         self._grow(tree, state, limit, watch)
         return tree.finished()
 
@@ -247,7 +272,7 @@ class TreeDrafter(Generic[StateT]):
             if draft.tokens:
                 self._controller.end(draft.depth, len(kept))
 
-    def _grow(self, tree: _Tree, state: StateT, limit: int, watch: Stopwatch) -> None:
+    def _grow(self, tree: Tree, state: StateT, limit: int, watch: Stopwatch) -> None:
         """Level by level, one question to the head each."""
         width = self._controller.begin()
         level = [ROOT]
@@ -266,7 +291,7 @@ class TreeDrafter(Generic[StateT]):
                 tree.draft.ended = "eos"
                 return
 
-    def _worth_asking(self, tree: _Tree, level: Sequence[int]) -> list[_Node]:
+    def _worth_asking(self, tree: Tree, level: Sequence[int]) -> list[_Node]:
         """Of the newest level those behind which a guess should pay its row, if all pay the head.
 
         The root is asked whenever text already seen has nothing: else nobody would hear of heads
@@ -287,7 +312,7 @@ class TreeDrafter(Generic[StateT]):
         """What the best guess behind a node of this chance should bring, its row paid."""
         return sum(max(free * best - row, 0.0) for best in self._best) / len(self._best)
 
-    def _add(self, tree: _Tree, asked: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
+    def _add(self, tree: Tree, asked: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
         """The guesses that pay; returns the next level, which the trunk is part of."""
         level, offers = [], []
         for node, guesses in zip(asked, answers, strict=True):
@@ -300,15 +325,9 @@ class TreeDrafter(Generic[StateT]):
                 tree.note(node.child, node.at, taken)
             share = node.free / max(1.0 - taken, _ROUNDING)
             offers += [
-                _Offer(min(share * said, node.free), said, node.at, rank, guesses)
+                Offer(
+                    min(share * said, node.free), said, node.at, rank, guesses, self._guesser.layer
+                )
                 for rank, said in enumerate(guesses.chances)
             ]
-        for offer in sorted(offers, key=lambda offer: -offer.chance):
-            if tree.full or offer.chance <= tree.next_row:
-                break
-            choice = offer.guesses.choice(offer.rank)
-            if choice is not None:
-                index = tree.add(offer.parent, choice, offer.chance, self._guesser.layer)
-                tree.note(index, offer.parent, offer.said)
-                level.append(index)
-        return level
+        return level + tree.take(offers)

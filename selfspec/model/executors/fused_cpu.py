@@ -111,10 +111,12 @@ class FusedExecutor:
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""
         span, lease = rows.only, rows.only.lease
-        size = _BLOCK_ROWS if span.parents is None else len(hidden)  # a tree is one block
+        size, unseen = _BLOCK_ROWS, 0
+        if span.parents is not None:  # a tree is one block
+            size, unseen = len(hidden), -1 - span.parents[0]
         done = []
         for block, places in zip(hidden.split(size), rows.positions.split(size), strict=True):
-            turns = self._rotations.at(block, places, lease.length(first))
+            turns = self._rotations.at(block, places, lease.length(first) - unseen)
             done.append(self._program.run(block, first, last, turns, lease, span.parents))
         return torch.cat(done) if len(done) > 1 else done[0]
 

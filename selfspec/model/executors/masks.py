@@ -13,7 +13,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from selfspec.model.rows import ancestors
+from selfspec.model.rows import ancestors, held_behind
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -51,7 +51,8 @@ def tree_mask(
     count = len(parents)
     slots = torch.arange(width, device=positions.device)
     slots[start : start + count] = positions  # siblings share a position
-    visible = (slots < start).expand(count, width).clone()
+    unseen = torch.tensor(held_behind(parents), device=positions.device)
+    visible = slots < start - unseen[:, None]
     visible[:, start : start + count] = ancestors(parents, positions.device)
     if kind == SLIDING:
         visible &= positions[:, None] - slots < config.sliding_window

@@ -320,7 +320,7 @@ class Program:
         """
         count, held = len(rows), lease.length(first)
         if parents is not None:  # else it would not come back
-            earlier = all(-1 <= parent < row for row, parent in enumerate(parents))
+            earlier = all(-1 - held <= parent < row for row, parent in enumerate(parents))
             if not earlier or len(parents) != count:
                 raise ValueError(f"{list(parents)} are no parents of {count} rows")
         held_by_layers: list[tuple[Tensor, Tensor]] = []

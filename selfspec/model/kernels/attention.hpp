@@ -42,20 +42,28 @@ struct Store {
 // The rows of a pass, and what is before them.
 struct Places {
   long rows, held;
-  const long* parents;     // [rows] the row that each follows, -1: the held text. None: a chain
+  const long* parents;     // [rows] the row that each follows; -1: the newest held position, -2 the
+                           // one before, and so on. None: a chain
   const float* rotations;  // [rows, rotated / 2] cosines and sines
 
   long position(long row) const {
     if (!parents) return held + row;
     long depth = 0;
     while ((row = parents[row]) >= 0) depth++;
-    return held + depth;
+    return held + row + 1 + depth;
+  }
+
+  // Positions that all rows see where they are held.
+  long common() const {
+    long found = held;
+    for (long row = 0; parents && row < rows; row++) found = std::min(found, held + parents[row] + 1);
+    return found;
   }
 
   // The slots of positions [at, last) as a row sees them.
   void path(long row, long at, long last, long* slots) const {
     for (long place = at; place < last; place++) slots[place - at] = place;
-    for (long place = position(row); place >= std::max(at, held); place--, row = parents[row])
+    for (long place = position(row); row >= 0 && place >= at; place--, row = parents[row])
       if (place < last) slots[place - at] = held + row;
   }
 };
@@ -110,11 +118,11 @@ struct Positions {
 #endif
   }
 
-  // The first `count` gathered from `slots` of a head.
+  // Those at [low, high) gathered from `slots` of a head.
   static Positions of(const Number* keys, const Number* values, long width, const long* slots,
-                      long count, float* room) {
+                      long low, long high, float* room) {
     float* const to_values = room + BLOCK * width;
-    for (long i = 0; i < count; i++) {
+    for (long i = low; i < high; i++) {
       const Number* key = keys + slots[i] / PANEL * PANEL * width + slots[i] % PANEL;
       float* to = room + i / PANEL * PANEL * width + i % PANEL;
       for (long j = 0; j < width; j++) {
@@ -158,13 +166,14 @@ struct Running {
     }
   }
 
-  // `count` queries from `first` on meet the keys.
-  void meet(const Positions& block, long first, long count) {
-    float* s = &scores[first * BLOCK];
-    std::fill(s, s + count * BLOCK, 0.0f);
-    multiply<Float32>(count, BLOCK / PANEL, heads.size,
+  // `count` queries from `first` on meet the keys at [low, high): a panel's first, or more.
+  void meet(const Positions& block, long first, long count, long low, long high) {
+    float* s = &scores[first * BLOCK + low];
+    for (long q = 0; q < count; q++) std::fill_n(s + q * BLOCK, up(high - low, PANEL) * PANEL, 0.0f);
+    multiply<Float32>(count, up(high - low, PANEL), heads.size,
                       {&turned[first * heads.size], heads.size, 0},
-                      {block.keys, PANEL, PANEL * heads.width()}, {s, BLOCK, PANEL});
+                      {block.keys + low * heads.width(), PANEL, PANEL * heads.width()},
+                      {s, BLOCK, PANEL});
   }
 
   // Scores of one query to weights, those outside of [low, high) to 0.
@@ -277,6 +286,7 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
   const auto start = [&](long position) {
     return heads.window ? std::max(0L, position + 1 - heads.window) : 0;
   };
+  const long common = places.common();
   long low = places.position(first), end = low + 1;  // of what any of the rows sees
   for (long row = first; row < last; row++) {
     low = std::min(low, places.position(row));
@@ -284,12 +294,10 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
   }
   end = std::min(end, (chunk + 1) * CHUNK);
   for (long at = std::max(start(low) / BLOCK * BLOCK, chunk * CHUNK); at < end; at += BLOCK) {
-    const bool apart = places.parents && at + BLOCK > places.held;  // each row on its own path
-    Positions block = {};
-    if (!apart) {
-      block = Positions::at(keys + at * width, values + at * width, width, room);
-      seen.meet(block, 0, (last - first) * heads.group);
-    }
+    const Positions block = Positions::at(keys + at * width, values + at * width, width, room);
+    seen.meet(block, 0, (last - first) * heads.group, 0, BLOCK);
+    // from here on each row of a tree sees its own path
+    const long cut = places.parents ? std::max(0L, std::min(BLOCK, common - at)) : BLOCK;
     long whole = 0;  // queries so far that add all values of this block, and wait to do so together
     const auto flush = [&](long query) {
       if (whole) seen.mix(block, query - whole, whole, 0, BLOCK);
@@ -303,19 +311,22 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
         flush(query);
         continue;
       }
-      if (apart) {
+      Positions own = block;
+      if (to > cut) {
+        const long low = cut / PANEL * PANEL;
         long slots[BLOCK];
         places.path(row, at, at + to, slots);
-        block = Positions::of(keys, values, width, slots, to, room);
-        seen.meet(block, query, heads.group);
+        own = Positions::of(keys, values, width, slots, low, to, room + 2 * BLOCK * width);
+        seen.meet(own, query, heads.group, low, to);
       }
       for (long g = 0; g < heads.group; g++) seen.weigh(query + g, from, to);
-      if (!apart && from == 0 && to == BLOCK) {
+      if (from == 0 && to == BLOCK && to <= cut) {
         whole += heads.group;
-      } else {
-        flush(query);
-        seen.mix(block, query, heads.group, from, to);
+        continue;
       }
+      flush(query);
+      if (from < cut) seen.mix(block, query, heads.group, from, std::min(to, cut));
+      if (to > cut) seen.mix(own, query, heads.group, std::max(from, cut), to);
     }
     flush((last - first) * heads.group);
   }
@@ -329,7 +340,7 @@ void attend(const Heads& heads, const Places& places, const Store& store, const 
   const long each = Running::room(heads, parts.tile * heads.group);
   thread_local Running seen;
   thread_local std::vector<float> room, own;
-  room.resize(2 * BLOCK * heads.width()), own.resize(2 * each);
+  room.resize(4 * BLOCK * heads.width()), own.resize(2 * each);
   keep(heads, places, store, projected);
   if (!parts.by_chunk) {
 #pragma omp for collapse(2) schedule(dynamic, 1)
