@@ -15,7 +15,8 @@ from torch import Tensor
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.types import ExitHead, Parts
 from selfspec.model.executors.asked import Activation, norm_of
-from selfspec.model.executors.program import HIDDEN, Operation, Program
+from selfspec.model.executors.program import HIDDEN, Program
+from selfspec.model.executors.structs import Operation
 from selfspec.model.panels import blocks_pay
 from selfspec.model.products import CompiledLinear, why_unusual
 from selfspec.model.quantised import QuantisedWeight, in_8_bits

@@ -21,6 +21,7 @@ from selfspec.model.conformance import (
     Passage,
     check_conformance,
     check_trees,
+    keeps_apart,
     refuse_unsupported,
 )
 from selfspec.model.decoder import Decoder, without_gradients
@@ -92,11 +93,12 @@ class Backbone(Decoder):
 
         Raises InvalidDraft or UnsupportedModel for a tree where executor or model runs no trees.
         """
-        executor, claims = self._executor, self._executor.claims
+        executor = self._executor
         if not rows.are_chains:
             self._require_trees()
+        together = len(rows.spans) == 1 or self._keeps_apart
         with self.mode():
-            if len(rows.spans) <= claims.spans:
+            if together and len(rows.spans) <= executor.claims.spans:
                 return executor.run(hidden, first, last, rows)
             parts = [executor.run(part, first, last, one) for part, one in rows.each(hidden)]
             return torch.cat(parts)
@@ -133,6 +135,19 @@ class Backbone(Decoder):
         except (InvalidDraft, UnsupportedModel):
             return False
         return True
+
+    @cached_property
+    def _keeps_apart(self) -> bool:
+        """What the executor claims of many texts in a pass is tested when the first ones come."""
+        if self.claims.spans == 1:
+            return False
+        apart = keeps_apart(self, self._executor)
+        if not apart:
+            logger.warning(
+                "the %s executor lets texts of one pass change each other: each runs by itself",
+                self.executor_name,
+            )
+        return apart
 
     def _require_trees(self) -> None:
         """What the executor claims of trees is tested when the first one comes."""

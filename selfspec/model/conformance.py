@@ -188,6 +188,27 @@ def check_trees(decoder: Decoder, executor: Executor) -> None:
                 hidden = found
 
 
+def keeps_apart(decoder: Decoder, executor: Executor) -> bool:
+    """Whether texts that share a pass come out, bit for bit, as each does in passes of its own."""
+    ids, layers = _random_ids(decoder, seed=3), decoder.num_layers
+    texts = ids[:1], ids[1:4], ids[4:]
+    apart, joined = ([Lease(layers) for _ in texts] for _ in range(2))
+
+    def behind(leases: Sequence[Lease]) -> list[Rows]:
+        pairs = zip(leases, texts, strict=True)
+        return [Rows.of(one, one.length(0), len(text), ids.device) for one, text in pairs]
+
+    with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
+        parts = [decoder.embed(text) for text in texts]
+        for _ in range(2):  # the second time behind what the first has left
+            each = zip(parts, behind(apart), strict=True)
+            expected = [executor.run(part, 0, layers, rows) for part, rows in each]
+            found = executor.run(torch.cat(parts), 0, layers, Rows.joined(behind(joined)))
+            if not torch.equal(found, torch.cat(expected)):
+                return False
+    return True
+
+
 def stretches(decoder: Decoder) -> list[tuple[int, int]]:
     """Where else to look: first position, and filled slots in front of it.
 

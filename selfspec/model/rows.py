@@ -50,6 +50,12 @@ class Rows:
             return cls(torch.arange(start, start + count, device=device), (span,))
         return cls(torch.tensor(depths(span.parents), device=device) + start, (span,))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """One pass of what would be several, each of other sequences."""
+        positions = torch.cat([part.positions for part in parts])
+        return cls(positions, tuple(span for part in parts for span in part.spans))
+
     @property
     def only(self) -> Span:
         """The span of a pass that has one."""

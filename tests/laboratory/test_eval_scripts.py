@@ -276,3 +276,17 @@ def test_a_family_whose_text_differs_is_wrong_and_not_exact(
     assert "another text from token" in row.reason
     with pytest.raises(typer.Exit):
         families.main(tmp_path / "page.md", only="llama")
+
+
+# --- many_texts
+
+
+def test_a_step_of_many_texts_is_measured_by_how_many_there_are(workplace: Path) -> None:
+    asked = {"dtypes": "float32", "texts": "1,3", "in_front": 5, "repeats": 1}
+    script("many_texts").main(workplace / "found", model="model", **asked)
+    found = json.loads((workplace / "found" / "summary.json").read_text())["found"]
+    assert [entry["weights"] for entry in found] == ["as in the file", "numbers"]
+    assert all(set(entry["ms"]) == {"1", "3"} for entry in found)
+    table = (workplace / "found" / "table.md").read_text()
+    assert "(1.00)" in table
+    assert "| texts | 1 | 3 |" in table

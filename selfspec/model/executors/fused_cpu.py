@@ -19,13 +19,14 @@ from selfspec.model.executors import Claims
 from selfspec.model.executors.asked import activation_of, norm_of
 from selfspec.model.executors.known import require_known
 from selfspec.model.executors.masks import attention_types
-from selfspec.model.executors.program import HIDDEN, Operation, Program
+from selfspec.model.executors.program import HIDDEN, Program
 from selfspec.model.executors.recipe import Experts, Mlp, Recipe, recipe_of
 from selfspec.model.executors.rotations import Rotations
+from selfspec.model.executors.structs import Operation
 from selfspec.model.panels import blocks_pay, wide_vectors
 from selfspec.model.parts import DecoderParts
 from selfspec.model.products import CompiledLinear
-from selfspec.model.rows import Rows
+from selfspec.model.rows import Rows, Span
 
 _BLOCK_ROWS = 1024
 """Rows of a prompt that run through the layers together: its memory does not grow with it."""
@@ -62,7 +63,7 @@ def _costs(linear: CompiledLinear) -> _Costs:
 class FusedExecutor:
     """The decoder from compiled products, norms, attention and activations."""
 
-    claims = Claims(steady_from=1, trees=True)
+    claims = Claims(steady_from=1, trees=True, spans=_BLOCK_ROWS)
     """Of weights that are numbers."""
 
     def __init__(
@@ -110,15 +111,27 @@ class FusedExecutor:
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""
-        span, lease = rows.only, rows.only.lease
-        size, unseen = _BLOCK_ROWS, 0
-        if span.parents is not None:  # a tree is one block
-            size, unseen = len(hidden), -1 - span.parents[0]
+        if len(hidden) > _BLOCK_ROWS and len(rows.spans) > 1:
+            parts = [self.run(part, first, last, one) for part, one in rows.each(hidden)]
+            return torch.cat(parts)
         done = []
-        for block, places in zip(hidden.split(size), rows.positions.split(size), strict=True):
-            turns = self._rotations.at(block, places, lease.length(first) - unseen)
-            done.append(self._program.run(block, first, last, turns, lease, span.parents))
+        for block, part in self._blocks(hidden, rows):
+            newest = part.spans[0]
+            unseen = 0 if newest.parents is None else -1 - newest.parents[0]
+            turns = self._rotations.at(block, part.positions, newest.lease.length(first) - unseen)
+            done.append(self._program.run(block, first, last, turns, part.spans))
         return torch.cat(done) if len(done) > 1 else done[0]
+
+    @staticmethod
+    def _blocks(hidden: Tensor, rows: Rows) -> Iterator[tuple[Tensor, Rows]]:
+        """A long chain in pieces, one behind the other; all else as it is."""
+        if len(hidden) <= _BLOCK_ROWS or not rows.are_chains:
+            yield hidden, rows
+            return
+        lease = rows.only.lease
+        pieces = zip(hidden.split(_BLOCK_ROWS), rows.positions.split(_BLOCK_ROWS), strict=True)
+        for block, positions in pieces:
+            yield block, Rows(positions, (Span(lease, len(block)),))
 
     def _operations(self, recipe: Recipe, index: int, rotation: int) -> Iterator[Operation]:
         """One layer, from its input to its output."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Collection, Sequence
-from enum import IntEnum
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 
 import torch
@@ -19,107 +18,22 @@ from torch import Tensor
 from selfspec.model.compiled import compiled
 from selfspec.model.executors.asked import Activation, Norm
 from selfspec.model.executors.recipe import Attention, Experts
-from selfspec.model.kv_store import Lease
+from selfspec.model.executors.structs import (
+    ExpertsStruct,
+    Heads,
+    Kind,
+    Long,
+    Operation,
+    Pass,
+    Pointer,
+    SpanStruct,
+    pointers,
+)
 from selfspec.model.panels import PANEL, Stripes, in_panels
 from selfspec.model.products import CompiledLinear
+from selfspec.model.rows import Span
 
 _SOURCE = Path(__file__).parents[1] / "kernels" / "layers.cpp"
-
-_Long, _Float, _Pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
-
-
-class Kind(IntEnum):
-    """`Kinds` of `layers.cpp`."""
-
-    NORM = 0
-    PRODUCT = 1
-    ATTEND = 2
-    ACTIVATE = 3
-    EXPERTS = 4
-    ADD = 5
-
-
-class Heads(ctypes.Structure):
-    """The struct of `attention.hpp` by this name, which says what the fields mean."""
-
-    _fields_ = (
-        ("size", _Long),
-        ("group", _Long),
-        ("kv", _Long),
-        ("rotated", _Long),
-        ("norms", _Pointer),
-        ("centred", _Long),
-        ("norms_last", _Long),
-        ("window", _Long),
-        ("eps", _Float),
-        ("scaling", _Float),
-        ("softcap", _Float),
-    )
-
-
-class _Experts(ctypes.Structure):
-    """The struct `Experts` of `experts.hpp`, which says what the fields mean."""
-
-    _fields_ = (
-        ("count", _Long),
-        ("each", _Long),
-        ("normalised", _Long),
-        ("rounds", _Long),
-        ("inner", _Long),
-        ("activation", _Long),
-        ("into", _Pointer),
-        ("down", _Pointer),
-        ("into_size", _Long),
-        ("down_size", _Long),
-        ("gathered", _Long),
-        ("opened", _Long),
-        ("activated", _Long),
-        ("closed", _Long),
-    )
-
-
-class Operation(ctypes.Structure):
-    """The struct of `layers.cpp` by this name, which says what the fields mean."""
-
-    _fields_ = (
-        ("kind", _Long),
-        ("source", _Long),
-        ("target", _Long),
-        ("inputs", _Long),
-        ("outputs", _Long),
-        ("weight", _Pointer),
-        ("bias", _Pointer),
-        ("adds", _Float),
-        ("eps", _Float),
-        ("at", _Long),
-        ("row", _Long),
-        ("centred", _Long),
-        ("rounds", _Long),
-        ("activation", _Long),
-        ("gated", _Long),
-        ("layer", _Long),
-        ("rotation", _Long),
-        ("heads", Heads),
-        ("logits", _Long),
-        ("experts", _Experts),
-    )
-
-
-class _Pass(ctypes.Structure):
-    """The struct `Pass` of `layers.cpp`."""
-
-    _fields_ = (
-        ("rows", _Long),
-        ("held", _Long),
-        ("buffers", ctypes.POINTER(_Pointer)),
-        ("keys", ctypes.POINTER(_Pointer)),
-        ("values", ctypes.POINTER(_Pointer)),
-        ("slots", ctypes.POINTER(_Long)),
-        ("rotations", ctypes.POINTER(_Pointer)),
-        ("parents", ctypes.POINTER(_Long)),
-        ("room", _Pointer),
-    )
-
 
 HIDDEN = 0
 """The buffer of what comes in and goes out."""
@@ -138,7 +52,7 @@ class Program:
         """
         library = compiled(_SOURCE, BFLOAT16=int(dtype == torch.bfloat16))
         self._run = library.run
-        self._run.argtypes = _Pointer, _Long, _Pointer
+        self._run.argtypes = Pointer, Long, Pointer
         self._run.restype = None
         self._dtype, self._widths = dtype, [width]
         self._widest = 0  # inputs of a product
@@ -265,7 +179,7 @@ class Program:
             )
         self._widest = max(self._widest, width, inner)
         into, down = in_panels(experts.into.detach()), in_panels(experts.down.detach())
-        made = _Experts(
+        made = ExpertsStruct(
             count=count,
             each=experts.shares.each,
             normalised=experts.shares.normalised,
@@ -310,37 +224,56 @@ class Program:
         first: int,
         last: int,
         rotations: Sequence[Tensor],
-        lease: Lease,
-        parents: Sequence[int] | None,
+        spans: Sequence[Span],
     ) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease.
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases.
 
-        `rotations`: [T, pairs] complex numbers each. `parents`: as of a Span. Raises ValueError for
-        rows of another kind.
+        `rotations`: [T, pairs] complex numbers each. Raises ValueError for rows of another kind.
         """
-        count, held = len(rows), lease.length(first)
+        ends = list(accumulate(span.count for span in spans))
+        leases = {id(span.lease) for span in spans}
+        if ends[-1] != len(rows) or len(leases) < len(spans):  # else memory is misread
+            raise ValueError(f"{len(rows)} rows are not those of {len(spans)} sequences")
+        known = [
+            self._span(rows, span, end - span.count, first, last)
+            for span, end in zip(spans, ends, strict=True)
+        ]
+        asked = Pass(
+            rotations=pointers([turns.data_ptr() for turns in rotations]),
+            spans=len(spans),
+            span=(SpanStruct * len(spans))(*known),
+        )
+        found = self._call(asked, rows, first, last, HIDDEN)
+        for span in spans:
+            span.lease.extend(span.count, first, last)
+        return found
+
+    def _span(self, rows: Tensor, span: Span, start: int, first: int, last: int) -> SpanStruct:
+        """Where the keys and values of layers first+1..last are, with room for these rows."""
+        lease, count, parents = span.lease, span.count, span.parents
+        held = lease.length(first)
         if parents is not None:  # else it would not come back
             earlier = all(-1 - held <= parent < row for row, parent in enumerate(parents))
             if not earlier or len(parents) != count:
                 raise ValueError(f"{list(parents)} are no parents of {count} rows")
-        held_by_layers: list[tuple[Tensor, Tensor]] = []
+        buffers: list[tuple[Tensor, Tensor]] = []
         layer = first
         for (kv_heads, size), alike in groupby(self._heads[first:last]):
             no_keys = rows.new_empty(1, kv_heads, 0, -(-size // PANEL) * PANEL)
             until = layer + len(list(alike))
-            held_by_layers += lease.room(count, layer, until, no_keys, panel=PANEL)
+            buffers += lease.room(count, layer, until, no_keys, panel=PANEL)
             layer = until
         before = [0] * first  # layers that do not run
-        asked = _Pass(
+        found = SpanStruct(
+            first=start,
+            rows=count,
             held=held,
-            keys=_pointers([*before, *(keys.data_ptr() for keys, _ in held_by_layers)]),
-            values=_pointers([*before, *(values.data_ptr() for _, values in held_by_layers)]),
-            slots=(_Long * last)(*before, *(keys.shape[2] for keys, _ in held_by_layers)),
-            rotations=_pointers([turns.data_ptr() for turns in rotations]),
-            parents=None if parents is None else (_Long * count)(*parents),
+            parents=None if parents is None else (Long * count)(*parents),
+            keys=pointers([*before, *(keys.data_ptr() for keys, _ in buffers)]),
+            values=pointers([*before, *(values.data_ptr() for _, values in buffers)]),
+            slots=(Long * last)(*before, *(keys.shape[2] for keys, _ in buffers)),
         )
-        found = self._call(asked, rows, first, last, HIDDEN)
-        lease.extend(count, first, last)
+        found.memory = buffers
         return found
 
     def transform(self, rows: Tensor, target: int) -> Tensor:
@@ -348,9 +281,9 @@ class Program:
 
         Raises ValueError for rows of another kind.
         """
-        return self._call(_Pass(), rows, 0, 1, target)
+        return self._call(Pass(), rows, 0, 1, target)
 
-    def _call(self, asked: _Pass, rows: Tensor, first: int, last: int, target: int) -> Tensor:
+    def _call(self, asked: Pass, rows: Tensor, first: int, last: int, target: int) -> Tensor:
         if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
         count = len(rows)
@@ -358,7 +291,7 @@ class Program:
         buffers = [hidden, *(rows.new_empty(count, width) for width in self._widths[1:])]
         room = torch.empty(count, self._widest + 1, dtype=torch.float32)
         asked.rows, asked.room = count, room.data_ptr()
-        asked.buffers = _pointers([buffer.data_ptr() for buffer in buffers])
+        asked.buffers = pointers([buffer.data_ptr() for buffer in buffers])
         start, end = self._starts[first], self._starts[last]
         at = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
         self._run(at, end - start, ctypes.addressof(asked))
@@ -376,7 +309,3 @@ class Program:
     def _stripes(self, linear: CompiledLinear) -> int:
         self._kept.append(linear.stripes)
         return linear.stripes.address
-
-
-def _pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
-    return (_Pointer * len(addresses))(*addresses)

@@ -39,7 +39,7 @@ struct Store {
   long slots;             // of one head: a multiple of BLOCK
 };
 
-// The rows of a pass, and what is before them.
+// Rows of one sequence, and what is before them.
 struct Places {
   long rows, held;
   const long* parents;     // [rows] the row that each follows; -1: the newest held position, -2 the
@@ -207,42 +207,78 @@ struct Running {
   }
 };
 
+// Rows of one sequence, side by side in a pass.
+struct Text {
+  Places places;
+  Store store;
+  long first;  // of the pass's rows
+};
+
+// How a text is shared out: rows that read keys and values together, and where few of them have a
+// long text, its chunks. No sum depends on it.
+struct Parts {
+  long tile, tiles, chunks;
+  bool by_chunk;
+
+  Parts(long rows, long held) {
+    tile = std::min(16L, (rows + 1) / 2), tiles = up(rows, tile);
+    chunks = up(held + rows, CHUNK);
+    by_chunk = tiles <= 2 && chunks > 1;
+  }
+  explicit Parts(const Places& places) : Parts(places.rows, places.held) {}
+};
+
+// What the threads of a pass share among them, for each key head.
+struct Work {
+  struct Item {
+    long text, part, chunk;  // chunk -1: all of them, one after the other
+    long room;               // rows of sums that are kept before its own, where there are chunks
+  };
+  std::vector<Item> items, joins;  // joins: one for the chunks of each part
+  std::vector<long> owners;        // of each row of the pass, its text
+  long most = 0, room = 0;         // rows of a tile; of sums
+
+  void add(long text, long rows, long held) {
+    if (!rows) return;
+    const Parts parts(rows, held);
+    for (long part = 0; part < parts.tiles; part++) {
+      if (parts.by_chunk) joins.push_back({text, part, 0, room});
+      for (long chunk = parts.by_chunk ? 0 : -1; chunk < (parts.by_chunk ? parts.chunks : 0);
+           chunk++) {
+        items.push_back({text, part, chunk, room});
+        if (parts.by_chunk) room += parts.tile;
+      }
+    }
+    owners.insert(owners.end(), rows, text);
+    most = std::max(most, parts.tile);
+  }
+
+  // Numbers that threads share.
+  long shared(const Heads& heads) const { return room * heads.kv * Running::room(heads, heads.group); }
+};
+
 // Keys and values of the new rows join those that are held.
-void keep(const Heads& heads, const Places& places, const Store& store, const Number* projected) {
+void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
+          const Number* projected) {
   thread_local std::vector<float> turned;
   turned.resize(heads.size);
-  const long width = heads.width();
+  const long width = heads.width(), rows = work.owners.size();
 #pragma omp for collapse(2)
-  for (long row = 0; row < places.rows; row++)
+  for (long at = 0; at < rows; at++)
     for (long head = 0; head < heads.kv; head++) {
-      const long number = heads.queries() + head, slot = places.held + row;
-      const Number* key = projected + row * heads.row() + number * heads.size;
+      const Text& text = texts[work.owners[at]];
+      const Store& store = text.store;
+      const long row = at - text.first, slot = text.places.held + row;
+      const long number = heads.queries() + head;
+      const Number* key = projected + at * heads.row() + number * heads.size;
       const Number* value = key + heads.kv * heads.size;
-      turn(heads, number, key, places.rotations + row * heads.rotated, turned.data());
+      turn(heads, number, key, text.places.rotations + row * heads.rotated, turned.data());
       Number* keys = store.keys + (head * store.slots + slot / PANEL * PANEL) * width + slot % PANEL;
       Number* values = store.values + (head * store.slots + slot) * width;
       for (long j = 0; j < heads.size; j++)
         keys[j * PANEL] = narrow(turned[j]), values[j] = value[j];
     }
 }
-
-// How a pass is shared out: rows that read keys and values together, and where few of them have a
-// long text, its chunks. No sum depends on it.
-struct Parts {
-  long tile, tiles, chunks;
-  bool by_chunk;
-
-  explicit Parts(const Places& places) {
-    tile = std::min(16L, (places.rows + 1) / 2), tiles = up(places.rows, tile);
-    chunks = up(places.held + places.rows, CHUNK);
-    by_chunk = tiles <= 2 && chunks > 1;
-  }
-
-  // Numbers that threads share.
-  long room(const Heads& heads) const {
-    return by_chunk ? tiles * heads.kv * chunks * Running::room(heads, tile * heads.group) : 0;
-  }
-};
 
 // The queries of one key head and some rows: from projections to what they see, and back.
 struct Tile {
@@ -334,48 +370,49 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
 
 // projected [rows, queries + 2 kv, size]: queries, keys, values -> out [rows, queries, size]. For
 // all threads of a team, which share `shared`.
-void attend(const Heads& heads, const Places& places, const Store& store, const Number* projected,
-            Number* out, float* shared) {
-  const Parts parts(places);
-  const long each = Running::room(heads, parts.tile * heads.group);
+void attend(const Heads& heads, const Work& work, const std::vector<Text>& texts,
+            const Number* projected, Number* out, float* shared) {
+  const long row = Running::room(heads, heads.group);  // of sums
   thread_local Running seen;
   thread_local std::vector<float> room, own;
-  room.resize(4 * BLOCK * heads.width()), own.resize(2 * each);
-  keep(heads, places, store, projected);
-  if (!parts.by_chunk) {
+  room.resize(4 * BLOCK * heads.width()), own.resize(2 * work.most * row);
+  keep(heads, work, texts, projected);
+  const long items = work.items.size(), joins = work.joins.size();
 #pragma omp for collapse(2) schedule(dynamic, 1)
-    for (long part = 0; part < parts.tiles; part++)
-      for (long head = 0; head < heads.kv; head++) {
-        const Tile tile(heads, places, parts, part, head);
-        tile.open(projected, seen);
-        for (long chunk = 0; chunk < parts.chunks; chunk++) {
-          float* const here = own.data() + (chunk ? each : 0);
-          seen.start(here);
-          look(store, tile, chunk, seen, room.data());
-          seen.seen = own.data();
-          if (chunk) seen.join(here);
-        }
-        tile.close(seen, out);
-      }
-    return;
-  }
-#pragma omp for collapse(3) schedule(dynamic, 1)
-  for (long part = 0; part < parts.tiles; part++)
-    for (long head = 0; head < heads.kv; head++)
-      for (long chunk = 0; chunk < parts.chunks; chunk++) {
-        const Tile tile(heads, places, parts, part, head);
-        tile.open(projected, seen);
-        seen.start(shared + ((part * heads.kv + head) * parts.chunks + chunk) * each);
-        look(store, tile, chunk, seen, room.data());
-      }
-#pragma omp for collapse(2)
-  for (long part = 0; part < parts.tiles; part++)
+  for (long i = 0; i < items; i++)
     for (long head = 0; head < heads.kv; head++) {
-      const Tile tile(heads, places, parts, part, head);
+      const Work::Item& item = work.items[i];
+      const Text& text = texts[item.text];
+      const Parts parts(text.places);
+      const Tile tile(heads, text.places, parts, item.part, head);
+      tile.open(projected + text.first * heads.row(), seen);
+      if (item.chunk >= 0) {
+        seen.start(shared + (item.room * heads.kv + head * parts.tile) * row);
+        look(text.store, tile, item.chunk, seen, room.data());
+        continue;
+      }
+      for (long chunk = 0; chunk < parts.chunks; chunk++) {
+        float* const here = own.data() + (chunk ? parts.tile * row : 0);
+        seen.start(here);
+        look(text.store, tile, chunk, seen, room.data());
+        seen.seen = own.data();
+        if (chunk) seen.join(here);
+      }
+      tile.close(seen, out + text.first * heads.queries() * heads.size);
+    }
+  if (!joins) return;
+#pragma omp for collapse(2)
+  for (long i = 0; i < joins; i++)
+    for (long head = 0; head < heads.kv; head++) {
+      const Work::Item& item = work.joins[i];
+      const Text& text = texts[item.text];
+      const Parts parts(text.places);
+      const Tile tile(heads, text.places, parts, item.part, head);
       tile.take(seen);
-      seen.seen = shared + (part * heads.kv + head) * parts.chunks * each;
-      for (long chunk = 1; chunk < parts.chunks; chunk++) seen.join(seen.seen + chunk * each);
-      tile.close(seen, out);
+      seen.seen = shared + (item.room * heads.kv + head * parts.tile) * row;
+      for (long chunk = 1; chunk < parts.chunks; chunk++)
+        seen.join(seen.seen + chunk * parts.tile * heads.kv * row);
+      tile.close(seen, out + text.first * heads.queries() * heads.size);
     }
 }
 

@@ -5,6 +5,7 @@
 // on the rows that run beside it.
 
 #include <memory>
+#include <vector>
 
 #include "attention.hpp"
 #include "experts.hpp"
@@ -31,21 +32,35 @@ struct Operation {
   Experts experts;       // EXPERTS
 };
 
+// Rows of one sequence, side by side in a pass.
+struct Span {
+  long first, rows;        // of the pass
+  long held;               // positions before these rows
+  const long* parents;     // [rows], none: a chain
+  Number* const* keys;     // by layer, [kv, slots, width]
+  Number* const* values;
+  const long* slots;       // by layer
+};
+
 struct Pass {
   long rows;
-  long held;                      // positions before these rows
   Number* const* buffers;         // [rows, ..] each
-  Number* const* keys;            // by layer, [kv, slots, width]
-  Number* const* values;
-  const long* slots;              // by layer
   const float* const* rotations;  // by kind, [rows, rotated / 2] cosines and sines
-  const long* parents;            // [rows], none: a chain
-  Input* room;                    // for linear layers of many rows
-
-  Places places(const Operation& op) const {
-    return {rows, held, parents, rotations[op.rotation]};
-  }
+  long spans;
+  const Span* span;
+  Input* room;  // for linear layers of many rows
 };
+
+std::vector<Text> texts(const Operation& op, const Pass& pass) {
+  std::vector<Text> found;
+  for (const Span* s = pass.span; s < pass.span + pass.spans; s++) {
+    const float* rotations = pass.rotations[op.rotation] + s->first * op.heads.rotated;
+    found.push_back({{s->rows, s->held, s->parents, rotations},
+                     {s->keys[op.layer], s->values[op.layer], s->slots[op.layer]},
+                     s->first});
+  }
+  return found;
+}
 
 // RMSNorm or LayerNorm.
 void norm(const Operation& op, long rows, const Number* from, Number* to) {
@@ -87,7 +102,7 @@ void add(long rows, long width, float times, const Number* from, Number* to) {
   for (long i = 0; i < rows * width; i++) to[i] = added(to[i], from[i], times);
 }
 
-void step(const Operation& op, const Pass& pass, float* shared) {
+void step(const Operation& op, const Pass& pass, const Work& work, float* shared) {
   const Number* from = pass.buffers[op.from];
   Number* to = pass.buffers[op.to];
   switch (op.kind) {
@@ -97,9 +112,7 @@ void step(const Operation& op, const Pass& pass, float* shared) {
       return Linear{op.in, op.out, (const Stripe*)op.weight, (const Number*)op.bias}.run(
           pass.rows, from, to, op.adds, pass.room);
     case ATTEND:
-      return attend(op.heads, pass.places(op),
-                    {pass.keys[op.layer], pass.values[op.layer], pass.slots[op.layer]}, from, to,
-                    shared);
+      return attend(op.heads, work, texts(op, pass), from, to, shared);
     case ACTIVATE:
       return activate(op.activation, op.gated, pass.rows, op.out, from, to);
     case EXPERTS:
@@ -117,13 +130,14 @@ extern "C" {
 // All operations, one after the other, on one team of threads.
 void run(const Operation* operations, long count, const Pass* pass) {
   if (!pass->rows) return;
+  Work work;
+  for (long i = 0; i < pass->spans; i++) work.add(i, pass->span[i].rows, pass->span[i].held);
   long most = 0;
   for (long i = 0; i < count; i++)
-    if (operations[i].kind == ATTEND)
-      most = std::max(most, Parts(pass->places(operations[i])).room(operations[i].heads));
+    if (operations[i].kind == ATTEND) most = std::max(most, work.shared(operations[i].heads));
   const std::unique_ptr<float[]> shared(new float[most]);
 #pragma omp parallel
-  for (long i = 0; i < count; i++) step(operations[i], *pass, shared.get());
+  for (long i = 0; i < count; i++) step(operations[i], *pass, work, shared.get());
 }
 
 }
