@@ -156,7 +156,7 @@ def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passag
             for layer, (before, ours) in enumerate(pairwise(hidden)):
                 theirs = other.run(before, layer, layer + 1, rows)
                 error = _usual_size if _has_experts(decoder.layers[layer]) else _size
-                if not error(theirs - ours) <= bound * _size(ours - before):
+                if not error(theirs - ours) <= bound * _size(ours - before) + _rounding(ours):
                     raise ValueError(f"layer {layer + 1} comes out differently at position {start}")
             if not _size(other.logits(hidden[-1]) - logits) <= bound * _size(logits):
                 raise ValueError("the logits come out differently")
@@ -180,7 +180,8 @@ def check_trees(decoder: Decoder, executor: Executor) -> None:
             for layer in range(decoder.num_layers):
                 found = executor.run(hidden, layer, layer + 1, beside)
                 expected = executor.run(hidden[path], layer, layer + 1, chain)
-                if not _size(found[path] - expected) <= bound * _size(expected - hidden[path]):
+                added = _size(expected - hidden[path])
+                if not _size(found[path] - expected) <= bound * added + _rounding(expected):
                     raise UnsupportedModel(
                         f"layer {layer + 1} comes out otherwise beside siblings, at position "
                         f"{start}: this model runs no trees of drafts. Draft chains"
@@ -287,6 +288,15 @@ def _random_ids(decoder: Decoder, *, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     count = _CHECK_PREFIX + _CHECK_BLOCK
     return torch.randint(decoder.vocab_size, (count,), generator=generator).to(decoder.device)
+
+
+def _rounding(hidden: Tensor) -> float:
+    """What few numbers of a hidden state that are rounded the other way come to.
+
+    Where a layer adds little to much, as to the massive activations of some models, that is more
+    than the error of what it adds: 0.38 of 4.5, in bfloat16, beside a hidden state of 475.
+    """
+    return torch.finfo(hidden.dtype).eps / 8 * _size(hidden)
 
 
 def _size(values: Tensor) -> float:

@@ -100,34 +100,47 @@ inline void turn(const Heads& heads, long number, const Number* head, const floa
   if (norm && heads.norms_last) norm_head(heads, norm, out);
 }
 
-// BLOCK positions of one head as floats.
-struct Positions {
-  const float *keys, *values;
+// As what a few queries read keys and values; many share floats that are made once.
+using Stored = std::conditional_t<BFLOAT16, Widened, Float32>;
 
-  // Those that lie there, one after the other. `room` is for numbers that are no floats.
-  static Positions at(const Number* keys, const Number* values, long width, float* room) {
-#if BFLOAT16
-    for (long i = 0; i < BLOCK * width; i++) {
-      room[i] = wide(keys[i]);
-      room[BLOCK * width + i] = wide(values[i]);
+template <typename To>
+To as(Number number) {
+  if constexpr (std::is_same_v<To, Number>)
+    return number;
+  else
+    return wide(number);
+}
+
+// BLOCK positions of one head, as Kind reads them.
+template <typename Kind>
+struct Positions {
+  using Weight = typename Kind::Weight;
+  const Weight *keys, *values;
+
+  // Those that lie there, one after the other. `room` is for numbers of another kind.
+  static Positions at(const Number* keys, const Number* values, long width, Weight* room) {
+    if constexpr (std::is_same_v<Weight, Number>) {
+      (void)width, (void)room;
+      return {keys, values};
+    } else {
+      for (long i = 0; i < BLOCK * width; i++) {
+        room[i] = as<Weight>(keys[i]);
+        room[BLOCK * width + i] = as<Weight>(values[i]);
+      }
+      return {room, room + BLOCK * width};
     }
-    return {room, room + BLOCK * width};
-#else
-    (void)width, (void)room;
-    return {keys, values};
-#endif
   }
 
   // Those at [low, high) gathered from `slots` of a head.
   static Positions of(const Number* keys, const Number* values, long width, const long* slots,
-                      long low, long high, float* room) {
-    float* const to_values = room + BLOCK * width;
+                      long low, long high, Weight* room) {
+    Weight* const to_values = room + BLOCK * width;
     for (long i = low; i < high; i++) {
       const Number* key = keys + slots[i] / PANEL * PANEL * width + slots[i] % PANEL;
-      float* to = room + i / PANEL * PANEL * width + i % PANEL;
+      Weight* to = room + i / PANEL * PANEL * width + i % PANEL;
       for (long j = 0; j < width; j++) {
-        to[j * PANEL] = wide(key[j * PANEL]);
-        to_values[i * width + j] = wide(values[slots[i] * width + j]);
+        to[j * PANEL] = as<Weight>(key[j * PANEL]);
+        to_values[i * width + j] = as<Weight>(values[slots[i] * width + j]);
       }
     }
     return {room, to_values};
@@ -167,13 +180,14 @@ struct Running {
   }
 
   // `count` queries from `first` on meet the keys at [low, high): a panel's first, or more.
-  void meet(const Positions& block, long first, long count, long low, long high) {
+  template <typename Kind>
+  void meet(const Positions<Kind>& block, long first, long count, long low, long high) {
     float* s = &scores[first * BLOCK + low];
     for (long q = 0; q < count; q++) std::fill_n(s + q * BLOCK, up(high - low, PANEL) * PANEL, 0.0f);
-    multiply<Float32>(count, up(high - low, PANEL), heads.size,
-                      {&turned[first * heads.size], heads.size, 0},
-                      {block.keys + low * heads.width(), PANEL, PANEL * heads.width()},
-                      {s, BLOCK, PANEL});
+    multiply<Kind>(count, up(high - low, PANEL), heads.size,
+                   {&turned[first * heads.size], heads.size, 0},
+                   {block.keys + low * heads.width(), PANEL, PANEL * heads.width()},
+                   {s, BLOCK, PANEL});
   }
 
   // Scores of one query to weights, those outside of [low, high) to 0.
@@ -199,11 +213,12 @@ struct Running {
   }
 
   // `count` queries from `first` on add the values at [low, high).
-  void mix(const Positions& block, long first, long count, long low, long high) {
+  template <typename Kind>
+  void mix(const Positions<Kind>& block, long first, long count, long low, long high) {
     const long width = heads.width();
-    multiply<Float32>(count, width / PANEL, high - low, {&scores[first * BLOCK + low], BLOCK, 0},
-                      {block.values + low * width, width, PANEL},
-                      {of(first) + HEADER, HEADER + width, PANEL});
+    multiply<Kind>(count, width / PANEL, high - low, {&scores[first * BLOCK + low], BLOCK, 0},
+                   {block.values + low * width, width, PANEL},
+                   {of(first) + HEADER, HEADER + width, PANEL});
   }
 };
 
@@ -313,7 +328,10 @@ struct Tile {
 };
 
 // The queries of a tile look at what they may see of one chunk.
-void look(const Store& store, const Tile& tile, long chunk, Running& seen, float* room) {
+template <typename Kind>
+void look(const Store& store, const Tile& tile, long chunk, Running& seen, float* floats) {
+  using Read = Positions<Kind>;
+  const auto room = (typename Kind::Weight*)floats;
   const Heads& heads = tile.heads;
   const Places& places = tile.places;
   const long head = tile.head, first = tile.first, last = tile.last, width = heads.width();
@@ -330,7 +348,7 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
   }
   end = std::min(end, (chunk + 1) * CHUNK);
   for (long at = std::max(start(low) / BLOCK * BLOCK, chunk * CHUNK); at < end; at += BLOCK) {
-    const Positions block = Positions::at(keys + at * width, values + at * width, width, room);
+    const Read block = Read::at(keys + at * width, values + at * width, width, room);
     seen.meet(block, 0, (last - first) * heads.group, 0, BLOCK);
     // from here on each row of a tree sees its own path
     const long cut = places.parents ? std::max(0L, std::min(BLOCK, common - at)) : BLOCK;
@@ -347,12 +365,12 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
         flush(query);
         continue;
       }
-      Positions own = block;
+      Read own = block;
       if (to > cut) {
         const long low = cut / PANEL * PANEL;
         long slots[BLOCK];
         places.path(row, at, at + to, slots);
-        own = Positions::of(keys, values, width, slots, low, to, room + 2 * BLOCK * width);
+        own = Read::of(keys, values, width, slots, low, to, room + 2 * BLOCK * width);
         seen.meet(own, query, heads.group, low, to);
       }
       for (long g = 0; g < heads.group; g++) seen.weigh(query + g, from, to);
@@ -366,6 +384,10 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
     }
     flush((last - first) * heads.group);
   }
+}
+
+void look(const Store& store, const Tile& tile, long chunk, Running& seen, float* room) {
+  (seen.queries <= MOST_ROWS ? look<Stored> : look<Float32>)(store, tile, chunk, seen, room);
 }
 
 // projected [rows, queries + 2 kv, size]: queries, keys, values -> out [rows, queries, size]. For
