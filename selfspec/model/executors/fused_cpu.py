@@ -64,7 +64,7 @@ class FusedExecutor:
     """The decoder from compiled products, norms, attention and activations."""
 
     claims = Claims(steady_from=1, trees=True, spans=_BLOCK_ROWS)
-    """Of weights that are numbers."""
+    """What rows and heads cost comes with the weights."""
 
     def __init__(
         self,
