@@ -264,6 +264,7 @@ def test_where_a_model_runs_no_trees_chains_are_recorded_and_replayed(
             "exit:anneal_strength 0.3 was not recorded, only [0.0, 0.5, 2.0]",
         ),
         ({"drafter": "exit:max_tokens=5"}, "exit:max_tokens 5, recorded were 4"),
+        ({"drafter": "exit:guesses=4"}, "best guess alone was recorded"),
         ({"drafter": "exit:layers=2"}, "exit layer 2 is not among [1, 3, 5]"),
         ({"drafter": "exit:threshold=0.5/0.6"}, "2 exit thresholds for 3 exit layers"),
         ({"drafter": "exit:max_depth=4"}, "4 is not among the exit layers [1, 3, 5]"),
