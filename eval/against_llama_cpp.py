@@ -30,8 +30,8 @@ from torch import Tensor
 
 import selfspec
 from selfspec.api.text import encode
+from selfspec.cli import progress
 from selfspec.cli.env import machine
-from selfspec.cli.training import progress_bar
 from selfspec.eval.arrivals import Arrivals
 from selfspec.eval.methods import METHODS, endless
 from selfspec.eval.metrics import ratio_interval
@@ -69,7 +69,7 @@ def main(
     answers = []
     with (
         worker(python, gguf, threads, context) as ask,
-        progress_bar("answering", "questions") as advance,
+        progress.bar("answering", "questions") as advance,
     ):
         ways = methods(speculator, ask, lookup=lookup)
         if numbers:

@@ -21,8 +21,8 @@ import typer
 
 import selfspec
 from selfspec.api.speculator import Speculator
+from selfspec.cli import progress
 from selfspec.cli.env import machine
-from selfspec.cli.training import progress_bar
 from selfspec.config import SpeculationOptions
 from selfspec.eval.compare import Bits
 from selfspec.eval.decoding import decode_recorded, greedy_request
@@ -46,7 +46,7 @@ def main(
         raise SystemExit("here bits depend on the number of rows: only --pinned pads them equal")
     asked = load_suite(suite, questions, limit)
     found = {name: Bits() for name in ways(speculator.options)}
-    with progress_bar("compare", "prompts") as show:
+    with progress.bar("compare", "prompts") as show:
         for number, question in enumerate(asked):
             show(number, len(asked), "")
             compare(speculator, question, new_tokens, found)

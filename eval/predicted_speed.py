@@ -23,7 +23,7 @@ from rich.progress import track
 import selfspec
 from selfspec.api.speculator import Speculator
 from selfspec.api.tuned import conditions
-from selfspec.cli.training import progress_bar
+from selfspec.cli import progress
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.measure import measure
 from selfspec.eval.record import Record
@@ -54,7 +54,7 @@ def main(
         replace(question, turns=question.turns[:1])  # later turns would need the earlier answers
         for question in load_suite(limit=limit)
     ]
-    with progress_bar("record", "questions") as show:
+    with progress.bar("record", "questions") as show:
         made = record(speculator, questions, RecordOptions(max_new_tokens=new_tokens), show)
     rows = made.info.max_draft_tokens + 1
     costs = measure(speculator.backbone, speculator.heads, rows=rows, context=made.mean_context)

@@ -27,8 +27,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from selfspec.cli import progress
 from selfspec.cli.env import machine
-from selfspec.cli.training import progress_bar
 from selfspec.decoding.clock import Clock
 from selfspec.decoding.speed import memory_rate
 from selfspec.files import write
@@ -108,7 +108,7 @@ def main(
     memory = memory_rate(Clock(torch.device("cpu"), repeats)) / 1e9
     arithmetic = arithmetic_rate()
     found = []
-    with progress_bar("time", "products") as show:
+    with progress.bar("time", "products") as show:
         for number, (model, part, dtype) in enumerate(asked):
             show(number, len(asked), f"{model}, {part}, {dtype}")
             found.append(timed(model, part, dtype, cold_mb, repeats))

@@ -25,8 +25,8 @@ import typer
 
 import selfspec
 from selfspec.api.speculator import Speculator
+from selfspec.cli import progress
 from selfspec.cli.env import machine
-from selfspec.cli.training import progress_bar
 from selfspec.eval.metrics import ratio_interval
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite
 from selfspec.files import write
@@ -66,7 +66,7 @@ def main(
     found = {name: Found() for name in settings}
     for values in settings.values():  # what is made once is not timed
         speculator.generate("Hello", max_new_tokens=8, **values | {"never_slower": False})
-    with progress_bar("compare", "prompts") as show:
+    with progress.bar("compare", "prompts") as show:
         for number, question in enumerate(asked):
             show(number, len(asked), question.id)
             answer(speculator, question, settings, new_tokens, found)

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.model.backbone import Backbone
 from selfspec.training.data_options import DataOptions
 from selfspec.training.selfgen import Author, Invented, write
 from selfspec.training.writer import Counts, Writer
@@ -26,7 +27,9 @@ SMALL: dict[str, Any] = {
 def make_author(**options: Any) -> Author:
     """An author whose model knows nothing but the words of `talks`."""
     model = make_model("llama", vocab_size=len(WORDS))
-    return Author(model, make_tokenizer(), DataOptions(**SMALL | options), lambda tokens: None)
+    return Author(
+        Backbone(model), make_tokenizer(), DataOptions(**SMALL | options), lambda tokens: None
+    )
 
 
 def invent(author: Author, output: Path) -> Counts:

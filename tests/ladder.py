@@ -164,14 +164,14 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
         "eager deep": (deep_drafter(backbone, 0.02), DEEP_EXITS),
         "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
-        "seen text": (NgramDrafter(Fixed(5), size=2, row_costs=(0.0,)), ()),
+        "seen text": (NgramDrafter(Fixed(5), size=2), ()),
         "seen text, else exits": (
             SeenTextFirst(NgramDrafter(Fixed(5), size=3), exit_drafter(backbone, 0.05)),
             EXITS,
         ),
     }
     if backbone.runs_trees:
-        seen = NgramDrafter(Fixed(5), size=2, row_costs=(0.0,))
+        seen = NgramDrafter(Fixed(5), size=2)
         siblings = Siblings(4, DraftCost(rows=(0.0,)), most=11)
         found["exits with siblings"] = (exit_drafter(backbone, 0.05, siblings=siblings), EXITS)
         found["trees"] = (tree_drafter(backbone), (0,))
@@ -293,7 +293,7 @@ def check_sampling(
     torch.manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(draws):
-        answer = call.stream(speculator.engine.add(call.request.only(), call.speculation)).drain()
+        answer = call.stream(speculator.engine().add(call.request.only(), call.speculation)).drain()
         counts[tuple(answer.token_ids)] += 1
     expected = enumerate_sequences(model, ids, length, size)
     assert chi_square_p(counts, expected, draws) > 0.001

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from selfspec.decoding.acceptance import AcceptanceRule
+from selfspec.decoding.acceptance import AcceptanceRule, Target
 from selfspec.decoding.decode import walk
 from selfspec.decoding.drafters import Draft
 from selfspec.decoding.scores import Sampler
@@ -64,7 +64,7 @@ class LoadedSampler(Sampler):
 
     dice: Dice
 
-    def draw(self, probs: Tensor) -> int:
+    def draw(self, probs: Tensor, place: int | None = None) -> int:
         assert not probs.isnan().any()
         return self.dice.roll(probs.tolist())
 
@@ -129,7 +129,7 @@ def verdicts(
 ) -> list[tuple[int, bool]]:
     """All verdicts; each token is committed before the next one is asked for, as decode does."""
     found = []
-    for _, verdict in walk(cast(DecodeState, words), draft, logits, rule):
+    for _, verdict in walk(cast(DecodeState, words), draft, Target(logits), rule):
         words.tokens.append(verdict.token)
         found.append((verdict.token, verdict.kept is not None))
     return found

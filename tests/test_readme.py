@@ -53,7 +53,7 @@ def run(command: list[str]) -> str:
 
 def test_readme_shows_commands() -> None:
     assert len(COMMANDS) >= 8
-    assert len(fenced("python")) == 2
+    assert len(fenced("python")) == 3
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--pinned" not in c])
@@ -61,7 +61,7 @@ def test_command_succeeds_and_prints(command: str) -> None:
     assert run(["bash", "-c", command]).strip()
 
 
-@pytest.mark.parametrize("program", fenced("python"), ids=["facade", "hugging-face"])
+@pytest.mark.parametrize("program", fenced("python"), ids=["facade", "many", "hugging-face"])
 def test_program_succeeds_and_prints(program: str) -> None:
     assert run([sys.executable, "-c", program]).strip()
 

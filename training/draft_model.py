@@ -23,8 +23,8 @@ import torch
 import typer
 
 from selfspec import files
+from selfspec.cli import progress
 from selfspec.cli.env import machine
-from selfspec.cli.training import progress_bar
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.files import check_folder, replacing_folder
 from selfspec.hub import models as hub
@@ -71,7 +71,7 @@ def main(
     found |= {"options": asdict(options), "machine": machine()}
     found["answer_tokens_held_out"] = sum(len(talk.answer_ids) for talk in held_out)
     found["agreement_before"] = draft_model.agreement(small, held_out, batch_tokens)
-    with progress_bar("draft model", "steps") as show:
+    with progress.bar("draft model", "steps") as show:
         draft_model.fit(small, talks, options, show)
     small = small.to(torch.bfloat16)
     found["agreement_after"] = draft_model.agreement(small, held_out, batch_tokens)

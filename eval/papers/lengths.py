@@ -23,6 +23,7 @@ from selfspec.decoding.controllers import make_controller
 from selfspec.decoding.drafters import DraftCache
 from selfspec.decoding.drafters.base import DraftWriter, PacedDrafter
 from selfspec.decoding.scores import Choice
+from selfspec.decoding.work import alone
 from selfspec.heads.confidence import top_probability
 
 CONTROLLERS = ("fixed", "heuristic", "threshold", "gammatune", "gammatune-plus")
@@ -91,7 +92,7 @@ class Chains:
         """`prompt` [1, P]; `text`: the tokens behind it, as plain decoding writes them."""
         self.text = list(text)
         self._cache = cache
-        self._ids = torch.cat([prompt[0], prompt.new_tensor(self.text)])
+        self._ids = prompt[0].tolist() + self.text
         self._start = prompt.shape[1]
         self._drafted: dict[int, list[tuple[int, float]]] = defaultdict(list)
 
@@ -100,9 +101,8 @@ class Chains:
         """The draft's token `index`, from 0, behind `place` tokens, and its top probability."""
         known = self._drafted[place]
         while len(known) <= index:
-            ahead = self._ids.new_tensor([token for token, _ in known])
-            ids = torch.cat([self._ids[: self._start + place], ahead])
-            logits = self._cache.run(self._cache.rewind(ids))
+            ids = self._ids[: self._start + place] + [token for token, _ in known]
+            logits = alone(self._cache.run(self._cache.rewind(ids)))
             known.append((int(logits.argmax(-1)), float(top_probability(logits))))
         return known[index]
 

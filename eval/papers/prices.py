@@ -20,6 +20,7 @@ from selfspec.decoding.drafters import DraftCache
 from selfspec.decoding.measure import measure
 from selfspec.decoding.prices import Costs
 from selfspec.decoding.stats import GenerationStats
+from selfspec.decoding.work import alone
 from selfspec.errors import InvalidOption
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.model.backbone import Backbone
@@ -137,9 +138,9 @@ def draft_seconds(
     """Median of 15 draft tokens behind `context` others, each read back."""
     cache = DraftCache(draft_model)
     length = min(context, draft_model.max_positions - 1) + 1
-    ids = torch.zeros(length, dtype=torch.int64, device=draft_model.device)
-    cache.run(ids)
-    works = {"token": lambda: int(cache.run(cache.rewind(ids)).argmax(-1))}
+    ids = [0] * length
+    alone(cache.run(ids))
+    works = {"token": lambda: int(alone(cache.run(cache.rewind(ids))).argmax(-1))}
     return Clock(draft_model.device, _REPEATS, now).seconds(works)["token"]
 
 

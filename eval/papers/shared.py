@@ -19,7 +19,7 @@ from eval.papers import prices
 from selfspec import files
 from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
-from selfspec.cli.training import progress_bar
+from selfspec.cli.progress import bar
 from selfspec.errors import SelfspecError
 from selfspec.eval import results, tables
 from selfspec.eval.suites import Question, load_suite, spread
@@ -61,7 +61,7 @@ def first_turns(suite: str, questions: Path | None, limit: int, *tasks: str) -> 
 
 def progress(name: str, unit: str = "questions") -> AbstractContextManager[Any]:
     """A bar on standard error."""
-    return progress_bar(name, unit)
+    return bar(name, unit)
 
 
 def command() -> str:

@@ -30,8 +30,8 @@ from transformers.generation.stopping_criteria import (
 from selfspec.api.keywords import refuse_model_keywords, refuse_other_decoding
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS, OPTION_NAMES, GenerateOptions
 from selfspec.decoding.decode import StopRule, remind
-from selfspec.decoding.engine import Asked
 from selfspec.decoding.one_row import called, criterion_for
+from selfspec.decoding.runtime import Asked
 from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.model.backbone import Backbone
@@ -103,7 +103,7 @@ class Request:
         return Asked(
             ids=self.input_ids[row : row + 1],
             pad=self.pads[row],
-            sampler=self.sampler.for_row(row, len(self.pads)),
+            sampler=self.sampler.for_row(row, len(self.pads), self.pads[row]),
             stop=self._stop(row),
         )
 
@@ -212,12 +212,13 @@ def from_prepared(
         raise InvalidOption(f"the longest length is {shown(longest)}, expected a whole number")
     ends = (entry for entry in criteria if type(entry) is EosTokenCriteria)
     kinds = (MaxLengthCriteria, EosTokenCriteria)
+    sampler = Sampler(processors, bool(config.do_sample))
     if any(isinstance(entry, ConfidenceCriteria) for entry in criteria):
         raise InvalidOption("ConfidenceCriteria needs scores, which are not kept. Leave it out")
     return Request(
         input_ids=input_ids,
         pads=pads,
-        sampler=Sampler(processors, bool(config.do_sample), _generator(seed, input_ids.device)),
+        sampler=sampler if seed is None else sampler.seeded(seed, input_ids.device),
         max_length=longest,
         end_tokens=frozenset(token for entry in ends for token in entry.eos_token_id.tolist()),
         criteria=StoppingCriteriaList(entry for entry in criteria if type(entry) not in kinds),
@@ -384,7 +385,3 @@ def _pad_token(config: GenerationConfig) -> int:
     pad = getattr(config, "_pad_token_tensor", None)
     pad = config.pad_token_id if pad is None else pad
     return 0 if pad is None else int(pad)
-
-
-def _generator(seed: int | None, device: torch.device) -> torch.Generator | None:
-    return None if seed is None else torch.Generator(device).manual_seed(seed)

@@ -9,8 +9,9 @@ from typing_extensions import Unpack
 from selfspec.api.stream import Call, Generation, Stream
 from selfspec.api.text import Prompt
 from selfspec.config import GenerateOptions
-from selfspec.decoding.engine import Asked, Engine
-from selfspec.decoding.sequence import DecodeState, shared_prefix
+from selfspec.decoding.engine import Engine
+from selfspec.decoding.runtime import Asked, Runtime
+from selfspec.decoding.sequence import DecodeState, common
 from selfspec.model.kv_store import Lease
 
 
@@ -20,14 +21,14 @@ class Session:
     Survives an error in the middle of a round and a stream that was stopped.
     """
 
-    def __init__(self, engine: Engine, call: Callable[[Prompt, GenerateOptions], Call]) -> None:
+    def __init__(self, runtime: Runtime, call: Callable[[Prompt, GenerateOptions], Call]) -> None:
         """Empty at first; `call` sorts what a turn asks for."""
-        self._engine = engine
+        self._runtime = runtime
         self._call = call
         self._state: DecodeState | None = None
         self._pinned: tuple[bool, int] | None = None
         self._stream: Stream | None = None
-        self._draft_cache = engine.draft_cache()
+        self._draft_cache = runtime.draft_cache()
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """The answer to `prompt`: the whole conversation so far and the new turn."""
@@ -42,7 +43,7 @@ class Session:
         shapes = (bool(call.speculation.pinned), call.speculation.pinned_rows)
         lease = self._prefix(asked) if shapes == self._pinned else None
         self._pinned = shapes
-        running = self._engine.add(
+        running = Engine(self._runtime).add(
             asked, call.speculation, lease=lease, draft_cache=self._draft_cache
         )
         self._state = running.state
@@ -53,5 +54,6 @@ class Session:
         """The lease, cut back to what it shares with the new prompt; at least one id is left."""
         if self._state is None or self._state.pad or asked.pad:
             return None
-        self._state.lease.truncate(shared_prefix(self._state.ids[0], asked.ids[0, :-1]))
+        shared = common(self._state.committed(0), asked.ids[0, :-1].tolist())
+        self._state.lease.truncate(shared)
         return self._state.lease

@@ -7,7 +7,7 @@ drains the stream. Keywords are Hugging Face's; `selfspec.config.GenerateOptions
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
-from typing_extensions import Unpack
+from typing_extensions import TypeIs, Unpack
 
 from selfspec.api import tuned
 from selfspec.api.given import check_fit, check_loading, check_wrapping
+from selfspec.api.many import Answered, each
 from selfspec.api.request import (
     Request,
     check_options,
@@ -39,9 +40,10 @@ from selfspec.decoding.drafters import (
     check_same_size,
     check_same_tokens,
 )
-from selfspec.decoding.engine import Engine
+from selfspec.decoding.engine import MOST_TEXTS, Engine
 from selfspec.decoding.packed_heads import pack
-from selfspec.errors import InvalidOption
+from selfspec.decoding.runtime import Runtime
+from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
@@ -69,7 +71,7 @@ class Speculator:
         self.tokenizer = tokenizer
         self.label = label
         self.options = options
-        self.engine = Engine(backbone, heads, draft_model)
+        self.runtime = Runtime(backbone, heads, draft_model)
         self._disabled = False
         if heads is not None:
             heads.layers_in_use(options)
@@ -77,17 +79,17 @@ class Speculator:
     @property
     def backbone(self) -> Backbone:
         """The model, cut open."""
-        return self.engine.backbone
+        return self.runtime.backbone
 
     @property
     def heads(self) -> ExitHeads | None:
         """Its exit heads, if it has any."""
-        return self.engine.heads
+        return self.runtime.heads
 
     @property
     def draft_model(self) -> Backbone | None:
         """A second model that drafts, if there is one."""
-        return self.engine.draft_model
+        return self.runtime.draft_model
 
     @property
     def model(self) -> PreTrainedModel:
@@ -99,19 +101,58 @@ class Speculator:
         return self.stream(prompt, **options).drain()
 
     def generate_batch(
-        self, prompts: Prompt, **options: Unpack[GenerateOptions]
+        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]
     ) -> list[Generation]:
-        """Answers to all rows of left-padded ids [B, P], times `num_return_sequences`."""
-        return self._drained(self.call(prompts, options))
+        """Answers to a list of prompts, or to all rows of left-padded ids [B, P], in their order.
+
+        They are written together, and each is what it is alone: answer i draws with the `seed`
+        plus i. Rows of ids may have several answers each, `num_return_sequences`.
+        """
+        if not _are_many(prompts):
+            return self._drained(self.call(prompts, options))
+        found: dict[int, Generation] = {}
+        for number, answer in self.generate_each(prompts, **options):
+            if isinstance(answer, SelfspecError):
+                raise type(answer)(f"prompt {number}: {answer}")
+            found[number] = answer
+        return [found[number] for number in sorted(found)]
+
+    def generate_each(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        most: int = MOST_TEXTS,
+        kv_memory: int | None = None,
+        seeds: Iterable[int] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Iterator[Answered]:
+        """Answers to any number of prompts, each with the number of its prompt, when complete.
+
+        What is wrong with a prompt is its answer: an error, no exception. `most` prompts are
+        answered at once, as far as `kv_memory` goes (see `Engine`). Each draws with one of `seeds`,
+        or with the `seed` plus its number.
+        """
+        engine = self.engine(most=most, kv_memory=kv_memory)
+        return each(engine, self.call, prompts, options, ahead=most, seeds=seeds)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """The same answer as `generate`, piece by piece."""
         call = self.call(prompt, options)
-        return call.stream(self.engine.add(call.request.only(), call.speculation))
+        return call.stream(self.engine().add(call.request.only(), call.speculation))
+
+    def engine(
+        self,
+        *,
+        most: int = MOST_TEXTS,
+        patience: float | None = None,
+        kv_memory: int | None = None,
+    ) -> Engine:
+        """For many texts at once, which join and leave between rounds; keywords as `Engine` has."""
+        return Engine(self.runtime, most=most, patience=patience, kv_memory=kv_memory)
 
     def session(self) -> Session:
         """A conversation that keeps its keys and values between turns."""
-        return Session(self.engine, self.call)
+        return Session(self.runtime, self.call)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -177,11 +218,16 @@ class Speculator:
         return replace(options, speculate=False) if self._disabled else options
 
     def _drained(self, call: Call) -> list[Generation]:
-        """The answers to all rows of a call, one after another."""
-        return [
-            call.stream(self.engine.add(call.request.row(row), call.speculation)).drain()
-            for row in range(len(call.request.pads))
-        ]
+        """The answers to all rows of a call, which are written together."""
+        engine = self.engine()
+        rows = range(len(call.request.pads))
+        running = [engine.add(call.request.row(row), call.speculation) for row in rows]
+        streams = [call.stream(one) for one in running]
+        try:
+            return [stream.drain() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
 
 
 def load(
@@ -286,6 +332,13 @@ def sequences(request: Request, answers: list[Generation]) -> Tensor | GenerateD
     ]
     ids = torch.cat([request.input_ids, request.input_ids.new_tensor(padded)], dim=1)
     return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
+
+
+def _are_many(prompts: Prompt | Sequence[Prompt]) -> TypeIs[Sequence[Prompt]]:
+    """Whether these are prompts, and not one: messages, or token ids."""
+    if not isinstance(prompts, list | tuple) or not prompts:
+        return False
+    return isinstance(prompts[0], str | list | tuple | Tensor)
 
 
 def _find_heads(

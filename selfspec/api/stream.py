@@ -43,7 +43,7 @@ class Stream:
         """Pulls the rounds of `running`; `streamer` hears of each token."""
         self.rounds: list[Round] = []
         """So far, the prompt's pass first."""
-        self._entries = running.rounds
+        self._entries = running
         self._stats = running.stats
         self._watch = running.watch
         self._tokenizer = tokenizer

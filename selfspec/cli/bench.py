@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from selfspec import files
-from selfspec.cli import common, env, training
+from selfspec.cli import common, concurrency, env, progress, training
 from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
 from selfspec.eval.methods import METHODS
@@ -34,8 +34,13 @@ FLAGS = (
         list[str],
         "Also speculation with NAME=VALUE,..: exit.threshold=0.5,0.7; repeatable.",
     ),
+    Flag(
+        "concurrency",
+        tuple[int, ...],
+        "At 1,8,32 answers at once; other methods.",
+    ),
     Flag("overwrite", bool, "Start over where the output holds results."),
-    Flag("resume", bool, "Go on where an interrupted run of the same options stopped."),
+    Flag("resume", bool, "Go on where an interrupted run stopped."),
     *grouped(
         "Prompts", option_flags(BenchOptions), ("suite", "limit", "max_new_tokens", "repeats")
     ),
@@ -55,6 +60,9 @@ def bench(
     asked = merged(config, flags, FLAGS)
     training.require(asked, "output")
     options = training.options_of(BenchOptions, asked)
+    if "concurrency" in asked:
+        common.emit(concurrency.run(asked, options))
+        return
     names = asked.get("methods", DEFAULT_METHODS)
     check_keys(names, METHODS, "method")
     sweep = [move for text in asked.get("sweep", []) for move in moved(text)]
@@ -111,10 +119,10 @@ def measured(
     tuning = []
     if others:
         tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
-        with training.progress_bar("settings", "questions") as show:
+        with progress.bar("settings", "questions") as show:
             tuning = runner.measure(others, tried, folder / TUNING, show)
     methods = [*chosen(grid, tuning).values(), *moves]
-    with training.progress_bar("bench", "questions") as show:
+    with progress.bar("bench", "questions") as show:
         answers = runner.measure(reported, methods, folder / ANSWERS, show)
     memory = runner.memory(reported, answers, methods)
     return summarise(answers, described(methods, grid), runner.options.seed, memory)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.cli import common, training
+from selfspec.cli import common, progress, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
 from selfspec.errors import InvalidOption
 from selfspec.training.options import CacheOptions
@@ -61,7 +61,7 @@ def run(asked: dict[str, Any], options: CacheOptions) -> None:
     manifest = store.identity(source, described, size_of)
     announce(manifest, size_of, asked.get("max_size"))
     total, rate = manifest["answer_tokens"], Rate()
-    with training.progress_bar("cache", "tokens") as show:
+    with progress.bar("cache", "tokens") as show:
 
         def count(positions: int, computed: bool) -> None:
             rate.add(positions, computed=computed)

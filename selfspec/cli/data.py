@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.cli import common, training
+from selfspec.cli import common, progress, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
 from selfspec.files import local_path
@@ -88,7 +88,7 @@ def _run(asked: dict[str, Any], options: DataOptions) -> Counts:
             "Raise --tokens to go on"
         )
         return writer.counts
-    with training.progress_bar("data", "answer tokens") as show:
+    with progress.bar("data", "answer tokens") as show:
 
         def count(tokens: int) -> None:
             rates.generated += tokens
@@ -126,13 +126,13 @@ def source_of(
     from selfspec.training.given import Answered, Converted, converted, talk_of
     from selfspec.training.selfgen import Author, Invented
 
-    model, tokenizer = base.backbone.model, base.tokenizer
+    tokenizer = base.tokenizer
     skip = asked.get("skip_bad_rows", False)
     if "source" not in asked:
-        author = Author(model, tokenizer, options, watch)
+        author = Author(base.backbone, tokenizer, options, watch)
         return Invented(author, openings, writer.records()), None
     if options.regenerate:
-        author = Author(model, tokenizer, options, watch)
+        author = Author(base.backbone, tokenizer, options, watch)
         parse_talk = partial(talk_of, tokenizer=tokenizer, system=options.system)
         talks = Reader(asked["source"], parse_talk, skip_bad_rows=skip)
         return Answered(author, talks, writer.batches), talks

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec.cli import common, training
+from selfspec.cli import common, progress, training
 from selfspec.config import SpeculationOptions
 from selfspec.hub import models as hub
 from selfspec.training.options import CacheOptions
@@ -29,7 +29,7 @@ def _calibrate(asked: dict[str, Any], folder: Path | None, *, stored: bool, as_j
 
     batch_tokens = CacheOptions().batch_tokens
     texts = training.read(asked["data"], base, asked, batch_tokens, asked.get("max_tokens"))
-    with training.progress_bar("entropies", "batches") as show:
+    with progress.bar("entropies", "batches") as show:
         found = entropy.calibrated(
             base.backbone, texts, batch_tokens, lambda done, total: show(done, total, "")
         )

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.cli import common, training
+from selfspec.cli import common, progress, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
 from selfspec.errors import CannotWrite
 from selfspec.training.options import PRESETS, CacheOptions, FitOptions
@@ -97,7 +97,7 @@ def _run(asked: dict[str, Any], options: FitOptions) -> Fitted:
     if asked.get("overwrite"):
         checkpoint.remove(workplace)
     job = prepared(asked, options, workplace)
-    with training.progress_bar("fit", "steps") as show:
+    with progress.bar("fit", "steps") as show:
 
         def advance(progress: Progress) -> None:
             loss = sum(progress.losses.values()) / len(progress.losses)

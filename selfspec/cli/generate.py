@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selfspec.cli import common
+from selfspec.cli import prompts as many
 from selfspec.cli.flags import with_flags
 from selfspec.cli.settings import SHARED, Settings, settings
 from selfspec.errors import InvalidOption
@@ -20,6 +21,38 @@ if TYPE_CHECKING:
 
 Messages = str | list[dict[str, str]]
 
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help='Answer many: {"prompt": ".."} a line.',
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", metavar="FILE", help="Answers to --prompts, a JSON line each."),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", hidden=True, help="Replace an output that is there already."),
+]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(
+        "--concurrency", metavar="INTEGER", min=1, hidden=True, help="Prompts answered at once."
+    ),
+]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-memory",
+        metavar="SIZE",
+        hidden=True,
+        help="For keys and values of many prompts: 500MB, 2GB. Built in: half of what is free.",
+    ),
+]
+
 
 @with_flags(*SHARED)
 def generate(
@@ -30,6 +63,11 @@ def generate(
     file: Annotated[
         Path | None, typer.Option("--file", metavar="FILE", help="Read the prompt from a file.")
     ] = None,
+    prompts: Prompts = None,
+    output: Output = None,
+    overwrite: Overwrite = False,
+    concurrency: Concurrency = None,
+    kv_memory: KvMemory = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
     ] = False,
@@ -43,10 +81,18 @@ def generate(
     if raw and system is not None:
         raise InvalidOption("--raw and --system at once: a raw prompt has no messages")
     asked = settings(config, flags)
+    asked.generation["raw"] = raw
+    if prompts is not None or output is not None:
+        if prompt is not None or file is not None:
+            raise InvalidOption("--prompts and another prompt at once. Leave one of them out")
+        room = many.Room.of(concurrency, kv_memory)
+        _answer_file(prompts, output, asked, system, room, overwrite=overwrite)
+        return
+    if concurrency is not None or kv_memory is not None:
+        raise InvalidOption("--concurrency and --kv-memory are for --prompts. Leave them out")
     text = common.read_prompt(prompt, file, raw=raw)
     speculator = common.load(asked)
     messages: Messages = text if raw else common.conversation(text, system)
-    asked.generation["raw"] = raw
     if as_json:
         answer = speculator.generate(messages, **asked.generation)
         common.emit(json.dumps(record(speculator, answer, asked)) + "\n")
@@ -54,6 +100,24 @@ def generate(
         answer = write(speculator, messages, asked.generation)
     if stats:
         common.note(answer.stats.line())
+
+
+def _answer_file(
+    prompts: Path | None,
+    output: Path | None,
+    asked: Settings,
+    system: str | None,
+    room: many.Room,
+    *,
+    overwrite: bool,
+) -> None:
+    """`--prompts` and `--output`."""
+    if prompts is None or output is None:
+        raise InvalidOption("--prompts and --output go together. Give both")
+    found = many.read(prompts, system=system, raw=asked.generation["raw"])
+    counts = many.answer(found, asked, output, room, overwrite=overwrite)
+    failed = f", {counts['errors']} without an answer" if counts["errors"] else ""
+    common.emit(f"{output}: {counts['answers']} answers, {counts['tokens']} tokens{failed}\n")
 
 
 def write(speculator: Speculator, messages: Messages, options: dict[str, Any]) -> Generation:

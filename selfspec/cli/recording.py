@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec import files
-from selfspec.cli import common, training
+from selfspec.cli import common, progress, training
 from selfspec.cli.flags import Flag
 from selfspec.cli.settings import LOADING, Settings
 from selfspec.errors import InvalidOption
@@ -71,7 +71,7 @@ def made(speculator: Speculator, chosen: list[Question], options: RecordOptions)
     """A record, with a progress bar while it is made."""
     from selfspec.eval.trace import record
 
-    with training.progress_bar("record", "questions") as show:
+    with progress.bar("record", "questions") as show:
         return record(speculator, chosen, options, show)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from selfspec.cli.flags import Flag
 from selfspec.errors import InvalidOption
@@ -32,18 +32,6 @@ MODEL = (
     Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
 )
 SKIP_BAD_ROWS = Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping.")
-
-
-class Show(Protocol):
-    """Moves a progress bar."""
-
-    def __call__(
-        self, done: int, total: int | None, words: str = "", *, found: bool = False
-    ) -> None:
-        """What is done, of how much (None: not known), and words beside it.
-
-        `found`: earlier runs did this much, so it says nothing about the time that is left.
-        """
 
 
 class Base(NamedTuple):
@@ -174,29 +162,3 @@ def require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
         )
     if needed.deep and not found.deep:
         raise InvalidOption("the cache holds no deep states. Cache again with --deep")
-
-
-@contextmanager
-def progress_bar(name: str, unit: str) -> Iterator[Show]:
-    """A bar on standard error; call what it gives to move it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    columns = (
-        TextColumn(name),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit + "  {task.fields[words]}"),
-        Remaining(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(name, total=None, words="")
-
-        def show(done: int, total: int | None, words: str = "", *, found: bool = False) -> None:
-            if found:  # or the time that is left would be reckoned from it
-                bar.reset(task, completed=done, total=total, words=words)
-            else:
-                bar.update(task, completed=done, total=total, words=words)
-
-        yield show

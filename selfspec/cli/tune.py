@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.cli import common, recording, training
+from selfspec.cli import common, progress, recording, training
 from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING
 from selfspec.errors import HeadsNotFound
@@ -62,7 +62,7 @@ def tune(
     record = read(asked["record"], speculator) if "record" in asked else None
     record = record or recording.made(speculator, chosen, noted)
     costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
-    with training.progress_bar("replay", "settings") as show:
+    with progress.bar("replay", "settings") as show:
         found = choosing.tune(record, costs, options, show)
     file = None
     if not asked.get("dry_run", False):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from selfspec.cli import common, training
+from selfspec.cli import common, progress
 from selfspec.cli.flags import Flag, merged, with_flags
 from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
 
@@ -85,7 +85,7 @@ def climbed(subject: Subject) -> dict[str, Rung]:
 
     rungs: dict[str, Rung] = {}
     each, done = len(subject.cases), 0
-    with training.progress_bar("verify", "prompts") as show:
+    with progress.bar("verify", "prompts") as show:
 
         def count() -> None:
             nonlocal done

@@ -7,7 +7,7 @@ processors always see the true prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -34,21 +34,40 @@ class Verdict(NamedTuple):
     """Which of the proposed tokens it is; None: none of them."""
 
 
-class Target:
-    """The target's logits of a round's rows, [k + 1, V]."""
+class Together:
+    """The target's logits of many texts' rows."""
 
     def __init__(self, logits: Tensor) -> None:
+        """[T, V]."""
         self._logits = logits
-
-    def row(self, index: int) -> Tensor:
-        """Logits of one row, [1, V]."""
-        return self._logits[index : index + 1]
 
     @cached_property
     def best(self) -> list[int]:
         """The most likely token of every row: one device read for all."""
         best: list[int] = self._logits.argmax(-1).tolist()
         return best
+
+    def part(self, rows: slice) -> Target:
+        """Those of one text."""
+        return Target(self._logits[rows], lambda: self.best[rows])
+
+
+class Target:
+    """The target's logits of a round's rows, [k + 1, V]."""
+
+    def __init__(self, logits: Tensor, best: Callable[[], list[int]] | None = None) -> None:
+        """`best`: reads the most likely token of every row."""
+        self.logits = logits
+        self._best = best
+
+    def row(self, index: int) -> Tensor:
+        """Logits of one row, [1, V]."""
+        return self.logits[index : index + 1]
+
+    @cached_property
+    def best(self) -> list[int]:
+        """The most likely token of every row."""
+        return Together(self.logits).best if self._best is None else self._best()
 
 
 class AcceptanceRule(Protocol):
@@ -79,6 +98,31 @@ class GreedyMatch:
             token = target.best[row]
         else:
             token = int(self._sampler.scores(ids, target.row(row)).argmax(-1))
+        tokens = [draft.token for draft in proposed]
+        return Verdict(token, tokens.index(token) if token in tokens else None)
+
+
+class SeededMatch:
+    """A draft stays if it is the token that the target draws by itself.
+
+    Draws are tied to a seed and a position, so the text is that of plain sampling with this seed,
+    whatever the drafts were. A draft that was drawn from q at its position is the target's draw
+    from p with a probability of at least (1 - TV) / (1 + TV), TV being their total variation: both
+    take the winner of one race, [V] arrival times divided by probabilities (Daliri, Musco and
+    Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding").
+    """
+
+    lossless = True
+
+    def __init__(self, sampler: Sampler) -> None:
+        """`sampler` must sample, with a seed."""
+        self._sampler = sampler
+
+    def verdict(
+        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+    ) -> Verdict:
+        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
+        token = self._sampler.choose(ids, target.row(row)).token
         tokens = [draft.token for draft in proposed]
         return Verdict(token, tokens.index(token) if token in tokens else None)
 

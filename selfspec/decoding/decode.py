@@ -1,28 +1,32 @@
 """The loop: draft, verify, commit, rewind.
 
-    rounds(state, ...)   yields a Round per verification
+    written(state, ...)  yields Work, and a Round per verification
       draft              a drafter proposes k tokens; shallow rows may already wait in the cache
       verify             all k + 1 rows run to the last layer, in one batched pass per segment
       commit             the acceptance rule keeps drafts, one token at a time, on true prefixes
       rewind             layers keep what is committed; queues are emptied
 
-Plain decoding is the same loop with a drafter that proposes nothing.
+Plain decoding is the same loop with a drafter that proposes nothing. Whoever drives the loop does
+the Work, for one text or for many at once: `rounds` here, or the engine.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec.decoding.acceptance import AcceptanceRule, Target, Verdict
 from selfspec.decoding.drafters import Draft, Drafter
+from selfspec.decoding.schedule import Pass
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
+from selfspec.decoding.work import Embed, Enter, Steps, Work, done_alone
 from selfspec.errors import InvalidDraft
 
 logger = logging.getLogger(__name__)
@@ -60,6 +64,37 @@ def remind(positions: int) -> None:
     )
 
 
+def written(
+    state: DecodeState,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+    stop: StopRule,
+    watch: Stopwatch,
+) -> Generator[Work | Round, Any, None]:
+    """Decode until `stop`: Work to be done, and a Round behind each verification.
+
+    The prompt's passes come first, with a round of their own. The state may be dropped or continued
+    after any yield, and after an exception.
+    """
+    entry: Round | None = None
+    while entry is None or entry.stop_reason is None:
+        watch.start()
+        prefill = entry is None
+        entered: list[Pass] = []
+        with state.round():
+            if prefill:
+                entered, draft = (yield from enter(state)), Draft()
+            else:
+                draft = yield from propose(state, drafter, stop, watch)
+            target = yield from verify(state, draft)
+            watch.lap("prefill" if prefill else "verify")
+            entry = commit(state, draft, target, rule, stop, prefill=prefill, entered=entered)
+            if not prefill:
+                drafter.learn(draft, entry.kept)
+        watch.lap("bookkeeping")
+        yield entry
+
+
 @torch.inference_mode()
 def rounds(
     state: DecodeState,
@@ -68,71 +103,86 @@ def rounds(
     stop: StopRule,
     watch: Stopwatch,
 ) -> Generator[Round, None, None]:
-    """Decode until `stop`; yields after each pass over all layers, the prompt's first.
-
-    The state may be dropped or continued after any yield, and after an exception.
-    """
-    entry: Round | None = None
-    while entry is None or entry.stop_reason is None:
-        watch.start()
-        prefill = entry is None
-        with state.round():
-            draft = Draft() if prefill else propose(state, drafter, stop, watch)
-            target_logits = verify(state, draft)
-            watch.lap("prefill" if prefill else "verify")
-            entry = commit(state, draft, target_logits, rule, stop, prefill=prefill)
-            if not prefill:
-                drafter.learn(draft, entry.kept)
-        watch.lap("bookkeeping")
-        yield entry
+    """The rounds of one text that is written alone."""
+    steps = written(state, drafter, rule, stop, watch)
+    try:
+        found = next(steps)
+        while True:
+            if isinstance(found, Round):
+                yield found
+                found = next(steps)
+            else:
+                found = steps.send(done_alone(found))
+    except StopIteration:
+        return
+    finally:
+        steps.close()
 
 
-def propose(state: DecodeState, drafter: Drafter, stop: StopRule, watch: Stopwatch) -> Draft:
+def enter(state: DecodeState) -> Steps[list[Pass]]:
+    """A prompt's first rows, in as many passes as it is let in by; some are left to verify."""
+    passes: list[Pass] = []
+    while True:
+        waiting = state.waiting
+        count: int = yield Enter(rows=len(waiting))
+        if count >= len(waiting):
+            return passes
+        state.hidden.push((yield Embed(backbone=state.backbone, ids=waiting[:count])))
+        yield from state.hidden.advance_all()
+        passes += state.hidden.schedule.passes
+        state.hidden.clear()
+
+
+def propose(state: DecodeState, drafter: Drafter, stop: StopRule, watch: Stopwatch) -> Steps[Draft]:
     """A draft that leaves room for the token that verification adds."""
     limit = stop.max_length - state.length - 1
-    draft = drafter.draft(state, limit, watch)
+    draft = yield from drafter.draft(state, limit, watch)
     if draft.depth > limit:
         raise InvalidDraft(f"{type(drafter).__name__} drafted {draft.depth} of {limit}")
     watch.lap("draft")
     return draft
 
 
-def verify(state: DecodeState, draft: Draft) -> Tensor:
+def verify(state: DecodeState, draft: Draft) -> Steps[Target]:
     """Run all rows to the last layer: target logits [k + 1, V] of the newest token and the drafts.
 
     Rows that the drafter has not queued enter here: the last draft, text from elsewhere, a prompt.
     """
-    waiting = state.waiting_ids[0]
-    pending = torch.cat([waiting, waiting.new_tensor(draft.tokens)]) if draft.tokens else waiting
+    waiting = state.waiting
+    pending = waiting + draft.tokens
     schedule = state.hidden.schedule
     missing = pending[schedule.pushed :]
-    if len(missing):
+    if missing:
         parents = None
         if draft.parents is not None:
             parents = draft.parents_behind(len(waiting))[schedule.pushed :]
-        state.hidden.push(state.backbone.embed(missing), parents)
+        state.hidden.push((yield Embed(backbone=state.backbone, ids=missing)), parents)
     if schedule.pushed != len(pending):
         raise InvalidDraft(f"{schedule.pushed} rows were queued for {len(pending)} tokens")
-    judged = len(draft.tokens) + 1
-    hidden = state.hidden.advance_all()[-judged:]
-    state.keep_outputs(hidden)
-    return state.backbone.logits(state.hidden.padded(hidden))[:judged]
+    hidden = yield from state.hidden.advance_all()
+    judged = hidden[-(len(draft.tokens) + 1) :]
+    state.keep_outputs(judged)
+    return (yield from state.hidden.unembed(judged))
 
 
 def commit(
     state: DecodeState,
     draft: Draft,
-    target_logits: Tensor,
+    target: Target,
     rule: AcceptanceRule,
     stop: StopRule,
     *,
     prefill: bool = False,
+    entered: Sequence[Pass] = (),
 ) -> Round:
-    """Append what the rule gives, token by token, until it keeps no draft or the text ends."""
+    """Append what the rule gives, token by token, until it keeps no draft or the text ends.
+
+    `entered`: passes of the prompt before the last.
+    """
     tokens: list[int] = []
     kept: list[int] = []
     reason = None
-    for row, verdict in walk(state, draft, target_logits, rule):
+    for row, verdict in walk(state, draft, target, rule):
         state.append(verdict.token, row)
         tokens.append(verdict.token)
         if verdict.kept is not None:
@@ -150,19 +200,19 @@ def commit(
         ended=draft.ended,
         heads=draft.heads,
         prefill=prefill,
-        passes=state.hidden.schedule.passes,
+        passes=[*entered, *state.hidden.schedule.passes],
         stop_reason=reason,
     )
 
 
 def walk(
-    state: DecodeState, draft: Draft, target_logits: Tensor, rule: AcceptanceRule
+    state: DecodeState, draft: Draft, target: Target, rule: AcceptanceRule
 ) -> Iterator[tuple[int, Verdict]]:
     """Down the draft as long as the rule keeps a token: each row with the verdict behind it.
 
     The caller commits each token before it asks for the next: processors see the true prefix.
     """
-    target, row = Target(target_logits), 0
+    row = 0
     while True:
         following = draft.following(row)
         proposed = [draft.proposed(index) for index in following]

@@ -1,70 +1,137 @@
-"""Texts being written: from what was asked to rounds, with everything that a round needs.
+"""Rounds of many texts at once: each draws from what the others' passes read anyway.
 
-Comes in: one text to write, and options. Goes out: a Running, whose rounds its reader pulls. Called
-by the facade; holds what all texts of one model share.
+    add     a text joins; it begins with the next round in which there is room
+    step    one round of every text that runs: drafts in lockstep, one verification
+    cancel  a text leaves
+
+A text's tokens depend on nothing but its own request: every row is computed as if it were alone,
+and what draws, judges and stops belongs to one text. Where an executor cannot promise that, passes
+are split. (Under a lossy rule they depend on drafts, and so on the load.) `Speculator.generate` is
+an engine of one.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Generator
-from dataclasses import dataclass, replace
+import sys
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 
-from torch import Tensor
+import psutil
+import torch
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule, GreedyMatch, SpeculativeSampling
-from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters import DraftCache, Drafter, Sources, make_drafter
-from selfspec.decoding.lossy import lossy_rule
-from selfspec.decoding.probe import PassShape, PinnedProbe
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.drafters import DraftCache
+from selfspec.decoding.prices import Load, Unmeasured, each_row
+from selfspec.decoding.probe import PassShape, any_split
+from selfspec.decoding.runtime import Asked, Runtime, Text
+from selfspec.decoding.sequence import DecodeState, common
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch
-from selfspec.errors import InvalidOption
-from selfspec.heads.exit_heads import ExitHeads
-from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease, fixed_slots
-from selfspec.options import CmAsd, Easd, Lenient
+from selfspec.decoding.work import Enter, Work, done, next_together
+from selfspec.model.kv_memory import KVStore, Memory, PooledLease
+from selfspec.model.kv_pages import POSITIONS
+from selfspec.model.kv_store import Lease
 
-logger = logging.getLogger(__name__)
+MOST_TEXTS = 32
+"""Texts of a round unless asked otherwise: on two cores 32 give 1.2 times the tokens of 16."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """One text to write."""
-
-    ids: Tensor
-    """[1, n], with padding in front."""
-    pad: int = 0
-    """Padding ids."""
-    sampler: Sampler
-    stop: StopRule
+_BULK_ROWS = 1024
+"""Rows of prompts that enter together where no answer waits for them."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Running:
-    """A text being written. Pull its rounds; it may be dropped after any of them."""
+    """A text in an engine: iterate for its rounds, which makes the engine step."""
 
-    state: DecodeState
-    rounds: Generator[Round, None, None]
-    stats: GenerationStats
-    """For who pulls to count in."""
-    watch: Stopwatch
+    def __init__(self, engine: Engine, text: Text) -> None:
+        """Made by `Engine.add`."""
+        self.state: DecodeState = text.state
+        self.stats: GenerationStats = text.stats
+        """For who takes the rounds to count in."""
+        self.watch: Stopwatch = text.watch
+        self.steps = text.steps
+        self.ended = False
+        """Whether no more rounds will come."""
+        self.error: BaseException | None = None
+        """What ended it, if that was no stop rule."""
+        self.fresh: deque[Round] = deque()
+        """Rounds that nobody took yet."""
+        self._engine = engine
+
+    def __iter__(self) -> Iterator[Round]:
+        """Its rounds, the prompt's first."""
+        return self
+
+    def __next__(self) -> Round:
+        """The next round. Raises what ended the text, once its rounds are taken."""
+        while not self.fresh and not self.ended:
+            self._engine.step()
+        if self.fresh:
+            return self.fresh.popleft()
+        if self.error is not None:
+            raise self.error
+        raise StopIteration
+
+    def take(self) -> list[Round]:
+        """Rounds that nobody took yet. Raises what ended the text, if there are none."""
+        if self.error is not None and not self.fresh:
+            raise self.error
+        found = list(self.fresh)
+        self.fresh.clear()
+        return found
+
+    def close(self) -> None:
+        """Leave the engine; what was committed stays in `state`."""
+        self._engine.cancel(self)
 
 
 class Engine:
-    """One model with what its drafts can come from."""
+    """Texts that are written together with one model. For one thread."""
 
     def __init__(
-        self, backbone: Backbone, heads: ExitHeads | None, draft_model: Backbone | None
+        self,
+        runtime: Runtime,
+        *,
+        most: int = MOST_TEXTS,
+        patience: float | None = None,
+        kv_memory: int | None = None,
     ) -> None:
-        """What is None cannot draft."""
-        self.backbone = backbone
-        self.heads = heads
-        self.draft_model = draft_model
-        self.probe = PinnedProbe(backbone)
-        self._told_of_loss = False
+        """`most`: texts of a round; others wait.
+
+        `patience`: how much longer a round may take for prompts that enter, in rounds without.
+        None: prompts enter at once, however long answers wait meanwhile. `kv_memory`: bytes for
+        keys and values, above which texts wait, and what could never fit is refused; None: half of
+        what is free, and a longer text runs alone.
+        """
+        self.runtime = runtime
+        backbone = runtime.backbone
+        self._strict = kv_memory is not None
+        self._store = KVStore(
+            backbone.num_layers,
+            backbone.claims.pages,
+            backbone.position_bytes,
+            _free(backbone.device) // 2 if kv_memory is None else kv_memory,
+        )
+        self._most = most
+        self._patience = patience
+        self._load = Load()
+        self._waiting: deque[Running] = deque()
+        """Have not begun."""
+        self._entering: dict[Running, int] = {}
+        """Have begun, with so many rows of a prompt that wait."""
+        self._writing: list[Running] = []
+        """Between two rounds."""
+        self._works: dict[Running, Work] = {}
+        """Within a round: what each wants next."""
+
+    @property
+    def memory(self) -> Memory:
+        """Keys and values in use now, in bytes."""
+        return self._store.memory
+
+    @property
+    def texts(self) -> int:
+        """How many are in it, those that wait included."""
+        return len(self._waiting) + len(self._entering) + len(self._writing)
 
     def add(
         self,
@@ -74,89 +141,159 @@ class Engine:
         lease: Lease | None = None,
         draft_cache: DraftCache | None = None,
     ) -> Running:
-        """Begin a text; `lease` and `draft_cache` may hold what an earlier turn left.
+        """A text joins, with the next round; `lease` is kept where it is, not in this engine.
 
-        Raises ModelChanged if the model, or the draft model, is not what was wrapped.
+        Raises as `Runtime.text` does, and InvalidOption for a text that can never fit.
         """
-        for backbone in (self.backbone, self.draft_model):
-            if backbone is not None:
-                backbone.require_unchanged()
-        drafting = options.speculate and options.drafter != "none"
-        refused = self.backbone.mixing if drafting else None
-        options = replace(options, speculate=drafting and refused is None)
-        rule = acceptance_rule(asked.sampler, options)
-        state = self.state(asked, options, lease)
-        stats = GenerationStats(
-            num_layers=self.backbone.num_layers,
-            prompt_tokens=state.length - state.pad,
-            reused_tokens=state.lease.length(0),
-            lossless=rule.lossless or not options.speculate,
-            pinned=self._is_pinned(options),
-            drafts_refused=refused,
-        )
-        if not (stats.lossless or self._told_of_loss):
-            self._told_of_loss = True
-            logger.warning("lossy acceptance: the output differs from the model's own")
-        watch = Stopwatch()
-        drafter = self.drafter(asked, options, draft_cache)
-        entries = rounds(state, drafter, rule, asked.stop, watch)
-        return Running(state=state, rounds=entries, stats=stats, watch=watch)
+        if lease is None:
+            positions = asked.stop.max_length - asked.pad
+            if self._strict:
+                self._store.refuse_too_long(positions)
+            lease = self._store.lease(positions)
+        text = self.runtime.text(asked, options, self._load, lease=lease, draft_cache=draft_cache)
+        running = Running(self, text)
+        self._waiting.append(running)
+        return running
 
-    def state(
-        self, asked: Asked, options: SpeculationOptions, lease: Lease | None = None
-    ) -> DecodeState:
-        """A text before its first round; `lease` may hold a prefix of it."""
-        shape = PassShape()
-        if options.pinned:
-            slots = fixed_slots(asked.stop.max_length - asked.pad + options.pinned_rows)
-            fixed = PassShape(options.pinned_rows, max(slots, (lease and lease.slots) or 0))
-            shape = self.probe.shape(fixed, options.pinned_rows)
-            lease = lease or Lease(self.backbone.num_layers)
-            lease.slots = shape.slots
-        heads = self.heads if options.speculate and options.uses("exit") else None
-        return DecodeState(
-            self.backbone,
-            asked.ids,
-            pad=asked.pad,
-            exit_layers=() if heads is None else heads.layers_in_use(options),
-            lease=lease,
-            pinned_rows=shape.rows,
-        )
+    @torch.inference_mode()
+    def step(self) -> list[Running]:
+        """One round of all texts that run; those that have a new round, or have ended.
 
-    def drafter(
-        self, asked: Asked, options: SpeculationOptions, draft_cache: DraftCache | None = None
-    ) -> Drafter:
-        """What proposes tokens under `options`; nothing behind an end token."""
-        sources = Sources(self.backbone, self.heads, draft_cache or self.draft_cache())
-        return make_drafter(options, sources, asked.sampler, asked.stop.end_tokens)
+        What one text raises ends that text alone: its reader gets it. What is no Exception, as a
+        keyboard interrupt, ends the round's texts and goes on.
+        """
+        taking_part: list[Running] = []
+        try:
+            self._begin(taking_part)
+            while self._works:
+                self._do_next()
+        except BaseException as error:
+            for running in taking_part:
+                self._fail(running, error)
+            self._works.clear()
+            raise
+        return [running for running in taking_part if running.ended or running.fresh]
 
-    def draft_cache(self) -> DraftCache | None:
-        """An empty one for the draft model, if there is one."""
-        if self.draft_model is None:
-            return None
-        return DraftCache(self.draft_model, self.backbone.vocab_size)
+    def cancel(self, running: Running) -> None:
+        """Take a text out; what it committed stays in its state, and others go on."""
+        self._end(running)
+        self._works.pop(running, None)
+        self._entering.pop(running, None)
+        for held in (self._waiting, self._writing):
+            if running in held:
+                held.remove(running)
 
-    def _is_pinned(self, options: SpeculationOptions) -> bool:
-        """Whether drafts cannot move bits: because that was asked for, or by themselves."""
-        if options.pinned is not None:
-            return options.pinned
-        # without drafts there is nothing to ask, and a probe would delay the first token
-        return options.speculate and self.probe.holds_unpadded(options.widest_pass)
+    def _begin(self, taking_part: list[Running]) -> None:
+        """To the first work of every text that takes part in a round."""
+        while self._waiting and self._admits(self._waiting[0]):
+            self._go_on(self._waiting.popleft())
+        writing, self._writing = self._writing, []
+        # texts that share no pass share no costs either
+        shared = len(writing) > 1 and self.runtime.backbone.runs_many
+        self._load.texts = len(writing) if shared else 1
+        taking_part += writing
+        for running in writing:
+            self._go_on(running)
+        room = self._room(len(writing))
+        for running, waiting in list(self._entering.items()):
+            rows = min(waiting, room) if self._splits(running) else waiting
+            if room <= 0:
+                return
+            room -= rows
+            taking_part.append(running)
+            del self._entering[running]
+            self._go_on(running, rows)
+
+    def _admits(self, running: Running) -> bool:
+        """Whether a text may begin: there is room, and none that enters will leave it more."""
+        if len(self._entering) + len(self._writing) >= self._most:
+            return False
+        lease, ids = running.state.lease, running.state.committed(0)
+        if not isinstance(lease, PooledLease):
+            return True
+        held = self._store.held(ids)
+        for other in self._entering:
+            shared = common(ids[:-1], other.state.committed(0))
+            if shared // POSITIONS * POSITIONS > held:
+                return False
+        if not self._store.admit(lease, ids):
+            return False
+        running.stats.reused_tokens = lease.length(0)
+        return True
+
+    def _room(self, writing: int) -> int:
+        """Rows of prompts that may enter beside so many texts that are being written."""
+        if self._patience is None:
+            return sys.maxsize
+        if writing == 0:
+            return _BULK_ROWS
+        rows = Unmeasured.of(self.runtime.backbone).rows
+        left = self._patience * (1.0 + sum(islice(each_row(rows), writing - 1)))
+        for count, cost in enumerate(islice(each_row(rows), writing - 1, None)):
+            left -= cost
+            if left < 0.0 or count == _BULK_ROWS:
+                return max(1, count)
+        raise AssertionError  # costs go on without end
+
+    def _splits(self, running: Running) -> bool:
+        """Whether a prompt has the same bits however it is cut into passes."""
+        backbone = self.runtime.backbone
+        return running.state.hidden.least == 1 and any_split(backbone, PassShape())
+
+    def _do_next(self) -> None:
+        """The works that come next, of all texts that want alike ones."""
+        who = next_together(self._works)
+        works = [self._works.pop(running) for running in who]
+        try:
+            results = done(works, list(self._works.values()))
+        except Exception as error:  # noqa: BLE001  # goes to the readers of these texts
+            for running in who:
+                self._fail(running, error)
+            return
+        for running, work, result in zip(who, works, results, strict=True):
+            if result is None:
+                self._works[running] = work
+            else:
+                self._go_on(running, result)
+
+    def _go_on(self, running: Running, result: object = None) -> None:
+        """Let a text have what it wanted, and see what it wants next."""
+        if running.ended:  # cancelled meanwhile
+            return
+        try:
+            found = running.steps.send(result)
+        except Exception as error:  # noqa: BLE001  # goes to its reader
+            running.error = error
+            self._end(running)
+            return
+        if isinstance(found, Enter):
+            self._entering[running] = found.rows
+        elif not isinstance(found, Round):
+            self._works[running] = found
+        else:
+            running.fresh.append(found)
+            if found.stop_reason is None:
+                self._writing.append(running)
+                if found.prefill:
+                    self._store.share(running.state.lease, running.state.committed(0)[:-1])
+            else:
+                self._end(running)
+
+    def _end(self, running: Running) -> None:
+        """What a text leaves may serve others."""
+        running.ended = True
+        running.steps.close()
+        self._store.done(running.state.lease, running.state.committed(0))
+
+    def _fail(self, running: Running, error: BaseException) -> None:
+        """End a text with what stopped its round: its caches are left as before that."""
+        if not running.ended:
+            running.error = error
+            self.cancel(running)
 
 
-def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-    """The rule for this choice; plain decoding is lossless whatever was asked for.
-
-    Raises InvalidOption for lenience without sampling, and for EASD without a threshold.
-    """
-    wanted = options.acceptance
-    if options.speculate and isinstance(wanted, CmAsd | Easd):
-        return lossy_rule(sampler, wanted)
-    lenience = wanted.lenience if isinstance(wanted, Lenient) else 1.0
-    if sampler.do_sample:
-        return SpeculativeSampling(sampler, lenience)
-    if lenience < 1.0:
-        raise InvalidOption(
-            "lenience below 1 needs do_sample: greedy drafts match or do not. Leave one out"
-        )
-    return GreedyMatch(sampler)
+def _free(device: torch.device) -> int:
+    """Bytes of memory that nobody uses."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)

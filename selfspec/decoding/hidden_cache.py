@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from selfspec.decoding.acceptance import Target
 from selfspec.decoding.schedule import Pass, Schedule
+from selfspec.decoding.work import Run, Steps, Unembed
 from selfspec.errors import InvalidDraft
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
-from selfspec.model.rows import Rows
 
 
 class HiddenCache:
@@ -25,7 +26,7 @@ class HiddenCache:
 
     Within a queue positions are contiguous, and the first one equals the KV length of the layers
     that the queue waits for. A pass of fewer rows than `pinned_rows`, or than the executor asks
-    for, is padded; the padding's keys and values are cut off again.
+    for, is padded.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class HiddenCache:
         self.schedule = Schedule(exit_layers, backbone.num_layers)
         self._backbone = backbone
         self._lease = lease
-        self._rows = max(pinned_rows or 1, backbone.claims.least_rows)
+        self.least = max(pinned_rows or 1, backbone.claims.least_rows)
+        """Rows that every pass has at least."""
         self._queues: list[list[Tensor]] = [[] for _ in self.schedule.depths]
         self._parents: list[int] = []
         """Of each row of the round, as they entered; -1: the committed text."""
@@ -65,30 +67,30 @@ class HiddenCache:
             queue[:] = [torch.cat(queue)]
         return queue[0]
 
-    def advance(self, boundary: int, until: int | None = None) -> Tensor:
+    def advance(self, boundary: int, until: int | None = None) -> Steps[Tensor]:
         """Run all rows waiting at `boundary` to boundary `until` (default the next), in one pass.
 
-        Returns what the pass computed, [rows, d]; it joins the queue at `until`.
+        Gives what the pass computed, [rows, d]; it joins the queue at `until`.
         """
         until = boundary + 1 if until is None else until
         step = self.schedule.advance(boundary, until)
         hidden = self.rows(boundary)
         if step is not None:
-            hidden = self._run(hidden, step)
+            hidden = yield self._run(hidden, step)
         self._queues[boundary].clear()
         self._queues[until].append(hidden)
         return hidden
 
-    def advance_all(self) -> Tensor:
-        """Run every waiting row to boundary L and return them all, [rows, d]."""
+    def advance_all(self) -> Steps[Tensor]:
+        """Run every waiting row to boundary L; gives them all, [rows, d]."""
         for boundary, until in self.schedule.finish():
-            self.advance(boundary, until)
+            yield from self.advance(boundary, until)
         return self.rows(len(self._queues) - 1)
 
-    def padded(self, hidden: Tensor) -> Tensor:
-        """[T, d] with zero rows up to the number that every pass has at least."""
-        missing = self._rows - len(hidden)
-        return torch.nn.functional.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
+    def unembed(self, hidden: Tensor) -> Steps[Target]:
+        """The target's logits of rows at boundary L, [T, d]."""
+        target: Target = yield Unembed(backbone=self._backbone, hidden=hidden, least=self.least)
+        return target
 
     def clear(self) -> None:
         """Drop all waiting rows, and begin the schedule of another round."""
@@ -101,22 +103,22 @@ class HiddenCache:
     def _is_chain(self) -> bool:
         return self._parents == list(range(-1, len(self._parents) - 1))
 
-    def _run(self, hidden: Tensor, step: Pass) -> Tensor:
-        start = self._lease.length(step.first)
-        block = self.padded(hidden)
-        rows = Rows.of(self._lease, start, len(block), block.device, self._tree(step, len(block)))
-        output = self._backbone.run(block, step.first, step.last, rows)
-        if len(block) > step.rows:
-            self._lease.truncate(start + step.rows, step.first, step.last)
-        return output[: step.rows]
+    def _run(self, hidden: Tensor, step: Pass) -> Run:
+        return Run(
+            backbone=self._backbone,
+            lease=self._lease,
+            hidden=hidden,
+            first=step.first,
+            last=step.last,
+            parents=self._tree(step),
+            least=self.least,
+        )
 
-    def _tree(self, step: Pass, count: int) -> list[int] | None:
-        """Parents of a pass's rows, and of padding behind them; None for a chain."""
+    def _tree(self, step: Pass) -> list[int] | None:
+        """Parents of a pass's rows; None for a chain."""
         if self._is_chain:
             return None
         # no row of the round is through all layers before its last pass
         held = self._lease.length(step.first) - self._lease.length(self._backbone.num_layers - 1)
         parents = [parent - held for parent in self._parents[held : held + step.rows]]
-        if parents == list(range(-1, step.rows - 1)):
-            return None
-        return parents + list(range(step.rows - 1, count - 1))
+        return None if parents == list(range(-1, step.rows - 1)) else parents

@@ -24,8 +24,9 @@ from selfspec.decoding.prices import Costs
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
+from selfspec.heads.answers import answer
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.judge import ExitJudge, read_together
+from selfspec.heads.judge import ExitJudge
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
 from selfspec.model.rows import Rows
@@ -133,6 +134,4 @@ class _Bench:
         self.backbone.embed(self._token)
         newest = self._outputs[-1:]
         deep = newest if self.heads.reads_deep else None
-        logits = head.unembed(head.features(newest, deep))
-        confidence = self._judge.confidence(logits, layer)
-        read_together(confidence, head.to_target_ids(logits.argmax(-1)))
+        answer(head, newest, deep, temperature=self._judge.temperature(layer), count=1)

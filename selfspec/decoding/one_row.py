@@ -78,7 +78,7 @@ def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -
         if criterion.max_time != max_time:
             return criterion
         own = copy.copy(criterion)
-        own.initial_timestamp = time.time()  # rows are decoded one behind the other
+        own.initial_timestamp = time.time()  # of this row's own start
         return own
     return criterion if kind is stopping_criteria.StopStringCriteria else _by_itself(criterion, row)
 
@@ -93,8 +93,8 @@ def _by_itself(thing: Any, row: int) -> Any:
     if callable(own := getattr(thing, "for_row", None)):
         return own(row)
     raise InvalidOption(
-        f"{called(thing)} may treat rows of a batch in different ways, and rows are decoded one by "
-        "one here. Give it a method for_row(row), or decode one prompt at a time"
+        f"{called(thing)} may treat rows of a batch in different ways, and each row is judged by "
+        "itself here. Give it a method for_row(row), or decode one prompt at a time"
     )
 
 

@@ -8,8 +8,9 @@ shares of a plain step what drafting adds to a round: the drafters' never-slower
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, repeat
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from selfspec.decoding.stats import Round
@@ -109,12 +110,21 @@ class Costs:
         return tuple(min(max(one, 0.0), 1.0) for one in added)
 
 
+@dataclass
+class Load:
+    """How many texts take part in a round, now; whoever runs them keeps it true."""
+
+    texts: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftCost:
-    """What drafting adds to a round, as a share of a plain step."""
+    """What drafting adds to a round, as a share of the round without."""
 
     rows: tuple[float, ...]
-    """A verification's second row, its third and so on; the last value holds for all beyond."""
+    """A pass's second row, its third and so on, as shares of a step of one row; the last value
+    holds for all beyond."""
+    load: Load = field(default_factory=Load)
     token: float = 0.0
     """A draft token of a second model."""
     head: float = 0.0
@@ -122,9 +132,14 @@ class DraftCost:
     num_layers: int = 1
 
     @property
+    def row_costs(self) -> tuple[float, ...]:
+        """What a text's first draft token costs it in verification, its second, and so on."""
+        return beside(self.rows, self.load.texts)
+
+    @property
     def per_token(self) -> float:
         """What a draft token of an exit head takes at least, its layers left out."""
-        return min(self.rows) + self.head
+        return min(self.row_costs) + self.head
 
     def of(self, draft: Draft) -> float:
         """Tokens from text already seen are left out: they would be there without this.
@@ -132,7 +147,7 @@ class DraftCost:
         A draft token that left at layer l of L ran l / L of a step by itself. A difficult token did
         not: verification goes on where it stopped.
         """
-        rows = zip(each_row(self.rows), draft.sources, strict=False)
+        rows = zip(each_row(self.row_costs), draft.sources, strict=False)
         return sum(row for row, source in rows if source != "ngram") + self.beside_rows(draft)
 
     def beside_rows(self, draft: Draft) -> float:
@@ -146,6 +161,22 @@ class DraftCost:
 def each_row(costs: Sequence[float]) -> Iterator[float]:
     """What the second row costs, the third, and so on without end."""
     return chain(costs, repeat(costs[-1]))
+
+
+@cache
+def beside(rows: tuple[float, ...], texts: int) -> tuple[float, ...]:
+    """`DraftCost.rows` where each of `texts` texts takes one more row, then one more, and so on.
+
+    In shares of a round in which each has one, which a token of each is worth: the time of n rows
+    more, shared by n texts, over the round's, in which a text gets 1 / n of what it gets alone. A
+    head that is asked for all of them costs as much more as the round does, so its share stays.
+    """
+    if texts == 1:
+        return rows
+    whole = 1.0 + sum(islice(each_row(rows), texts - 1))
+    levels = range(1, 2 + len(rows) // texts)  # beyond, all rows cost the same
+    ends = ((level * texts - 1, (level + 1) * texts - 1) for level in levels)
+    return tuple(sum(islice(each_row(rows), *end)) / whole for end in ends)
 
 
 def token_cost(second: Backbone, model: Backbone) -> float:
@@ -164,21 +195,23 @@ class Unmeasured(NamedTuple):
     """A verification's second, its third and so on; the last value holds for all beyond."""
     head: float
     """An exit head asked."""
+    load: Load = Load()
 
     @classmethod
-    def of(cls, model: Backbone) -> Unmeasured:
+    def of(cls, model: Backbone, load: Load | None = None) -> Unmeasured:
         """As its executor says."""
         one_row_kernels = model.claims.steady_from is None and model.device.type == "cpu"
         rows = model.claims.row_costs
         if one_row_kernels:
             rows = (rows[0] + _PLAIN_SECOND_ROW, *rows)
-        return cls(rows, model.claims.head_cost)
+        return cls(rows, model.claims.head_cost, load or Load())
 
     def unless(self, asked: Prices) -> Unmeasured:
         """These, or what was asked for."""
         return Unmeasured(
             self.rows if asked.rows is None else asked.rows,
             self.head if asked.head is None else asked.head,
+            self.load,
         )
 
 

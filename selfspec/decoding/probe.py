@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.work import alone
 from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
@@ -173,7 +174,7 @@ class _Text:
             wrong = (block[-1:] + 1) % self._backbone.vocab_size
             drafted = torch.cat([block, wrong.expand(self._widest - len(block))])
             states = self._run(drafted if len(found) % 2 else block)
-            found.append(self._backbone.logits(self._hidden.padded(states))[: len(block)])
+            found.append(alone(self._hidden.unembed(states)).logits[: len(block)])
             done += len(block)
             self._lease.truncate(self._context + done)
         self._lease.truncate(self._context)
@@ -182,4 +183,4 @@ class _Text:
     def _run(self, ids: Tensor) -> Tensor:
         self._hidden.clear()
         self._hidden.push(self._backbone.embed(ids))
-        return self._hidden.advance(0)
+        return alone(self._hidden.advance(0))

@@ -17,6 +17,8 @@ from transformers.generation import logits_process
 from selfspec.decoding.one_row import STATELESS, called, processor_for
 from selfspec.errors import InvalidOption
 
+_BITS = 2**64 - 1
+
 
 class Choice(NamedTuple):
     """One token and where it came from."""
@@ -35,7 +37,11 @@ class Sampler:
     processors: LogitsProcessorList
     do_sample: bool = False
     generator: torch.Generator | None = None
-    """Source of all draws; None is torch's global one."""
+    """Source of draws that no seed ties; None is torch's global one."""
+    seed: int | None = None
+    """Ties each draw to its position: the token is a function of the law there, and of this."""
+    pad: int = 0
+    """Padding ids in front of a text, which count for no position."""
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -62,13 +68,21 @@ class Sampler:
         scores = self.scores(ids, logits)
         probs = scores[0].softmax(-1) if self.do_sample or believe else None
         if self.do_sample and probs is not None:
-            return Choice(self.draw(probs), probs, probs)
+            return Choice(self.draw(probs, ids.shape[1]), probs, probs)
         return Choice(int(scores.argmax(-1)), None, probs)
 
-    def draw(self, probs: Tensor) -> int:
-        """One token from [V]. Raises InvalidOption where [V] is no law."""
+    def draw(self, probs: Tensor, place: int | None = None) -> int:
+        """One token from [V], behind `place` ids, to which a seed ties it; None: to no place.
+
+        Raises InvalidOption where [V] is no law.
+        """
+        generator = self.generator
+        if self.seed is not None and place is not None:
+            # of one draw torch makes a race: the largest p / t, for [V] exponential times t
+            generator = torch.Generator(probs.device)
+            generator.manual_seed(mixed(self.seed, place - self.pad))
         try:
-            return int(torch.multinomial(probs, 1, generator=self.generator))
+            return int(torch.multinomial(probs, 1, generator=generator))
         except RuntimeError as error:
             raise InvalidOption(
                 "the scores hold no law to draw from: all tokens are ruled out, or a number is NaN "
@@ -82,17 +96,41 @@ class Sampler:
     def for_drafts(self) -> Sampler:
         """The same choice with only the processors that may look at tokens never committed."""
         kept = [p for p in self.processors if is_stateless(p)]
-        return Sampler(LogitsProcessorList(kept), self.do_sample, self.generator)
+        return replace(self, processors=LogitsProcessorList(kept))
 
-    def for_row(self, row: int, rows: int) -> Sampler:
-        """The choice for one row of a batch of `rows`, which is decoded alone.
+    def for_row(self, row: int, rows: int, pad: int = 0) -> Sampler:
+        """The choice for one row of a batch of `rows`, which has `pad` padding ids in front.
 
-        Raises InvalidOption for a processor that is not known to treat each row by itself.
+        Row r draws with the seed plus r, so that it can be made again by itself. Raises
+        InvalidOption for a processor that is not known to treat each row by itself.
         """
         if rows == 1:
-            return self
+            return replace(self, pad=pad)
         alone = [processor_for(processor, row, rows) for processor in self.processors]
-        return replace(self, processors=LogitsProcessorList(alone))
+        own = replace(self, processors=LogitsProcessorList(alone), pad=pad)
+        if self.seed is None or self.generator is None:
+            return own
+        return own.seeded((self.seed + row) & _BITS, self.generator.device)
+
+    def seeded(self, seed: int, device: torch.device) -> Sampler:
+        """The same choice with draws from a seed."""
+        generator = torch.Generator(device).manual_seed(seed)
+        return replace(self, seed=seed, generator=generator)
+
+
+def mixed(seed: int, place: int) -> int:
+    """A seed for one place: of 64 bits, with all of which each bit of both changes half.
+
+    The finaliser of splitmix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number
+    Generators"), behind one step for the seed and one for the place.
+    """
+    found = seed
+    for step in (0, place):
+        found = (found + (step + 1) * 0x9E3779B97F4A7C15) & _BITS
+        found = ((found ^ (found >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+        found = ((found ^ (found >> 27)) * 0x94D049BB133111EB) & _BITS
+        found ^= found >> 31
+    return found
 
 
 def is_stateless(processor: object) -> bool:

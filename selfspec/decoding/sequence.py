@@ -13,11 +13,12 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
 
 
-def shared_prefix(old: Tensor, new: Tensor) -> int:
-    """Ids that [n] and [m] have in common from the start."""
+def common(old: Sequence[int], new: Sequence[int]) -> int:
+    """Ids that two texts share from the start."""
     count = min(len(old), len(new))
-    differing = (old[:count] != new[:count]).nonzero()
-    return int(differing[0]) if len(differing) else count
+    if old[:count] == new[:count]:
+        return count
+    return next(at for at in range(count) if old[at] != new[at])
 
 
 class DecodeState:
@@ -43,31 +44,38 @@ class DecodeState:
         self.lease = Lease(backbone.num_layers) if lease is None else lease
         self.hidden = HiddenCache(backbone, self.lease, exit_layers, pinned_rows)
         self.pad = pad
-        self._length = ids.shape[1]
         self._committed: list[int] = ids[0, pad:].tolist()
         self._outputs: Tensor | None = None
         self._path: list[int] = []
         """Rows of the round, counted from the newest token's, whose tokens stay."""
+        self._written = ids.shape[1]
+        """Committed ids that are in the buffer: the others come when somebody looks."""
         self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
 
     @property
     def ids(self) -> Tensor:
         """All committed ids, padding included, [1, n]; a view."""
-        return self._buffer[:, : self._length]
+        if self._written < self.length:
+            while self.length > self._buffer.shape[1]:
+                self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
+            for token in self._committed[self._written - self.pad :]:
+                self._buffer[0, self._written].fill_(token)  # assigning uploads (torch 2.11)
+                self._written += 1
+        return self._buffer[:, : self.length]
 
     @property
     def length(self) -> int:
         """Committed ids, padding included."""
-        return self._length
+        return self.pad + len(self._committed)
 
     def committed(self, start: int) -> list[int]:
         """Committed ids from the `start`-th on, without padding; no device is asked."""
         return self._committed[start:]
 
     @property
-    def waiting_ids(self) -> Tensor:
-        """Committed ids that are not through all layers: a prompt, later the newest one, [1, w]."""
-        return self.ids[:, self.pad + self.lease.length(self.backbone.num_layers - 1) :]
+    def waiting(self) -> list[int]:
+        """Committed ids that are not through all layers: a prompt, later the newest one."""
+        return self._committed[self.lease.length(self.backbone.num_layers - 1) :]
 
     @property
     def deep(self) -> Tensor | None:
@@ -83,24 +91,25 @@ class DecodeState:
 
     def append(self, token: int, row: int) -> None:
         """Commit the token that comes behind `row` of the round: 0 the newest token's, 1 .. k."""
-        if self._length == self._buffer.shape[1]:
-            self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
-        self._buffer[0, self._length].fill_(token)  # assigning uploads (torch 2.11)
         self._committed.append(token)
-        self._length += 1
         self._path.append(row)
 
     @contextmanager
     def round(self) -> Iterator[None]:
         """Afterwards, also on an error: caches hold what is committed, and nothing waits."""
-        newest = self._length - self.pad - 1
+        newest = len(self._committed) - 1
         try:
             yield
         finally:
-            # the deepest layer holds least: an error may have stopped a pass halfway down
-            deepest = self.lease.length(self.backbone.num_layers - 1)
-            if deepest <= newest:
-                self.lease.truncate(deepest)
-            else:
-                self.lease.keep(newest, self._path[: self._length - self.pad - 1 - newest])
-            self.hidden.clear()
+            self._rewind(newest)
+
+    @torch.inference_mode()  # also where a round is dropped between two of its works
+    def _rewind(self, newest: int) -> None:
+        """Keep of the positions from `newest` on those that are committed."""
+        # the deepest layer holds least: an error may have stopped a pass halfway down
+        deepest = self.lease.length(self.backbone.num_layers - 1)
+        if deepest <= newest:
+            self.lease.truncate(deepest)
+        else:
+            self.lease.keep(newest, self._path[: len(self._committed) - 1 - newest])
+        self.hidden.clear()

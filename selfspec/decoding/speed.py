@@ -15,6 +15,7 @@ import torch
 
 from selfspec.decoding.clock import Clock
 from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.work import alone
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
 
@@ -124,14 +125,13 @@ class Passes:
         self.ids = torch.arange(context + most, device=backbone.device) % backbone.vocab_size
         """Of the context, then of the rows."""
         self._hidden.push(backbone.embed(self.ids[:context]))
-        self._hidden.advance_all()
+        alone(self._hidden.advance_all())
 
     def run(self, rows: int) -> list[int]:
         """The best token behind each of `rows` rows, read back; the lease stays as it was."""
         hidden, backbone = self._hidden, self._backbone
         hidden.clear()
         hidden.push(backbone.embed(self.ids[self._context :][:rows]))
-        logits = backbone.logits(hidden.padded(hidden.advance_all()))
+        target = alone(hidden.unembed(alone(hidden.advance_all())))
         self.lease.truncate(self._context)
-        best: list[int] = logits[:rows].argmax(-1).tolist()
-        return best
+        return target.best

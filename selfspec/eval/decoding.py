@@ -19,7 +19,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters import Drafter
-from selfspec.decoding.engine import acceptance_rule
+from selfspec.decoding.runtime import acceptance_rule, tied
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.scripted import (
     BranchingDrafter,
@@ -88,11 +88,12 @@ def decode(
     rule: AcceptanceRule | None = None,
 ) -> Decoded:
     """Decode `request`; drafter and rule are those that `options` ask for unless given."""
-    engine, asked, watch = speculator.engine, request.only(), Stopwatch()
+    runtime, asked, watch = speculator.runtime, request.only(), Stopwatch()
+    asked = replace(asked, sampler=tied(asked.sampler, options))
     entries = list(
         rounds(
-            engine.state(asked, options),
-            drafter or engine.drafter(asked, options),
+            runtime.state(asked, options),
+            drafter or runtime.drafter(asked, options),
             rule or acceptance_rule(asked.sampler, options),
             asked.stop,
             watch,

@@ -1,10 +1,10 @@
-"""The losslessness ladder on a user's own model: six claims, each exact at its own level.
+"""The losslessness ladder on a user's own model: seven claims, each exact at its own level.
 
 Comes in: a Speculator and questions. Goes out: a Rung per claim, with what was compared and, where
 it fails, the first place. Called by `selfspec verify`.
 
-Sampling is not on it: with one seed two correct samplers write different texts, and to compare
-distributions takes thousands of texts over a vocabulary that can be enumerated. The tests do that.
+Sampling is not on it: to compare distributions takes thousands of texts over a vocabulary that can
+be enumerated. The tests do that.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.errors import PinnedUnavailable, SelfspecError
+from selfspec.eval.company import alone, together
 from selfspec.eval.compare import Bits, Case, Comparison, compare_texts, shortfall
 from selfspec.eval.decoding import decode_recorded, greedy_request, planted
 from selfspec.eval.one_result import WAYS, logits
@@ -128,7 +129,7 @@ def _invariance(subject: Subject) -> Rung:
         for case in subject.cases:
             kinds = _compare_pinned(speculator, case, options, bits)
             subject.tick()
-        slots = speculator.engine.state(subject.cases[0].request.only(), options).lease.slots
+        slots = speculator.runtime.state(subject.cases[0].request.only(), options).lease.slots
     except PinnedUnavailable as error:
         return Rung(outcome="skipped", found=str(error))
     how = "kernels that treat rows alike" if slots is None else f"every pass of {rows} rows"
@@ -224,6 +225,23 @@ def _one_result(subject: Subject) -> Rung:
     return _judged(bits, f"{bits.positions:,} positions, {len(WAYS)} ways")
 
 
+def _any_company(subject: Subject) -> Rung:
+    """Rung 7: all prompts in one engine, with the drafts of `generate`, against each alone."""
+    speculator, bits = subject.speculator, Bits()
+    requests = [case.request for case in subject.cases]
+    options = speculator.options
+    found = together(speculator, requests, options)
+    for case, (tokens, heard) in zip(subject.cases, found, strict=True):
+        expected, own = alone(speculator, case.request, options)
+        same = min(len(heard), len(own))
+        bits.compare(case.id, heard[:same], own[:same])
+        if tokens != expected and not bits.differing:
+            bits.differing, bits.first = 1, f"{case.id}, a token, though its logits are equal"
+        subject.tick()
+    how = "in shared passes" if speculator.backbone.runs_many else "each in passes of its own"
+    return _judged(bits, f"{bits.positions:,} positions of {len(requests)} texts, {how}")
+
+
 _MOST_READ = 100
 """Tokens of a prompt that rung 6 reads: some ways take a step for each."""
 
@@ -235,6 +253,7 @@ RUNGS: dict[str, Callable[[Subject], Rung]] = {
     "texts are Hugging Face's but for near ties": _near_ties,
     "tokens are float32's best within rounding": _near_top,
     "a text has the same bits however it arrives": _one_result,
+    "a text has the same bits in any company": _any_company,
 }
 """Claims in the order of design: from exact to rounded."""
 

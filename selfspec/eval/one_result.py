@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.work import alone
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
 
@@ -68,7 +69,7 @@ def _chain(backbone: Backbone, lease: Lease, ids: Tensor, wrong: int) -> Tensor:
     others = (ids[-1:] + 1 + torch.arange(wrong, device=ids.device)) % backbone.vocab_size
     hidden = HiddenCache(backbone, lease)
     hidden.push(backbone.embed(torch.cat([ids, others])))
-    found = backbone.logits(hidden.advance_all())[: len(ids)]
+    found = backbone.logits(alone(hidden.advance_all()))[: len(ids)]
     lease.truncate(end)
     return found
 
@@ -82,7 +83,7 @@ def _branch(backbone: Backbone, lease: Lease, ids: Tensor) -> Tensor:
         backbone.embed(torch.stack([others, ids], 1).flatten()),
         [row - 2 for row in path for _ in range(2)],  # both follow the text's row before them
     )
-    found = backbone.logits(hidden.advance_all())[path]
+    found = backbone.logits(alone(hidden.advance_all()))[path]
     lease.keep(start, path)
     return found
 

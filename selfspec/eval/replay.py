@@ -32,6 +32,7 @@ from selfspec.decoding.prices import Unmeasured
 from selfspec.decoding.schedule import Pass, Schedule
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
+from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import GUESSES, Record
 from selfspec.heads.confidence import top_probability
@@ -162,9 +163,9 @@ class _Guesser:
         """A round begins."""
         self._nodes = {ROOT: state.root}
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> list[Guesses]:  # noqa: ARG002  # the protocol's
+    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:  # noqa: ARG002  # the protocol's
         """Behind each of `asked`."""
-        return [self._guesses(self._node(draft, index)) for index in asked]
+        return ready([self._guesses(self._node(draft, index)) for index in asked])
 
     def _node(self, draft: Draft, index: int) -> int:
         if index not in self._nodes:
@@ -189,7 +190,7 @@ class _ExitDrafter(PacedDrafter):
         self._record = record
         self._setting = setting
 
-    def draft(self, state: _State, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+    def draft(self, state: _State, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
         writer = DraftWriter(self, limit, source=EXIT)
         node = state.root
@@ -201,7 +202,7 @@ class _ExitDrafter(PacedDrafter):
                 break
             writer.add(Choice(found.token), found.confidence, layer=found.layer)
             node = found.child
-        return writer.draft
+        return ready(writer.draft)
 
     def _first_exit(self, schedule: Schedule, node: int, draft: Draft) -> _Exit | None:
         """The first confident layer at a node; None: difficult token. `draft` counts heads."""
@@ -240,7 +241,7 @@ def rounds(record: Record, prompt: int, options: SpeculationOptions) -> list[Rou
     ]
     while state.known < len(state.answer):
         state.schedule.clear()
-        draft = drafter.draft(state, info.max_new_tokens - state.known - 1, watch)
+        draft = alone(drafter.draft(state, info.max_new_tokens - state.known - 1, watch))
         entry = _verified(state, draft)
         state.known += len(entry.tokens)
         drafter.learn(draft, entry.kept)

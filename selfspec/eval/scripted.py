@@ -11,7 +11,8 @@ import torch
 
 from selfspec.decoding.drafters import Draft
 from selfspec.decoding.sequence import DecodeState
-from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.stats import Ended, Stopwatch
+from selfspec.decoding.work import Steps, ready
 from selfspec.model.rows import depths
 
 
@@ -21,15 +22,12 @@ class ScriptedDrafter:
     def __init__(self, width: int = 4) -> None:
         self.width = width
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """At most min(limit, width) tokens, none of which ran through a layer."""
         room = max(min(limit, self.width), 0)
         tokens = self.tokens(state.length - state.pad, room)[:room]
-        return Draft(
-            tokens=tokens,
-            exit_layers=[0] * len(tokens),
-            ended="width" if len(tokens) == self.width else "budget",
-        )
+        ended: Ended = "width" if len(tokens) == self.width else "budget"
+        return ready(Draft(tokens=tokens, exit_layers=[0] * len(tokens), ended=ended))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """The script stays as it is."""
@@ -113,7 +111,7 @@ class BranchingDrafter(MixedDrafter):
     Where there are exit layers, the first rows wait at some of them, as if they had left there.
     """
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """Up to `width` tokens, whose paths fit into `limit`."""
         position = state.length - state.pad
         right = self.sequence[position : position + self.number(min(max(limit, 0), _RIGHT) + 1)]
@@ -132,14 +130,14 @@ class BranchingDrafter(MixedDrafter):
                 tokens += self.junk(1)
                 parents.append(parent)
         draft = Draft(tokens=tokens, parents=parents, ended="width" if tokens else "budget")
-        self._run_trunk(state, draft)
+        yield from self._run_trunk(state, draft)
         return draft
 
-    def _run_trunk(self, state: DecodeState, draft: Draft) -> None:
+    def _run_trunk(self, state: DecodeState, draft: Draft) -> Steps[None]:
         """A random number of rows of the first path, each to a random exit layer."""
         exits = len(state.hidden.schedule.depths) - 2
         trunk = [*state.committed(-1), *draft.tokens[: draft.trunk]]
         for token in trunk[: self.number(len(trunk) + 1) if exits else 0]:
             state.hidden.push(state.backbone.embed(state.ids.new_tensor([token])))
             for boundary in range(self.number(exits) + 1):
-                state.hidden.advance(boundary)
+                yield from state.hidden.advance(boundary)

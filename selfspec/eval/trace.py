@@ -24,6 +24,7 @@ from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters import LEAST_SAID, Draft, known_deep
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval.record import GUESSES, NONE, PromptInfo, Record, RecordInfo
 from selfspec.eval.suites import Question
@@ -119,7 +120,7 @@ class Explorer:
         self._end_tokens = frozenset(end_tokens)
         self._trees = reach.trees
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """No tokens; the state is left as it was found."""
         place = len(self.roots)
         room = min(limit, self._reach.drafts)
@@ -133,7 +134,7 @@ class Explorer:
         if place > 0 and not self._heads.reads_deep:
             self._lead(self.roots[-1], self._answer[place], root)
         self.roots.append(root)
-        return Draft()
+        return ready(Draft())
 
     def _lead(self, node: int, right: int, root: int) -> None:
         """Lead the right drafts of the place before to this place's root."""
@@ -198,7 +199,7 @@ class Explorer:
         state.hidden.push(state.backbone.embed(state.ids.new_tensor([token])))
         said = []
         for boundary, layer in enumerate(state.hidden.schedule.depths[1:-1]):
-            hidden = state.hidden.advance(boundary)[-1:]
+            hidden = alone(state.hidden.advance(boundary))[-1:]
             head = self._heads[layer]
             features = head.features(hidden, deep)
             logits = head.unembed(features)
@@ -289,7 +290,7 @@ class Recorder:
             speculate=True,
             exit=Exit(layers=self._layers),
         )
-        state = speculator.engine.state(asked, looking)
+        state = speculator.runtime.state(asked, looking)
         start = state.length
         answer, ends = plain.token_ids, asked.stop.end_tokens
         explorer = Explorer(self._heads, self._judges, self._reach, self.nodes, answer, ends)

@@ -28,7 +28,11 @@ def likeliest(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, T
 
     [.., min(count, V)] each.
     """
-    best, indices = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    if count == 1:  # of equal ones the first, as greedy decoding takes it
+        indices = logits.argmax(-1, keepdim=True)
+        best = logits.gather(-1, indices)
+    else:
+        best, indices = logits.topk(min(count, logits.shape[-1]), dim=-1)
     highest = best[..., :1]
     total = ((logits - highest) / temperature).exp_().sum(-1, keepdim=True)
     return indices, ((best - highest) / temperature).exp_() / total

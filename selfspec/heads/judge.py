@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from selfspec.heads.confidence import top_probability
@@ -50,9 +49,3 @@ def spread(values: Sequence[float], layers: Sequence[int]) -> dict[int, float]:
     if len(values) == 1:
         return dict.fromkeys(layers, values[0])
     return dict(zip(layers, values, strict=True))
-
-
-def read_together(token: Tensor, *values: Tensor) -> tuple[int, list[float]]:
-    """One device read for a token and numbers, [1] each. float32 is exact up to 2^24 token ids."""
-    first, *rest = torch.stack([token.float(), *(v.float() for v in values)])[:, 0].tolist()
-    return int(first), rest

@@ -27,6 +27,7 @@ from selfspec.model.conformance import (
 from selfspec.model.decoder import Decoder, without_gradients
 from selfspec.model.executors import Claims, Executor
 from selfspec.model.given import check_model
+from selfspec.model.kv_pages import POSITIONS
 from selfspec.model.quantised import keep_numbers
 from selfspec.model.row_mixing import find_mixing
 from selfspec.model.rows import Rows
@@ -83,6 +84,17 @@ class Backbone(Decoder):
         """Of the weights that a row reads, as the executor keeps them."""
         return self._executor.weight_bytes
 
+    @property
+    def position_bytes(self) -> int:
+        """Of the keys and values of one position."""
+        pages = self.claims.pages
+        if pages is not None:
+            return pages.nbytes // POSITIONS
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        each = getattr(self.config, "head_dim", None)
+        each = each or self.hidden_size // self.config.num_attention_heads
+        return int(2 * self.num_layers * heads * each * self.dtype.itemsize)
+
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all weights of the model; "" where they cannot be read."""
@@ -96,7 +108,7 @@ class Backbone(Decoder):
         executor = self._executor
         if not rows.are_chains:
             self._require_trees()
-        together = len(rows.spans) == 1 or self._keeps_apart
+        together = len(rows.spans) == 1 or self.runs_many
         with self.mode():
             if together and len(rows.spans) <= executor.claims.spans:
                 return executor.run(hidden, first, last, rows)
@@ -137,8 +149,11 @@ class Backbone(Decoder):
         return True
 
     @cached_property
-    def _keeps_apart(self) -> bool:
-        """What the executor claims of many texts in a pass is tested when the first ones come."""
+    def runs_many(self) -> bool:
+        """Whether rows of many texts may share a pass: each has the bits that it has alone.
+
+        What the executor claims of that is tried here, when the first ones come.
+        """
         if self.claims.spans == 1:
             return False
         apart = keeps_apart(self, self._executor)

@@ -22,6 +22,7 @@ from selfspec.model.executors import Executor
 from selfspec.model.executors.masks import MASKS, attention_types
 from selfspec.model.file_pages import FilePages
 from selfspec.model.hooks import captured_outputs
+from selfspec.model.kv_pages import POSITIONS, Page, PageLayout, Pages
 from selfspec.model.kv_store import Lease
 from selfspec.model.parts import text_config
 from selfspec.model.rows import Rows
@@ -255,14 +256,14 @@ class PlantedLease(Lease):
         self._keys[layer] = self._values[layer] = None
         return found
 
-    def room(
-        self, count: int, first: int, last: int, like: Tensor, panel: int = 1
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """As of any lease."""
-        for layer in range(first, last):
-            self._plant(layer, like, like)
-            yield from super().room(count, layer, layer + 1, like, panel)
-            self._keys[layer] = self._values[layer] = None
+    def _new_pages(self, layout: PageLayout) -> Pages:
+        """All that are said to be filled, but the first and the last, are one."""
+        pages, first, empty = Pages(layout), Page.new(layout), Page.new(layout)
+        for layer in range(len(layout.heads)):
+            self._mark(layout.values(first.numbers, layer))
+        if self._held:
+            pages.held = [first, *[empty] * (self._held // POSITIONS - 1)]
+        return pages
 
     def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """As of any lease."""

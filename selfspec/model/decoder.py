@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Decoder:
         self.mode: Callable[[], AbstractContextManager[object]] = nullcontext
         """What layers run in; else inference mode, where the caller sees to it."""
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """L, the number of decoder layers."""
         return int(self.config.num_hidden_layers)

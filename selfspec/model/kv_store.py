@@ -6,10 +6,12 @@ yet. Buffers have room to spare, and grow in steps; what is kept of a chain only
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from selfspec.model.kv_pages import Page, PageLayout, Pages
 
 _FIRST_SLOTS = 256
 """Slots of a new buffer: a short answer to a short prompt fits without growing."""
@@ -23,7 +25,8 @@ class Lease:
     """Where the keys and values of one sequence are, layer by layer.
 
     It offers the few methods that transformers' attention layers (`update`) and mask functions
-    (`get_seq_length`, `get_query_offset`, `get_mask_sizes`) call on a cache.
+    (`get_seq_length`, `get_query_offset`, `get_mask_sizes`) call on a cache. Compiled attention
+    asks for `pages` instead.
 
     With `slots`, attention always sees buffers of exactly that many slots, the unused ones masked:
     the shape of a pass then never depends on how many positions are filled (pinned mode).
@@ -33,7 +36,7 @@ class Lease:
         self.num_layers = num_layers
         self.slots = slots
         self._lengths = [0] * num_layers
-        self._panel = 1
+        self._pages: Pages | None = None
         self._keys: list[Tensor | None] = [None] * num_layers  # [B, kv heads, slots, head_dim]
         self._values: list[Tensor | None] = [None] * num_layers
 
@@ -45,6 +48,8 @@ class Lease:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values of all positions that are held."""
+        if self._pages is not None:
+            return self._pages.nbytes(self._lengths)
         return sum(
             buffer[..., :length, :].nbytes
             for buffers in (self._keys, self._values)
@@ -75,23 +80,19 @@ class Lease:
         self._lengths[layer] = end
         return all_keys[..., :seen, :], all_values[..., :seen, :]
 
-    def room(
-        self, count: int, first: int, last: int, like: Tensor, panel: int = 1
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The whole buffers of layers first+1..last, with room for `count` positions more.
+    def pages(self, count: int, first: int, layout: PageLayout) -> list[Page]:
+        """All pages, with room for `count` positions more in the layers from first+1 on.
 
-        For code that writes there by itself and then calls `extend`. `like`: keys of no position,
-        [B, heads, 0, head_dim]. The keys of so many slots as `panel` lie side by side,
-        [B, heads, slots / panel, head_dim, panel].
+        For code that writes there by itself and then calls `extend`.
         """
-        self._panel = panel
-        for layer in range(first, last):
-            start = self._lengths[layer]
-            self.check_room(start + count)
-            keys = self._room(self._keys[layer], like, start, start + count)
-            values = self._room(self._values[layer], like, start, start + count)
-            self._keys[layer], self._values[layer] = keys, values
-            yield keys, values
+        start = self._lengths[first]
+        self.check_room(start + count)
+        if self._pages is None:
+            self._pages = self._new_pages(layout)
+        return self._pages.room(start, start + count)
+
+    def _new_pages(self, layout: PageLayout) -> Pages:
+        return Pages(layout)
 
     def check_room(self, end: int) -> None:
         """Raise IndexError unless `end` positions fit the fixed slots, if there are any."""
@@ -131,14 +132,15 @@ class Lease:
 
     def _move(self, here: int, there: int) -> None:
         """Copy what all layers hold of one slot to another one, all buffers in one call."""
-        pairs = [
-            (_slot(buffer, there, panel), _slot(buffer, here, panel))
-            for panel, buffers in ((self._panel, self._keys), (1, self._values))
-            for buffer in buffers
-            if buffer is not None
-        ]
-        if pairs:
-            torch._foreach_copy_([new for new, _ in pairs], [old for _, old in pairs])
+        if self._pages is not None:
+            self._pages.move(here, there)
+            return
+        buffers = [one for one in (*self._keys, *self._values) if one is not None]
+        if buffers:
+            torch._foreach_copy_(
+                [buffer.select(-2, there) for buffer in buffers],
+                [buffer.select(-2, here) for buffer in buffers],
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """What transformers calls `length`."""
@@ -160,7 +162,6 @@ class Lease:
         # zeros, not empty: masked slots weigh nothing, but nothing times NaN is NaN
         grown = like.new_zeros(*like.shape[:-2], fixed_slots(slots), like.shape[-1])
         if buffer is not None:
-            used = fixed_slots(used)  # an executor may order the numbers of 64 slots by itself
             grown[..., :used, :] = buffer[..., :used, :]
         return grown
 
@@ -171,11 +172,3 @@ def fixed_slots(length: int) -> int:
     Few distinct values mean few shapes, and each shape in use is probed once.
     """
     return -(-length // 64) * 64
-
-
-def _slot(buffer: Tensor, slot: int, panel: int) -> Tensor:
-    """What [B, kv heads, slots, head_dim] holds of a slot, where `panel` slots lie side by side."""
-    if panel == 1:
-        return buffer.select(-2, slot)
-    panels = buffer.view(*buffer.shape[:-2], -1, buffer.shape[-1], panel)
-    return panels.select(-1, slot % panel).select(-2, slot // panel)

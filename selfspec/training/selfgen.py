@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.training.batched import Sampling, continued, loop_start
+from selfspec.model.backbone import Backbone
 from selfspec.training.data_options import DataOptions
 from selfspec.training.formats import Message
+from selfspec.training.texts import Sampling, continued, loop_start
 from selfspec.training.turns import Turns, end_ids
 from selfspec.training.writer import Counts, Writer
 from selfspec.untrusted import read_text
@@ -134,28 +135,28 @@ class Author:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        backbone: Backbone,
         tokenizer: PreTrainedTokenizerBase | None,
         options: DataOptions,
         watch: Callable[[int], None],
     ) -> None:
         """`watch` hears of tokens as they are written. Raises InvalidData for no chat template."""
-        self.model = model
+        self.backbone = backbone
         self.options = options
         self.turns = Turns.of(tokenizer, options.system)
-        self.max_positions: int = model.config.get_text_config(decoder=True).max_position_embeddings
-        self._ends = end_ids(model, self.turns.tokenizer)
+        self._ends = end_ids(backbone.model, self.turns.tokenizer)
         self._question_ends = self.turns.question_ends()
         self._watch = watch
 
     def ask(self, headers: list[list[int]], temperature: float) -> list[str | None]:
         """What a user says behind each header; None for one that loops or does not end."""
         written = continued(
-            self.model,
+            self.backbone,
             headers,
             max_new_tokens=self.options.max_question_tokens,
             ends=self._question_ends,
             sampling=Sampling(temperature, self.options.question_top_k),
+            seed=_drawn_seed(),
             watch=self._watch,
         )
         return [
@@ -184,18 +185,19 @@ class Author:
         return [talk.record() for talk in talks if talk.answers]
 
     def _fits(self, talk: Talk) -> bool:
-        return len(talk.prompt) + self.options.max_new_tokens <= self.max_positions
+        return len(talk.prompt) + self.options.max_new_tokens <= self.backbone.max_positions
 
     def _answer(self, talks: list[Talk]) -> None:
         """Answer the waiting question of each."""
         for sampled in (False, True):
             group = [talk for talk in talks if talk.sampled == sampled]
             written = continued(
-                self.model,
+                self.backbone,
                 [talk.prompt for talk in group],
                 max_new_tokens=self.options.max_new_tokens,
                 ends=self._ends,
                 sampling=Sampling(self.options.temperature if sampled else None),
+                seed=_drawn_seed(),
                 watch=self._watch,
             )
             for talk, ids in zip(group, written, strict=True):
@@ -238,11 +240,11 @@ class Invented:
         longest = max(len(turns.header(text)) for text in openings)
         needed = longest + options.max_question_tokens + len(turns.ids(turns.asked))
         needed += options.max_new_tokens
-        if needed > author.max_positions:
+        if needed > author.backbone.max_positions:
             raise InvalidOption(
                 f"max_question_tokens {options.max_question_tokens} and max_new_tokens "
                 f"{options.max_new_tokens} need {needed} positions, the model has "
-                f"{author.max_positions}. Lower one of them"
+                f"{author.backbone.max_positions}. Lower one of them"
             )
 
     def batch(self, seed: int, counts: Counts) -> list[Record]:
@@ -311,6 +313,11 @@ def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
+
+
+def _drawn_seed() -> int:
+    """From torch's global generator, which a batch has seeded."""
+    return int(torch.randint(2**62, ()))
 
 
 def located(ids: Sequence[int], answers: Sequence[tuple[int, int]]) -> Record:

@@ -52,7 +52,7 @@ def inspect(
     lenses = _lenses(speculator, all_layers=all_layers)
     call = speculator.call(prompt, options)
     request, speculation = call.request.only(), call.speculation
-    stream = call.stream(speculator.engine.add(request, speculation))
+    stream = call.stream(speculator.engine().add(request, speculation))
     answer = stream.drain()
     asked = request.ids[0, request.pad :]
     settings = _settings(speculator, speculation, lossless=answer.stats.lossless)

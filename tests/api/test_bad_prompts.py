@@ -122,11 +122,22 @@ def test_what_is_no_prompt_is_refused_in_one_line(
     check(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(PROMPTS.keys() - {"several rows"}))
+BATCHES = {"several rows", "several texts", "lists of ids", "ragged lists"}
+"""Of these: what is several prompts."""
+
+
+@pytest.mark.parametrize("name", sorted(PROMPTS.keys() - BATCHES))
 def test_what_is_no_batch_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
     with pytest.raises(InvalidPrompt) as caught:
         speculator.generate_batch(PROMPTS[name], max_new_tokens=2)
     check(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(BATCHES))
+def test_what_is_several_prompts_is_answered_by_a_batch(name: str, speculator: Speculator) -> None:
+    answers = speculator.generate_batch(PROMPTS[name], max_new_tokens=2, do_sample=False)
+    alone = [speculator.generate(one, max_new_tokens=2, do_sample=False) for one in PROMPTS[name]]
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
 
 
 @pytest.mark.parametrize("prompt", ["hello", user("hi"), "x" * 50])

@@ -180,7 +180,7 @@ class Learned(Backbone):
 
 def test_where_positions_are_a_table_the_answer_ends_with_them(short: Any) -> None:
     speculator = wrap(short, **DRAFTING)
-    speculator.engine.backbone = Learned(short)
+    speculator.runtime.backbone = Learned(short)
     ids = random_ids(LIMIT - 5)
     answer = speculator.generate(ids, max_new_tokens=30)
     assert answer.token_ids == plain(short, ids, max_new_tokens=6)  # the last one takes no position

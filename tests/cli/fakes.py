@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,9 @@ class FakeSpeculator:
     given: dict[str, Any] = field(default_factory=dict)
     streams: list[FakeStream] = field(default_factory=list)
     loaded: Settings | None = None
+    room: tuple[int, int | None] | None = None
+    broken: dict[int, BaseException] = field(default_factory=dict)
+    """Raised at these numbers of many prompts."""
 
     def stream(self, prompt: Any, **options: Any) -> FakeStream:
         self.prompts.append(prompt)
@@ -76,6 +80,30 @@ class FakeSpeculator:
     def generate(self, prompt: Any, **options: Any) -> FakeAnswer:
         list(stream := self.stream(prompt, **options))
         return stream.result
+
+    def generate_each(
+        self,
+        prompts: Iterable[Any],
+        *,
+        most: int,
+        kv_memory: int | None,
+        seeds: Iterable[int] | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, Any]]:
+        """Even numbers first; an answer's text is its prompt's number and seed."""
+        self.given, self.room = options, (most, kv_memory)
+        drawn: Iterable[int | None] = itertools.repeat(None) if seeds is None else seeds
+        asked = list(zip(prompts, drawn, strict=False))
+        for number in sorted(range(len(asked)), key=lambda number: number % 2):
+            prompt, seed = asked[number]
+            self.prompts.append(prompt)
+            if self.broken and number in self.broken:
+                raise self.broken[number]
+            words = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            if words == "bad":
+                yield number, InvalidPrompt("no such prompt")
+            else:
+                yield number, FakeAnswer(text=f"{words} {seed}")
 
     def session(self) -> FakeSpeculator:
         return self

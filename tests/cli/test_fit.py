@@ -19,7 +19,7 @@ from rich.progress import Progress
 from selfspec.cli.cache import Rate
 from selfspec.cli.fit import UNFINISHED
 from selfspec.cli.main import main
-from selfspec.cli.training import progress_bar
+from selfspec.cli.progress import bar
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.model.backbone import Backbone
 from selfspec.training import cache
@@ -122,11 +122,11 @@ def test_what_was_found_says_nothing_about_the_time_that_is_left(
         stop(self)
 
     monkeypatch.setattr(Progress, "stop", watched)
-    with progress_bar("cache", "tokens") as show:
+    with bar("cache", "tokens") as show:
         for done in (0, 400, 800):
             show(done, 1000, found=True)
     assert (tasks[0].completed, tasks[0].total, tasks[0].speed) == (800, 1000, None)
-    with progress_bar("cache", "tokens") as show:
+    with bar("cache", "tokens") as show:
         for done in (0, 400, 800):
             show(done, 1000)
     assert tasks[1].speed > 0

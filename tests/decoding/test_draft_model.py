@@ -19,8 +19,9 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import Fixed, Threshold
 from selfspec.decoding.drafters import DraftCache, DraftModelDrafter, check_same_tokens
 from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState, shared_prefix
+from selfspec.decoding.sequence import DecodeState, common
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import alone
 from selfspec.errors import DraftModelMismatch
 from selfspec.heads.confidence import top_probability
 from selfspec.hub import models as hub
@@ -75,7 +76,7 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
     drafter = DraftModelDrafter(DraftCache(second), make_sampler(), Fixed(4))
     second.passes.clear()
     for kept in (2, 4, 0):
-        draft = drafter.draft(state, 20, Stopwatch())
+        draft = alone(drafter.draft(state, 20, Stopwatch()))
         assert draft.tokens == own_text(second, state.ids, 4)
         assert (draft.sources, draft.probs, draft.exit_layers) == (
             ["draft-model"] * 4,
@@ -107,7 +108,8 @@ def test_sampled_drafts_come_with_the_law_they_were_drawn_from(
 ) -> None:
     state = DecodeState(target, random_ids(7))
     sampler = make_sampler(TemperatureLogitsWarper(3.0), do_sample=True)
-    draft = DraftModelDrafter(DraftCache(second), sampler, Fixed(5)).draft(state, 20, Stopwatch())
+    drafter = DraftModelDrafter(DraftCache(second), sampler, Fixed(5))
+    draft = alone(drafter.draft(state, 20, Stopwatch()))
     assert draft.probs is not None
     whole = torch.cat([state.ids, torch.tensor([draft.tokens])], dim=1)
     logits = second.model(whole).logits[0, 6:-1].float()
@@ -121,16 +123,13 @@ def test_the_controller_sees_the_other_models_top_probability(
     second: CountingBackbone, target: Backbone
 ) -> None:
     state = DecodeState(target, random_ids(7))
-    tokens = (
-        DraftModelDrafter(DraftCache(second), make_sampler(), Fixed(9))
-        .draft(state, 9, Stopwatch())
-        .tokens
-    )
+    whole_draft = DraftModelDrafter(DraftCache(second), make_sampler(), Fixed(9))
+    tokens = alone(whole_draft.draft(state, 9, Stopwatch())).tokens
     whole = torch.cat([state.ids, torch.tensor([tokens])], dim=1)
     sure = top_probability(second.model(whole).logits[0, 6:-1].float()).tolist()
     unsure = next(place for place, value in enumerate(sure) if value < 0.5)
     cut_short = DraftModelDrafter(DraftCache(second), make_sampler(), Threshold(9, 0.5))
-    draft = cut_short.draft(state, 20, Stopwatch())
+    draft = alone(cut_short.draft(state, 20, Stopwatch()))
     assert draft.tokens == tokens[: unsure + 1]
 
 
@@ -140,7 +139,7 @@ def test_nothing_is_drafted_beyond_the_other_models_last_position(target: Backbo
     drafter = DraftModelDrafter(DraftCache(short), make_sampler(), Fixed(4))
     for length, room in ((10, 4), (14, 3), (16, 1), (17, 0), (30, 0)):
         state = DecodeState(target, random_ids(length))
-        assert len(drafter.draft(state, 20, Stopwatch()).tokens) == room
+        assert len(alone(drafter.draft(state, 20, Stopwatch())).tokens) == room
 
 
 def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
@@ -229,9 +228,9 @@ def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int) -> 
 def test_logits_have_the_targets_length_and_none_for_what_the_draft_model_lacks(
     second: CountingBackbone, size: int
 ) -> None:
-    ids = random_ids(7)[0]
-    own = DraftCache(second).run(ids)
-    fitted = DraftCache(second, size).run(ids)
+    ids = random_ids(7)[0].tolist()
+    own = alone(DraftCache(second).run(ids))
+    fitted = alone(DraftCache(second, size).run(ids))
     shared = min(size, second.vocab_size)
     assert fitted.shape == (1, size)
     assert torch.equal(fitted[:, :shared], own[:, :shared])
@@ -246,10 +245,11 @@ def test_padding_must_begin_behind_the_last_token() -> None:
 
 
 def test_the_prefix_that_two_texts_share_is_counted() -> None:
-    old = torch.tensor([1, 2, 3, 4])
-    assert shared_prefix(old, torch.tensor([1, 2, 9, 4, 5])) == 2
-    assert shared_prefix(old, torch.tensor([1, 2, 3])) == 3
-    assert shared_prefix(old, torch.tensor([9])) == 0
+    old = [1, 2, 3, 4]
+    assert common(old, [1, 2, 9, 4, 5]) == 2
+    assert common(old, [1, 2, 3]) == 3
+    assert common(old, [9]) == 0
+    assert common(old, []) == 0
 
 
 def test_the_command_takes_a_draft_model_from_a_folder(

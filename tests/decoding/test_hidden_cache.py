@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.work import alone, padded
 from selfspec.model.executors import Claims
 from selfspec.model.kv_store import Lease
 from selfspec.model.rows import Rows
@@ -44,7 +47,7 @@ def test_segments_one_by_one_give_the_bits_of_all_layers_at_once(
     whole = watched.run(embedded, 0, 8, Rows.of(Lease(8), 0, 4, embedded.device))
     cache.push(embedded)
     for boundary in range(4):
-        last = cache.advance(boundary)
+        last = alone(cache.advance(boundary))
     assert torch.equal(last, whole)
     assert torch.equal(cache.rows(4), whole)
 
@@ -54,9 +57,9 @@ def test_advance_empties_one_queue_and_returns_only_what_it_ran(
 ) -> None:
     embedded = watched.embed(random_ids(3)[0])
     cache.push(embedded[:2])
-    first = cache.advance(0)
+    first = alone(cache.advance(0))
     cache.push(embedded[2:])
-    second = cache.advance(0)
+    second = alone(cache.advance(0))
     assert (len(first), len(second)) == (2, 1)
     assert torch.equal(cache.rows(1), torch.cat([first, second]))
     cache.push(embedded[:1])
@@ -67,7 +70,7 @@ def test_advance_can_skip_boundaries_in_one_pass(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
     cache.push(watched.embed(random_ids(2)[0]))
-    hidden = cache.advance(0, 3)
+    hidden = alone(cache.advance(0, 3))
     assert cache.schedule.passes == [(2, 0, 6)]
     assert torch.equal(cache.rows(3), hidden)
 
@@ -76,7 +79,7 @@ def test_rows_that_wait_nowhere_else_run_to_the_end_in_one_pass(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
     cache.push(watched.embed(random_ids(4)[0]))
-    assert cache.advance_all().shape == (4, 32)
+    assert alone(cache.advance_all()).shape == (4, 32)
     assert cache.schedule.passes == [(4, 0, 8)]
 
 
@@ -88,10 +91,10 @@ def test_rows_in_all_queues_join_on_their_way_down(
     for row, depth in enumerate((3, 2, 1)):
         cache.push(embedded[row : row + 1])
         for boundary in range(depth):
-            cache.advance(boundary)
+            alone(cache.advance(boundary))
     cache.push(embedded[3:])
     cache.schedule.passes.clear()
-    found = cache.advance_all()
+    found = alone(cache.advance_all())
     assert cache.schedule.passes == [(1, 0, 2), (2, 2, 4), (3, 4, 6), (4, 6, 8)]
     # float64; largest difference measured: 1.1e-14
     assert (found - whole).abs().max() < 1e-13
@@ -101,7 +104,7 @@ def test_clear_drops_rows_and_passes_but_not_the_list_handed_out(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
     cache.push(watched.embed(random_ids(2)[0]))
-    cache.advance(0)
+    alone(cache.advance(0))
     passes = cache.schedule.passes
     cache.push(watched.embed(random_ids(1)[0]))
     cache.clear()
@@ -111,14 +114,14 @@ def test_clear_drops_rows_and_passes_but_not_the_list_handed_out(
     assert len(cache.rows(0)) == 3
 
 
-@pytest.mark.parametrize(("rows", "padded"), [(1, 4), (4, 4), (5, 5)])
+@pytest.mark.parametrize(("rows", "expected"), [(1, 4), (4, 4), (5, 5)])
 def test_pinned_passes_are_padded_with_zeros_to_a_fixed_number(
-    watched: WatchedBackbone, rows: int, padded: int
+    watched: WatchedBackbone, rows: int, expected: int
 ) -> None:
     cache = HiddenCache(watched, Lease(8), EXIT_LAYERS, pinned_rows=4)
     hidden = torch.ones(rows, 32)
-    found = cache.padded(hidden)
-    assert found.shape == (padded, 32)
+    found = padded(hidden, cache.least)
+    assert found.shape == (expected, 32)
     assert torch.equal(found[:rows], hidden)
     assert not found[rows:].any()
 
@@ -127,15 +130,40 @@ def test_a_pass_has_at_least_the_rows_that_the_executor_asks_for(
     watched: WatchedBackbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WatchedBackbone, "claims", Claims(steady_from=3))
-    hidden = torch.ones(2, 32)
-    assert HiddenCache(watched, Lease(8), EXIT_LAYERS).padded(hidden).shape[0] == 3
-    assert HiddenCache(watched, Lease(8), pinned_rows=4).padded(hidden).shape[0] == 4
-    assert HiddenCache(watched, Lease(8), pinned_rows=2).padded(hidden).shape[0] == 3
+    assert HiddenCache(watched, Lease(8), EXIT_LAYERS).least == 3
+    assert HiddenCache(watched, Lease(8), pinned_rows=4).least == 4
+    assert HiddenCache(watched, Lease(8), pinned_rows=2).least == 3
+    assert passed_rows(HiddenCache(watched, Lease(8), EXIT_LAYERS), watched) == 3
 
 
-def test_without_pinning_nothing_is_padded(cache: HiddenCache) -> None:
+def test_without_pinning_nothing_is_padded(cache: HiddenCache, watched: WatchedBackbone) -> None:
     hidden = torch.ones(1, 32)
-    assert cache.padded(hidden) is hidden
+    assert padded(hidden, cache.least) is hidden
+    assert passed_rows(cache, watched) == 2
+
+
+def passed_rows(cache: HiddenCache, watched: WatchedBackbone) -> int:
+    """Rows of the pass that two rows run in."""
+    cache.push(watched.embed(random_ids(2)[0]))
+    alone(cache.advance(0))
+    positions, _, _ = watched.runs[-1]
+    return len(positions)
+
+
+def test_logits_are_padded_as_passes_are_and_come_back_without_padding(
+    watched: WatchedBackbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Tensor] = []
+
+    def logits(_: Any, hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return hidden[:, :5]
+
+    monkeypatch.setattr(WatchedBackbone, "logits", logits)
+    hidden = torch.ones(2, 32)
+    target = alone(HiddenCache(watched, Lease(8), pinned_rows=4).unembed(hidden))
+    assert torch.equal(seen[0], padded(hidden, 4))
+    assert torch.equal(target.logits, hidden[:, :5])
 
 
 @torch.inference_mode()
@@ -143,10 +171,10 @@ def test_padding_leaves_no_trace_in_queues_keys_or_counts(watched: WatchedBackbo
     lease = Lease(8)
     cache = HiddenCache(watched, lease, EXIT_LAYERS, pinned_rows=4)
     embedded = watched.embed(random_ids(3)[0])
-    padded = torch.nn.functional.pad(embedded, (0, 0, 0, 1))
-    expected = watched.run(padded, 0, 2, Rows.of(Lease(8), 0, 4, padded.device))[:3]
+    block = torch.nn.functional.pad(embedded, (0, 0, 0, 1))
+    expected = watched.run(block, 0, 2, Rows.of(Lease(8), 0, 4, block.device))[:3]
     cache.push(embedded)
-    assert torch.equal(cache.advance(0), expected)
+    assert torch.equal(alone(cache.advance(0)), expected)
     assert torch.equal(cache.rows(1), expected)
     assert cache.schedule.passes == [(3, 0, 2)]
     assert [lease.length(layer) for layer in range(8)] == [3, 3, 0, 0, 0, 0, 0, 0]

@@ -18,6 +18,7 @@ from selfspec.decoding.drafters import Draft, ExitDrafter
 from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.decoding.scores import Choice, Sampler
 from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.work import Steps
 from selfspec.errors import SelfspecError
 from selfspec.model.backbone import Backbone
 from selfspec.model.executors.generic import GenericExecutor
@@ -74,10 +75,12 @@ def positions_start_one_late(patch: pytest.MonkeyPatch) -> None:
 def bonus_row_dropped(patch: pytest.MonkeyPatch) -> None:
     """The last draft never runs; its successor is read from the row before."""
 
-    def wrong(state: DecodeState, draft: Draft) -> Tensor:
+    def wrong(state: DecodeState, draft: Draft) -> Steps[Target]:
         shortened = Draft(tokens=draft.tokens[:-1])
-        logits = right(state, shortened)
-        return torch.cat([logits, logits[-1:]]) if draft.tokens else logits
+        target = yield from right(state, shortened)
+        if not draft.tokens:
+            return target
+        return Target(torch.cat([target.logits, target.logits[-1:]]))
 
     right = selfspec.decoding.decode.verify
     patch.setattr(selfspec.decoding.decode, "verify", wrong)
@@ -86,8 +89,9 @@ def bonus_row_dropped(patch: pytest.MonkeyPatch) -> None:
 def rows_judged_one_late(patch: pytest.MonkeyPatch) -> None:
     """Each draft is compared with the logits of its own row, not of the row before."""
 
-    def wrong(state: DecodeState, draft: Draft) -> Tensor:
-        return right(state, draft).roll(-1, dims=0)
+    def wrong(state: DecodeState, draft: Draft) -> Steps[Target]:
+        target = yield from right(state, draft)
+        return Target(target.logits.roll(-1, dims=0))
 
     right = selfspec.decoding.decode.verify
     patch.setattr(selfspec.decoding.decode, "verify", wrong)
@@ -145,8 +149,8 @@ def exit_looks_at_the_drawn_token(patch: pytest.MonkeyPatch) -> None:
     """A draft is withdrawn where the drawn token was unlikely: the rest is biased to the likely."""
     right = ExitDrafter._first_exit
 
-    def wrong(self: ExitDrafter, *args: Any) -> Any:
-        found = right(self, *args)
+    def wrong(self: ExitDrafter, *args: Any) -> Steps[Any]:
+        found = yield from right(self, *args)
         if found is None or (law := found.choice.law) is None:
             return None
         return found if law[found.choice.token] > law.max() - 1e-6 else None

@@ -13,7 +13,9 @@ from selfspec.api.speculator import wrap
 from selfspec.decoding.controllers import DraftController, Fixed
 from selfspec.decoding.drafters import Draft, DraftsFrom, NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.ngram import NgramIndex
+from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Steps, alone, ready
 from tests.models import make_model, random_ids
 
 
@@ -28,11 +30,11 @@ class Text:
 
 
 def ask(drafter: DraftsFrom[Text], text: Text, limit: int = 99) -> Draft:
-    return drafter.draft(text, limit, Stopwatch())
+    return alone(drafter.draft(text, limit, Stopwatch()))
 
 
-def make_drafter(width: int = 4, **options: Any) -> NgramDrafter:
-    return NgramDrafter(Fixed(width), **{"size": 3, "row_costs": (0.15,), **options})
+def make_drafter(width: int = 4, rows: tuple[float, ...] = (0.15,), **options: Any) -> NgramDrafter:
+    return NgramDrafter(Fixed(width), size=3, cost=DraftCost(rows=rows), **options)
 
 
 def naive(text: list[int], size: int) -> tuple[int, int]:
@@ -108,14 +110,14 @@ def test_drafting_stops_where_another_row_would_lower_the_tokens_per_time() -> N
     # 1.25 tokens in 1.09 steps, 1.375 in 1.18, which is more, and 1.469 in 1.27, which is less
     chances = {0.26: 0, 0.24: 1, 0.12: 1, 0.09: 2, 0.06: 3, 0.0: 6}
     for cost, expected in chances.items():
-        drafter = make_drafter(width=6, row_costs=(cost,))
+        drafter = make_drafter(width=6, rows=(cost,))
         assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected, cost
 
 
 def test_a_draft_must_promise_what_its_first_row_costs() -> None:
     # chances 1/4, 1/8, 3/32, 0.07: 0.54 tokens in all
     for cost, expected in ((0.5, 4), (0.6, 0)):
-        drafter = make_drafter(row_costs=(cost, 0.0))
+        drafter = make_drafter(rows=(cost, 0.0))
         assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected
 
 
@@ -141,7 +143,7 @@ def test_a_row_costs_more_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_to_draft_and_nothing_worth_it_are_told_apart() -> None:
     assert ask(make_drafter(), Text([1, 2, 3])).ended == "off"
-    assert ask(make_drafter(row_costs=(0.3,)), Text([1, 2, 1])).ended == "unsure"
+    assert ask(make_drafter(rows=(0.3,)), Text([1, 2, 1])).ended == "unsure"
 
 
 def test_wrong_guesses_end_the_proposals_and_right_ones_bring_them_back_unproposed() -> None:
@@ -162,7 +164,7 @@ def test_wrong_guesses_end_the_proposals_and_right_ones_bring_them_back_unpropos
 
 
 def test_a_guess_is_scored_up_to_its_first_wrong_token() -> None:
-    drafter, text = make_drafter(row_costs=(0.0,)), Text([1, 2, 3, 4, 5, 6, 1])
+    drafter, text = make_drafter(rows=(0.0,)), Text([1, 2, 3, 4, 5, 6, 1])
     assert ask(drafter, text).tokens == [2, 3, 4, 5]
     text.tokens += [2, 3, 9, 5]  # more than the guess was right for: another drafter's tokens
     ask(drafter, text)
@@ -171,7 +173,7 @@ def test_a_guess_is_scored_up_to_its_first_wrong_token() -> None:
 
 
 def test_a_processors_token_is_read_like_any_other() -> None:
-    drafter, text = make_drafter(row_costs=(0.0,)), Text([1, 2, 3, 1, 2])
+    drafter, text = make_drafter(rows=(0.0,)), Text([1, 2, 3, 1, 2])
     assert ask(drafter, text).tokens[0] == 3
     text.tokens += [7, 1, 2]  # 7 was forced upon the model
     assert ask(drafter, text).tokens == [7, 1, 2, 7]
@@ -212,9 +214,9 @@ class Other:
         self.asked = 0
         self.heard: list[tuple[int, int]] = []
 
-    def draft(self, state: Text, limit: int, watch: Stopwatch) -> Draft:
+    def draft(self, state: Text, limit: int, watch: Stopwatch) -> Steps[Draft]:
         self.asked += 1
-        return Draft(tokens=[90, 91][:limit], exit_layers=[4, 4][:limit])
+        return ready(Draft(tokens=[90, 91][:limit], exit_layers=[4, 4][:limit]))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         self.heard.append((len(draft.tokens), len(kept)))

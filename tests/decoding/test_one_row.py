@@ -26,6 +26,7 @@ from transformers.generation.logits_process import (
 )
 
 from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.one_row import _PROCESSORS, STATELESS, criterion_for, processor_for
 from selfspec.errors import InvalidOption
 from tests.models import VOCAB_SIZE, make_model, random_ids
@@ -334,19 +335,21 @@ def test_confidence_criteria_are_refused(speculator: Speculator) -> None:
 def test_every_row_has_the_whole_time_to_itself(
     speculator: Speculator, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 100.0
+    now, step = 100.0, Engine.step
 
-    def tick() -> float:
+    def a_second(engine: Engine) -> list[Running]:
         nonlocal now
         now += 1.0
-        return now
+        return step(engine)
 
-    monkeypatch.setattr(time, "time", tick)
+    monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(Engine, "step", a_second)
     answers = speculator.generate_batch(
         batch["input_ids"], max_new_tokens=NEW, max_time=5.5, speculate=False
     )
     assert [len(answer.token_ids) for answer in answers] == [6, 6]
     assert {answer.stop_reason for answer in answers} == {"stop"}
+    assert now == 106.0  # they are written in the same six seconds
 
 
 def test_a_clock_of_the_users_own_is_left_alone() -> None:

@@ -23,6 +23,7 @@ from selfspec.decoding.drafters import (
 from selfspec.decoding.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE, Paying
 from selfspec.decoding.prices import DraftCost, Unmeasured
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Steps, alone, ready
 from tests import ladder
 from tests.decoding.test_ngram import Text
 from tests.models import make_model, random_ids
@@ -44,14 +45,14 @@ class Heads:
     def __init__(self) -> None:
         self.heard: list[tuple[int, int]] = []
 
-    def draft(self, state: Text, limit: int, watch: Stopwatch) -> Draft:
-        return Draft(tokens=[90], exit_layers=[3], heads=1, ended="width")
+    def draft(self, state: Text, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        return ready(Draft(tokens=[90], exit_layers=[3], heads=1, ended="width"))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         self.heard.append((len(draft.tokens), len(kept)))
 
 
-ONE = COST.of(Heads().draft(Text([]), 1, Stopwatch()))
+ONE = COST.of(alone(Heads().draft(Text([]), 1, Stopwatch())))
 """What a round of `Heads` costs: 0.38 plain steps."""
 
 
@@ -59,7 +60,7 @@ def play(paying: WhilePaying[Text], right: Sequence[bool]) -> list[bool]:
     """Which rounds drafted, where a draft would have been right or wrong."""
     drafted = []
     for accepted in right:
-        draft = paying.draft(Text([]), 9, Stopwatch())
+        draft = alone(paying.draft(Text([]), 9, Stopwatch()))
         drafted.append(bool(draft.tokens))
         assert draft.tokens or draft.ended == "off"
         paying.learn(draft, [0] if accepted and draft.tokens else [])
@@ -158,7 +159,7 @@ def test_a_pause_is_no_failure_of_the_other_drafter_and_leaves_the_field_to_seen
     text = Text([1, 2, 3, 4, 5])
 
     def go(accepted: int) -> Draft:
-        draft = both.draft(text, 9, Stopwatch())
+        draft = alone(both.draft(text, 9, Stopwatch()))
         both.learn(draft, range(min(accepted, len(draft.tokens))))
         return draft
 
@@ -173,7 +174,7 @@ def test_a_pause_is_no_failure_of_the_other_drafter_and_leaves_the_field_to_seen
     go(0)
     assert (both._other_gives, len(heads.heard)) == (gives, heard)
     both._other_gives = 0.41  # more than the 1/4 that a match of one token promises
-    draft = both.draft(Text([*text.tokens, 1]), 9, Stopwatch())
+    draft = alone(both.draft(Text([*text.tokens, 1]), 9, Stopwatch()))
     assert (draft.sources, draft.tokens) == (["ngram"], [2])
 
 

@@ -16,6 +16,7 @@ from selfspec.decoding.drafters import ExitDrafter
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch
+from selfspec.decoding.work import alone
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.judge import ExitJudge
 from selfspec.model.backbone import Backbone
@@ -160,8 +161,8 @@ def test_verification_sees_what_the_full_model_sees(
     next(decode(state, scripted([])))
     with torch.inference_mode(), state.round():
         drafter = make_drafter(ScriptedHeads(state, scripted(exits)))
-        draft = propose(state, drafter, stop, watch)
-        found = verify(state, draft)
+        draft = alone(propose(state, drafter, stop, watch))
+        found = alone(verify(state, draft)).logits
         ids = torch.cat([state.ids, torch.tensor([draft.tokens], dtype=torch.long)], dim=1)
         expected = watched.model(ids).logits[0, 5:].float()
     assert found.shape == (len(draft.tokens) + 1, VOCAB_SIZE)
@@ -179,7 +180,7 @@ def test_heads_see_the_row_being_drafted_at_their_own_layer(
     next(decode(state, scripted([])))
     heads = ScriptedHeads(state, scripted(exits))
     with state.round():
-        draft = make_drafter(heads).draft(state, 50, Stopwatch())
+        draft = alone(make_drafter(heads).draft(state, 50, Stopwatch()))
     ids = torch.cat([state.ids, torch.tensor([draft.tokens])], dim=1)
     expected = watched.model(ids, output_hidden_states=True).hidden_states
     asked = [(step, layer) for step, layer, _ in heads.seen]
@@ -232,7 +233,7 @@ def test_between_rounds_every_layer_holds_all_ids_but_the_newest(
     kept = set()
     for entry in decode(state, coin_tosses(state, truth, seed), max_length=45):
         assert lengths(state) == [state.length - 1] * 8
-        assert state.waiting_ids.tolist() == [[int(state.ids[0, -1])]]
+        assert state.waiting == [int(state.ids[0, -1])]
         assert state.hidden.schedule.pushed == 0
         assert state.hidden.schedule.passes == []
         kept.add((entry.accepted, len(entry.draft_tokens)))

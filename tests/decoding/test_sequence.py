@@ -11,6 +11,7 @@ from torch import Tensor
 from selfspec.decoding.drafters import Draft, NoDrafter
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Steps
 from selfspec.eval.scripted import MixedDrafter
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
@@ -26,7 +27,7 @@ class DeepKeeper:
         self.drafter = drafter
         self.deep: dict[int, Tensor] = {}
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         assert state.deep is not None
         self.deep[state.length - 2] = state.deep
         return self.drafter.draft(state, limit, watch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from selfspec.decoding.drafters.guesses import Drawn
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Steps, alone, ready
 from selfspec.model.backbone import Backbone
 from tests import ladder, laws
 from tests.decoding.test_ngram import Text
@@ -41,9 +42,9 @@ class Fan:
     def begin(self, state: Text) -> None:
         self.asked.append([])
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> list[Guesses]:
+    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         self.asked[-1].append(len(asked))
-        return [Known(*map(list, zip(*self.best, strict=True))) for _ in asked]
+        return ready([Known(*map(list, zip(*self.best, strict=True))) for _ in asked])
 
 
 def grown(
@@ -59,11 +60,11 @@ def grown(
     trunk: bool = False,
 ) -> Draft:
     cost = DraftCost(rows=tuple(rows), head=head)
-    seen = NgramDrafter(Fixed(7), size=3, row_costs=rows) if trunk else None
+    seen = NgramDrafter(Fixed(7), size=3, cost=cost) if trunk else None
     drafter = TreeDrafter(
         fan or Fan(), cost, Fixed(depth), ends, most=most, seen=seen, never_slower=False
     )
-    return drafter.draft(Text(list(text)), limit, Stopwatch())
+    return alone(drafter.draft(Text(list(text)), limit, Stopwatch()))
 
 
 def paths(draft: Draft) -> set[tuple[int, ...]]:
@@ -132,28 +133,28 @@ def test_text_already_seen_is_the_trunk_and_heads_stand_beside_and_behind_it() -
 
 
 def test_a_sure_trunk_is_left_alone() -> None:
-    fan = Fan()
-    seen = NgramDrafter(Fixed(7), size=3, row_costs=[0.1])
+    fan, cost = Fan(), DraftCost(rows=(0.1,), head=0.1)
+    seen = NgramDrafter(Fixed(7), size=3, cost=cost)
     seen._rates = [0.99] * 4
-    drafter = TreeDrafter(fan, DraftCost(rows=(0.1,), head=0.1), Fixed(3), most=15, seen=seen)
-    draft = drafter.draft(Text([1, 2, 3, 1, 2]), 9, Stopwatch())
+    drafter = TreeDrafter(fan, cost, Fixed(3), most=15, seen=seen)
+    draft = alone(drafter.draft(Text([1, 2, 3, 1, 2]), 9, Stopwatch()))
     assert (fan.asked, {*draft.sources}, draft.parents) == ([[]], {"ngram"}, None)
 
 
 def test_heads_that_are_always_wrong_are_paused_and_text_already_seen_goes_on() -> None:
     fan, cost = Fan([(99, 0.9)]), DraftCost(rows=(0.1,), head=0.1)
-    seen = NgramDrafter(Fixed(2), size=2, row_costs=[0.1])
+    seen = NgramDrafter(Fixed(2), size=2, cost=cost)
     drafter = TreeDrafter(fan, cost, Fixed(1), most=15, seen=seen)
     text, asked = Text([]), []
     for step in range(300):
         text.tokens.append(step + 100)  # nothing comes twice
-        draft = drafter.draft(text, 9, Stopwatch())
+        draft = alone(drafter.draft(text, 9, Stopwatch()))
         asked.append(draft.heads)
         drafter.learn(draft, [])
     assert asked[:5] == [1] * 5
     assert sum(asked[-130:]) <= 2
     text.tokens += [100, 101]
-    copied = drafter.draft(text, 9, Stopwatch())
+    copied = alone(drafter.draft(text, 9, Stopwatch()))
     assert (copied.tokens[0], {*copied.sources}, copied.heads) == (102, {"ngram"}, 0)
 
 
@@ -162,7 +163,7 @@ def test_heads_that_are_always_wrong_are_paused_and_text_already_seen_goes_on() 
 
 def test_a_token_that_the_trunk_has_is_not_drawn_again() -> None:
     sampler = Sampler(LogitsProcessorList(), do_sample=True)
-    rest, taken = Drawn(torch.tensor([0.5, 0.3, 0.2]), sampler, 3).without(0)
+    rest, taken = Drawn(torch.tensor([0.5, 0.3, 0.2]), sampler, 3, place=1).without(0)
     assert taken == 0.5
     assert rest.chances == pytest.approx([0.3, 0.2])
     drawn = [rest.choice(rank) for rank in range(3)]
@@ -181,9 +182,12 @@ class Draws:
     def begin(self, state: laws.Words) -> None:
         self.state = state
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> list[Guesses]:
+    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         last = [self.state.tokens[-1] if at < 0 else draft.tokens[at] for at in asked]
-        return [Drawn(self.table[token], self.sampler, self.count) for token in last]
+        places = [len(self.state.tokens) + len(draft.path(at)) for at in asked]
+        laws_of = [self.table[token] for token in last]
+        both = zip(laws_of, places, strict=True)
+        return ready([Drawn(law, self.sampler, self.count, place) for law, place in both])
 
 
 class Copied:
@@ -192,7 +196,7 @@ class Copied:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
 
-    def draft(self, state: laws.Words, limit: int, watch: Stopwatch) -> Draft:
+    def propose(self, state: laws.Words, limit: int) -> Draft:
         tokens = self.tokens[:limit]
         chances = [0.3 ** (index + 1) for index in range(len(tokens))]
         return Draft(tokens=tokens, chances=chances, sources=["ngram"] * len(tokens))
@@ -217,10 +221,10 @@ def test_sampling_from_a_tree_is_exact(
             DraftCost(rows=(0.0,)),
             Fixed(depth),
             most=most + len(trunk),
-            seen=Copied(trunk) if trunk else None,
+            seen=cast(NgramDrafter, Copied(trunk)) if trunk else None,
             sampled=True,
         )
-        draft = drafter.draft(words, 9, Stopwatch())
+        draft = alone(drafter.draft(words, 9, Stopwatch()))
         sizes.add((len(draft.tokens), draft.parents is not None))
         laws.verdicts(rule, words, laws.TARGETS[[0, *draft.tokens]].log(), draft)
         return tuple(words.tokens[1:])
@@ -289,7 +293,7 @@ def test_a_decision_that_sees_the_drawn_token_would_be_found() -> None:
 
     def play() -> tuple[int, ...]:
         words = laws.Words(0)
-        choice = Picky(laws.DRAFTS[0], sampler, 2).choice(0)
+        choice = Picky(laws.DRAFTS[0], sampler, 2, place=1).choice(0)
         assert choice.law is not None
         draft = Draft(tokens=[choice.token], probs=[choice.law])
         laws.verdicts(rule, words, laws.TARGETS[[0, choice.token]].log(), draft)

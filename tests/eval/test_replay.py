@@ -59,7 +59,7 @@ def real_rounds(
 ) -> list[Round]:
     """What the runtime does."""
     call = speculator.call(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
-    return list(speculator.engine.add(call.request.only(), options).rounds)
+    return list(speculator.engine().add(call.request.only(), options))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.main import main
+from selfspec.decoding.acceptance import Together
 from selfspec.errors import PinnedUnavailable
 from selfspec.eval import compare
 from selfspec.eval.compare import Bits, Case, Comparison, Parting, largest_difference, margin
@@ -24,7 +25,7 @@ from selfspec.eval.reference import speculator_in
 from selfspec.model.backbone import Backbone
 from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 from tests.heads.kinds import make_heads, train
-from tests.models import PACKED_EXECUTORS, make_model, random_ids
+from tests.models import PACKED_EXECUTORS, make_model, needs_compiler, random_ids
 from tests.packing import RUNNING_BFLOAT16
 from tests.talks import make_tokenizer
 
@@ -65,9 +66,9 @@ def test_a_correct_model_passes_every_rung(executor: str) -> None:
     subject = subject_of(found, tick=lambda: ticks.append(None))
     rungs = dict(climb(subject))
     last = "passed" if executor == "fused" else "skipped"
-    assert [rung.outcome for rung in rungs.values()] == ["passed"] * 5 + [last]
+    assert [rung.outcome for rung in rungs.values()] == ["passed"] * 5 + [last, "passed"]
     assert len(ticks) == (len(RUNGS) - (last == "skipped")) * len(subject.cases)
-    first, second, third, _, fifth, sixth = rungs.values()
+    first, second, third, _, fifth, sixth, seventh = rungs.values()
     assert first.figures == {"positions": 9 + 3, "differing": 0}
     # six kinds of drafts, and trees where these keep bits; two prompts, 20 tokens each
     kinds = 7 if executor == "fused" else 6
@@ -77,6 +78,8 @@ def test_a_correct_model_passes_every_rung(executor: str) -> None:
     assert fifth.figures["tokens"] >= 2 * 20
     if last == "passed":
         assert sixth.figures == {"positions": (9 + 3) * len(WAYS), "differing": 0}
+    assert seventh.figures == {"positions": 2 * 20, "differing": 0}
+    assert ("shared" in seventh.found) == (executor == "fused")
 
 
 @pytest.mark.parametrize("executor", ["generic", *PACKED_EXECUTORS])
@@ -100,7 +103,7 @@ def test_generation_settings_of_the_model_count_on_both_sides() -> None:
     model.generation_config.repetition_penalty = 1.8
     subject = subject_of(speculator_of(model))
     assert [text for kind in subject.compared.texts for text in kind] != without
-    assert outcomes(subject) == ["passed"] * 4 + ["skipped"] * 2
+    assert outcomes(subject) == ["passed"] * 4 + ["skipped"] * 2 + ["passed"]
 
 
 @pytest.mark.parametrize("mutant", GREEDY_MUTANTS, ids=lambda mutant: mutant.__name__)
@@ -159,6 +162,19 @@ def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
     wrong = [[[*text[:-1], (text[-1] + 1) % 96] for text in texts] for texts in right]
     subject.compared = Comparison(wrong)
     assert list(RUNGS.values())[4](subject).outcome == "failed"
+
+
+@needs_compiler
+def test_a_text_that_gets_the_rows_of_another_fails_the_seventh_rung(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subject = subject_of(speculator_of(make_model("llama"), executor="fused"))
+    right = Together.part
+    monkeypatch.setattr(
+        Together, "part", lambda self, rows: right(self, slice(0, rows.stop - rows.start))
+    )
+    found = [rung.outcome for _, rung in climb(subject)]
+    assert found == ["passed"] * 4 + ["skipped", "passed", "failed"]  # no other rung has company
 
 
 @pytest.mark.parametrize(

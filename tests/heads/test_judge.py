@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.heads.judge import ExitJudge, read_together, spread
+from selfspec.heads.judge import ExitJudge, spread
 
 
 def logits_of(*probs: float, temperature: float = 1.0) -> Tensor:
@@ -105,9 +105,3 @@ def test_spread_gives_one_value_to_all_layers_or_one_to_each() -> None:
     assert spread((0.9, 0.5), (2, 4)) == {2: 0.9, 4: 0.5}
     with pytest.raises(ValueError, match="zip"):
         spread((0.9, 0.5), (2, 4, 6))
-
-
-@pytest.mark.parametrize("token", [0, 7, 151_935, 2**24])
-def test_reading_both_together_is_exact(token: int) -> None:
-    confidence = torch.tensor([0.1])
-    assert read_together(torch.tensor([token]), confidence) == (token, [confidence.item()])

@@ -108,7 +108,7 @@ def test_sequences_that_take_turns_keep_the_bits_they_have_alone() -> None:
 
     def answers() -> list[Any]:
         speculator = wrap(backbone.model, executor="generic")
-        speculator.engine.backbone = backbone
+        speculator.runtime.backbone = backbone
         return [speculator.stream(ids, max_new_tokens=12) for ids in prompts]
 
     alone = [list(stream._entries) for stream in answers()]

@@ -17,6 +17,7 @@ from selfspec.model.executors.fused_cpu import FusedExecutor
 from selfspec.model.executors.program import Program
 from selfspec.model.executors.recipe import Attention
 from selfspec.model.executors.structs import Operation
+from selfspec.model.kv_pages import POSITIONS, PageLayout
 from selfspec.model.kv_store import Lease
 from selfspec.model.parts import parts_of
 from selfspec.model.products import CompiledLinear
@@ -74,11 +75,7 @@ def run(
     turned: Tensor | None = None,
     parents: list[int] | None = None,
 ) -> Tensor:
-    """What the one layer of `program` makes of `rows` [T, d], rotated by `turned` if at all.
-
-    A layer of products alone attends behind them, to a buffer that nothing reads.
-    """
-    program._heads = program._heads or [(KV_HEADS, SIZE)]
+    """What the one layer of `program` makes of `rows` [T, d], rotated by `turned` if at all."""
     turns = torch.empty(0) if turned is None else turned.contiguous()
     span = Span(lease or Lease(1), len(rows), None if parents is None else tuple(parents))
     with torch.inference_mode():
@@ -168,7 +165,7 @@ def test_nothing_is_read_or_written_beside_a_buffer() -> None:
         lambda: program.product(0, 1, CompiledLinear(torch.ones(50, 36))),
         lambda: program.activate(0, 1, Activation.SILU, gated=True),
         lambda: program.activate(0, 1, Activation.SILU, gated=False),
-        lambda: program.attend(0, 1, attention(), layer=0, rotation=0),
+        lambda: program.attend(0, 1, attention(), rotation=0),
     ):
         with pytest.raises(ValueError, match="layers differ in width"):
             wrong()
@@ -216,7 +213,7 @@ class Attended:
         program = program_of(dtype, all_heads, KV_HEADS * GROUP * SIZE)
         norms = rms(self.norms, eps=1e-6)
         made = attention(head_norms=norms, window=self.window or None)
-        attend = program.attend(0, 1, made, layer=0, rotation=0)
+        attend = program.attend(0, 1, made, rotation=0)
         program.add_layer([attend, back(program, all_heads, KV_HEADS * GROUP * SIZE, dtype)])
         lease, outs = self.held_by_a_lease(), []
         for projected, turned in zip(
@@ -228,13 +225,16 @@ class Attended:
 
     def held_by_a_lease(self) -> Lease:
         """Keys in panels of 16 positions, values one by one, filled up to WIDTH."""
-        lease = Lease(1)
-        like = self.keys.new_empty(1, KV_HEADS, 0, WIDTH)
-        ((keys, values),) = lease.room(self.slots * 4 // 5, 0, 1, like, panel=16)
-        assert keys.shape[2] == self.slots
-        panels = self.keys.unflatten(1, (-1, 16)).transpose(2, 3).flatten(2)
-        keys.copy_(nn.functional.pad(panels, (0, 16 * (WIDTH - SIZE))).view_as(keys))
-        values[..., :SIZE] = self.values
+        lease, layout = Lease(1), PageLayout(self.keys.dtype, ((KV_HEADS, WIDTH),))
+        keys, values = (
+            nn.functional.pad(held, (0, WIDTH - SIZE)).split(POSITIONS, dim=1)
+            for held in (self.keys, self.values)
+        )
+        pages = lease.pages(self.slots, 0, layout)
+        for page, key, value in zip(pages, keys, values, strict=True):
+            panels = key.unflatten(1, (-1, 16)).transpose(2, 3)
+            page.numbers[: layout.places[-1] // 2] = panels.flatten()
+            layout.values(page.numbers, 0).copy_(value)
         lease.extend(self.held, 0, 1)
         return lease
 
@@ -321,19 +321,21 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
 def test_keys_of_a_kept_branch_move_up(dtype: torch.dtype) -> None:
     rows = Attended(dtype, 60, 10)
     lease = rows.held_by_a_lease()
-    before = lease._keys[0].clone(), lease._values[0].clone()  # type: ignore[union-attr]
+    layout = PageLayout(dtype, ((KV_HEADS, WIDTH),))
+
+    def held() -> tuple[Tensor, Tensor]:
+        pages = lease.pages(0, 0, layout)
+        keys = [layout.keys(page.numbers, 0) for page in pages]
+        values = [layout.values(page.numbers, 0) for page in pages]
+        return torch.cat(keys, 1).clone(), torch.cat(values, 1).clone()
+
+    before = held()
     lease.extend(10, 0, 1)
     lease.keep(60, [1, 3, 8])
     assert lease.length(0) == 63
-    keys, values = lease._keys[0], lease._values[0]
-    assert torch.equal(values[..., :60, :], before[1][..., :60, :])  # type: ignore[index]
-    assert torch.equal(values[..., 60:63, :], before[1][..., [61, 63, 68], :])  # type: ignore[index]
-    by_slot = [
-        one.view(KV_HEADS, -1, WIDTH, 16).transpose(-1, -2).flatten(1, 2)  # type: ignore[union-attr]
-        for one in (keys, before[0])
-    ]
-    assert torch.equal(by_slot[0][:, :60], by_slot[1][:, :60])
-    assert torch.equal(by_slot[0][:, 60:63], by_slot[1][:, [61, 63, 68]])
+    for kept, old in zip(held(), before, strict=True):
+        assert torch.equal(kept[:, :60], old[:, :60])
+        assert torch.equal(kept[:, 60:63], old[:, [61, 63, 68]])
 
 
 @needs_compiler
@@ -342,7 +344,7 @@ def test_scores_are_capped(dtype: torch.dtype) -> None:
     made = attention(softcap=0.7, rotation=None)
     width = KV_HEADS * GROUP * SIZE
     program = program_of(dtype, rows.projected.shape[1] * SIZE, width)
-    attend = program.attend(0, 1, made, layer=0, rotation=0)
+    attend = program.attend(0, 1, made, rotation=0)
     program.add_layer([attend, back(program, rows.projected.shape[1] * SIZE, width, dtype)])
     found = run(program, rows.projected.flatten(1), rows.held_by_a_lease())[:, :width]
     queries, key, value = rows.projected[0].double().split([KV_HEADS * GROUP, KV_HEADS, KV_HEADS])

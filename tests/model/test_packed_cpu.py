@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from selfspec.api.speculator import wrap
 from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.decoding.probe import PassShape, check_pinned
+from selfspec.decoding.work import alone
 from selfspec.errors import InvalidOption, PinnedUnavailable, UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.executors.generic import GenericExecutor
@@ -29,7 +30,7 @@ def logits(backbone: Backbone, ids: Tensor) -> Tensor:
         for block in ids[0].split([ids.shape[1] - 4, 4]):
             hidden.clear()
             hidden.push(backbone.embed(block))
-            states = hidden.advance_all()
+            states = alone(hidden.advance_all())
         return backbone.logits(states)
 
 
@@ -106,7 +107,7 @@ def test_products_get_as_many_rows_as_they_are_fast_with(
         for rows in (1, 2, 3, 4, 5):
             hidden.clear()
             hidden.push(backbone.embed(random_ids(rows)[0]))
-            backbone.logits(hidden.padded(hidden.advance_all()))
+            alone(hidden.unembed(alone(hidden.advance_all())))
     assert sorted(set(seen)) == list(range(least, 6))
 
 
@@ -201,10 +202,10 @@ def test_pinned_mode_falls_back_to_fixed_shapes(
 ) -> None:
     speculator = wrap(model, heads="logit-lens", executor="packed", drafter="exit:threshold=0.05")
     free = PassShape()
-    assert speculator.engine.probe.shape(PassShape(8, 64), 8) == free
+    assert speculator.runtime.probe.shape(PassShape(8, 64), 8) == free
     monkeypatch.setattr(PackedLinear, "__call__", depends_on_rows)
     again = wrap(model, heads="logit-lens", executor="packed", drafter="exit:threshold=0.05")
-    assert again.engine.probe.shape(PassShape(8, 64), 8) == PassShape(8, 64)
+    assert again.runtime.probe.shape(PassShape(8, 64), 8) == PassShape(8, 64)
     plain = again.generate(random_ids(9), max_new_tokens=20, pinned=True, speculate=False)
     drafted = again.generate(random_ids(9), max_new_tokens=20, pinned=True)
     assert drafted.token_ids == plain.token_ids

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.training import data
-from selfspec.training.batched import Sampling, continued, loop_start
 from selfspec.training.selfgen import Author, Invented, batch_seed, key, read_openings
+from selfspec.training.texts import Sampling, continued, loop_start
 from selfspec.training.turns import Turns
 from selfspec.training.writer import Counts
 from tests.authors import OPENINGS, SMALL, invent, make_author, prompt_ids, read
@@ -60,7 +60,7 @@ def test_a_line_holds_the_models_ids_and_their_text(
 def test_greedy_answers_are_the_likeliest_tokens_and_sampled_ones_are_not(
     written: tuple[list[dict[str, Any]], Counts],
 ) -> None:
-    model = make_author().model
+    model = make_author().backbone.model
     greedy = {True: 0, False: 0}
     for line in written[0]:
         ids = torch.tensor([line["input_ids"]])
@@ -200,11 +200,12 @@ def test_answers_are_cut_where_they_loop_and_counted(
     for line in read(tmp_path / "a"):
         prompt, said = (line["input_ids"][part] for part in _parts(line))
         (whole,) = continued(
-            author.model,
+            author.backbone,
             [prompt],
             max_new_tokens=150,
             ends=never,
             sampling=Sampling(),
+            seed=0,
             watch=lambda tokens: None,
         )
         assert said == whole[: loop_start(whole)]
@@ -250,7 +251,7 @@ def test_a_run_that_is_broken_off_writes_the_same_file(tmp_path: Path, stop: int
         if looks in (stop, stop + 4):
             raise KeyboardInterrupt
 
-    author = Author(author.model, author.turns.tokenizer, author.options, watch)
+    author = Author(author.backbone, author.turns.tokenizer, author.options, watch)
     path, counts = tmp_path / "broken", None
     while counts is None:
         try:

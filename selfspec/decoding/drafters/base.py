@@ -17,6 +17,7 @@ from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Ended, Stopwatch
+from selfspec.decoding.work import Steps, ready
 from selfspec.model.rows import depths
 
 EXIT, NGRAM, DRAFT_MODEL = "exit", "ngram", "draft-model"
@@ -109,8 +110,8 @@ State_contra = TypeVar("State_contra", bound=Committed, contravariant=True)
 class DraftsFrom(Protocol[State_contra]):
     """Proposes at most `limit` tokens to follow the committed ones of some kind of state."""
 
-    def draft(self, state: State_contra, limit: int, watch: Stopwatch) -> Draft:
-        """A draft of 0..limit tokens.
+    def draft(self, state: State_contra, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        """A draft of 0..limit tokens, and the work that leads there.
 
         Rows may be left waiting in a DecodeState's `hidden`: first that of the newest committed
         token, then those of the drafts, in order, none twice.
@@ -127,9 +128,9 @@ class Drafter(DraftsFrom[DecodeState], Protocol):
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
-    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """An empty draft."""
-        return Draft()
+        return ready(Draft())
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """There is nothing to learn."""

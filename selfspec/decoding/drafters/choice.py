@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import prices
@@ -30,6 +30,8 @@ class Sources:
     backbone: Backbone
     heads: ExitHeads | None = None
     draft_model: DraftCache | None = None
+    load: prices.Load = field(default_factory=prices.Load)
+    """How many texts are being written."""
 
     def runs_trees(self, options: SpeculationOptions) -> bool:
         """Whether heads may guess several tokens for a place, and the model can look at siblings.
@@ -60,7 +62,7 @@ def make_drafter(
         return NoDrafter()
     if options.drafter == "exit" and sources.heads is None:
         return NoDrafter()
-    cost = prices.Unmeasured.of(sources.backbone)
+    cost = prices.Unmeasured.of(sources.backbone, sources.load)
     if options.drafter == "ngram":
         return make_ngram(options, cost, end_tokens)
     other: Drafter
@@ -89,12 +91,12 @@ def make_ngram(
     options: SpeculationOptions, unmeasured: prices.Unmeasured, end_tokens: Collection[int]
 ) -> NgramDrafter:
     """A drafter of text already seen; `unmeasured`: the model's costs, where `options` say none."""
-    cost = unmeasured.unless(options.prices)
+    known = unmeasured.unless(options.prices)
     return NgramDrafter(
         make_controller(options, options.ngram.max_tokens),
         end_tokens,
         size=options.ngram.size,
-        row_costs=cost.rows,
+        cost=prices.DraftCost(rows=known.rows, load=known.load),
     )
 
 
@@ -115,7 +117,9 @@ def while_paying(
         return drafter
     known = unmeasured.unless(options.prices)
     head = known.head if exit_layers else 0.0
-    cost = prices.DraftCost(rows=known.rows, token=token_cost, head=head, num_layers=num_layers)
+    cost = prices.DraftCost(
+        rows=known.rows, load=known.load, token=token_cost, head=head, num_layers=num_layers
+    )
     return WhilePaying(drafter, cost)
 
 
@@ -203,7 +207,9 @@ def _cost(
     if not options.never_slower:
         return prices.DraftCost(rows=(0.0,), num_layers=num_layers)
     known = unmeasured.unless(options.prices)
-    return prices.DraftCost(rows=known.rows, head=known.head, num_layers=num_layers)
+    return prices.DraftCost(
+        rows=known.rows, load=known.load, head=known.head, num_layers=num_layers
+    )
 
 
 def _draft_model(

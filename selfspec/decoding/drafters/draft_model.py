@@ -17,8 +17,9 @@ from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import DRAFT_MODEL, Draft, DraftWriter, PacedDrafter
 from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState, shared_prefix
+from selfspec.decoding.sequence import DecodeState, common
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Embed, Steps
 from selfspec.errors import DraftModelMismatch
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
@@ -36,24 +37,25 @@ class DraftCache:
         self._vocab_size = backbone.vocab_size if vocab_size is None else vocab_size
         self._lease = Lease(backbone.num_layers)
         self._hidden = HiddenCache(backbone, self._lease)
-        self._ran = torch.zeros(0, dtype=torch.int64, device=backbone.device)
+        self._ran: list[int] = []
 
-    def rewind(self, ids: Tensor) -> Tensor:
-        """Keep what is shared with `ids` [n]; the ids that have to run, [m], at least one."""
-        shared = shared_prefix(self._ran, ids[:-1].to(self._ran.device))
+    def rewind(self, ids: list[int]) -> list[int]:
+        """Keep what is shared with `ids`; those that have to run, at least one."""
+        shared = common(self._ran, ids[:-1])
         self._lease.truncate(shared)
-        self._ran = self._ran[:shared]
+        del self._ran[shared:]
         return ids[shared:]
 
-    def run(self, ids: Tensor) -> Tensor:
-        """Append `ids` [m]; logits [1, V] of the token behind them, V as the target has it."""
-        rows = ids.to(self._ran.device)
+    def run(self, ids: list[int]) -> Steps[Tensor]:
+        """Append `ids`; logits [1, V] of the token behind them, V as the target has it."""
         self._hidden.clear()
         # an id of the target's padding has no embedding here: any other one costs a draft at most
-        self._hidden.push(self.backbone.embed(rows.clamp(max=self.backbone.vocab_size - 1)))
-        last = self._hidden.advance_all()[-1:]
-        self._ran = torch.cat([self._ran, rows])
-        logits = self.backbone.logits(self._hidden.padded(last))[:1].to(ids.device)
+        known = [min(token, self.backbone.vocab_size - 1) for token in ids]
+        self._hidden.push((yield Embed(backbone=self.backbone, ids=known)))
+        hidden = yield from self._hidden.advance_all()
+        self._ran += ids
+        target = yield from self._hidden.unembed(hidden[-1:])
+        logits = target.row(0)
         missing = self._vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
@@ -78,20 +80,20 @@ class DraftModelDrafter(PacedDrafter):
         self._cache = cache
         self._sampler = sampler.for_drafts()
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:  # noqa: ARG002  # the protocol's
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens, and none beyond the positions the model was made for."""
         ids = state.ids
         room = self._cache.backbone.max_positions - (state.length - state.pad) + 1
         writer = DraftWriter(
             self, min(limit, room), source=DRAFT_MODEL, sampled=self._sampler.do_sample
         )
-        rows = self._cache.rewind(ids[0, state.pad :])
+        rows = self._cache.rewind(state.committed(0))
         while writer.room:
-            logits = self._cache.run(rows)
+            logits = (yield from self._cache.run(rows)).to(ids.device)
             choice = self._sampler.choose(ids, logits, believe=self.beliefs)
             writer.add(choice, self._confidence(logits))
-            rows = ids.new_tensor([choice.token])
-            ids = torch.cat([ids, rows[None]], dim=1)
+            rows = [choice.token]
+            ids = torch.cat([ids, ids.new_tensor([rows])], dim=1)
         return writer.draft
 
     def _confidence(self, logits: Tensor) -> float:

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import EXIT, Draft, DraftWriter, PacedDrafter
-from selfspec.decoding.drafters.guesses import Known, known_deep, processed, read
+from selfspec.decoding.drafters.guesses import Known, known_deep, processed
 from selfspec.decoding.drafters.tree import ROOT, Guesses, Offer, Tree
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.scores import Choice, Sampler
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Ask, Embed, Steps
+from selfspec.heads.answers import Answer
 from selfspec.heads.confidence import top_probability
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.judge import ExitJudge, read_together
+from selfspec.heads.judge import ExitJudge
 from selfspec.heads.types import ExitHead
 
 
@@ -74,15 +76,16 @@ class ExitDrafter(PacedDrafter):
         self._sampler = sampler.for_drafts()
         self._siblings = siblings
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Draft:
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """A path of up to min(limit, W_max) tokens; the rows that gave it wait where they left."""
         writer = DraftWriter(self, limit, source=EXIT, sampled=self._sampler.do_sample)
         ids = state.ids
         deep = known_deep(self._heads, state)
         exits: list[_Exit] = []
         while writer.room:
-            state.hidden.push(state.backbone.embed(ids[0, -1:]))
-            found = self._first_exit(state, ids, deep, writer.draft, watch)
+            newest = writer.draft.tokens[-1:] or state.committed(-1)
+            state.hidden.push((yield Embed(backbone=state.backbone, ids=newest)))
+            found = yield from self._first_exit(state, ids, deep, writer.draft, watch)
             if found is None:
                 writer.stop("depth")
                 break
@@ -113,7 +116,7 @@ class ExitDrafter(PacedDrafter):
 
     def _first_exit(
         self, state: DecodeState, ids: Tensor, deep: Tensor | None, draft: Draft, watch: Stopwatch
-    ) -> _Exit | None:
+    ) -> Steps[_Exit | None]:
         """The first confident layer and what it drafts; None: difficult token.
 
         `draft` counts the heads that are asked.
@@ -121,57 +124,43 @@ class ExitDrafter(PacedDrafter):
         Whether to exit is decided from the context alone, before a token is drawn: a decision that
         saw the drawn token would bias the output.
         """
+        signal = self.controller.signal
         for boundary, layer in enumerate(state.hidden.schedule.depths[1:-1]):
-            hidden = state.hidden.advance(boundary)[-1:]  # [1, d]: the row being drafted
+            hidden = yield from state.hidden.advance(boundary)
             watch.lap("draft")
             head = self._heads[layer]
             draft.heads += 1
-            features = head.features(hidden, deep)
-            logits = head.unembed(features)
-            choose = self._choose if self._siblings is None else self._guess
-            found = choose(head, logits, layer, ids)
+            said: Answer = yield Ask(
+                head=head,
+                hidden=hidden[-1:],  # the row being drafted
+                deep=deep,
+                temperature=self._judge.temperature(layer),
+                count=1 if self._siblings is None else self._siblings.guesses,
+                # the judge computes the top probability anyway
+                signal=None if signal is top_probability else signal,
+            )
+            found = self._exit(head, said, layer, ids)
             watch.lap("heads")
             if found is not None:
-                choice, confidence, guesses = found
-                return _Exit(layer, choice, confidence, features, guesses)
+                return found
         return None
 
-    def _choose(
-        self, head: ExitHead, logits: Tensor, layer: int, ids: Tensor
-    ) -> tuple[Choice, float, None] | None:
-        """The token that leaves, and the controller's confidence; None: the judge is not sure."""
-        # the one device read per judged layer
-        top, (sure, confidence) = read_together(
-            head.to_target_ids(logits.argmax(-1)), *self._confidences(logits, layer)
-        )
-        if not self._judge.exits(sure, layer):
-            return None
-        if self._sampler.is_plain_greedy and not self.beliefs:
-            return Choice(top), confidence, None
-        wide = head.to_target_logits(logits)
-        return self._sampler.choose(ids, wide, believe=self.beliefs), confidence, None
-
-    def _guess(
-        self, head: ExitHead, logits: Tensor, layer: int, ids: Tensor
-    ) -> tuple[Choice, float, Guesses] | None:
-        """The same with all that may stand there. No controller asks for another confidence."""
-        count = self._siblings.guesses if self._siblings else 1
-        (tokens,), (chances,) = read(head, logits, self._judge.temperature(layer), count)
+    def _exit(self, head: ExitHead, said: Answer, layer: int, ids: Tensor) -> _Exit | None:
+        """The token that leaves; None: the judge is not sure, or nothing is left to draw."""
+        (tokens,), (chances,) = said.tokens, said.chances
         if not self._judge.exits(chances[0], layer):
             return None
+        confidence = said.signals[0] if said.signals else chances[0]
+        if self._siblings is None:
+            if self._sampler.is_plain_greedy and not self.beliefs:
+                choice = Choice(tokens[0])
+            else:
+                wide = head.to_target_logits(said.logits)
+                choice = self._sampler.choose(ids, wide, believe=self.beliefs)
+            return _Exit(layer, choice, confidence, said.features)
         guesses: Guesses = Known(tokens, chances)
         if not self._sampler.is_plain_greedy:
-            guesses = processed(self._sampler, ids, head.to_target_logits(logits), count)
-        choice = guesses.choice(0)
-        return None if choice is None else (choice, chances[0], guesses)
-
-    def _confidences(self, logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """The judge's and the controller's, [1] each, from draft logits [1, V_draft].
-
-        Both look at the same annealed and calibrated law.
-        """
-        sure = self._judge.confidence(logits, layer)
-        signal = self.controller.signal
-        if signal is None or signal is top_probability:  # which is what the judge computes
-            return sure, sure
-        return sure, signal(logits / self._judge.temperature(layer))
+            wide = head.to_target_logits(said.logits)
+            guesses = processed(self._sampler, ids, wide, self._siblings.guesses)
+        best = guesses.choice(0)
+        return None if best is None else _Exit(layer, best, confidence, said.features, guesses)

@@ -16,10 +16,10 @@ from selfspec.decoding.drafters.tree import ROOT, Guesses
 from selfspec.decoding.scores import Choice, Sampler
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
-from selfspec.heads.confidence import likeliest
+from selfspec.decoding.work import Ask, Embed, Steps
+from selfspec.heads.answers import Answer
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.judge import ExitJudge
-from selfspec.heads.types import ExitHead
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Drawn:
     distribution (recursive rejection sampling: Jeon et al. 2024, "Recursive Speculative Decoding").
     """
 
-    def __init__(self, law: Tensor, sampler: Sampler, count: int) -> None:
-        """`law` [V]; at most `count` are drawn."""
-        self._law, self._sampler, self._count = law, sampler, count
+    def __init__(self, law: Tensor, sampler: Sampler, count: int, place: int) -> None:
+        """`law` [V] of the token behind `place` ids; at most `count` are drawn."""
+        self._law, self._sampler, self._count, self._place = law, sampler, count, place
         best = law.topk(min(count, len(law))).values
         self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
 
@@ -65,7 +65,7 @@ class Drawn:
         if not bool(total > 0.0):
             return None
         law = law / total
-        token = self._sampler.draw(law)
+        token = self._sampler.draw(law, self._place)
         self._law = law.clone()
         self._law[token] = 0.0
         return Choice(token, law)
@@ -74,7 +74,7 @@ class Drawn:
         """From what is left of the law, and its probability."""
         law = self._law.clone()
         law[token] = 0.0
-        return Drawn(law, self._sampler, self._count), float(self._law[token])
+        return Drawn(law, self._sampler, self._count, self._place), float(self._law[token])
 
 
 class HeadGuesser:
@@ -98,20 +98,26 @@ class HeadGuesser:
         self._known = known_deep(self._heads, state)
         self._features = {}
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> list[Guesses]:
+    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         """One product over all of `asked`, and one device read."""
         state, head = self._state, self._head
         newest = state.committed(-1)
-        ids = state.ids.new_tensor([(newest if n == ROOT else draft.tokens[n:])[0] for n in asked])
-        hidden = state.backbone.embed(ids)
+        ids = [(newest if n == ROOT else draft.tokens[n:])[0] for n in asked]
+        hidden: Tensor = yield Embed(backbone=state.backbone, ids=ids)
         watch.lap("draft")
-        features = head.features(hidden, self._deep(draft, asked))
-        self._features |= zip(asked, features.split(1), strict=True)
-        logits = head.unembed(features)
-        best = read(head, logits, self._judge.temperature(self.layer), self._count)
+        said: Answer = yield Ask(
+            head=head,
+            hidden=hidden,
+            deep=self._deep(draft, asked),
+            temperature=self._judge.temperature(self.layer),
+            count=self._count,
+        )
+        self._features |= zip(asked, said.features.split(1), strict=True)
         found = [
-            self._guesses(draft, node, logits[row : row + 1], tokens, said)
-            for row, (node, tokens, said) in enumerate(zip(asked, *best, strict=True))
+            self._guesses(draft, node, said.logits[row : row + 1], tokens, chances)
+            for row, (node, tokens, chances) in enumerate(
+                zip(asked, said.tokens, said.chances, strict=True)
+            )
         ]
         watch.lap("heads")
         return found
@@ -142,21 +148,9 @@ def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int) -> Gues
     """At most `count` guesses behind `ids` [1, n] under processors, or draws; logits [1, V]."""
     law = sampler.probs(ids, logits)
     if sampler.do_sample:
-        return Drawn(law, sampler, count)
+        return Drawn(law, sampler, count, ids.shape[1])
     best = law.topk(min(count, len(law)))
     return Known(best.indices.tolist(), best.values.tolist())
-
-
-def read(
-    head: ExitHead, logits: Tensor, temperature: float, count: int
-) -> tuple[list[list[int]], list[list[float]]]:
-    """The likeliest `count` tokens by draft logits [n, V_draft], and their chances, falling.
-
-    One device read; float32 is exact up to 2^24 token ids.
-    """
-    indices, chances = likeliest(logits, temperature, count)
-    tokens, said = torch.stack([head.to_target_ids(indices).float(), chances.float()]).tolist()
-    return [[*map(int, row)] for row in tokens], said
 
 
 def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:

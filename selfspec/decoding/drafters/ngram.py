@@ -20,9 +20,10 @@ from selfspec.decoding.drafters.base import (
     DraftWriter,
     PacedDrafter,
 )
-from selfspec.decoding.prices import each_row
+from selfspec.decoding.prices import DraftCost, each_row
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Steps, ready
 
 StateT = TypeVar("StateT", bound=Committed)
 
@@ -84,22 +85,26 @@ class NgramDrafter(PacedDrafter):
         end_tokens: Collection[int] = (),
         *,
         size: int,
-        row_costs: Sequence[float] = (0.0,),
+        cost: DraftCost | None = None,
     ) -> None:
-        """`size`: longest n-gram. `row_costs`: of the second row of a verification and so on.
+        """`size`: longest n-gram. `cost`: of rows of a verification; None: nothing.
 
         One drafter serves one sequence, its prompt included; a session's next turn takes a new one.
         """
         super().__init__(controller, end_tokens)
         self._index = NgramIndex(size)
         self._size = size
-        self._row_costs = row_costs
+        self._cost = cost or DraftCost(rows=(0.0,))
         # the longer a match, the more it is trusted at first
         self._rates = [count / (size + 1) for count in range(size + 1)]
         self._guess: list[int] = []
         self._matched: list[int] = []
 
-    def draft(self, state: Committed, limit: int, watch: Stopwatch, rival: float = 0.0) -> Draft:  # noqa: ARG002  # the protocol's
+    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
+        """What it proposes, at no work."""
+        return ready(self.propose(state, limit))
+
+    def propose(self, state: Committed, limit: int, rival: float = 0.0) -> Draft:
         """Up to min(limit, W_max) tokens; none unless more than `rival` should be accepted."""
         self._read(state)
         writer = DraftWriter(self, limit, source=NGRAM)
@@ -121,7 +126,7 @@ class NgramDrafter(PacedDrafter):
 
     def _best_length(self, chances: Sequence[float]) -> int:
         """Where most tokens are expected per plain step; 0 where that is without a draft."""
-        steps = accumulate(each_row(self._row_costs), initial=1.0)
+        steps = accumulate(each_row(self._cost.row_costs), initial=1.0)
         tokens = accumulate(chances, initial=1.0)
         rates = [token / step for token, step in zip(tokens, steps, strict=False)]
         return max(range(len(rates)), key=rates.__getitem__)
@@ -151,13 +156,13 @@ class SeenTextFirst(Generic[StateT]):
         self._other_drafted = False
         self._other_declines = False
 
-    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Draft:
+    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """A draft of one of the two."""
         rival = 0.0 if self._other_declines else self._other_gives
-        draft = self._ngram.draft(state, limit, watch, rival)
+        draft = self._ngram.propose(state, limit, rival)
         self._other_drafted = False
         if not draft.tokens:
-            draft = self._other.draft(state, limit, watch)
+            draft = yield from self._other.draft(state, limit, watch)
             self._other_declines = draft.ended == "off" and not draft.tokens
             self._other_drafted = not self._other_declines
         return draft

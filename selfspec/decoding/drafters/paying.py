@@ -13,6 +13,7 @@ from selfspec.decoding.drafters.base import NGRAM, Draft, DraftsFrom
 from selfspec.decoding.drafters.ngram import StateT
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Steps, ready
 
 NEWEST = 1 / 16
 """Weight of the newest round in the running mean. With 1 / 8 drafts that pay paused by chance: in
@@ -82,10 +83,10 @@ class WhilePaying(Generic[StateT]):
         self._rule = Paying(cost)
         self._drafted = False
 
-    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Draft:
+    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """The other drafter's, or an empty one that ended "off"."""
         self._drafted = not self._rule.pauses()
-        return self._drafter.draft(state, limit, watch) if self._drafted else Draft()
+        return self._drafter.draft(state, limit, watch) if self._drafted else ready(Draft())
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """Weigh the round, and tell the drafter; it does not hear of rounds without it."""

@@ -17,12 +17,13 @@ from itertools import islice
 from typing import Generic, NamedTuple, Protocol
 
 from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import EXIT, Draft, DraftsFrom, State_contra
-from selfspec.decoding.drafters.ngram import StateT
+from selfspec.decoding.drafters.base import EXIT, Draft, State_contra
+from selfspec.decoding.drafters.ngram import NgramDrafter, StateT
 from selfspec.decoding.drafters.paying import Paying
 from selfspec.decoding.prices import DraftCost, each_row
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Steps
 
 ROOT = -1
 """In place of a draft token: the newest committed one."""
@@ -63,7 +64,7 @@ class Guesser(Protocol[State_contra]):
     def begin(self, state: State_contra) -> None:
         """A round begins: the next draft follows what `state` holds."""
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> list[Guesses]:
+    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         """Behind each of `asked`, tokens of `draft` or ROOT; whose parents were asked before."""
 
 
@@ -112,7 +113,7 @@ class Tree:
         self.draft = trunk
         self.parents = trunk.parents = list(range(-1, len(trunk.tokens) - 1))
         self._cost, self._most, self._ends = cost, most, ends
-        self._rows = tuple(islice(each_row(cost.rows), most))
+        self._rows = tuple(islice(each_row(cost.row_costs), most))
         self._tokens = 1.0 + sum(trunk.chances)
         self._steps = 1.0 + sum(self._rows[: len(trunk.tokens)]) + paid
 
@@ -223,7 +224,7 @@ class TreeDrafter(Generic[StateT]):
         end_tokens: Collection[int] = (),
         *,
         most: int,
-        seen: DraftsFrom[StateT] | None = None,
+        seen: NgramDrafter | None = None,
         never_slower: bool = True,
         sampled: bool = False,
     ) -> None:
@@ -241,11 +242,11 @@ class TreeDrafter(Generic[StateT]):
         self._trunk = Draft()
         self._asked = False
 
-    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Draft:
+    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """A draft of at most `limit` tokens in a path."""
         self._trunk = Draft()
         if self._seen is not None:
-            self._trunk = self._seen.draft(state, min(limit, self._most), watch)
+            self._trunk = self._seen.propose(state, min(limit, self._most))
         draft = Draft(
             tokens=list(self._trunk.tokens),
             chances=list(self._trunk.chances),
@@ -258,7 +259,7 @@ class TreeDrafter(Generic[StateT]):
         if limit <= 0 or (self._paying is not None and self._paying.pauses()):
             return draft
         tree = Tree(draft, self._cost, self._most, self._end_tokens)
-        self._grow(tree, state, limit, watch)
+        yield from self._grow(tree, state, limit, watch)
         return tree.finished()
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
@@ -272,7 +273,7 @@ class TreeDrafter(Generic[StateT]):
             if draft.tokens:
                 self._controller.end(draft.depth, len(kept))
 
-    def _grow(self, tree: Tree, state: StateT, limit: int, watch: Stopwatch) -> None:
+    def _grow(self, tree: Tree, state: StateT, limit: int, watch: Stopwatch) -> Steps[None]:
         """Level by level, one question to the head each."""
         width = self._controller.begin()
         level = [ROOT]
@@ -285,7 +286,8 @@ class TreeDrafter(Generic[StateT]):
                 return
             self._asked = True
             tree.pay_head()
-            answers = self._guesser.ask(tree.draft, [node.at for node in asked], watch)
+            nodes = [node.at for node in asked]
+            answers = yield from self._guesser.ask(tree.draft, nodes, watch)
             level = self._add(tree, asked, answers)
             if level and all(map(tree.closes, level)):
                 tree.draft.ended = "eos"

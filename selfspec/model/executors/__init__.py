@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from selfspec.model.kv_pages import PageLayout
 from selfspec.model.rows import Rows
 
 
@@ -28,6 +29,8 @@ class Claims:
     """What asking an exit head takes, likewise."""
     spans: int = 1
     """Sequences of one pass at most; the backbone splits what has more."""
+    pages: PageLayout | None = None
+    """Of keys and values, where texts can share them."""
 
     @property
     def least_rows(self) -> int:

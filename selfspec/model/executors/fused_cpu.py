@@ -99,11 +99,12 @@ class FusedExecutor:
         )
         done(lm_head)
         self._rotations = Rotations(decoder)
-        for index, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
+        for layer, kind in zip(decoder.layers, kinds, strict=True):
             recipe = recipe_of(decoder, layer, kind, dtype)
             rotation = self._rotations.index(kind, recipe.attention.rotation)
-            self._program.add_layer(list(self._operations(recipe, index, rotation)))
+            self._program.add_layer(list(self._operations(recipe, rotation)))
             done(layer)
+        self.claims = replace(self.claims, pages=self._program.layout)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""
@@ -133,10 +134,10 @@ class FusedExecutor:
         for block, positions in pieces:
             yield block, Rows(positions, (Span(lease, len(block)),))
 
-    def _operations(self, recipe: Recipe, index: int, rotation: int) -> Iterator[Operation]:
+    def _operations(self, recipe: Recipe, rotation: int) -> Iterator[Operation]:
         """One layer, from its input to its output."""
         output, mlp = recipe.attention.output, recipe.mlp
-        seen = yield from self._attend(recipe, index, rotation)
+        seen = yield from self._attend(recipe, rotation)
         if not recipe.parallel:
             yield from self._close(recipe, 0, seen, output)
         if isinstance(mlp, Experts):
@@ -174,7 +175,7 @@ class FusedExecutor:
         else:
             yield program.norm(source, HIDDEN, norm, adds=times)
 
-    def _attend(self, recipe: Recipe, index: int, rotation: int) -> Generator[Operation, None, int]:
+    def _attend(self, recipe: Recipe, rotation: int) -> Generator[Operation, None, int]:
         """To the buffer of one row of heads."""
         program, attention = self._program, recipe.attention
         source = yield from self._open(recipe, 0)
@@ -186,7 +187,7 @@ class FusedExecutor:
             queries, keys = attention.row_norms
             yield program.norm(projected, projected, queries)
             yield program.norm(projected, projected, keys, at=len(queries.weight))
-        yield program.attend(projected, seen, attention, layer=index, rotation=rotation)
+        yield program.attend(projected, seen, attention, rotation=rotation)
         return seen
 
     def _activate(self, recipe: Recipe, mlp: Mlp) -> Generator[Operation, None, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Collection, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from selfspec.model.executors.structs import (
     SpanStruct,
     pointers,
 )
+from selfspec.model.kv_pages import PageLayout
 from selfspec.model.panels import PANEL, Stripes, in_panels
 from selfspec.model.products import CompiledLinear
 from selfspec.model.rows import Span
@@ -59,7 +60,8 @@ class Program:
         self._named: dict[tuple[str, int], int] = {}
         self._table: ctypes.Array[Operation] = (Operation * 0)()
         self._starts = [0]  # of each layer among the operations, and their end
-        self._heads: list[tuple[int, int]] = []  # key heads of each layer, and their size
+        self.layout = PageLayout(dtype, ())
+        """Of pages with keys and values of all layers that attend."""
         self._kept: list[Tensor | Stripes] = []  # what the operations point to
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
@@ -116,17 +118,16 @@ class Program:
             adds=adds,
         )
 
-    def attend(
-        self, source: int, target: int, attention: Attention, *, layer: int, rotation: int
-    ) -> Operation:
-        """Causal attention of layer `layer`: queries, keys and values in, one row of heads out.
+    def attend(self, source: int, target: int, attention: Attention, *, rotation: int) -> Operation:
+        """Causal attention of the next layer: queries, keys and values in, one row of heads out.
 
         `rotation`: which of those that `run` is given.
         """
         size, kv, norms = attention.size, attention.kv_heads, attention.head_norms
         self._need(source, (attention.heads + 2 * kv) * size)
         self._need(target, attention.heads * size)
-        self._heads.append((kv, size))
+        width = -(-size // PANEL) * PANEL
+        self.layout = PageLayout(self._dtype, (*self.layout.heads, (kv, width)))
         heads = Heads(
             size=size,
             group=attention.heads // kv,
@@ -144,7 +145,7 @@ class Program:
             kind=Kind.ATTEND,
             source=source,
             target=target,
-            layer=layer,
+            keys=self.layout.places[-2],
             rotation=rotation,
             heads=heads,
         )
@@ -235,8 +236,7 @@ class Program:
         if ends[-1] != len(rows) or len(leases) < len(spans):  # else memory is misread
             raise ValueError(f"{len(rows)} rows are not those of {len(spans)} sequences")
         known = [
-            self._span(rows, span, end - span.count, first, last)
-            for span, end in zip(spans, ends, strict=True)
+            self._span(span, end - span.count, first) for span, end in zip(spans, ends, strict=True)
         ]
         asked = Pass(
             rotations=pointers([turns.data_ptr() for turns in rotations]),
@@ -248,32 +248,23 @@ class Program:
             span.lease.extend(span.count, first, last)
         return found
 
-    def _span(self, rows: Tensor, span: Span, start: int, first: int, last: int) -> SpanStruct:
-        """Where the keys and values of layers first+1..last are, with room for these rows."""
+    def _span(self, span: Span, start: int, first: int) -> SpanStruct:
+        """Where keys and values are from layer first+1 on, with room for these rows."""
         lease, count, parents = span.lease, span.count, span.parents
         held = lease.length(first)
         if parents is not None:  # else it would not come back
             earlier = all(-1 - held <= parent < row for row, parent in enumerate(parents))
             if not earlier or len(parents) != count:
                 raise ValueError(f"{list(parents)} are no parents of {count} rows")
-        buffers: list[tuple[Tensor, Tensor]] = []
-        layer = first
-        for (kv_heads, size), alike in groupby(self._heads[first:last]):
-            no_keys = rows.new_empty(1, kv_heads, 0, -(-size // PANEL) * PANEL)
-            until = layer + len(list(alike))
-            buffers += lease.room(count, layer, until, no_keys, panel=PANEL)
-            layer = until
-        before = [0] * first  # layers that do not run
+        pages = lease.pages(count, first, self.layout)
         found = SpanStruct(
             first=start,
             rows=count,
             held=held,
             parents=None if parents is None else (Long * count)(*parents),
-            keys=pointers([*before, *(keys.data_ptr() for keys, _ in buffers)]),
-            values=pointers([*before, *(values.data_ptr() for _, values in buffers)]),
-            slots=(Long * last)(*before, *(keys.shape[2] for keys, _ in buffers)),
+            pages=pointers([page.address for page in pages]),
         )
-        found.memory = buffers
+        found.memory = pages
         return found
 
     def transform(self, rows: Tensor, target: int) -> Tensor:

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from enum import IntEnum
 
-from torch import Tensor
+from selfspec.model.kv_pages import Page
 
 Long, Float, Pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 
@@ -80,7 +80,7 @@ class Operation(ctypes.Structure):
         ("rounds", Long),
         ("activation", Long),
         ("gated", Long),
-        ("layer", Long),
+        ("keys", Long),
         ("rotation", Long),
         ("heads", Heads),
         ("logits", Long),
@@ -96,12 +96,10 @@ class SpanStruct(ctypes.Structure):
         ("rows", Long),
         ("held", Long),
         ("parents", ctypes.POINTER(Long)),
-        ("keys", ctypes.POINTER(Pointer)),
-        ("values", ctypes.POINTER(Pointer)),
-        ("slots", ctypes.POINTER(Long)),
+        ("pages", ctypes.POINTER(Pointer)),
     )
-    memory: list[tuple[Tensor, Tensor]]
-    """Keys and values by layer: a lease may forget them while they are read."""
+    memory: list[Page]
+    """A lease may forget them while they are read."""
 
 
 class Pass(ctypes.Structure):

@@ -31,12 +31,29 @@ struct Heads {
   long width() const { return up(size, PANEL) * PANEL; }    // of a value, filled up with 0
 };
 
-// The keys and values of a layer. Keys of a head lie in panels of PANEL positions,
-// [slots / PANEL][size][PANEL], its values one after the other, [slots][width]. Both take
-// slots * width numbers, of which keys leave some unused.
+// The keys and values of a layer and a key head, in pages of BLOCK positions. Keys lie in panels of
+// PANEL positions, [BLOCK / PANEL][size][PANEL], values one after the other, [BLOCK][width]. Both
+// take BLOCK * width numbers, of which keys leave some unused.
 struct Store {
-  Number *keys, *values;  // [kv, slots, width]
-  long slots;             // of one head: a multiple of BLOCK
+  Number* const* pages;  // of all positions
+  long keys, values;     // where they are in a page
+  long width;
+
+  Store of(const Heads& heads, long head) const {
+    const long size = BLOCK * heads.width();
+    return {pages, keys + head * size, keys + (heads.kv + head) * size, heads.width()};
+  }
+
+  // Where the keys and values of a block begin.
+  Number* key_block(long slot) const { return pages[slot / BLOCK] + keys; }
+  Number* value_block(long slot) const { return pages[slot / BLOCK] + values; }
+
+  // The first number of a slot's key, of which the next are PANEL apart; and of its value.
+  Number* key(long slot) const {
+    const long place = slot % BLOCK;
+    return key_block(slot) + place / PANEL * PANEL * width + place % PANEL;
+  }
+  Number* value(long slot) const { return value_block(slot) + slot % BLOCK * width; }
 };
 
 // Rows of one sequence, and what is before them.
@@ -131,16 +148,16 @@ struct Positions {
     }
   }
 
-  // Those at [low, high) gathered from `slots` of a head.
-  static Positions of(const Number* keys, const Number* values, long width, const long* slots,
-                      long low, long high, Weight* room) {
+  // Those at [low, high) gathered from `slots`.
+  static Positions of(const Store& store, const long* slots, long low, long high, Weight* room) {
+    const long width = store.width;
     Weight* const to_values = room + BLOCK * width;
     for (long i = low; i < high; i++) {
-      const Number* key = keys + slots[i] / PANEL * PANEL * width + slots[i] % PANEL;
+      const Number *key = store.key(slots[i]), *value = store.value(slots[i]);
       Weight* to = room + i / PANEL * PANEL * width + i % PANEL;
       for (long j = 0; j < width; j++) {
         to[j * PANEL] = as<Weight>(key[j * PANEL]);
-        to_values[i * width + j] = as<Weight>(values[slots[i] * width + j]);
+        to_values[i * width + j] = as<Weight>(value[j]);
       }
     }
     return {room, to_values};
@@ -277,19 +294,18 @@ void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
           const Number* projected) {
   thread_local std::vector<float> turned;
   turned.resize(heads.size);
-  const long width = heads.width(), rows = work.owners.size();
+  const long rows = work.owners.size();
 #pragma omp for collapse(2)
   for (long at = 0; at < rows; at++)
     for (long head = 0; head < heads.kv; head++) {
       const Text& text = texts[work.owners[at]];
-      const Store& store = text.store;
       const long row = at - text.first, slot = text.places.held + row;
       const long number = heads.queries() + head;
       const Number* key = projected + at * heads.row() + number * heads.size;
       const Number* value = key + heads.kv * heads.size;
       turn(heads, number, key, text.places.rotations + row * heads.rotated, turned.data());
-      Number* keys = store.keys + (head * store.slots + slot / PANEL * PANEL) * width + slot % PANEL;
-      Number* values = store.values + (head * store.slots + slot) * width;
+      const Store store = text.store.of(heads, head);
+      Number *keys = store.key(slot), *values = store.value(slot);
       for (long j = 0; j < heads.size; j++)
         keys[j * PANEL] = narrow(turned[j]), values[j] = value[j];
     }
@@ -334,9 +350,8 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
   const auto room = (typename Kind::Weight*)floats;
   const Heads& heads = tile.heads;
   const Places& places = tile.places;
-  const long head = tile.head, first = tile.first, last = tile.last, width = heads.width();
-  const Number *keys = store.keys + head * store.slots * width,
-               *values = store.values + head * store.slots * width;
+  const long first = tile.first, last = tile.last, width = heads.width();
+  const Store own_head = store.of(heads, tile.head);
   const auto start = [&](long position) {
     return heads.window ? std::max(0L, position + 1 - heads.window) : 0;
   };
@@ -348,7 +363,7 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
   }
   end = std::min(end, (chunk + 1) * CHUNK);
   for (long at = std::max(start(low) / BLOCK * BLOCK, chunk * CHUNK); at < end; at += BLOCK) {
-    const Read block = Read::at(keys + at * width, values + at * width, width, room);
+    const Read block = Read::at(own_head.key_block(at), own_head.value_block(at), width, room);
     seen.meet(block, 0, (last - first) * heads.group, 0, BLOCK);
     // from here on each row of a tree sees its own path
     const long cut = places.parents ? std::max(0L, std::min(BLOCK, common - at)) : BLOCK;
@@ -370,7 +385,7 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
         const long low = cut / PANEL * PANEL;
         long slots[BLOCK];
         places.path(row, at, at + to, slots);
-        own = Read::of(keys, values, width, slots, low, to, room + 2 * BLOCK * width);
+        own = Read::of(own_head, slots, low, to, room + 2 * BLOCK * width);
         seen.meet(own, query, heads.group, low, to);
       }
       for (long g = 0; g < heads.group; g++) seen.weigh(query + g, from, to);

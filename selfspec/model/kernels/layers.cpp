@@ -26,7 +26,7 @@ struct Operation {
   long centred, rounds;  // NORM: a mean is taken off; what is normed is rounded before its weight
   long activation;       // ACTIVATE
   long gated;            // ACTIVATE: times the second half of a row
-  long layer, rotation;  // ATTEND
+  long keys, rotation;   // ATTEND: where a page has the layer's keys, which its values follow
   Heads heads;           // ATTEND
   long logits;           // EXPERTS: the buffer of what chooses them
   Experts experts;       // EXPERTS
@@ -37,9 +37,7 @@ struct Span {
   long first, rows;        // of the pass
   long held;               // positions before these rows
   const long* parents;     // [rows], none: a chain
-  Number* const* keys;     // by layer, [kv, slots, width]
-  Number* const* values;
-  const long* slots;       // by layer
+  Number* const* pages;    // of BLOCK positions and all layers each
 };
 
 struct Pass {
@@ -56,7 +54,7 @@ std::vector<Text> texts(const Operation& op, const Pass& pass) {
   for (const Span* s = pass.span; s < pass.span + pass.spans; s++) {
     const float* rotations = pass.rotations[op.rotation] + s->first * op.heads.rotated;
     found.push_back({{s->rows, s->held, s->parents, rotations},
-                     {s->keys[op.layer], s->values[op.layer], s->slots[op.layer]},
+                     {s->pages, op.keys, 0, 0},
                      s->first});
   }
   return found;

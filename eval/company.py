@@ -1,0 +1,176 @@
+"""Requests alone and in company: do token ids and the bits of logits stay?
+
+    python -m eval.company --questions question_dev.jsonl --output eval/results/company
+
+Each of 60 Spec-Bench questions is answered alone, without drafts, then in engines of at most 2, 7,
+16 and 32 texts, with and without drafts: they come at random times, some others are cancelled, long
+prompts enter in pieces. Every third is sampled, with a seed. In float32 and bfloat16, from numbers
+and from the blocks of the model's file. Writes `summary.json` and `table.md`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import Tensor
+
+from eval.side_by_side import loaded
+from selfspec.api.speculator import Speculator
+from selfspec.cli.env import machine
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
+from selfspec.decoding.engine import Engine, Running
+from selfspec.decoding.runtime import Asked, Runtime
+from selfspec.decoding.scores import Sampler
+from selfspec.eval.suites import load_suite, spread
+from selfspec.files import write
+
+PATIENCE = 1.0
+
+
+class Hashing:
+    """An acceptance rule that hashes the target logits of every committed token."""
+
+    lossless = True
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        self._rule = rule
+        self.hashes: list[str] = []
+
+    def verdict(
+        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+    ) -> Verdict:
+        """What the rule says."""
+        logits = target.row(row)[0].contiguous().numpy()
+        self.hashes.append(hashlib.blake2b(logits.data, digest_size=8).hexdigest())
+        return self._rule.verdict(ids, target, row, proposed)
+
+
+class Hashed(Runtime):
+    """Keeps the hashes of each text."""
+
+    def __init__(self, other: Runtime) -> None:
+        super().__init__(other.backbone, other.heads, other.draft_model)
+        self.heard: list[Hashing] = []
+
+    def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
+        """The usual one, heard."""
+        self.heard.append(Hashing(super().rule(sampler, options)))
+        return self.heard[-1]
+
+
+@dataclass
+class Texts:
+    """Requests of one model, and what each is alone."""
+
+    speculator: Speculator
+    prompts: Sequence[str]
+    new_tokens: int
+
+    def __post_init__(self) -> None:
+        self.runtime = Hashed(self.speculator.runtime)
+        self.alone = []
+        for number in range(len(self.prompts)):
+            running = Engine(self.runtime).add(self.asked(number), self.options(drafts=False))
+            tokens = [token for entry in running for token in entry.tokens]
+            self.alone.append((tokens, self.runtime.heard[-1].hashes))
+
+    def asked(self, number: int) -> Asked:
+        """The request, made anew."""
+        options: Any = {"max_new_tokens": self.new_tokens}
+        if number % 3 == 0:
+            options |= {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": number}
+        else:
+            options |= {"do_sample": False}
+        return self.speculator.call(self.prompts[number], options).request.only()
+
+    def options(self, *, drafts: bool) -> SpeculationOptions:
+        """The default ones, which never cost time, also where that means few drafts."""
+        return self.speculator.options.updated({"speculate": drafts})
+
+    def differing(self, most: int, *, drafts: bool) -> dict[str, int]:
+        """Texts, positions, and how many of both are not what they are alone."""
+        dice = random.Random(most)
+        engine = Engine(self.runtime, most=most, patience=PATIENCE)
+        left = list(range(len(self.prompts)))
+        dice.shuffle(left)
+        running: dict[Running, tuple[int, Hashing]] = {}
+        cancelled = 0
+        while left or engine.texts:
+            for _ in range(min(len(left), dice.randrange(4))):
+                number = left.pop()
+                one = engine.add(self.asked(number), self.options(drafts=drafts))
+                running[one] = number, self.runtime.heard[-1]
+                if dice.random() < 0.15:  # the same again, which will not be finished
+                    twin = engine.add(self.asked(number), self.options(drafts=drafts))
+                    running[twin] = number, self.runtime.heard[-1]
+            engine.step()
+            if dice.random() < 0.05 and (going := [one for one in running if not one.ended]):
+                dice.choice(going).close()
+                cancelled += 1
+        found = {"texts": 0, "positions": 0, "cancelled": cancelled, "drafted": 0, "differing": 0}
+        for one, (number, rule) in running.items():
+            entries = one.take()
+            tokens, hashes = self.alone[number]
+            same = [token for entry in entries for token in entry.tokens]
+            found["texts"] += 1
+            found["positions"] += len(same)
+            found["drafted"] += sum(len(entry.draft_tokens) for entry in entries)
+            pairs = zip(same, rule.hashes, tokens, hashes, strict=False)
+            found["differing"] += sum(a != c or b != d for a, b, c, d in pairs)
+        return found
+
+
+def main(
+    questions: Annotated[Path, typer.Option(help="Spec-Bench's question file.")],
+    output: Annotated[Path, typer.Option(help="Results folder.")],
+    model: str | None = None,
+    dtypes: Annotated[str, typer.Option(help="With commas.")] = "float32,bfloat16",
+    requests: Annotated[int, typer.Option(min=1)] = 60,
+    new_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    most: Annotated[str, typer.Option(help="Texts at once, with commas.")] = "2,7,16,32",
+) -> None:
+    """Compare, then write."""
+    suite = spread(load_suite("spec-bench", questions), requests)
+    prompts = [question.turns[0] for question in suite]
+    found = []
+    for dtype in dtypes.split(","):
+        for numbers in (False, True):
+            texts = Texts(loaded(model, None, dtype, "auto", numbers=numbers), prompts, new_tokens)
+            for count in map(int, most.split(",")):
+                for drafts in (False, True):
+                    weights = "numbers" if numbers else "as in the file"
+                    entry = {"dtype": dtype, "weights": weights, "most": count, "drafts": drafts}
+                    found.append(entry | texts.differing(count, drafts=drafts))
+                    print(found[-1], flush=True)
+    summary = {
+        "command": f"python {shlex.join(sys.argv)}",
+        "machine": machine(),
+        "requests": len(prompts),
+        "found": found,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write(output / "table.md", as_text(found))
+    print(as_text(found), end="")
+
+
+def as_text(found: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    names = list(found[0])
+    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    lines += [f"| {' | '.join(str(entry[name]) for name in names)} |" for entry in found]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,292 @@
+"""Many answers at once: tokens per second by how many are written together, and how long one waits.
+
+Comes in: a speculator and questions. Goes out: figures by method and number of texts. Methods take
+turns at each number. Called by `selfspec bench --concurrency`.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from selfspec.api.speculator import Speculator
+from selfspec.api.text import encode
+from selfspec.decoding.engine import Engine, Running
+from selfspec.eval.methods import unchanged
+
+PATIENCE = 1.5
+"""Rounds that a prompt may delay others by, where waiting is measured."""
+
+
+@dataclass(kw_only=True)
+class Load:
+    """What a method did with all prompts, so many at once."""
+
+    method: str
+    texts: int
+    seconds: float = 0.0
+    tokens: int = 0
+    steps_s: float = 0.0
+    """Of rounds in which as many texts as asked for are written and no prompt enters."""
+    steps_tokens: int = 0
+    first_s: list[float] = field(default_factory=list)
+    """From a prompt's arrival to its first token; where that can be seen."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Between rounds of a text."""
+    same: int = 0
+    """Answers that are those of plain decoding alone."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """With prompts."""
+        return self.tokens / self.seconds
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Behind the prompts, all places taken."""
+        return self.steps_tokens / self.steps_s if self.steps_tokens else None
+
+    def summary(self) -> dict[str, Any]:
+        """For a file: figures, without the lists."""
+        kept = asdict(self)
+        first, gaps = kept.pop("first_s"), kept.pop("gaps_s")
+        return kept | {
+            "tokens_per_s": self.tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "first_s": _middle_and_tail(first),
+            "gaps_s": _middle_and_tail(gaps),
+        }
+
+
+Write = Callable[[Speculator, Sequence[Tensor], int, int], tuple[Load, list[list[int]]]]
+"""Answers to prompts [1, P] of so many tokens, so many texts at once."""
+
+
+def ours(**settings: Any) -> Write:
+    """On our engine; all prompts are there from the start."""
+
+    def write(
+        speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int
+    ) -> tuple[Load, list[list[int]]]:
+        load = Load(method="", texts=texts)
+        engine, start = speculator.engine(most=texts), time.perf_counter()
+        running = [_added(engine, speculator, ids, count, settings) for ids in prompts]
+        answers: dict[Running, list[int]] = {one: [] for one in running}
+        newest = dict.fromkeys(running, start)
+        while engine.texts:
+            before = time.perf_counter()
+            news = engine.step()
+            now = time.perf_counter()
+            rounds = [(one, entry) for one in news for entry in one.take()]
+            for one, entry in rounds:
+                answers[one] += entry.tokens
+                (load.first_s if entry.prefill else load.gaps_s).append(now - newest[one])
+                newest[one] = now
+            if len(rounds) == texts and not any(entry.prefill for _, entry in rounds):
+                load.steps_s += now - before
+                load.steps_tokens += sum(len(entry.tokens) for _, entry in rounds)
+        load.seconds = time.perf_counter() - start
+        return load, list(answers.values())
+
+    return write
+
+
+def _added(
+    engine: Engine, speculator: Speculator, ids: Tensor, count: int, settings: Mapping[str, Any]
+) -> Running:
+    call = speculator.call(ids, {"max_new_tokens": count, "do_sample": False, **settings})  # type: ignore[typeddict-item]  # a mapping of options
+    return engine.add(call.request.only(), call.speculation)
+
+
+class _Times(LogitsProcessor):
+    """Notes when logits of a step were there."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002  # the protocol's
+        self.at.append(time.perf_counter())
+        return scores
+
+
+def padded_batch(
+    speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int
+) -> tuple[Load, list[list[int]]]:
+    """Transformers' `generate`: batches of `texts` prompts, padded on the left."""
+    load, answers, start = Load(method="", texts=texts), list[list[int]](), time.perf_counter()
+    model: Any = speculator.model
+    ends = _ends(model)
+    for first in range(0, len(prompts), texts):
+        group = prompts[first : first + texts]
+        longest = max(ids.shape[1] for ids in group)
+        ids = torch.zeros(len(group), longest, dtype=torch.int64, device=group[0].device)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(group):
+            ids[row, -prompt.shape[1] :], mask[row, -prompt.shape[1] :] = prompt[0], 1
+        times = _Times()
+        found = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=count,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([times]),
+        )
+        made = [_through_end(row, ends) for row in found[:, longest:].tolist()]
+        answers += made
+        load.first_s += [times.at[0] - start] * len(group)
+        if len(group) == texts and len(times.at) > 1:
+            load.steps_s += times.at[-1] - times.at[0]
+            load.steps_tokens += sum(len(tokens) - 1 for tokens in made)
+    load.seconds = time.perf_counter() - start
+    return load, answers
+
+
+def continuous(
+    speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int
+) -> tuple[Load, list[list[int]]]:
+    """Transformers' continuous batching: `generate_batch`, so many prompts at a time."""
+    load, answers, start = Load(method="", texts=texts), list[list[int]](), time.perf_counter()
+    model: Any = speculator.model
+    ends = _ends(model)
+    config = GenerationConfig(
+        max_new_tokens=count, do_sample=False, eos_token_id=sorted(ends), pad_token_id=min(ends)
+    )
+    for first in range(0, len(prompts), texts):
+        group = [ids[0].tolist() for ids in prompts[first : first + texts]]
+        found = model.generate_batch(group, generation_config=config, progress_bar=False)
+        made = {tuple(one.prompt_ids): list(one.generated_tokens) for one in found.values()}
+        answers += [made[tuple(ids)] for ids in group]
+    load.seconds = time.perf_counter() - start
+    return load, answers
+
+
+METHODS: dict[str, Write] = {
+    "plain": ours(speculate=False),
+    "default": ours(),
+    "hugging-face-padded": padded_batch,
+    "hugging-face-continuous": continuous,
+}
+"""By name."""
+
+
+def measured(
+    speculator: Speculator,
+    prompts: Sequence[str],
+    *,
+    texts: Sequence[int],
+    new_tokens: int,
+    methods: Sequence[str],
+    seed: int = 0,
+) -> Iterator[Load]:
+    """All methods at each number of texts, in random order."""
+    device = speculator.backbone.device
+    ids = [encode(speculator.tokenizer, prompt).to(device) for prompt in prompts]
+    _, expected = METHODS["plain"](speculator, ids, new_tokens, 1)
+    with unchanged(speculator):
+        for name in methods:  # what is made at the first use does not count
+            METHODS[name](speculator, ids[:2], 2, 2)
+        for count in texts:
+            order = list(methods)
+            random.Random(f"{seed} {count}").shuffle(order)
+            for name in order:
+                load, answers = METHODS[name](speculator, ids, new_tokens, count)
+                load.method, load.tokens = name, sum(map(len, answers))
+                load.same = sum(a == b for a, b in zip(answers, expected, strict=True))
+                yield load
+
+
+def joined_late(speculator: Speculator, prompts: Sequence[str], *, rows: int) -> dict[str, float]:
+    """How much longer a round takes while a prompt of `rows` tokens enters beside others.
+
+    Medians, in seconds and in rounds, and when the prompt's first token came.
+    """
+    device = speculator.backbone.device
+    engine = speculator.engine(most=len(prompts) + 1, patience=PATIENCE)
+    for prompt in prompts:
+        ids = encode(speculator.tokenizer, prompt).to(device)
+        _added(engine, speculator, ids, 2000, {"speculate": False, "eos_token_id": -1})
+    while any(one.prefill for running in engine.step() for one in running.take()):
+        pass
+    usual = [_timed(engine) for _ in range(20)]
+    filler = torch.arange(rows, device=device)[None] % speculator.backbone.vocab_size
+    start = time.perf_counter()
+    late = _added(engine, speculator, filler, 4, {"speculate": False})
+    during = []
+    while not late.fresh:
+        during.append(_timed(engine, but=late))
+    first = time.perf_counter() - start
+    before, after = statistics.median(usual), statistics.median(during)
+    return {
+        "round_s": before,
+        "round_with_prompt_s": after,
+        "rounds": after / before,
+        "worst_rounds": max(during) / before,
+        "first_token_s": first,
+    }
+
+
+def _timed(engine: Engine, but: Running | None = None) -> float:
+    start = time.perf_counter()
+    for running in engine.step():
+        if running is not but:
+            running.take()
+    return time.perf_counter() - start
+
+
+def table(loads: Sequence[Load]) -> str:
+    """Markdown: tokens per second by method and number of texts, then waiting."""
+    counts = sorted({load.texts for load in loads})
+    by = {(load.method, load.texts): load for load in loads}
+    names = list(dict.fromkeys(load.method for load in loads))
+    parts: list[tuple[str, Callable[[Load], str]]] = [
+        ("tokens/s, prompts included", lambda load: f"{load.tokens_per_s:.0f}"),
+        ("tokens/s behind the prompts", lambda load: _number(load.decode_tokens_per_s)),
+        ("first token, s: p50 / p95", lambda load: _pair(load.first_s)),
+        ("between rounds, s: p50 / p95", lambda load: _pair(load.gaps_s)),
+        ("answers as alone", lambda load: str(load.same)),
+    ]
+    lines = []
+    for title, show in parts:
+        lines += [
+            f"| {title} | {' | '.join(map(str, counts))} |",
+            "| --- |" + " ---: |" * len(counts),
+        ]
+        for name in names:
+            cells = [show(by[name, count]) if (name, count) in by else "" for count in counts]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _ends(model: Any) -> set[int]:
+    found = model.generation_config.eos_token_id
+    return set(found if isinstance(found, list) else [found])
+
+
+def _through_end(tokens: list[int], ends: set[int]) -> list[int]:
+    place = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: place + 1]
+
+
+def _middle_and_tail(seconds: Sequence[float]) -> tuple[float, float] | None:
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def _pair(seconds: Sequence[float]) -> str:
+    found = _middle_and_tail(seconds)
+    return "" if found is None else f"{found[0]:.3f} / {found[1]:.3f}"

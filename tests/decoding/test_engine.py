@@ -1,0 +1,280 @@
+"""Many texts in one engine: each is what it is alone, whoever comes, goes or fails beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.decode import StopRule
+from selfspec.decoding.engine import Engine, Running
+from selfspec.decoding.prices import beside
+from selfspec.decoding.runtime import Asked, Runtime
+from selfspec.decoding.scores import Sampler
+from selfspec.errors import InvalidOption
+from selfspec.eval.company import Listening
+from selfspec.eval.decoding import Recorder
+from selfspec.heads import answers
+from selfspec.heads.exit_heads import logit_lens
+from selfspec.model.backbone import Backbone
+from selfspec.model.rows import Rows
+from tests.models import make_model, needs_compiler, random_ids
+
+NEW = 14
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One request."""
+
+    prompt: Tensor
+    seed: int | None
+    options: SpeculationOptions
+
+    def asked(self, processors: Sequence[Any] = ()) -> Asked:
+        sampler = Sampler(LogitsProcessorList(processors))
+        if self.seed is not None:
+            sampler = replace(sampler, do_sample=True).seeded(self.seed, torch.device("cpu"))
+        return Asked(
+            ids=self.prompt,
+            sampler=sampler,
+            stop=StopRule(max_length=self.prompt.shape[1] + NEW, end_tokens=(3,)),
+        )
+
+
+BASE = SpeculationOptions(never_slower=False)
+PLAIN = SpeculationOptions(speculate=False)
+NGRAM = BASE.updated({"drafter": "ngram"})
+EXITS = BASE.updated({"drafter": "exit:layers=2,threshold=0.01,max_tokens=3,guesses=1"})
+SECOND = BASE.updated({"drafter": "draft-model:max_tokens=2"})
+BOTH = BASE.updated({"drafter": "ngram+exit:layers=2/4,threshold=0.01,max_tokens=3,guesses=3"})
+
+
+def listening(backbone: Backbone) -> Listening:
+    heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
+    second = Backbone(make_model("llama", num_hidden_layers=2, max_position_embeddings=512))
+    return Listening(Runtime(backbone, heads, second))
+
+
+def requests(count: int, options: Sequence[SpeculationOptions]) -> list[Wanted]:
+    """Short and long prompts, some with a common beginning, greedy and drawn."""
+    common = random_ids(80, seed=99)
+    found = []
+    for number in range(count):
+        own = random_ids(3 + 7 * (number % 9), seed=number)
+        prompt = torch.cat([common, own], dim=1) if number % 4 == 1 else own
+        seed = number if number % 3 == 0 else None
+        found.append(Wanted(prompt, seed, options[number % len(options)]))
+    return found
+
+
+def written(runtime: Listening, wanted: Wanted) -> tuple[list[int], Tensor]:
+    """Alone."""
+    running = Engine(runtime).add(wanted.asked(), wanted.options)
+    tokens = [token for entry in running for token in entry.tokens]
+    return tokens, runtime.heard[-1].logits
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def runtime(request: pytest.FixtureRequest) -> Listening:
+    backbone = Backbone(make_model(request.param, max_position_embeddings=512))
+    return listening(backbone)
+
+
+@needs_compiler
+@pytest.mark.parametrize("most", [2, 7, 32])
+@pytest.mark.parametrize("patience", [None, 0.5], ids=["", "in pieces"])
+def test_texts_have_the_bits_that_they_have_alone(
+    runtime: Listening, most: int, patience: float | None
+) -> None:
+    """Random arrivals and cancellations, every kind of draft, greedy and drawn, one prefix."""
+    dice = random.Random(most)
+    wanted = requests(24, [PLAIN, NGRAM, EXITS, BOTH, SECOND])
+    alone = [written(runtime, one) for one in wanted]
+    engine = Engine(runtime, most=most, patience=patience)
+    running: dict[Running, tuple[int, Recorder]] = {}
+    dropped = set()
+    left = list(range(len(wanted)))
+    dice.shuffle(left)
+    while left or engine.texts:
+        for _ in range(min(len(left), dice.randrange(4))):
+            number = left.pop()
+            one = engine.add(wanted[number].asked(), wanted[number].options)
+            running[one] = number, runtime.heard[-1]
+        engine.step()
+        if dice.random() < 0.1:
+            one = dice.choice([*running])
+            one.close()
+            dropped.add(one)
+    assert dropped
+    shared = 0
+    for one, (number, rule) in running.items():
+        tokens = [token for entry in one.take() for token in entry.tokens]
+        expected, logits = alone[number]
+        assert tokens == expected[: len(tokens)]
+        assert len(tokens) == len(expected) or one in dropped
+        if tokens:
+            assert torch.equal(rule.logits, logits[: len(tokens)])
+        shared += one.stats.reused_tokens
+    assert shared >= 64  # a page of the common beginning
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", [EXITS, SECOND], ids=["exits", "second model"])
+def test_all_texts_of_a_round_draft_and_verify_together(
+    runtime: Listening, options: SpeculationOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass of a round, of the model and of one that drafts, has a row of every text."""
+    seen: list[tuple[int, int, int]] = []
+    asked: list[int] = []
+    run, ask = Backbone.run, answers.answer
+
+    def watched(self: Backbone, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        seen.append((len(rows.spans), first, last))
+        return run(self, hidden, first, last, rows)
+
+    def heard(head: Any, hidden: Tensor, deep: Tensor | None, **rest: Any) -> Any:
+        asked.append(len(hidden))
+        return ask(head, hidden, deep, **rest)
+
+    engine = Engine(runtime)
+    for number in range(5):
+        engine.add(Wanted(random_ids(9 + number, seed=number), None, options).asked(), options)
+    engine.step()  # the prompts
+    monkeypatch.setattr(Backbone, "run", watched)
+    monkeypatch.setattr(answers, "answer", heard)
+    engine.step()
+    assert {texts for texts, _, _ in seen} == {5}
+    layers = runtime.backbone.num_layers
+    if options is SECOND:
+        assert [end for _, _, end in seen] == [2, 2, layers]
+        assert not asked
+    else:
+        assert seen == [(5, 0, 2)] * 3 + [(5, 0, 2), (5, 2, layers)]
+        assert asked == [5] * 3
+
+
+def test_texts_that_cannot_share_passes_are_what_they_are_alone() -> None:
+    """Through the model's own modules, where each runs by itself."""
+    backbone = Backbone(make_model("llama"), executor="generic")
+    runtime = listening(backbone)
+    wanted = requests(6, [PLAIN, EXITS])
+    alone = [written(runtime, one) for one in wanted]
+    engine = Engine(runtime, patience=0.1)
+    running = [engine.add(one.asked(), one.options) for one in wanted]
+    for one, rule, (tokens, logits) in zip(running, runtime.heard[-6:], alone, strict=True):
+        assert [token for entry in one for token in entry.tokens] == tokens
+        assert torch.equal(rule.logits, logits)
+
+
+class Failing:
+    """A processor that raises at its n-th call."""
+
+    def __init__(self, after: int, error: BaseException) -> None:
+        self.left, self.error = after, error
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return scores
+
+
+@needs_compiler
+def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening) -> None:
+    wanted = requests(5, [PLAIN, BOTH])
+    alone = [written(runtime, one)[0] for one in wanted]
+    engine = Engine(runtime)
+    error = ZeroDivisionError("in a processor")
+    running = [
+        engine.add(one.asked([Failing(4, error)] if number == 2 else ()), one.options)
+        for number, one in enumerate(wanted)
+    ]
+    while engine.texts:
+        engine.step()
+    for number, (one, expected) in enumerate(zip(running, alone, strict=True)):
+        tokens = [token for entry in one.take() for token in entry.tokens]
+        if number == 2:
+            assert tokens == expected[: len(tokens)]
+            with pytest.raises(ZeroDivisionError):
+                one.take()
+        else:
+            assert tokens == expected
+    assert engine.memory.used == 0
+
+
+def _drain(engine: Engine) -> None:
+    while engine.texts:
+        engine.step()
+
+
+@needs_compiler
+def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(runtime: Listening) -> None:
+    wanted = requests(4, [PLAIN])
+    alone = [written(runtime, one)[0] for one in wanted]
+    engine = Engine(runtime)
+    stop = [Failing(3, KeyboardInterrupt())]
+    for number, one in enumerate(wanted):
+        engine.add(one.asked(stop if number == 1 else ()), one.options)
+    with pytest.raises(KeyboardInterrupt):
+        _drain(engine)
+    assert engine.texts == 0
+    assert engine.memory.used == 0
+    again = engine.add(wanted[0].asked(), wanted[0].options)
+    assert [token for entry in again for token in entry.tokens] == alone[0]
+
+
+@needs_compiler
+def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening) -> None:
+    engine = Engine(runtime, patience=0.5)
+    first = engine.add(Wanted(random_ids(4), None, PLAIN).asked(), PLAIN)
+    engine.step()
+    late = Wanted(random_ids(300, seed=5), None, PLAIN)
+    second = engine.add(late.asked(), PLAIN)
+    while not second.fresh:
+        before = len(first.fresh)
+        engine.step()
+        assert len(first.fresh) == before + 1 or first.ended
+    assert len(first.fresh) > 3
+    (entry,) = second.take()
+    assert len(entry.passes) > 3
+    assert sum(rows for rows, _, _ in entry.passes) == 300
+
+
+@needs_compiler
+def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening) -> None:
+    page = runtime.backbone.position_bytes * 64
+    engine = Engine(runtime, kv_memory=6 * page)
+    with pytest.raises(InvalidOption, match=r"a text of up to 514 tokens needs .*kv_memory is"):
+        engine.add(Wanted(random_ids(500), None, PLAIN).asked(), PLAIN)
+    wanted = requests(12, [PLAIN, BOTH])
+    alone = [written(runtime, one)[0] for one in wanted]
+    running = [engine.add(one.asked(), one.options) for one in wanted]
+    most = 0
+    while engine.texts:
+        engine.step()
+        memory = engine.memory
+        assert memory.used + memory.kept <= memory.most == 6 * page
+        assert memory.used + memory.promised <= memory.most
+        most = max(most, memory.used)
+    assert most > 3 * page  # several at once
+    for one, expected in zip(running, alone, strict=True):
+        assert [token for entry in one.take() for token in entry.tokens] == expected
+
+
+def test_a_row_costs_more_of_a_fuller_round() -> None:
+    rows = (0.05,) * 9 + (0.1,)
+    assert beside(rows, 1) == rows
+    found = [beside(rows, texts)[0] for texts in (1, 2, 4, 8, 16, 32)]
+    assert found == sorted(found)
+    # two rows more, of 1 + one row: by two texts, for two tokens
+    assert beside(rows, 2)[0] == pytest.approx(0.1 / 1.05)
+    # beyond the tenth row all cost the same: a round of 32 texts is nearly all rows
+    assert beside(rows, 32) == pytest.approx([32 * 0.1 / (1 + 9 * 0.05 + 22 * 0.1)])

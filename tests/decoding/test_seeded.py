@@ -1,0 +1,382 @@
+"""Sampling with a seed: a text is a function of prompt and seed, drawn by the model's own law.
+
+Each draw is tied to the seed and its position, so drafts can only be right or wrong: whatever
+drafts, and whatever else is written at the same time, the text is that of plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import count, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding import scores
+from selfspec.decoding.acceptance import SeededMatch, SpeculativeSampling
+from selfspec.decoding.decode import rounds
+from selfspec.decoding.drafters import Draft, NoDrafter
+from selfspec.decoding.runtime import acceptance_rule
+from selfspec.decoding.scores import Sampler, mixed
+from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import alone
+from selfspec.model.backbone import Backbone
+from tests import ladder, laws
+from tests.ladder import TEMPERATURE, chi_square_p, enumerate_sequences
+from tests.models import make_model, random_ids
+
+SEED, NEW_TOKENS = 11, 24
+
+METHODS: dict[str, dict[str, Any]] = {
+    "exit": {"drafter": "exit:layers=3,threshold=0.01,max_tokens=3"},
+    "exit of two layers": {"drafter": "exit:threshold=0.05,max_tokens=3"},
+    "siblings": {"drafter": "exit:layers=3,threshold=0.01,guesses=3,max_rows=6,max_tokens=2"},
+    "trees": {"drafter": "exit:layers=0,threshold=0.01,guesses=3,max_rows=9,max_tokens=3"},
+    "trees around seen text": {"drafter": "ngram+exit:layers=0,threshold=0.01,guesses=3"},
+    "ngram": {"drafter": "ngram:size=2"},
+    "ngram, else exit": {"drafter": "ngram+exit:layers=3,threshold=0.01,max_tokens=3"},
+    "draft model": {"drafter": "draft-model:max_tokens=3"},
+    "ngram, else draft model": {"drafter": "ngram+draft-model:max_tokens=3"},
+    "confident exits": {"drafter": "exit:threshold=0.05", "controller": "threshold:threshold=0.1"},
+    "exit, pinned": {"drafter": "exit:layers=3,threshold=0.01", "pinned": True},
+}
+"""How to draft; all of these draft, mostly wrongly."""
+
+FLAT: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 2.0}
+"""The tiny models' own laws are nearly one-hot."""
+
+
+@pytest.fixture(scope="module")
+def speculator() -> Speculator:
+    """The tiny Llama in float64: what differs in the last bits must not decide a draw."""
+    model = make_model("llama", torch.float64)
+    heads = ladder.deep_heads(Backbone(model, executor="generic"))
+    second = make_model("llama", torch.float64, num_hidden_layers=2)
+    return wrap(
+        model,
+        heads=heads,
+        draft_model=second,
+        executor="generic",
+        prices="row=0,head=0",
+        never_slower=False,
+    )
+
+
+def repeating(length: int, seed: int = 0) -> Tensor:
+    """[1, length] ids of a few kinds, so that text already seen has something to say."""
+    return random_ids(length, seed, vocab_size=4)
+
+
+def plain(speculator: Speculator, ids: Tensor, **options: Any) -> list[int]:
+    given = FLAT | {"max_new_tokens": NEW_TOKENS, "seed": SEED} | options
+    return speculator.generate(ids, drafter="none", **given).token_ids
+
+
+# The text
+
+
+@pytest.fixture(scope="module")
+def texts(speculator: Speculator) -> list[list[int]]:
+    """Of seeds 0, 1, 2, each behind a prompt of its own."""
+    return [plain(speculator, repeating(13, seed), seed=seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_drafts_change_a_sampled_token(
+    speculator: Speculator, method: str, texts: list[list[int]]
+) -> None:
+    drafted = accepted = 0
+    for seed, text in enumerate(texts):
+        given = FLAT | {"max_new_tokens": NEW_TOKENS, "seed": seed}
+        answer = speculator.generate(repeating(13, seed), **given | METHODS[method])
+        assert answer.token_ids == text
+        assert answer.stats.lossless
+        drafted += answer.stats.drafted
+        accepted += answer.stats.accepted
+    assert 0 < accepted < drafted  # some were right, some were wrong
+
+
+@pytest.mark.parametrize("method", ["exit", "trees around seen text", "draft model"])
+def test_processors_shape_the_same_text_with_any_drafts(
+    speculator: Speculator, method: str
+) -> None:
+    ids = repeating(13)
+    for options in ({"repetition_penalty": 1.3}, {"top_k": 5}, {"no_repeat_ngram_size": 2}):
+        given: dict[str, Any] = FLAT | {"max_new_tokens": 20, "seed": SEED} | options
+        expected = plain(speculator, ids, max_new_tokens=20, **options)
+        assert speculator.generate(ids, **given | METHODS[method]).token_ids == expected
+
+
+@pytest.mark.parametrize("method", ["exit", "trees", "draft model"])
+def test_the_place_where_a_text_ends_changes_nothing_before(
+    speculator: Speculator, method: str
+) -> None:
+    ids = repeating(13)
+    whole = plain(speculator, ids)
+    for length in (1, 2, 3, 7):
+        given = FLAT | {"max_new_tokens": length, "seed": SEED} | METHODS[method]
+        assert speculator.generate(ids, **given).token_ids == whole[:length]
+    ended = speculator.generate(
+        ids, **FLAT, **METHODS[method], max_new_tokens=40, seed=SEED, eos_token_id=whole[9]
+    )
+    assert ended.token_ids == whole[: whole.index(whole[9]) + 1]
+
+
+def test_a_turn_of_a_conversation_is_what_it_is_by_itself(speculator: Speculator) -> None:
+    session, first = speculator.session(), repeating(9)
+    given: dict[str, Any] = FLAT | {"max_new_tokens": 20} | METHODS["exit"]
+    answer = session.generate(first, seed=3, **given)
+    turn = torch.cat([first, torch.tensor([[*answer.token_ids, 5, 6]])], dim=1)
+    again = session.generate(turn, seed=4, **given)
+    assert again.stats.reused_tokens > 0
+    assert again.token_ids == plain(speculator, turn, max_new_tokens=20, seed=4)
+
+
+def test_a_text_that_its_own_law_goes_on_is_the_text_itself(speculator: Speculator) -> None:
+    """A draw knows its position, not how the prompt came to be."""
+    ids = repeating(13)
+    whole = plain(speculator, ids)
+    longer = torch.cat([ids, torch.tensor([whole[:15]])], dim=1)
+    assert plain(speculator, longer, max_new_tokens=NEW_TOKENS - 15) == whole[15:]
+
+
+def test_draws_that_go_by_their_order_would_be_seen(
+    speculator: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: drafts take draws away from the text."""
+    order = count()
+    monkeypatch.setattr(scores, "mixed", lambda seed, _: seed + next(order))
+    ids = repeating(13)
+    given = FLAT | {"max_new_tokens": NEW_TOKENS, "seed": SEED}
+    assert speculator.generate(ids, **given | METHODS["exit"]).token_ids != plain(speculator, ids)
+
+
+# Rows of a batch
+
+
+PROMPTS = (repeating(13), repeating(7, seed=1), repeating(10, seed=2))
+
+
+def left_padded() -> tuple[Tensor, Tensor]:
+    """`PROMPTS` as rows of one batch, and its mask."""
+    longest = max(prompt.shape[1] for prompt in PROMPTS)
+    ids = torch.full((len(PROMPTS), longest), 3)  # a token like others: the mask alone tells
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, longest - prompt.shape[1] :] = prompt[0]
+        mask[row, longest - prompt.shape[1] :] = 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("method", [None, *METHODS], ids=str)
+def test_a_row_of_a_batch_is_its_prompt_alone_with_the_seed_plus_its_number(
+    speculator: Speculator, method: str | None
+) -> None:
+    drafting = {"drafter": "none"} if method is None else METHODS[method]
+    ids, mask = left_padded()
+    given = FLAT | {"max_new_tokens": 20, "attention_mask": mask} | drafting
+    answers = speculator.generate_batch(ids, **given, seed=SEED)
+    for row, (answer, prompt) in enumerate(zip(answers, PROMPTS, strict=True)):
+        assert answer.token_ids == plain(speculator, prompt, max_new_tokens=20, seed=SEED + row)
+    assert method is None or any(answer.stats.drafted for answer in answers)
+
+
+def test_texts_of_one_prompt_differ_and_can_be_made_again(speculator: Speculator) -> None:
+    given = FLAT | {"max_new_tokens": 12, "num_return_sequences": 3} | METHODS["exit"]
+    answers = speculator.generate_batch(PROMPTS[0], **given, seed=SEED)
+    texts = [answer.token_ids for answer in answers]
+    assert texts == [
+        plain(speculator, PROMPTS[0], max_new_tokens=12, seed=SEED + row) for row in range(3)
+    ]
+    assert len({tuple(text) for text in texts}) == 3
+
+
+def test_seeds_go_round_at_64_bits(speculator: Speculator) -> None:
+    both = torch.cat([PROMPTS[0], PROMPTS[0]])
+    last, first = speculator.generate_batch(both, **FLAT, max_new_tokens=8, seed=2**64 - 1)
+    assert last.token_ids == plain(speculator, PROMPTS[0], max_new_tokens=8, seed=-1)
+    assert first.token_ids == plain(speculator, PROMPTS[0], max_new_tokens=8, seed=0)
+
+
+# The rule
+
+
+def sampler_of(seed: int) -> Sampler:
+    return Sampler(LogitsProcessorList(), do_sample=True).seeded(seed, torch.device("cpu"))
+
+
+def test_a_seed_asks_for_the_rule_that_matches_draws(speculator: Speculator) -> None:
+    seeded = sampler_of(3)
+    rule = acceptance_rule(seeded, speculator.options)
+    assert isinstance(rule, SeededMatch)
+    assert rule.lossless
+    free = replace(seeded, seed=None)
+    assert isinstance(acceptance_rule(free, speculator.options), SpeculativeSampling)
+
+
+def test_a_draft_stays_exactly_where_it_is_the_targets_own_draw() -> None:
+    sampler = sampler_of(5)
+    kept = Counter[bool]()
+    for token, position in product(range(5), range(1, 60)):
+        ids = [0] * position
+        own = sampler.draw(laws.TARGET, position)
+        logits = laws.TARGET.log().expand(2, 5)
+        found = laws.verdicts(SeededMatch(sampler), laws.Words(*ids), logits, Draft(tokens=[token]))
+        assert found[0] == (own, own == token)
+        kept[own == token] += 1
+    assert set(kept) == {True, False}
+
+
+def test_of_siblings_the_one_that_is_drawn_stays() -> None:
+    sampler = sampler_of(5)
+    draft = Draft(tokens=[1, 4, 2], parents=[-1, -1, -1])
+    for position in range(1, 60):
+        own = sampler.draw(laws.TARGET, position)
+        words, logits = laws.Words(*[0] * position), laws.TARGET.log().expand(4, 5)
+        found = laws.verdicts(SeededMatch(sampler), words, logits, draft)
+        assert found[0] == (own, own in draft.tokens)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("method", ["exit", "siblings", "trees", "draft model"])
+def test_every_drafter_draws_at_the_place_of_its_token(speculator: Speculator, method: str) -> None:
+    ids, mask = left_padded()
+    options = speculator.options.updated(METHODS[method])
+    call = speculator.call(ids, FLAT | {"seed": SEED, "attention_mask": mask})  # type: ignore[arg-type]  # by name
+    asked, runtime = call.request.row(1), speculator.runtime
+    state, drafter = runtime.state(asked, options), runtime.drafter(asked, options)
+    next(rounds(state, NoDrafter(), SeededMatch(asked.sampler), asked.stop, Stopwatch()))
+    with state.round():
+        draft = alone(drafter.draft(state, 9, Stopwatch()))
+    assert draft.probs is not None
+    assert len(draft.tokens) > 1
+    for index, (token, law) in enumerate(zip(draft.tokens, draft.probs, strict=True)):
+        assert law is not None
+        place = state.length + len(draft.path(index)) - 1  # ids in front of it, and padding
+        assert token == asked.sampler.draw(law, place)
+
+
+# The law
+
+
+def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
+    """Of plain decoding, 32 at a time: drafts change no text, as shown above."""
+    model = make_model("llama", vocab_size=4, num_hidden_layers=2)
+    speculator = wrap(model, drafter="none", executor="generic")
+    ids, seeds, length = random_ids(3, vocab_size=4), 1500, 3
+    call = speculator.call(  # read once: keywords take longer than the answer
+        ids,
+        {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE},
+    )
+    engine, sampler = speculator.engine(), call.request.sampler
+    asked = (
+        replace(call.request, sampler=sampler.seeded(seed, ids.device)).only()
+        for seed in range(seeds)
+    )
+    running = [engine.add(one, call.speculation) for one in asked]
+    counts = Counter(tuple(call.stream(one).drain().token_ids) for one in running)
+    assert chi_square_p(counts, enumerate_sequences(model, ids, length, 4), seeds) > 0.001
+
+
+def test_sequences_drawn_from_tables_follow_their_law_over_seeds() -> None:
+    """Far apart and next to each other: seeds that somebody would take."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    seeds = [*range(5000), *(number * 2**40 + 17 for number in range(5000))]
+    for seed in seeds:
+        sampler, tokens = sampler_of(seed), [0]
+        while len(tokens) < 4:
+            tokens.append(sampler.draw(laws.TARGETS[tokens[-1]], len(tokens)))
+        counts[tuple(tokens[1:])] += 1
+    assert chi_square_p(counts, laws.plain(3), len(seeds)) > 0.001
+
+
+# Draws with the same seed and place
+
+
+def agreement(one: Sampler, law: Tensor, other: Sampler, their_law: Tensor) -> float:
+    """How often two ways to draw give the same token, over 4,000 places of a text."""
+    drawn = ((one.draw(law, at), other.draw(their_law, at)) for at in range(1, 4001))
+    return sum(ours == theirs for ours, theirs in drawn) / 4000
+
+
+def test_drafts_of_the_same_seed_and_place_agree_more_often_than_independent_ones() -> None:
+    p, q = laws.TARGET, laws.DRAFT
+    together = agreement(sampler_of(0), p, sampler_of(0), q)
+    apart = agreement(sampler_of(0), p, sampler_of(1), q)
+    chance, distance = float(p @ q), float((p - q).abs().sum() / 2)
+    assert apart == pytest.approx(chance, abs=0.03)  # 4 sigma of 4,000 draws
+    # not below its bound, and no coupling agrees more often than 1 - TV
+    assert (1 - distance) / (1 + distance) - 0.03 < together < 1 - distance + 0.03
+    assert together > apart + 0.2
+    assert agreement(sampler_of(0), p, sampler_of(0), p.clone()) == 1.0
+
+
+LAW = torch.tensor([0.4, 0.3, 0.2, 0.1])
+
+LINES: dict[str, Callable[[int], tuple[int, int]]] = {
+    "places of a seed": lambda number: (0, number),
+    "places of another seed": lambda number: (1, number),
+    "seeds at a place": lambda number: (number, 1),
+    "seeds that rise with the place": lambda number: (number, number),
+    "seeds that fall as the place rises": lambda number: (4000 - number, number),
+    "seeds of 40 bits more": lambda number: (number << 40, 5),
+}
+"""Where one after another could hang together; number -> (seed, place)."""
+
+
+def independent(pairs: Iterable[tuple[int, ...]]) -> float:
+    """P-value of pairs of draws from `LAW`, if one says nothing of the other."""
+    counts = Counter(pairs)
+    expected: laws.Law = {
+        (a, b): float(LAW[a] * LAW[b]) for a, b in product(range(len(LAW)), repeat=2)
+    }
+    return chi_square_p(counts, expected, counts.total())
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_neighbours_are_drawn_independently(line: str) -> None:
+    places = map(LINES[line], range(1, 4001))
+    drawn = [sampler_of(seed).draw(LAW, place) for seed, place in places]
+    for step in (1, 2, 64):
+        assert independent(zip(drawn, drawn[step:], strict=False)) > 0.001
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_places_of_two_seeds_are_drawn_independently(step: int) -> None:
+    """With seed plus place as a seed, the next place of one were the same place of the other."""
+    one, other = sampler_of(0), sampler_of(1)
+    pairs = ((one.draw(LAW, at + step), other.draw(LAW, at)) for at in range(1, 4001))
+    assert independent(pairs) > 0.001
+
+
+def test_every_seed_and_place_has_a_number_of_its_own() -> None:
+    numbers = [mixed(seed, place) for seed in range(-50, 50) for place in range(100)]
+    assert len({*numbers}) == len(numbers)
+    assert all(0 <= number < 2**64 for number in numbers)
+    assert len({number % 2**32 for number in numbers}) == len(numbers)  # all that a CPU's takes
+    bits = torch.tensor([[number >> bit & 1 for bit in range(64)] for number in numbers])
+    # half of 10,000, within 5 sigma
+    assert (bits.float().mean(0) - 0.5).abs().max() < 0.025
+
+
+def test_a_seeds_draws_touch_no_other_generator() -> None:
+    before, sampler = torch.get_rng_state(), sampler_of(0)
+    assert sampler.generator is not None
+    own = sampler.generator.get_state()
+    first, _, again = (sampler.draw(LAW, place) for place in (3, 1, 3))
+    assert first == again
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(sampler.generator.get_state(), own)
+
+
+def test_padding_in_front_counts_for_no_place() -> None:
+    sampler = sampler_of(0)
+    padded = replace(sampler, pad=4)
+    places = range(1, 200)
+    assert [padded.draw(LAW, at + 4) for at in places] == [sampler.draw(LAW, at) for at in places]

@@ -1,0 +1,174 @@
+"""Keys and values of many texts: what they share is kept once, and the budget holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.errors import InvalidOption
+from selfspec.model.kv_memory import KVStore, PooledLease
+from selfspec.model.kv_pages import POSITIONS, PageLayout
+
+LAYOUT = PageLayout(torch.float32, ((1, 16),))
+
+
+def store_of(pages: int) -> KVStore:
+    return KVStore(1, LAYOUT, 0, pages * LAYOUT.nbytes)
+
+
+def fill(lease: PooledLease, ids: Sequence[int]) -> None:
+    """Write each id as the value of its position, as a pass over the rest of `ids` would."""
+    start = lease.length(0)
+    pages = lease.pages(len(ids) - start, 0, LAYOUT)
+    for place in range(start, len(ids)):
+        values = LAYOUT.values(pages[place // POSITIONS].numbers, 0)
+        values[:, place % POSITIONS] = ids[place]
+    lease.extend(len(ids) - start, 0, 1)
+
+
+def shown(lease: PooledLease) -> list[int]:
+    """The ids that were written."""
+    pages = lease.pages(0, 0, LAYOUT)
+    every = [LAYOUT.values(page.numbers, 0)[0, :, 0] for page in pages]
+    return torch.cat(every)[: lease.length(0)].int().tolist() if every else []
+
+
+def begun(store: KVStore, ids: Sequence[int], positions: int = 200) -> PooledLease:
+    lease = store.lease(positions)
+    assert store.admit(lease, ids)
+    return lease
+
+
+def test_a_text_starts_from_the_longest_prefix_that_is_held() -> None:
+    store, old = store_of(99), list(range(1, 171))
+    first = begun(store, old)
+    assert first.length(0) == 0
+    fill(first, old)
+    store.done(first, old)
+    for new, expected in (
+        (old, 169),  # one id is left to run
+        ([*old, 5], 170),
+        ([*old[:150], 7, 8], 150),
+        ([*old[:128], 7], 128),
+        ([*old[:30], 7], 30),
+        ([9, 9], 0),
+        (old[:1], 0),
+    ):
+        lease = begun(store, new)
+        assert lease.length(0) == expected == store.held(new)
+        assert shown(lease) == new[:expected]
+        fill(lease, new)
+        assert shown(lease) == new
+        store.done(lease, new)
+    assert shown(begun(store, old)) == old[:169]  # nobody wrote over it
+
+
+def test_texts_of_now_share_full_pages_once_the_first_has_run() -> None:
+    store, common = store_of(999), list(range(1, 501))
+    first = begun(store, [*common, 1], 1000)
+    fill(first, common)
+    store.share(first, common)
+    leases = [first, *(begun(store, [*common, number], 1000) for number in range(2, 33))]
+    pages = {id(page) for lease in leases for page in lease.held}
+    assert len(pages) == len(first.held) == 8  # 7 in common; others have none of their own yet
+    assert {lease.length(0) for lease in leases[1:]} == {500 // POSITIONS * POSITIONS}
+    for number, lease in enumerate(leases, start=1):
+        fill(lease, [*common, number])
+    for number, lease in enumerate(leases, start=1):
+        assert shown(lease) == [*common, number]
+    assert store.memory.used == (7 + 32) * LAYOUT.nbytes
+
+
+def test_what_was_used_least_recently_goes_first_and_leaves_before_its_beginning() -> None:
+    store = store_of(6)
+    texts = [[number] * 100 for number in (1, 2)]
+    for ids in texts:
+        lease = begun(store, ids, 100)
+        fill(lease, ids)
+        store.done(lease, ids)
+    assert [store.held([*ids, 0]) for ids in texts] == [100, 100]
+    again = begun(store, [*texts[0], 0], 101)  # the first is needed again
+    store.done(again, texts[0])
+    third = begun(store, [3] * 190, 250)
+    fill(third, [3] * 190)
+    assert store.held([*texts[0], 0]) == 100
+    assert store.held([*texts[1], 0]) < 100
+    assert store.memory.used + store.memory.kept <= store.memory.most
+
+
+def test_a_text_waits_for_room_and_one_that_never_fits_is_refused() -> None:
+    store = store_of(4)
+    first = begun(store, [1, 2], 128)  # three pages: one more for drafts
+    second = store.lease(100)
+    assert not store.admit(second, [3, 4])
+    fill(first, [1, 2])
+    store.done(first, [1, 2])
+    assert store.admit(second, [3, 4])
+    with pytest.raises(InvalidOption, match=r"300 tokens needs 0 MB .*Lower max_new_tokens"):
+        store.refuse_too_long(300)
+    store.refuse_too_long(190)
+
+
+def test_a_text_that_is_alone_may_exceed_the_budget_and_gives_it_back() -> None:
+    store = store_of(3)
+    lease = begun(store, [1], 600)
+    fill(lease, [1] * 600)
+    assert len(lease.held) == 10
+    store.done(lease, [1] * 600)
+    assert store.memory.kept <= store.memory.most == 3 * LAYOUT.nbytes
+
+
+def test_leases_without_pages_are_counted_alike() -> None:
+    store = KVStore(1, None, 10, 10 * POSITIONS * 4)
+    first = begun(store, [1, 2], 100)
+    assert store.memory.used == 3 * 10 * POSITIONS
+    second = store.lease(100)
+    assert not store.admit(second, [3])
+    store.done(first, [1, 2])
+    assert store.memory.used == 0
+    assert store.admit(second, [3])
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), pages=st.integers(3, 20))
+def test_any_order_of_texts_leaves_each_its_own_numbers(seed: int, pages: int) -> None:
+    dice, store = random.Random(seed), store_of(pages)
+    running: dict[PooledLease, list[int]] = {}
+    for _ in range(60):
+        if dice.random() < 0.6:
+            ids = [dice.choice((1, 1, 1, 2))] * dice.choice((3, 64, 70, 130))
+            ids += [dice.randrange(9) for _ in range(dice.randrange(1, 40))]
+            lease = store.lease(len(ids) + 9)
+            if store.admit(lease, ids):
+                assert shown(lease) == ids[: lease.length(0)]
+                fill(lease, ids)
+                running[lease] = ids
+                if dice.random() < 0.5:
+                    store.share(lease, ids)
+        elif running:
+            lease = dice.choice([*running])
+            ids = running.pop(lease)
+            assert shown(lease) == ids
+            store.done(lease, ids)
+        memory = store.memory
+        assert memory.used + memory.kept <= max(memory.most, memory.used)
+    for lease, ids in running.items():
+        assert shown(lease) == ids
+
+
+def test_many_short_texts_leave_no_growth() -> None:
+    store = store_of(40)
+    for number in range(2000):
+        ids = [number % 997, number % 31, *range(number % 80)]
+        lease = begun(store, ids, 120)
+        fill(lease, ids)
+        store.done(lease, ids)
+    assert store.memory.used == 0
+    assert store.memory.kept <= store.memory.most
+    assert len(store._idle) < 10_000
+    assert store._made <= 40
