@@ -10,6 +10,7 @@ import torch
 import selfspec
 from selfspec.api.text import encode
 from selfspec.decoding.probe import PassShape
+from selfspec.errors import UnsupportedModel
 from selfspec.hub.models import DEFAULT_MODEL_PACKAGE
 from selfspec.model.kv_store import fixed_slots
 from tests import ladder
@@ -39,9 +40,20 @@ pytestmark = [
 ]
 
 
+def _running(executor: str, dtype: torch.dtype) -> str:
+    """Skips where oneDNN's bfloat16 rounds this model otherwise than torch's own (AMX)."""
+    try:
+        selfspec.load(dtype=dtype, executor=executor)
+    except UnsupportedModel:
+        if (executor, dtype) == ("packed", torch.bfloat16):
+            pytest.skip("the packed executor turns this model down on this processor")
+        raise
+    return executor
+
+
 @pytest.mark.parametrize(("executor", "dtype"), [*RUNNING, ("generic", torch.float32)], ids=str)
 def test_no_draft_changes_one_bit_of_a_logit(executor: str, dtype: torch.dtype) -> None:
-    speculator = selfspec.load(dtype=dtype, executor=executor)
+    speculator = selfspec.load(dtype=dtype, executor=_running(executor, dtype))
     short, long = (encode(speculator.tokenizer, text) for text in (PROMPTS[1], PROMPTS[0] * 8))
     assert 160 < long.shape[1] < 192  # some kernels cut sums of more than 192 slots in two
     for ids in (short, long):
@@ -68,6 +80,7 @@ def test_float32_tokens_equal_hugging_face_or_part_at_a_tie(executor: str) -> No
 
 @pytest.mark.parametrize("executor", RUNNING_BFLOAT16[1:])  # generic: on tiny models
 def test_bfloat16_tokens_lie_within_noise_of_the_top(executor: str) -> None:
+    _running(executor, torch.bfloat16)
     speculator = selfspec.load(dtype="bfloat16")
     exact = selfspec.load(dtype="float32").model
     ids = encode(speculator.tokenizer, PROMPTS[0])

@@ -70,10 +70,15 @@ def test_the_rows_of_a_prompt_are_not_multiplied_with_all_that_comes_behind_them
 def test_a_long_prompt_runs_in_blocks_with_the_same_bits(
     family: str, executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where that is claimed; else with the same numbers."""
     backbone, ids = Backbone(make_model(family), executor=executor), random_ids(150)
     whole = logits(backbone, ids)
     monkeypatch.setattr("selfspec.model.executors.packed_cpu._BLOCK_ROWS", 40)
-    assert torch.equal(logits(backbone, ids), whole)
+    again = logits(backbone, ids)
+    if backbone.claims.steady_to is None:
+        assert torch.equal(again, whole)
+    else:
+        torch.testing.assert_close(again, whole, rtol=1e-4, atol=1e-4)
 
 
 class Counted:

@@ -10,9 +10,9 @@ BMM = torch.bmm
 
 
 def in_blocks(weights: Tensor, values: Tensor) -> Tensor:
-    """Sums of 32 slots and more are cut into halves, as some kernels do between two lengths."""
+    """Sums of 80 to 112 slots are cut into halves, as some kernels do between two lengths."""
     slots = weights.shape[-1]
-    if not 32 < slots < 64:
+    if not 64 < slots < 128:
         return BMM(weights.double(), values.double()).float()
     half = slots // 2
     first = BMM(weights[..., :half].double(), values[:, :half].double()).float()
@@ -44,7 +44,7 @@ def test_masked_slots_change_no_bit_on_this_machine(rows: int) -> None:
 def test_lengths_that_are_added_up_otherwise_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "bmm", in_blocks)
     steady = SteadySlots(2, 16, (12,))
-    assert [steady.at_least(held) for held in (16, 17, 33, 48, 64, 65)] == [16, 32, 64, 64, 64, 80]
+    assert [steady.at_least(held) for held in (16, 64, 65, 112, 129)] == [64, 64, 128, 128, 144]
 
 
 def test_where_no_lengths_agree_nothing_is_spent_on_more_slots(
@@ -54,4 +54,4 @@ def test_where_no_lengths_agree_nothing_is_spent_on_more_slots(
         torch, "bmm", lambda weights, values: BMM(weights, values) + weights.shape[-1]
     )
     steady = SteadySlots(2, 16, (12,))
-    assert [steady.at_least(held) for held in (16, 17, 100)] == [16, 32, 112]
+    assert [steady.at_least(held) for held in (16, 64, 100)] == [64, 64, 112]

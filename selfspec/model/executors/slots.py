@@ -17,6 +17,10 @@ from torch import Tensor
 _STEP = 16
 """Slot counts are multiples of it: the softmax of torch adds up in vectors of 16."""
 
+_FEWEST = 64
+"""Slots at least: with 16 and 32 of them MKL rounds otherwise where there is AMX, in what comes
+before the sums of values."""
+
 _LONG, _AHEAD = 512, 256
 """From so many positions on it is measured so many slots ahead, below that as many as are held: the
 time grows with the square of the slots, and blocks are shorter than this."""
@@ -30,8 +34,8 @@ class SteadySlots:
         self._kv_heads = kv_heads
         self._head_size = head_size
         self._query_rows = query_rows
-        self._counts = [_STEP]
-        self._measured = _STEP
+        self._counts = [_FEWEST]
+        self._measured = _FEWEST
 
     def at_least(self, held: int) -> int:
         """The least of the counts with room for `held` positions.
