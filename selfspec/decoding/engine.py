@@ -28,6 +28,7 @@ from selfspec.decoding.runtime import Asked, Runtime, Text
 from selfspec.decoding.sequence import DecodeState, common
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch
 from selfspec.decoding.work import Enter, Work, done, next_together
+from selfspec.errors import InvalidOption
 from selfspec.model.kv_memory import KVStore, Memory, PooledLease
 from selfspec.model.kv_pages import POSITIONS
 from selfspec.model.kv_store import Lease
@@ -100,8 +101,12 @@ class Engine:
         `patience`: how much longer a round may take for prompts that enter, in rounds without.
         None: prompts enter at once, however long answers wait meanwhile. `kv_memory`: bytes for
         keys and values, above which texts wait, and what could never fit is refused; None: half of
-        what is free, and a longer text runs alone.
+        what is free, and a longer text runs alone. Raises InvalidOption for numbers that nothing
+        could be written with.
         """
+        for name, value, least in (("most", most, 1), ("patience", patience, 0)):
+            if value is not None and value < least:
+                raise InvalidOption(f"{name} is {value}, expected at least {least}")
         self.runtime = runtime
         backbone = runtime.backbone
         self._strict = kv_memory is not None
@@ -162,7 +167,7 @@ class Engine:
         What one text raises ends that text alone: its reader gets it. What is no Exception, as a
         keyboard interrupt, ends the round's texts and goes on.
         """
-        taking_part: list[Running] = []
+        taking_part: dict[Running, None] = {}
         try:
             self._begin(taking_part)
             while self._works:
@@ -183,15 +188,17 @@ class Engine:
             if running in held:
                 held.remove(running)
 
-    def _begin(self, taking_part: list[Running]) -> None:
-        """To the first work of every text that takes part in a round."""
+    def _begin(self, taking_part: dict[Running, None]) -> None:
+        """To the first work of every text that takes part in a round, which are noted."""
         while self._waiting and self._admits(self._waiting[0]):
-            self._go_on(self._waiting.popleft())
+            running = self._waiting.popleft()
+            taking_part[running] = None
+            self._go_on(running)
         writing, self._writing = self._writing, []
         # texts that share no pass share no costs either
         shared = len(writing) > 1 and self.runtime.backbone.runs_many
         self._load.texts = len(writing) if shared else 1
-        taking_part += writing
+        taking_part |= dict.fromkeys(writing)
         for running in writing:
             self._go_on(running)
         room = self._room(len(writing))
@@ -200,7 +207,7 @@ class Engine:
             if room <= 0:
                 return
             room -= rows
-            taking_part.append(running)
+            taking_part[running] = None
             del self._entering[running]
             self._go_on(running, rows)
 

@@ -137,9 +137,18 @@ class DraftCost:
         return beside(self.rows, self.load.texts)
 
     @property
+    def asking(self) -> float:
+        """What asking a head costs a text.
+
+        As much as alone, in seconds: most of it is work for each text by itself. A token of a
+        fuller round takes fewer seconds, so in tokens it is more.
+        """
+        return self.head * self.load.texts / whole_round(self.rows, self.load.texts)
+
+    @property
     def per_token(self) -> float:
         """What a draft token of an exit head takes at least, its layers left out."""
-        return min(self.row_costs) + self.head
+        return min(self.row_costs) + self.asking
 
     def of(self, draft: Draft) -> float:
         """Tokens from text already seen are left out: they would be there without this.
@@ -155,7 +164,7 @@ class DraftCost:
         ran = zip(draft.sources[: draft.trunk], draft.exit_layers, strict=False)
         own = [layer for source, layer in ran if source != "ngram"]
         layers = sum(self.token + layer / self.num_layers for layer in own)
-        return layers + self.head * draft.heads
+        return layers + self.asking * draft.heads
 
 
 def each_row(costs: Sequence[float]) -> Iterator[float]:
@@ -168,15 +177,20 @@ def beside(rows: tuple[float, ...], texts: int) -> tuple[float, ...]:
     """`DraftCost.rows` where each of `texts` texts takes one more row, then one more, and so on.
 
     In shares of a round in which each has one, which a token of each is worth: the time of n rows
-    more, shared by n texts, over the round's, in which a text gets 1 / n of what it gets alone. A
-    head that is asked for all of them costs as much more as the round does, so its share stays.
+    more, shared by n texts, over the round's, in which a text gets 1 / n of what it gets alone.
     """
     if texts == 1:
         return rows
-    whole = 1.0 + sum(islice(each_row(rows), texts - 1))
+    whole = whole_round(rows, texts)
     levels = range(1, 2 + len(rows) // texts)  # beyond, all rows cost the same
     ends = ((level * texts - 1, (level + 1) * texts - 1) for level in levels)
     return tuple(sum(islice(each_row(rows), *end)) / whole for end in ends)
+
+
+@cache
+def whole_round(rows: tuple[float, ...], texts: int) -> float:
+    """A round in which each of `texts` texts has one row, in steps of one text."""
+    return 1.0 + sum(islice(each_row(rows), texts - 1))
 
 
 def token_cost(second: Backbone, model: Backbone) -> float:

@@ -21,7 +21,7 @@ from selfspec.decoding.drafters import (
     while_paying,
 )
 from selfspec.decoding.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE, Paying
-from selfspec.decoding.prices import DraftCost, Unmeasured
+from selfspec.decoding.prices import DraftCost, Load, Unmeasured
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from tests import ladder
@@ -88,6 +88,15 @@ def test_drafts_that_are_dear_begin_with_a_pause_and_are_made_once_they_pay() ->
     assert wrong[:6] == [LONGEST_PAUSE // 2, 1, 64, 1, 64, 1]
     right = runs(play(WhilePaying(Heads(), dear), [True] * 300))
     assert right == [LONGEST_PAUSE // 2, 300 - LONGEST_PAUSE // 2]
+
+
+def test_drafts_that_are_dear_at_the_load_of_the_first_round_begin_with_a_pause() -> None:
+    load = Load()
+    cost = DraftCost(rows=(0.1,), head=0.1, num_layers=10**9, load=load)
+    paying = WhilePaying(Heads(), cost)
+    load.texts = 16  # since the text was added
+    assert cost.per_token == pytest.approx((16 * 0.1 + 16 * 0.1) / (1 + 15 * 0.1))
+    assert runs(play(paying, [False] * 100))[0] == LONGEST_PAUSE // 2
 
 
 def test_drafts_that_pay_are_always_made() -> None:

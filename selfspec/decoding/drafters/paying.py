@@ -50,14 +50,17 @@ class Paying:
     def __init__(self, cost: DraftCost) -> None:
         """Of one sequence; a session's next turn starts anew."""
         self._cost = cost
-        dear = cost.per_token >= DEAR
-        self._gain = 0.0 if dear else PRIOR
-        self._next_pause = LONGEST_PAUSE if dear else SHORTEST_PAUSE
-        self._pausing = LONGEST_PAUSE // 2 if dear else 0
+        self._begun = False
+        self._gain = PRIOR
+        self._next_pause = SHORTEST_PAUSE
+        self._pausing = 0
         """Rounds to go; those in which nobody asks do not count."""
 
     def pauses(self) -> bool:
         """Whether this round goes without; asked once in each."""
+        if not self._begun and self._cost.per_token >= DEAR:  # known once a round begins
+            self._gain, self._next_pause, self._pausing = 0.0, LONGEST_PAUSE, LONGEST_PAUSE // 2
+        self._begun = True
         pauses = self._pausing > 0
         self._pausing -= pauses
         return pauses

@@ -155,7 +155,7 @@ class Tree:
     def pay_head(self) -> None:
         """One more level was asked."""
         self.draft.heads += 1
-        self._steps += self._cost.head
+        self._steps += self._cost.asking
 
     def take(self, offers: Iterable[Offer]) -> list[int]:
         """Add those that pay, the likeliest first; returns their indices."""
@@ -306,7 +306,7 @@ class TreeDrafter(Generic[StateT]):
         row = tree.next_row
         nodes = [tree.node(index) for index in level if tree.askable(index)]
         gains = [self._hope(node.free, row) for node in nodes]
-        if sum(gains) <= self._cost.head * tree.rate:
+        if sum(gains) <= self._cost.asking * tree.rate:
             return []
         return [node for node, gain in zip(nodes, gains, strict=True) if gain > 0.0]
 
