@@ -49,7 +49,12 @@ def run(asked: dict[str, Any], options: BenchOptions) -> str:
     late = concurrency.joined_late(speculator, prompts[:_BESIDE], rows=JOINING_ROWS)
     summary = {
         "made_by": "selfspec bench",
-        "run": {**asdict(options), "methods": names, "concurrency": texts},
+        "run": {
+            **asdict(options),
+            "questions": options.questions and Path(options.questions).name,
+            "methods": names,
+            "concurrency": texts,
+        },
         "prompts": len(prompts),
         "model": speculator.label,
         "dtype": str(speculator.backbone.dtype).removeprefix("torch."),

@@ -70,7 +70,7 @@ def _run(asked: dict[str, Any], options: DataOptions) -> Counts:
     from selfspec.training.writer import Writer
 
     openings = () if "source" in asked else selfgen.read_openings(_path(asked.get("openings")))
-    base = training.load_base(asked)
+    base = training.load_base(asked, writes=True)
     recorded = asdict(options) | {
         "source": identity(asked.get("source")),
         "openings": hashlib.sha256("\n".join(openings).encode()).hexdigest()[:16],

@@ -44,8 +44,11 @@ class Base(NamedTuple):
     processes: Processes
 
 
-def load_base(asked: dict[str, Any]) -> Base:
-    """The model that the flags ask for, once the files that they name are there."""
+def load_base(asked: dict[str, Any], *, writes: bool = False) -> Base:
+    """The model that the flags ask for, once the files that they name are there.
+
+    Where it `writes` text it runs on the best executor, else by its own modules, which give states.
+    """
     from selfspec.hub import models as hub
     from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
@@ -64,9 +67,8 @@ def load_base(asked: dict[str, Any]) -> Base:
         dtype=asked.get("dtype", "bfloat16"),
         device=asked.get("device", processes.device),
     )
-    # the generic executor: the packed one runs single sequences only
     known = fingerprint.of_loaded(model, files.stamps)
-    backbone = Backbone(model, executor="generic", fingerprint=known)
+    backbone = Backbone(model, executor="auto" if writes else "generic", fingerprint=known)
     return Base(backbone, tokenizer, asked.get("base_model", files.label), processes)
 
 
