@@ -28,7 +28,7 @@ CACHE = ["cache", "--data", "talks.jsonl", "--output"]
 def place(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Outputs of every kind that is not to be replaced; a model that must not be loaded."""
 
-    def load(_asked: Any) -> None:
+    def load(_asked: Any, **_options: Any) -> None:
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(training, "load_base", load)
