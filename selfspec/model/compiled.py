@@ -11,7 +11,9 @@ import logging
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -22,6 +24,11 @@ from selfspec.files import cache_folder
 from selfspec.model import compiler
 
 logger = logging.getLogger(__name__)
+
+_TILES = "amx_tile"
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""Numbers of Linux: arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA."""
 
 
 def compiled(source: Path, **constants: int) -> ctypes.CDLL:
@@ -73,7 +80,7 @@ def _prebuilt(
 
 def _made_here(source: Path, constants: Mapping[str, int]) -> Path:
     """A library in the cache folder: whole, or not there. Nobody loads a half-written one."""
-    target = compiler.this_machine()
+    target = compiler.this_machine(tiles=_tiles_allowed())
     library = cache_folder() / "compiled" / compiler.library_name(source, constants, target)
     if not library.exists():
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,14 +103,32 @@ def _load(library: Path) -> ctypes.CDLL:
 
 
 def _features() -> set[str]:
-    """What this processor can do, in the words of Linux; nothing where Linux does not say."""
+    """What this processor can do, in the words of Linux; nothing where Linux does not say.
+
+    Matrix registers that the system does not allow are left out.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return set()
     facts = (line.partition(":") for line in lines)
     said = (words for name, _, words in facts if name.strip() in ("flags", "Features"))
-    return set(next(said, "").split())
+    found = set(next(said, "").split())
+    if _TILES in found and not _tiles_allowed():
+        found.remove(_TILES)
+    return found
+
+
+@cache
+def _tiles_allowed() -> bool:
+    """Ask Linux for matrix registers (AMX), for this process from now on.
+
+    A process that uses them unasked is killed; a container may refuse (Linux, x86/xstate.html).
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    system_call = ctypes.CDLL(None).syscall
+    return bool(system_call(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 def _reason(error: OSError | subprocess.SubprocessError | CannotWrite) -> str:

@@ -44,9 +44,11 @@ class Target(NamedTuple):
 _V2 = frozenset(["cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"])
 _V3 = _V2 | frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"])
 _V4 = _V3 | frozenset(["avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"])
+_AMX = _V4 | {"avx512_bf16", "amx_bf16", "amx_tile"}
 
 TARGETS: Mapping[str, tuple[Target, ...]] = {
     "x86_64": (
+        Target("x86-64-v4-amx", "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", _AMX),
         Target("x86-64-v4-bf16", "-march=x86-64-v4 -mavx512bf16", _V4 | {"avx512_bf16"}),
         Target("x86-64-v4", "-march=x86-64-v4", _V4),
         Target("x86-64-v3", "-march=x86-64-v3", _V3),
@@ -57,10 +59,15 @@ TARGETS: Mapping[str, tuple[Target, ...]] = {
 """What a wheel is built for, by `platform.machine()`: the fastest first."""
 
 
-def this_machine() -> Target:
-    """This processor, as the compiler knows it. Raises OSError or SubprocessError without one."""
+def this_machine(*, tiles: bool) -> Target:
+    """This processor, as the compiler knows it; `tiles`: matrix registers may be used if it has any.
+
+    Raises OSError or SubprocessError without a compiler.
+    """
     flags = "-march=native"
     said = _run(*_FLAGS, flags, "-x", "c++", "-E", "-dM", os.devnull)
+    if not tiles and b"__AMX_TILE__" in said:
+        flags += " -mno-amx-tile"
     return Target(f"native-{hashlib.sha256(said).hexdigest()[:8]}", flags)
 
 

@@ -191,6 +191,18 @@ def test_features_are_those_of_the_first_core(key: str, monkeypatch: pytest.Monk
     assert compiled_module._features() == {"fpu", "avx2"}
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_matrix_registers_that_the_system_refuses_are_none(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = b"#define __AMX_TILE__ 1\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : fpu amx_tile amx_bf16\n")
+    monkeypatch.setattr(compiled_module, "_tiles_allowed", lambda: allowed)
+    monkeypatch.setattr(compiler, "_run", lambda *_: said)
+    assert ("amx_tile" in compiled_module._features()) is allowed
+    assert ("-mno-amx-tile" in compiler.this_machine(tiles=allowed).flags) is not allowed
+
+
 @needs_a_fitting_target
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prebuilt_products_are_those_compiled_here(

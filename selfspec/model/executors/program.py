@@ -39,6 +39,9 @@ _SOURCE = Path(__file__).parents[1] / "kernels" / "layers.cpp"
 HIDDEN = 0
 """The buffer of what comes in and goes out."""
 
+_SPARE = 32
+"""Rows and inputs at most that `linear.hpp` fills up with zeros."""
+
 
 class Program:
     """The operations of all layers, and the buffers that they read and write.
@@ -280,7 +283,7 @@ class Program:
         count = len(rows)
         hidden = rows.clone(memory_format=torch.contiguous_format)
         buffers = [hidden, *(rows.new_empty(count, width) for width in self._widths[1:])]
-        room = torch.empty(count, self._widest + 1, dtype=torch.float32)
+        room = torch.empty(count + _SPARE, self._widest + _SPARE, dtype=torch.float32)
         asked.rows, asked.room = count, room.data_ptr()
         asked.buffers = pointers([buffer.data_ptr() for buffer in buffers])
         start, end = self._starts[first], self._starts[last]

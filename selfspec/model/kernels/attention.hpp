@@ -133,18 +133,21 @@ template <typename Kind>
 struct Positions {
   using Weight = typename Kind::Weight;
   const Weight *keys, *values;
+  long ahead_of_keys, ahead_of_values;  // in bytes: what is looked at next
 
-  // Those that lie there, one after the other. `room` is for numbers of another kind.
-  static Positions at(const Number* keys, const Number* values, long width, Weight* room) {
+  // Those from slot `at` on, before those from `next` on. `room` is for numbers of another kind.
+  static Positions at(const Store& store, long at, long next, Weight* room) {
+    const Number *const keys = store.key_block(at), *const values = store.value_block(at);
     if constexpr (std::is_same_v<Weight, Number>) {
-      (void)width, (void)room;
-      return {keys, values};
+      (void)room;
+      return {keys, values, bytes(keys, store.key_block(next)), bytes(values, store.value_block(next))};
     } else {
+      const long width = store.width;
       for (long i = 0; i < BLOCK * width; i++) {
         room[i] = as<Weight>(keys[i]);
         room[BLOCK * width + i] = as<Weight>(values[i]);
       }
-      return {room, room + BLOCK * width};
+      return {room, room + BLOCK * width, 0, 0};
     }
   }
 
@@ -160,8 +163,12 @@ struct Positions {
         to_values[i * width + j] = as<Weight>(value[j]);
       }
     }
-    return {room, to_values};
+    return {room, to_values, 0, 0};
   }
+
+ private:
+  // From one to the other, which may be anywhere.
+  static long bytes(const Number* from, const Number* to) { return intptr_t(to) - intptr_t(from); }
 };
 
 // What queries of one key head see of a text: a softmax that runs along.
@@ -204,7 +211,7 @@ struct Running {
     multiply<Kind>(count, up(high - low, PANEL), heads.size,
                    {&turned[first * heads.size], heads.size, 0},
                    {block.keys + low * heads.width(), PANEL, PANEL * heads.width()},
-                   {s, BLOCK, PANEL});
+                   {s, BLOCK, PANEL}, block.ahead_of_keys);
   }
 
   // Scores of one query to weights, those outside of [low, high) to 0.
@@ -235,7 +242,7 @@ struct Running {
     const long width = heads.width();
     multiply<Kind>(count, width / PANEL, high - low, {&scores[first * BLOCK + low], BLOCK, 0},
                    {block.values + low * width, width, PANEL},
-                   {of(first) + HEADER, HEADER + width, PANEL});
+                   {of(first) + HEADER, HEADER + width, PANEL}, block.ahead_of_values);
   }
 };
 
@@ -363,7 +370,7 @@ void look(const Store& store, const Tile& tile, long chunk, Running& seen, float
   }
   end = std::min(end, (chunk + 1) * CHUNK);
   for (long at = std::max(start(low) / BLOCK * BLOCK, chunk * CHUNK); at < end; at += BLOCK) {
-    const Read block = Read::at(own_head.key_block(at), own_head.value_block(at), width, room);
+    const Read block = Read::at(own_head, at, at + BLOCK < end ? at + BLOCK : at, room);
     seen.meet(block, 0, (last - first) * heads.group, 0, BLOCK);
     // from here on each row of a tree sees its own path
     const long cut = places.parents ? std::max(0L, std::min(BLOCK, common - at)) : BLOCK;

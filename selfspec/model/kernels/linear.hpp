@@ -12,11 +12,18 @@
 
 #include "blocks.hpp"
 
+#if BFLOAT16 && defined(__AMX_BF16__)
+#include "tiles.hpp"
+using Arithmetic = Tiles;
+#else
+#include "vectors.hpp"
+using Arithmetic = Vectors;
+#endif
+
 namespace {
 
 constexpr long STEP = Kind::STEP;
 constexpr long PIECE = WIDE ? 256 : 1024 / STEP;  // steps of a panel that many rows share
-constexpr long GROUPS_OF_BLOCKS = WIDE ? 1 : 2;   // of rows, that read the same blocks in turn
 constexpr long EXPANDED = 16384 / sizeof(Number);  // weights that are expanded before they are read
 
 // `before` and `times` a value, each rounded.
@@ -35,13 +42,13 @@ inline void put(long count, const float* values, float adds, Number* to) {
   }
 }
 
-constexpr long up(long number, long unit) { return (number + unit - 1) / unit; }
-
 // Panels side by side that are kept in one form.
 struct Stripe {
   long panels, form;
   const void* weights;
 };
+
+constexpr long SPARE_ROWS = 16;  // at most, that are prepared behind the last
 
 struct Linear {
   long in, out;
@@ -49,38 +56,40 @@ struct Linear {
   const Number* bias;  // [out], or none
 
   long steps() const { return up(in, STEP); }
-  long inputs() const { return steps() * Kind::INPUTS; }  // that a row is prepared to
+  long inputs() const { return Arithmetic::inputs(in); }  // that a row is prepared to
 
   // inputs [rows, in] -> result [rows, out]; with `adds`, that many times, to what is there. For all
-  // threads of a team, which leave when all are done. `room` [rows, inputs()], of the team, is for
-  // many rows.
+  // threads of a team, which leave when all are done. `room`, of the team, is for many rows:
+  // [rows + SPARE_ROWS, inputs()].
   void run(long rows, const Number* from, Number* result, float adds, Input* room) const {
-    const bool few = rows <= MOST_ROWS;
+    const Arithmetic by(rows);
+    const bool few = rows <= Arithmetic::FEW;
     thread_local std::vector<Input> own;
     thread_local std::vector<float> sums;
     if (few) {  // each thread for itself: nobody waits
-      own.resize(rows * inputs());
-      for (long r = 0; r < rows; r++) Kind::prepare(from + r * in, in, &own[r * inputs()]);
+      own.resize(by.places() * inputs());
       room = own.data();
+      for (long r = 0; r < by.places(); r++) prepare(rows, r, from, room);
     } else {
 #pragma omp for
-      for (long r = 0; r < rows; r++) Kind::prepare(from + r * in, in, room + r * inputs());
+      for (long r = 0; r < by.places(); r++) prepare(rows, r, from, room);
     }
     const long threads = omp_get_num_threads(), me = omp_get_thread_num();
     const long all = up(out, PANEL), first = all * me / threads, last = all * (me + 1) / threads;
-    const long at_once = panels_at_once(up(rows, groups_of(rows)));
+    const long at_once = by.panels();
     long start = 0, end;  // of a stripe
     for (const Stripe* stripe = stripes; start < last; start = end, stripe++) {
       end = start + stripe->panels;
       const long until = std::min(last, end);
       for (long p = std::max(first, start); p < until; p += at_once) {
         const long count = std::min(at_once, until - p);
-        sums.assign(rows * at_once * PANEL, 0.0f);
+        sums.assign(by.places() * at_once * PANEL, 0.0f);
         const Block<float> to = {sums.data(), at_once * PANEL, PANEL};
-        if (FORMS[stripe->form].expand)
-          add_blocks(rows, *stripe, p - start, count, room, to);
+        const Block<const Input> x = {room, inputs(), 0};
+        if (!FORMS[stripe->form].expand)
+          add_panels(by, *stripe, p - start, count, x, few ? steps() : PIECE, to);
         else
-          add_panels(rows, *stripe, p - start, count, room, few ? steps() : PIECE, to);
+          add_blocks(by, *stripe, p - start, count, x, to);
         finish(rows, p, count, to.at, to.row, result, adds);
       }
     }
@@ -88,37 +97,35 @@ struct Linear {
   }
 
  private:
-  void add_panels(long rows, const Stripe& stripe, long first, long count, const Input* x,
-                  long piece, Block<float> sums) const {
-    const Number* weights = (const Number*)stripe.weights + first * steps() * PANEL * STEP;
-    for (long k = 0; k < steps(); k += piece)
-      multiply<Kind>(rows, count, std::min(piece, steps() - k),
-                     {x + k * Kind::INPUTS, inputs(), 0},
-                     {weights + k * PANEL * STEP, PANEL * STEP, steps() * PANEL * STEP}, sums);
+  // Row `r`, or one of zeros behind the last.
+  void prepare(long rows, long r, const Number* from, Input* room) const {
+    Input* const to = room + r * inputs();
+    const long filled = r < rows ? steps() * Kind::INPUTS : 0;
+    if (filled) Kind::prepare(from + r * in, in, to);
+    std::fill(to + filled, to + inputs(), Input(0));
   }
 
-  void add_blocks(long rows, const Stripe& stripe, long first, long count, const Input* x,
-                  Block<float> sums) const {
+  void add_panels(const Arithmetic& by, const Stripe& stripe, long first, long count,
+                  Block<const Input> x, long piece, Block<float> sums) const {
+    const Number* weights = (const Number*)stripe.weights + first * steps() * PANEL * STEP;
+    for (long k = 0; k < steps(); k += piece)
+      by.multiply(count, std::min(piece, steps() - k), {x.at + k * Kind::INPUTS, x.row, 0},
+                  {weights + k * PANEL * STEP, PANEL * STEP, steps() * PANEL * STEP}, sums);
+  }
+
+  void add_blocks(const Arithmetic& by, const Stripe& stripe, long first, long count,
+                  Block<const Input> x, Block<float> sums) const {
     const Form& form = FORMS[stripe.form];
-    const long size = form.bytes(in);
+    const long size = form.bytes(in), piece = EXPANDED / (count * PANEL) / 32 * 32;  // whole groups
     const uint8_t* blocks = (const uint8_t*)stripe.weights + first * size;
-    const long groups = up(rows, ROWS_OF_BLOCKS);
-    if (groups <= GROUPS_OF_BLOCKS) {
-      for (long g = 0; g < groups; g++) {
-        const long start = rows * g / groups, end = rows * (g + 1) / groups;
-        form.multiply[end - start - 1](in, count, {x + start * inputs(), inputs(), 0}, blocks, size,
-                                       {sums.at + start * sums.row, sums.row, sums.panel});
-      }
-      return;
-    }
+    if (by.reads_blocks()) return by.multiply(form, in, count, x, blocks, sums);
     thread_local std::vector<Number> expanded(EXPANDED);
-    const long piece = EXPANDED / (count * PANEL) / 32 * 32;  // in whole groups of any form
     for (long k = 0; k < in; k += piece) {
       const long inner = std::min(piece, in - k);
       for (long p = 0; p < count; p++)
         form.expand(blocks + p * size, k, inner, &expanded[p * piece * PANEL]);
-      multiply<Kind>(rows, count, inner / STEP, {x + k / STEP * Kind::INPUTS, inputs(), 0},
-                     {expanded.data(), PANEL * STEP, piece * PANEL}, sums);
+      by.multiply(count, inner / STEP, {x.at + k / STEP * Kind::INPUTS, x.row, 0},
+                  {expanded.data(), PANEL * STEP, piece * PANEL}, sums);
     }
   }
 

@@ -104,10 +104,10 @@ struct Block {
 };
 
 // Adds `steps` of the inner dimension to the sums of ROWS rows and PANELS panels. `w.row` is from
-// step to step.
+// step to step. What lies `ahead` bytes behind weights is fetched with them.
 template <typename Kind, int ROWS, int PANELS>
 void group(long steps, Block<const typename Kind::Input> x, Block<const typename Kind::Weight> w,
-           Block<float> sums) {
+           Block<float> sums, long ahead) {
   Vector s[ROWS][PANELS][VECTORS];
 #pragma GCC unroll 10
   for (int r = 0; r < ROWS; r++)
@@ -120,7 +120,7 @@ void group(long steps, Block<const typename Kind::Input> x, Block<const typename
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) {
       const typename Kind::Weight* from = w.at + p * w.panel + k * w.row;
-      __builtin_prefetch((const char*)from + AHEAD);
+      __builtin_prefetch((const char*)from + ahead);
       Bits terms[VECTORS][Kind::TERMS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) Kind::load(from + v * LANES * Kind::STEP, terms[v]);
@@ -143,41 +143,53 @@ void group(long steps, Block<const typename Kind::Input> x, Block<const typename
         *(Floats*)(sums.at + r * sums.row + p * sums.panel + v * LANES) = s[r][p][v];
 }
 
+constexpr long up(long number, long unit) { return (number + unit - 1) / unit; }
+
 constexpr int panels_at_once(long rows) {
   return int(std::min<long>(MOST_PANELS, std::max<long>(1, SUMS / VECTORS / rows)));
 }
 
-// Any number of panels, as many at once as registers allow.
+// Any number of panels, in groups as even as registers allow: few sums alone would wait for
+// themselves.
+template <typename Kind, int ROWS, int... PANELS>
+void share(std::integer_sequence<int, PANELS...>, long count, long steps,
+           Block<const typename Kind::Input> x, Block<const typename Kind::Weight> w,
+           Block<float> sums, long ahead) {
+  static constexpr decltype(&group<Kind, ROWS, 1>) all[] = {group<Kind, ROWS, PANELS + 1>...};
+  const long groups = up(count, sizeof...(PANELS));
+  for (long g = 0; g < groups; g++) {
+    const long first = count * g / groups, last = count * (g + 1) / groups;
+    all[last - first - 1](steps, x, w.from_panel(first), sums.from_panel(first), ahead);
+  }
+}
+
 template <typename Kind, int ROWS>
 void panels(long count, long steps, Block<const typename Kind::Input> x,
-            Block<const typename Kind::Weight> w, Block<float> sums) {
+            Block<const typename Kind::Weight> w, Block<float> sums, long ahead) {
   constexpr int MOST = panels_at_once(ROWS);
-  long p = 0;
-  for (; p + MOST <= count; p += MOST)
-    group<Kind, ROWS, MOST>(steps, x, w.from_panel(p), sums.from_panel(p));
-  for (; p < count; p++) group<Kind, ROWS, 1>(steps, x, w.from_panel(p), sums.from_panel(p));
+  share<Kind, ROWS>(std::make_integer_sequence<int, MOST>(), count, steps, x, w, sums, ahead);
 }
 
 template <typename Kind, int... ROWS>
 void choose(std::integer_sequence<int, ROWS...>, long rows, long count, long steps,
             Block<const typename Kind::Input> x, Block<const typename Kind::Weight> w,
-            Block<float> sums) {
+            Block<float> sums, long ahead) {
   static constexpr decltype(&panels<Kind, 1>) all[] = {panels<Kind, ROWS + 1>...};
-  all[rows - 1](count, steps, x, w, sums);
+  all[rows - 1](count, steps, x, w, sums, ahead);
 }
 
-constexpr long groups_of(long rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+constexpr long groups_of(long rows) { return up(rows, MOST_ROWS); }
 
 // Any number of rows, in groups that differ by one row at most.
 template <typename Kind>
 void multiply(long rows, long count, long steps, Block<const typename Kind::Input> x,
-              Block<const typename Kind::Weight> w, Block<float> sums) {
+              Block<const typename Kind::Weight> w, Block<float> sums, long ahead = AHEAD) {
   const long groups = groups_of(rows);
   for (long g = 0; g < groups; g++) {
     const long first = rows * g / groups, last = rows * (g + 1) / groups;
     choose<Kind>(std::make_integer_sequence<int, MOST_ROWS>(), last - first, count, steps,
                  {x.at + first * x.row, x.row, x.panel}, w,
-                 {sums.at + first * sums.row, sums.row, sums.panel});
+                 {sums.at + first * sums.row, sums.row, sums.panel}, ahead);
   }
 }
 

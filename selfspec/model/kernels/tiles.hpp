@@ -1,0 +1,119 @@
+// Sums of products by a processor's matrix registers: AMX, for bfloat16.
+//
+// A tile is up to 16 rows of 64 bytes: 32 inputs of rows, the weights of a panel that belong to
+// them, or 16 sums of rows. An output of a row is one chain of tiles along the inner dimension.
+// Within a tile its sum has an order that vectors have not, so that one row takes this way as well:
+// its bits depend on neither the rows nor the panels beside it.
+
+#pragma once
+
+#include "blocks.hpp"
+
+namespace {
+
+// As Vectors of linear.hpp, for `rows` rows. A thread's tiles have this shape while it lives.
+class Tiles {
+ public:
+  static constexpr long FEW = 16;
+
+  explicit Tiles(long rows) : groups(up(rows, HEIGHT)), height(up(rows, groups)) {
+    struct {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shapes;
+    for (int tile = 0; tile < 8; tile++) {
+      shapes.bytes[tile] = 64;
+      shapes.rows[tile] = uint8_t(tile < WEIGHTS ? height : STEPS);
+    }
+    _tile_loadconfig(&shapes);
+  }
+  ~Tiles() { _tile_release(); }
+  Tiles(const Tiles&) = delete;
+
+  static long inputs(long in) { return up(in, 2 * STEPS) * STEPS; }
+  long places() const { return groups * height; }
+  long panels() const { return 2; }
+
+  void multiply(long count, long steps, Block<const Input> x, Block<const Number> w,
+                Block<float> sums) const {
+    const long whole = steps / STEPS;
+    const auto lying = [&](long t, long p) {
+      const Number* const tile = w.at + p * w.panel + t * SIZE;
+#pragma GCC unroll 16
+      for (long line = 0; line < 16; line++) __builtin_prefetch((const char*)tile + AHEAD + 64 * line);
+      return tile;
+    };
+    add(count, whole, x, lying, sums);
+    if (steps == whole * STEPS) return;
+    alignas(64) Number last[2][SIZE] = {};  // filled up with 0, as its inputs are
+    for (long p = 0; p < count; p++)
+      std::copy_n(w.at + p * w.panel + whole * SIZE, steps % STEPS * PANEL * 2, last[p]);
+    add(count, 1, {x.at + whole * STEPS, x.row, 0}, [&](long, long p) { return last[p]; }, sums);
+  }
+
+  // While tiles of a few rows wait for them: expanding takes longer.
+  bool reads_blocks() const { return groups <= 2; }
+
+  void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
+                Block<float> sums) const {
+    alignas(64) Number room[2][2][SIZE];
+    const long size = form.bytes(in);
+    const auto expanded = [&](long t, long p) {
+      Number* const tile = room[t % 2][p];
+      form.expand(blocks + p * size, t * 2 * STEPS, 2 * STEPS, tile);
+      return tile;
+    };
+    add(count, in / (2 * STEPS), x, expanded, sums);
+  }
+
+ private:
+  static constexpr long HEIGHT = 16, STEPS = 16, SIZE = STEPS * PANEL * 2;
+  static constexpr int WEIGHTS = 6;  // and 7; below are tiles of rows and of sums
+  const long groups, height;         // tiles of rows; their rows
+
+  // Some tiles along the inner dimension. `weights` says where one of them is.
+  template <typename Weights>
+  void add(long count, long tiles, Block<const Input> x, const Weights& weights,
+           Block<float> sums) const {
+    for (long g = 0; g < groups; g += 2) {
+      const Block<const Input> from = {x.at + g * height * x.row, x.row, 0};
+      const Block<float> to = {sums.at + g * height * sums.row, sums.row, sums.panel};
+      const bool both = g + 1 < groups;
+      if (count > 1)
+        both ? group<2, 2>(tiles, from, weights, to) : group<1, 2>(tiles, from, weights, to);
+      else
+        both ? group<2, 1>(tiles, from, weights, to) : group<1, 1>(tiles, from, weights, to);
+    }
+  }
+
+  template <int GROUPS, int PANELS, typename Weights>
+  void group(long tiles, Block<const Input> x, const Weights& weights, Block<float> sums) const {
+    const long across = sums.row * sizeof(float), along = x.row * sizeof(Input);
+    const long lower = height * x.row;
+    float* const below = sums.at + height * sums.row;
+    _tile_loadd(0, sums.at, across);
+    if (PANELS > 1) _tile_loadd(1, sums.at + sums.panel, across);
+    if (GROUPS > 1) _tile_loadd(2, below, across);
+    if (GROUPS * PANELS > 2) _tile_loadd(3, below + sums.panel, across);
+    for (long t = 0; t < tiles; t++) {
+      const Input* const input = x.at + t * STEPS;
+      _tile_loadd(4, input, along);
+      if (GROUPS > 1) _tile_loadd(5, input + lower, along);
+      _tile_loadd(6, weights(t, 0), 64);
+      _tile_dpbf16ps(0, 4, 6);
+      if (GROUPS > 1) _tile_dpbf16ps(2, 5, 6);
+      if (PANELS > 1) {
+        _tile_loadd(7, weights(t, 1), 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (GROUPS > 1) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, sums.at, across);
+    if (PANELS > 1) _tile_stored(1, sums.at + sums.panel, across);
+    if (GROUPS > 1) _tile_stored(2, below, across);
+    if (GROUPS * PANELS > 2) _tile_stored(3, below + sums.panel, across);
+  }
+};
+
+}  // namespace

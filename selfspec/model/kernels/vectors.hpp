@@ -1,0 +1,47 @@
+// How a linear layer adds up rows by vectors: panels.hpp and blocks.hpp, as linear.hpp asks for it.
+
+#pragma once
+
+#include "blocks.hpp"
+
+namespace {
+
+// For `rows` rows.
+class Vectors {
+ public:
+  static constexpr long FEW = MOST_ROWS;  // rows that share what is read of panels
+
+  explicit Vectors(long rows) : rows(rows) {}
+
+  // That a row of `in` numbers is prepared to, the last ones 0.
+  static long inputs(long in) { return up(in, Kind::STEP) * Kind::INPUTS; }
+  // Rows that are prepared and have sums.
+  long places() const { return rows; }
+  // That are read side by side.
+  long panels() const { return panels_at_once(up(rows, groups_of(rows))); }
+
+  void multiply(long count, long steps, Block<const Input> x, Block<const Number> w,
+                Block<float> sums) const {
+    ::multiply<Kind>(rows, count, steps, x, w, sums);
+  }
+
+  // While they are in registers.
+  bool reads_blocks() const { return up(rows, ROWS_OF_BLOCKS) <= GROUPS_OF_BLOCKS; }
+
+  void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
+                Block<float> sums) const {
+    const long groups = up(rows, ROWS_OF_BLOCKS);
+    for (long g = 0; g < groups; g++) {
+      const long start = rows * g / groups, end = rows * (g + 1) / groups;
+      form.multiply[end - start - 1](in, count, {x.at + start * x.row, x.row, 0}, blocks,
+                                     form.bytes(in),
+                                     {sums.at + start * sums.row, sums.row, sums.panel});
+    }
+  }
+
+ private:
+  static constexpr long GROUPS_OF_BLOCKS = WIDE ? 1 : 2;  // of rows, that read them in turn
+  const long rows;
+};
+
+}  // namespace
