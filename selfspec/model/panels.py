@@ -63,7 +63,7 @@ def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
     found.panel_bytes.argtypes = whole, whole
     found.form_of.argtypes = (whole,)
     found.panel_bytes.restype = found.form_of.restype = found.blocks_pay.restype = whole
-    found.wide_vectors.restype = whole
+    found.wide_vectors.restype = found.tiles.restype = whole
     found.pack.restype = found.product.restype = found.pack_blocks.restype = None
     return found
 
@@ -80,6 +80,11 @@ def blocks_pay(dtype: torch.dtype) -> bool:
 def wide_vectors(dtype: torch.dtype) -> bool:
     """Whether products compute 16 numbers at once: AVX-512. ValueError without a compiler."""
     return bool(library(dtype).wide_vectors())
+
+
+def tiles(dtype: torch.dtype) -> bool:
+    """Whether products compute with matrix registers: AMX. ValueError without a compiler."""
+    return bool(library(dtype).tiles())
 
 
 def can_compile(dtype: torch.dtype) -> bool:

@@ -23,7 +23,7 @@ from selfspec.model.executors.program import HIDDEN, Program
 from selfspec.model.executors.recipe import Experts, Mlp, Recipe, recipe_of
 from selfspec.model.executors.rotations import Rotations
 from selfspec.model.executors.structs import Operation
-from selfspec.model.panels import blocks_pay, wide_vectors
+from selfspec.model.panels import blocks_pay, tiles, wide_vectors
 from selfspec.model.parts import DecoderParts
 from selfspec.model.products import CompiledLinear
 from selfspec.model.rows import Rows, Span
@@ -52,9 +52,14 @@ _WIDE = {
 """With AVX-512 memory limits it, while rows share what is read: ten of them, of blocks eight.
 Light: bfloat16 with instructions of its own."""
 
+_TILES = _Costs((0.04,), 0.15)
+"""With matrix registers 16 rows cost little more than one, from blocks as from numbers."""
+
 
 def _costs(linear: CompiledLinear) -> _Costs:
     """By the unembedding's weights, and what this processor computes with."""
+    if tiles(linear.dtype):
+        return _TILES
     light = linear.dtype == torch.bfloat16 and blocks_pay(linear.dtype)
     name = ("light " if light else "") + ("blocks" if any(linear.stripes.forms) else "numbers")
     return (_WIDE if wide_vectors(linear.dtype) else _NARROW)[name]

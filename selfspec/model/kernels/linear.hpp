@@ -14,10 +14,8 @@
 
 #if BFLOAT16 && defined(__AMX_BF16__)
 #include "tiles.hpp"
-using Arithmetic = Tiles;
 #else
 #include "vectors.hpp"
-using Arithmetic = Vectors;
 #endif
 
 namespace {

@@ -67,4 +67,7 @@ long blocks_pay() { return !BFLOAT16 || Kind::TERMS == 1; }
 // Whether vectors have 16 numbers: arithmetic is then rarely what limits a pass of few rows.
 long wide_vectors() { return WIDE; }
 
+// Whether rows share matrix registers: many rows then cost little more than one.
+long tiles() { return Arithmetic::BY_TILES; }
+
 }

@@ -11,10 +11,11 @@
 
 namespace {
 
-// As Vectors of linear.hpp, for `rows` rows. A thread's tiles have this shape while it lives.
+// As Vectors of vectors.hpp, for `rows` rows. It shapes a thread's tiles while it lives.
 class Tiles {
  public:
-  static constexpr long FEW = 16;
+  static constexpr bool BY_TILES = true;
+  static constexpr long FEW = 16;  // rows of one tile
 
   explicit Tiles(long rows) : groups(up(rows, HEIGHT)), height(up(rows, groups)) {
     struct {
@@ -115,5 +116,7 @@ class Tiles {
     if (GROUPS * PANELS > 2) _tile_stored(3, below + sums.panel, across);
   }
 };
+
+using Arithmetic = Tiles;
 
 }  // namespace

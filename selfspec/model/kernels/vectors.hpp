@@ -9,6 +9,7 @@ namespace {
 // For `rows` rows.
 class Vectors {
  public:
+  static constexpr bool BY_TILES = false;
   static constexpr long FEW = MOST_ROWS;  // rows that share what is read of panels
 
   explicit Vectors(long rows) : rows(rows) {}
@@ -43,5 +44,7 @@ class Vectors {
   static constexpr long GROUPS_OF_BLOCKS = WIDE ? 1 : 2;  // of rows, that read them in turn
   const long rows;
 };
+
+using Arithmetic = Vectors;
 
 }  // namespace
