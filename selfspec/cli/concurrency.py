@@ -85,7 +85,7 @@ def _measured(
 
     loads: list[Load] = []
     with progress.bar("concurrency", "measurements") as show:
-        total = len(texts) * len(names)
+        total = len(texts) * len(names) * options.repeats
         show(0, total)
         for load in measured(
             speculator,
@@ -93,6 +93,7 @@ def _measured(
             texts=texts,
             new_tokens=options.max_new_tokens,
             methods=names,
+            repeats=options.repeats,
             seed=options.seed,
         ):
             loads.append(load)

@@ -13,16 +13,17 @@ an engine of one.
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 
 import psutil
 import torch
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.drafters import DraftCache
-from selfspec.decoding.prices import Load, Unmeasured, each_row
+from selfspec.decoding.pace import Pace
+from selfspec.decoding.prices import Load, Unmeasured
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.decoding.runtime import Asked, Runtime, Text
 from selfspec.decoding.sequence import DecodeState, common
@@ -34,10 +35,7 @@ from selfspec.model.kv_pages import POSITIONS
 from selfspec.model.kv_store import Lease
 
 MOST_TEXTS = 32
-"""Texts of a round unless asked otherwise: on two cores 32 give 1.2 times the tokens of 16."""
-
-_BULK_ROWS = 1024
-"""Rows of prompts that enter together where no answer waits for them."""
+"""Texts of a round unless asked otherwise: from here on one more adds few tokens on two cores."""
 
 
 class Running:
@@ -118,6 +116,7 @@ class Engine:
         )
         self._most = most
         self._patience = patience
+        self._pace = Pace(Unmeasured.of(backbone).rows)
         self._load = Load()
         self._waiting: deque[Running] = deque()
         """Have not begun."""
@@ -168,8 +167,9 @@ class Engine:
         keyboard interrupt, ends the round's texts and goes on.
         """
         taking_part: dict[Running, None] = {}
+        start = time.perf_counter()
         try:
-            self._begin(taking_part)
+            writing, rows = self._begin(taking_part)
             while self._works:
                 self._do_next()
         except BaseException as error:
@@ -177,6 +177,7 @@ class Engine:
                 self._fail(running, error)
             self._works.clear()
             raise
+        self._pace.note(writing, rows, time.perf_counter() - start)
         return [running for running in taking_part if running.ended or running.fresh]
 
     def cancel(self, running: Running) -> None:
@@ -188,8 +189,11 @@ class Engine:
             if running in held:
                 held.remove(running)
 
-    def _begin(self, taking_part: dict[Running, None]) -> None:
-        """To the first work of every text that takes part in a round, which are noted."""
+    def _begin(self, taking_part: dict[Running, None]) -> tuple[int, int]:
+        """To the first work of every text that takes part in a round, which are noted.
+
+        Returns how many texts are being written, and rows of prompts beside them.
+        """
         while self._waiting and self._admits(self._waiting[0]):
             running = self._waiting.popleft()
             taking_part[running] = None
@@ -201,15 +205,16 @@ class Engine:
         taking_part |= dict.fromkeys(writing)
         for running in writing:
             self._go_on(running)
-        room = self._room(len(writing))
+        room, entered = self._room(len(writing)), 0
         for running, waiting in list(self._entering.items()):
-            rows = min(waiting, room) if self._splits(running) else waiting
-            if room <= 0:
-                return
-            room -= rows
+            if entered >= room:
+                break
+            rows = min(waiting, room - entered) if self._splits(running) else waiting
+            entered += rows
             taking_part[running] = None
             del self._entering[running]
             self._go_on(running, rows)
+        return len(writing), entered
 
     def _admits(self, running: Running) -> bool:
         """Whether a text may begin: there is room, and none that enters will leave it more."""
@@ -232,15 +237,7 @@ class Engine:
         """Rows of prompts that may enter beside so many texts that are being written."""
         if self._patience is None:
             return sys.maxsize
-        if writing == 0:
-            return _BULK_ROWS
-        rows = Unmeasured.of(self.runtime.backbone).rows
-        left = self._patience * (1.0 + sum(islice(each_row(rows), writing - 1)))
-        for count, cost in enumerate(islice(each_row(rows), writing - 1, None)):
-            left -= cost
-            if left < 0.0 or count == _BULK_ROWS:
-                return max(1, count)
-        raise AssertionError  # costs go on without end
+        return self._pace.rows(writing, self._patience)
 
     def _splits(self, running: Running) -> bool:
         """Whether a prompt has the same bits however it is cut into passes."""

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.engine import Engine, Running
 from selfspec.eval.methods import unchanged
+from selfspec.eval.metrics import ratio_interval
 
-PATIENCE = 1.5
+PATIENCE = 1.25
 """Rounds that a prompt may delay others by, where waiting is measured."""
 
 
@@ -30,8 +32,9 @@ PATIENCE = 1.5
 class Load:
     """What a method did with all prompts, so many at once."""
 
-    method: str
+    method: str = ""
     texts: int
+    repeat: int = 0
     seconds: float = 0.0
     tokens: int = 0
     steps_s: float = 0.0
@@ -76,7 +79,7 @@ def ours(**settings: Any) -> Write:
     def write(
         speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int
     ) -> tuple[Load, list[list[int]]]:
-        load = Load(method="", texts=texts)
+        load = Load(texts=texts)
         engine, start = speculator.engine(most=texts), time.perf_counter()
         running = [_added(engine, speculator, ids, count, settings) for ids in prompts]
         answers: dict[Running, list[int]] = {one: [] for one in running}
@@ -121,7 +124,7 @@ def padded_batch(
     speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int
 ) -> tuple[Load, list[list[int]]]:
     """Transformers' `generate`: batches of `texts` prompts, padded on the left."""
-    load, answers, start = Load(method="", texts=texts), list[list[int]](), time.perf_counter()
+    load, answers, start = Load(texts=texts), list[list[int]](), time.perf_counter()
     model: Any = speculator.model
     ends = _ends(model)
     for first in range(0, len(prompts), texts):
@@ -153,7 +156,7 @@ def continuous(
     speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int
 ) -> tuple[Load, list[list[int]]]:
     """Transformers' continuous batching: `generate_batch`, so many prompts at a time."""
-    load, answers, start = Load(method="", texts=texts), list[list[int]](), time.perf_counter()
+    load, answers, start = Load(texts=texts), list[list[int]](), time.perf_counter()
     model: Any = speculator.model
     ends = _ends(model)
     config = GenerationConfig(
@@ -184,21 +187,22 @@ def measured(
     texts: Sequence[int],
     new_tokens: int,
     methods: Sequence[str],
+    repeats: int = 1,
     seed: int = 0,
 ) -> Iterator[Load]:
-    """All methods at each number of texts, in random order."""
+    """All methods at each number of texts, in random order, several times over."""
     device = speculator.backbone.device
     ids = [encode(speculator.tokenizer, prompt).to(device) for prompt in prompts]
     _, expected = METHODS["plain"](speculator, ids, new_tokens, 1)
     with unchanged(speculator):
         for name in methods:  # what is made at the first use does not count
             METHODS[name](speculator, ids[:2], 2, 2)
-        for count in texts:
+        for repeat, count in product(range(repeats), texts):
             order = list(methods)
-            random.Random(f"{seed} {count}").shuffle(order)
+            random.Random(f"{seed} {repeat} {count}").shuffle(order)
             for name in order:
                 load, answers = METHODS[name](speculator, ids, new_tokens, count)
-                load.method, load.tokens = name, sum(map(len, answers))
+                load.method, load.repeat, load.tokens = name, repeat, sum(map(len, answers))
                 load.same = sum(a == b for a, b in zip(answers, expected, strict=True))
                 yield load
 
@@ -242,28 +246,61 @@ def _timed(engine: Engine, but: Running | None = None) -> float:
 
 
 def table(loads: Sequence[Load]) -> str:
-    """Markdown: tokens per second by method and number of texts, then waiting."""
+    """Markdown: tokens per second by method and number of texts, then waiting; medians."""
     counts = sorted({load.texts for load in loads})
-    by = {(load.method, load.texts): load for load in loads}
     names = list(dict.fromkeys(load.method for load in loads))
-    parts: list[tuple[str, Callable[[Load], str]]] = [
-        ("tokens/s, prompts included", lambda load: f"{load.tokens_per_s:.0f}"),
-        ("tokens/s behind the prompts", lambda load: _number(load.decode_tokens_per_s)),
-        ("first token, s: p50 / p95", lambda load: _pair(load.first_s)),
-        ("between rounds, s: p50 / p95", lambda load: _pair(load.gaps_s)),
-        ("answers as alone", lambda load: str(load.same)),
+    parts: list[tuple[str, Callable[[Sequence[Load]], str]]] = [
+        ("tokens/s, prompts included", lambda some: _middle([one.tokens_per_s for one in some])),
+        (
+            "tokens/s behind the prompts",
+            lambda some: _middle([one.decode_tokens_per_s for one in some]),
+        ),
+        ("first token, s: p50 / p95", lambda some: _pair([s for one in some for s in one.first_s])),
+        (
+            "between rounds, s: p50 / p95",
+            lambda some: _pair([s for one in some for s in one.gaps_s]),
+        ),
+        ("answers as alone, at least", lambda some: str(min(one.same for one in some))),
     ]
     lines = []
     for title, show in parts:
-        lines += [
-            f"| {title} | {' | '.join(map(str, counts))} |",
-            "| --- |" + " ---: |" * len(counts),
-        ]
+        lines += _head(title, counts)
         for name in names:
-            cells = [show(by[name, count]) if (name, count) in by else "" for count in counts]
+            cells = [_cell(loads, name, count, show) for count in counts]
             lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
+    if any(load.repeat for load in loads):
+        lines += _head("tokens/s behind the prompts, against plain (95 % interval)", counts)
+        for name in names:
+            ratios = [_against_plain(loads, name, count) for count in counts]
+            if name != "plain" and any(ratios):
+                lines.append(f"| {name} | {' | '.join(ratios)} |")
+        lines.append("")
     return "\n".join(lines)
+
+
+def _head(title: str, counts: Sequence[int]) -> list[str]:
+    return [f"| {title} | {' | '.join(map(str, counts))} |", "| --- |" + " ---: |" * len(counts)]
+
+
+def _cell(
+    loads: Sequence[Load], name: str, count: int, show: Callable[[Sequence[Load]], str]
+) -> str:
+    some = [load for load in loads if (load.method, load.texts) == (name, count)]
+    return show(some) if some else ""
+
+
+def _against_plain(loads: Sequence[Load], name: str, count: int) -> str:
+    """A method and plain decoding, paired by repeat."""
+    here = sorted((load for load in loads if load.texts == count), key=lambda load: load.repeat)
+    plain, other = (
+        [1 / rate for load in here if load.method == one and (rate := load.decode_tokens_per_s)]
+        for one in ("plain", name)
+    )
+    if not plain or len(plain) != len(other):
+        return ""
+    low, high = ratio_interval(plain, other)
+    return f"{sum(plain) / sum(other):.2f} ({low:.2f} to {high:.2f})"
 
 
 def _ends(model: Any) -> set[int]:
@@ -283,10 +320,11 @@ def _middle_and_tail(seconds: Sequence[float]) -> tuple[float, float] | None:
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
+def _middle(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.0f}" if known else ""
 
 
-def _pair(seconds: Sequence[float]) -> str:
-    found = _middle_and_tail(seconds)
+def _pair(seconds: Sequence[Sequence[float]]) -> str:
+    found = _middle_and_tail(list(chain.from_iterable(seconds)))
     return "" if found is None else f"{found[0]:.3f} / {found[1]:.3f}"

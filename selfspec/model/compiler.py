@@ -60,7 +60,7 @@ TARGETS: Mapping[str, tuple[Target, ...]] = {
 
 
 def this_machine(*, tiles: bool) -> Target:
-    """This processor, as the compiler knows it; `tiles`: matrix registers may be used if it has any.
+    """This processor, as the compiler knows it; `tiles`: whether its matrix registers may be used.
 
     Raises OSError or SubprocessError without a compiler.
     """
