@@ -16,7 +16,7 @@ from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
-    from selfspec.eval.concurrency import Load
+    from selfspec.eval.loads import Load
 
 SUMMARY, TABLE = "concurrency.json", "concurrency.md"
 
@@ -39,6 +39,7 @@ def run(asked: dict[str, Any], options: BenchOptions) -> str:
     suite = load_suite(options.suite, Path(options.questions) if options.questions else None)
     prompts = [question.turns[0] for question in spread(suite, options.limit)]
     from selfspec.eval import concurrency
+    from selfspec.eval.loads import table
     from selfspec.model.quantised import keep_numbers
 
     names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))
@@ -64,7 +65,7 @@ def run(asked: dict[str, Any], options: BenchOptions) -> str:
         "joined_late": {"rows": JOINING_ROWS, "beside": min(_BESIDE, len(prompts)), **late},
     }
     text = (
-        f"{concurrency.table(loads)}\n{JOINING_ROWS} tokens join {min(_BESIDE, len(prompts))} "
+        f"{table(loads)}\n{JOINING_ROWS} tokens join {min(_BESIDE, len(prompts))} "
         f"texts: a round takes {late['rounds']:.2f} of what it takes without (worst "
         f"{late['worst_rounds']:.2f}), the first token comes after {late['first_token_s']:.2f} s\n"
     )
