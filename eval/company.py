@@ -3,8 +3,9 @@
     python -m eval.company --questions question_dev.jsonl --output eval/results/company
 
 Each of 60 Spec-Bench questions is answered alone, without drafts, then in engines of at most 2, 7,
-16 and 32 texts, with and without drafts: they come at random times, some others are cancelled, long
-prompts enter in pieces. Every third is sampled, with a seed. In float32 and bfloat16, from numbers
+16 and 32 texts, with and without drafts: they come at random times, some are cancelled, long
+prompts enter in pieces; some come twice, once to fail or to run out of time. What there is of any
+is compared. Every third is sampled, with a seed. In float32 and bfloat16, from numbers
 and from the blocks of the model's file. Writes `summary.json` and `table.md`.
 """
 
@@ -15,7 +16,7 @@ import json
 import random
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +30,8 @@ from selfspec.cli.env import machine
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.engine import Engine, Running
-from selfspec.decoding.runtime import Asked, Runtime
-from selfspec.decoding.scores import Sampler
+from selfspec.decoding.runtime import Asked
+from selfspec.eval.company import Listening
 from selfspec.eval.suites import load_suite, spread
 from selfspec.files import write
 
@@ -55,17 +56,25 @@ class Hashing:
         return self._rule.verdict(ids, target, row, proposed)
 
 
-class Hashed(Runtime):
-    """Keeps the hashes of each text."""
+class Broken:
+    """A processor that changes nothing, and raises at some token."""
 
-    def __init__(self, other: Runtime) -> None:
-        super().__init__(other.backbone, other.heads, other.draft_model)
-        self.heard: list[Hashing] = []
+    def __init__(self, after: int) -> None:
+        self.left = after
 
-    def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-        """The usual one, heard."""
-        self.heard.append(Hashing(super().rule(sampler, options)))
-        return self.heard[-1]
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002  # the protocol's
+        """The scores."""
+        self.left -= 1
+        if self.left < 0:
+            raise ZeroDivisionError
+        return scores
+
+
+_FAULTS: tuple[Callable[[], dict[str, Any]], ...] = (
+    lambda: {"logits_processor": [Broken(after=7)]},
+    lambda: {"max_time": 0.2},
+)
+"""What befalls a request that comes a second time."""
 
 
 @dataclass
@@ -77,16 +86,16 @@ class Texts:
     new_tokens: int
 
     def __post_init__(self) -> None:
-        self.runtime = Hashed(self.speculator.runtime)
+        self.runtime = Listening(self.speculator.runtime, Hashing)
         self.alone = []
         for number in range(len(self.prompts)):
             running = Engine(self.runtime).add(self.asked(number), self.options(drafts=False))
             tokens = [token for entry in running for token in entry.tokens]
             self.alone.append((tokens, self.runtime.heard[-1].hashes))
 
-    def asked(self, number: int) -> Asked:
+    def asked(self, number: int, **more: Any) -> Asked:
         """The request, made anew."""
-        options: Any = {"max_new_tokens": self.new_tokens}
+        options: Any = {"max_new_tokens": self.new_tokens, **more}
         if number % 3 == 0:
             options |= {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": number}
         else:
@@ -110,16 +119,19 @@ class Texts:
                 number = left.pop()
                 one = engine.add(self.asked(number), self.options(drafts=drafts))
                 running[one] = number, self.runtime.heard[-1]
-                if dice.random() < 0.15:  # the same again, which will not be finished
-                    twin = engine.add(self.asked(number), self.options(drafts=drafts))
+                for fault in (fault for fault in _FAULTS if dice.random() < 0.1):
+                    twin = engine.add(self.asked(number, **fault()), self.options(drafts=drafts))
                     running[twin] = number, self.runtime.heard[-1]
             engine.step()
             if dice.random() < 0.05 and (going := [one for one in running if not one.ended]):
                 dice.choice(going).close()
                 cancelled += 1
-        found = {"texts": 0, "positions": 0, "cancelled": cancelled, "drafted": 0, "differing": 0}
+        found = dict.fromkeys(("texts", "positions", "cancelled", "failed", "late"), 0)
+        found |= {"cancelled": cancelled, "drafted": 0, "differing": 0}
         for one, (number, rule) in running.items():
-            entries = one.take()
+            entries = list(one.fresh)
+            found["failed"] += isinstance(one.error, ZeroDivisionError)
+            found["late"] += bool(entries) and entries[-1].stop_reason == "stop"
             tokens, hashes = self.alone[number]
             same = [token for entry in entries for token in entry.tokens]
             found["texts"] += 1

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,8 +68,8 @@ def _prompt(text: str, where: str, system: str | None, *, raw: bool) -> Messages
 class Room(NamedTuple):
     """How many prompts are answered at once, and the memory for their keys and values."""
 
-    texts: int = MOST_TEXTS
-    kv_memory: int | None = None
+    texts: int
+    kv_memory: int | None
 
     @classmethod
     def of(cls, texts: int | None, kv_memory: str | None) -> Room:
@@ -101,7 +101,7 @@ def answer(
     """
     files.check_file(output, overwrite=overwrite)
     with files.locked(output):
-        run = _Run.of(output, {"prompts": prompts} | vars(asked))
+        run = _Run.of(output, {"prompts": prompts} | asdict(asked), overwrite=overwrite)
         speculator = common.load(asked)
         with progress.bar("generate", "answers") as show:
             show(len(run.lines), len(prompts), found=True)
@@ -150,27 +150,24 @@ class _Run:
     lines: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, output: Path, asked: dict[str, Any]) -> _Run:
-        """Begun anew, or gone on with. Raises CannotWrite for a run with other prompts or options.
+    def of(cls, output: Path, asked: dict[str, Any], *, overwrite: bool) -> _Run:
+        """Begun anew, or gone on with.
 
-        A line that a killed run left half written is dropped.
+        With `overwrite` a run with other prompts or options gives way; without, it and a damaged
+        file raise CannotWrite.
         """
         run = cls(output, output.with_name(f"{output.name}.partial"))
         mark = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
         head = json.dumps({"made_by": MADE_BY, "asked": mark})
-        if not run.partial.exists():
-            files.append(run.partial, head)
-            return run
-        with suppress(InvalidData):  # the last line, cut off
-            found = untrusted.json_lines(run.partial)
-            if next(found, (0, ""))[1] != head:
+        if files.check_file(run.partial, overwrite=True).exists():
+            first, *lines = _complete_lines(run.partial)
+            if first == head:
+                run.lines = dict(_answered(text, run.partial) for text in lines)
+            elif not overwrite:
                 raise CannotWrite(
                     f"{run.partial} belongs to a run with other prompts or options. Go on with "
                     "those, or remove it"
                 )
-            for number, text in found:
-                line = untrusted.parse_json(text, f"{run.partial}, line {number}")
-                run.lines[line["index"]] = text
         files.write(run.partial, "".join(f"{text}\n" for text in (head, *run.lines.values())))
         return run
 
@@ -192,3 +189,21 @@ class _Run:
             "errors": sum("error" in line for line in found),
             "tokens": tokens,
         }
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """The first, maybe empty, and those behind it; a last one that a killed run cut off is none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise CannotWrite(f"cannot go on with {path}: {error.strerror}") from error
+    return text[: text.rfind("\n") + 1].split("\n")[:-1] or [""]
+
+
+def _answered(text: str, path: Path) -> tuple[int, str]:
+    """Which prompt a line answers. Raises CannotWrite for what is no such line."""
+    with suppress(InvalidData):
+        line = untrusted.parse_json(text, str(path))
+        if isinstance(line, dict) and isinstance(line.get("index"), int):
+            return line["index"], text
+    raise CannotWrite(f"{path} is damaged. Remove it to begin anew")

@@ -98,8 +98,7 @@ class GreedyMatch:
             token = target.best[row]
         else:
             token = int(self._sampler.scores(ids, target.row(row)).argmax(-1))
-        tokens = [draft.token for draft in proposed]
-        return Verdict(token, tokens.index(token) if token in tokens else None)
+        return _match(token, proposed)
 
 
 class SeededMatch:
@@ -122,9 +121,7 @@ class SeededMatch:
         self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
     ) -> Verdict:
         """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
-        token = self._sampler.choose(ids, target.row(row)).token
-        tokens = [draft.token for draft in proposed]
-        return Verdict(token, tokens.index(token) if token in tokens else None)
+        return _match(self._sampler.choose(ids, target.row(row)).token, proposed)
 
 
 class SpeculativeSampling:
@@ -155,6 +152,12 @@ class SpeculativeSampling:
                 return Verdict(token, index)
             probs = residual(probs, law)
         return Verdict(self._sampler.draw(probs))
+
+
+def _match(token: int, proposed: Sequence[Proposed]) -> Verdict:
+    """The target's own token, and which draft it is."""
+    tokens = [draft.token for draft in proposed]
+    return Verdict(token, tokens.index(token) if token in tokens else None)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

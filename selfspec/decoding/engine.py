@@ -28,7 +28,7 @@ from selfspec.decoding.probe import PassShape, any_split
 from selfspec.decoding.runtime import Asked, Runtime, Text
 from selfspec.decoding.sequence import DecodeState, common
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch
-from selfspec.decoding.work import Enter, Work, done, next_together
+from selfspec.decoding.work import Enter, Work, next_together
 from selfspec.errors import InvalidOption
 from selfspec.model.kv_memory import KVStore, Memory, PooledLease
 from selfspec.model.kv_pages import POSITIONS
@@ -249,7 +249,7 @@ class Engine:
         who = next_together(self._works)
         works = [self._works.pop(running) for running in who]
         try:
-            results = done(works, list(self._works.values()))
+            results = works[0].done(works, list(self._works.values()))
         except Exception as error:  # noqa: BLE001  # goes to the readers of these texts
             for running in who:
                 self._fail(running, error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,34 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
 from selfspec.model.rows import Rows
 
+Result = TypeVar("Result")
+Key = TypeVar("Key", bound=Hashable)
+
+_AT_ONCE = (0, 0, 0)
+"""The turn of whatever brings a text on without a pass."""
+
+
+class Work(Protocol):
+    """What one text needs."""
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """The least comes first."""
+
+    @property
+    def likeness(self) -> Hashable:
+        """Works of equal likeness can be done together."""
+
+    def done(self, alike: Sequence[Any], others: Sequence[Work], /) -> Sequence[Any]:
+        """Do works of this likeness, itself among them: what each gives; None: more is to be done.
+
+        Passes stop where rows of `others` wait, which then go on with them.
+        """
+
+
+Steps = Generator[Work, Any, Result]
+"""Yields Work, is sent what it gives, and returns a result in the end."""
+
 
 @dataclass(eq=False, kw_only=True)
 class Embed:
@@ -32,6 +60,19 @@ class Embed:
 
     backbone: Backbone
     ids: Sequence[int]
+    turn = _AT_ONCE
+
+    @property
+    def likeness(self) -> Hashable:
+        """All of one model."""
+        return Embed, id(self.backbone)
+
+    def done(self, alike: Sequence[Embed], _others: Sequence[Work]) -> Sequence[Tensor]:
+        """One look into the table."""
+        ids = [token for work in alike for token in work.ids]
+        hidden = self.backbone.embed(torch.tensor(ids, device=self.backbone.device))
+        parts: Sequence[Tensor] = hidden.split([len(work.ids) for work in alike])
+        return parts
 
 
 @dataclass(eq=False, kw_only=True)
@@ -49,6 +90,50 @@ class Run:
     least: int = 1
     """Rows that its passes have at least: shorter ones are padded."""
 
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """Small models first, which draft; then the earliest layers."""
+        return 1, self.backbone.num_layers, self.first
+
+    @property
+    def likeness(self) -> Hashable:
+        """From one layer on, if rows of other texts may stand beside these."""
+        return (Run, id(self.backbone), self.first) if _joins(self) else id(self)
+
+    def done(self, alike: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
+        """One pass, up to where the first of them ends, or others wait."""
+        backbone, first, stop = self.backbone, self.first, min(work.last for work in alike)
+        for other in others:
+            if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
+                stop = other.first
+        if len(alike) == 1:
+            outputs: Sequence[Tensor] = [self._alone(stop)]
+        else:
+            rows = Rows.joined([work._rows(len(work.hidden)) for work in alike])
+            hidden = torch.cat([work.hidden for work in alike])
+            counts = [span.count for span in rows.spans]
+            outputs = backbone.run(hidden, first, stop, rows).split(counts)
+        for work, output in zip(alike, outputs, strict=True):
+            work.hidden, work.first = output, stop
+        return [work.hidden if work.first == work.last else None for work in alike]
+
+    def _alone(self, stop: int) -> Tensor:
+        """With padding, whose keys and values are cut off again."""
+        count, start = len(self.hidden), self.lease.length(self.first)
+        block = padded(self.hidden, self.least)
+        output = self.backbone.run(block, self.first, stop, self._rows(len(block)))
+        if len(block) > count:
+            self.lease.truncate(start + count, self.first, stop)
+        return output[:count]
+
+    def _rows(self, count: int) -> Rows:
+        """The rows of the text, and padding behind them up to `count`."""
+        parents = self.parents
+        if parents is not None:
+            parents = [*parents, *range(len(parents) - 1, count - 1)]
+        start = self.lease.length(self.first)
+        return Rows.of(self.lease, start, count, self.hidden.device, parents)
+
 
 @dataclass(eq=False, kw_only=True)
 class Ask:
@@ -63,6 +148,27 @@ class Ask:
     count: int
     """Tokens wanted."""
     signal: Signal | None = None
+    turn = _AT_ONCE
+
+    @property
+    def likeness(self) -> Hashable:
+        """One head, asked for the same."""
+        return Ask, id(self.head), self.temperature, self.count, self.signal
+
+    def done(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
+        """One question."""
+        hidden = [work.hidden for work in alike]
+        whole = answers.answer(
+            self.head,
+            hidden[0] if len(alike) == 1 else torch.cat(hidden),
+            answers.joined([work.deep for work in alike], hidden),
+            temperature=self.temperature,
+            count=self.count,
+            signal=self.signal,
+        )
+        if len(alike) == 1:
+            return [whole]
+        return [whole.part(slice(*ends)) for ends in _ends(hidden)]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -74,6 +180,21 @@ class Unembed:
     """[T, d]"""
     least: int = 1
     """As in a Run."""
+    turn = _AT_ONCE
+
+    @property
+    def likeness(self) -> Hashable:
+        """All of one model, if rows of other texts may stand beside these."""
+        return (Unembed, id(self.backbone)) if _joins(self) else id(self)
+
+    def done(self, alike: Sequence[Unembed], _others: Sequence[Work]) -> list[Target]:
+        """One product, and one device read where tokens are read."""
+        if len(alike) == 1:
+            logits = self.backbone.logits(padded(self.hidden, self.least))
+            return [Target(logits[: len(self.hidden)])]
+        hidden = [work.hidden for work in alike]
+        together = Together(self.backbone.logits(torch.cat(hidden)))
+        return [together.part(slice(*ends)) for ends in _ends(hidden)]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -81,15 +202,16 @@ class Enter:
     """A prompt that waits; gives how many of its rows may run now, at least one."""
 
     rows: int
+    turn = _AT_ONCE
 
+    @property
+    def likeness(self) -> Hashable:
+        """It is for whoever runs the texts to say; alone, all rows may."""
+        return id(self)
 
-Work = Embed | Run | Ask | Unembed | Enter
-
-Result = TypeVar("Result")
-Key = TypeVar("Key", bound=Hashable)
-
-Steps = Generator[Work, Any, Result]
-"""Yields Work, is sent what it gives, and returns a result in the end."""
+    def done(self, alike: Sequence[Enter], _others: Sequence[Work]) -> list[int]:
+        """All rows."""
+        return [work.rows for work in alike]
 
 
 def ready(result: Result) -> Steps[Result]:
@@ -111,9 +233,7 @@ def alone(steps: Steps[Result]) -> Result:
 
 def done_alone(work: Work) -> Any:
     """What a work gives, where no other waits."""
-    if isinstance(work, Enter):
-        return work.rows
-    (found,) = done([work])
+    (found,) = work.done([work], [])
     return found
 
 
@@ -123,91 +243,11 @@ def next_together(waiting: Mapping[Key, Work]) -> list[Key]:
     So texts that still draft catch up with those that wait for deeper layers, and all rows of a
     round run through these together. A second model, which drafts, goes before both.
     """
-    first = min(waiting, key=lambda key: _turn(waiting[key]))
+    first = min(waiting, key=lambda key: waiting[key].turn)
     if len(waiting) == 1:
         return [first]
-    alike = _likeness(waiting[first])
-    return [key for key, work in waiting.items() if key == first or _likeness(work) == alike]
-
-
-def done(works: Sequence[Work], others: Sequence[Work] = ()) -> Sequence[Any]:
-    """Do works that are alike, in one call; what each gives, None: there is more of it to do.
-
-    Passes stop where rows of `others` wait, which then go on with them.
-    """
-    if isinstance(works[0], Run):
-        return _run([work for work in works if isinstance(work, Run)], others)
-    if isinstance(works[0], Ask):
-        return _ask([work for work in works if isinstance(work, Ask)])
-    if isinstance(works[0], Embed):
-        return _embed([work for work in works if isinstance(work, Embed)])
-    return _unembed([work for work in works if isinstance(work, Unembed)])
-
-
-def _turn(work: Work) -> tuple[int, int, int]:
-    """What comes first: whatever brings texts on; then passes."""
-    if isinstance(work, Run):
-        return 1, work.backbone.num_layers, work.first
-    return 0, 0, 0
-
-
-def _likeness(work: Work) -> Hashable:
-    """Works of equal likeness can be done together."""
-    if isinstance(work, Ask):
-        return id(work.head), work.temperature, work.count, work.signal
-    if isinstance(work, Embed):
-        return Embed, id(work.backbone)
-    if isinstance(work, Enter) or not _joins(work):
-        return id(work)
-    return type(work), id(work.backbone), work.first if isinstance(work, Run) else None
-
-
-def _joins(work: Run | Unembed) -> bool:
-    """Whether rows of other texts may stand beside these."""
-    return work.least == 1 and work.backbone.runs_many
-
-
-def _embed(works: Sequence[Embed]) -> Sequence[Tensor]:
-    backbone = works[0].backbone
-    ids = [token for work in works for token in work.ids]
-    hidden = backbone.embed(torch.tensor(ids, device=backbone.device))
-    parts: Sequence[Tensor] = hidden.split([len(work.ids) for work in works])
-    return parts
-
-
-def _run(works: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
-    first, stop, backbone = works[0].first, min(work.last for work in works), works[0].backbone
-    for other in others:
-        if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
-            stop = other.first
-    if len(works) == 1:
-        outputs: Sequence[Tensor] = [_run_one(works[0], stop)]
-    else:
-        rows = Rows.joined([_rows(work, len(work.hidden)) for work in works])
-        hidden = torch.cat([work.hidden for work in works])
-        counts = [span.count for span in rows.spans]
-        outputs = backbone.run(hidden, first, stop, rows).split(counts)
-    for work, output in zip(works, outputs, strict=True):
-        work.hidden, work.first = output, stop
-    return [work.hidden if work.first == work.last else None for work in works]
-
-
-def _run_one(work: Run, stop: int) -> Tensor:
-    """With padding, whose keys and values are cut off again."""
-    count, start = len(work.hidden), work.lease.length(work.first)
-    block = padded(work.hidden, work.least)
-    output = work.backbone.run(block, work.first, stop, _rows(work, len(block)))
-    if len(block) > count:
-        work.lease.truncate(start + count, work.first, stop)
-    return output[:count]
-
-
-def _rows(work: Run, count: int) -> Rows:
-    """The rows of one text, and padding behind them up to `count`."""
-    parents = work.parents
-    if parents is not None:
-        parents = [*parents, *range(len(parents) - 1, count - 1)]
-    return Rows.of(work.lease, work.lease.length(work.first), count, work.hidden.device, parents)
+    alike = waiting[first].likeness
+    return [key for key, work in waiting.items() if work.likeness == alike]
 
 
 def padded(hidden: Tensor, least: int) -> Tensor:
@@ -216,28 +256,9 @@ def padded(hidden: Tensor, least: int) -> Tensor:
     return F.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
 
 
-def _ask(works: Sequence[Ask]) -> list[Answer]:
-    one, hidden = works[0], [work.hidden for work in works]
-    whole = answers.answer(
-        one.head,
-        hidden[0] if len(works) == 1 else torch.cat(hidden),
-        answers.joined([work.deep for work in works], hidden),
-        temperature=one.temperature,
-        count=one.count,
-        signal=one.signal,
-    )
-    if len(works) == 1:
-        return [whole]
-    return [whole.part(slice(*ends)) for ends in _ends(hidden)]
-
-
-def _unembed(works: Sequence[Unembed]) -> list[Target]:
-    one = works[0]
-    if len(works) == 1:
-        logits = one.backbone.logits(padded(one.hidden, one.least))
-        return [Target(logits[: len(one.hidden)])]
-    together = Together(one.backbone.logits(torch.cat([work.hidden for work in works])))
-    return [together.part(slice(*ends)) for ends in _ends([work.hidden for work in works])]
+def _joins(work: Run | Unembed) -> bool:
+    """Whether rows of other texts may stand beside these."""
+    return work.least == 1 and work.backbone.runs_many
 
 
 def _ends(parts: Sequence[Tensor]) -> Iterator[tuple[int, int]]:

@@ -6,8 +6,9 @@ in one engine, where they come at different times, one leaves early, and prompts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -27,17 +28,21 @@ _PATIENCE = 0.5
 """So little that most prompts enter in pieces."""
 
 
-class Listening(Runtime):
-    """Keeps the logits that every token was committed by, text by text."""
+Heard = TypeVar("Heard", bound=AcceptanceRule)
 
-    def __init__(self, other: Runtime) -> None:
-        """With the same model and drafts."""
+
+class Listening(Runtime, Generic[Heard]):
+    """Hears how every token is committed, text by text."""
+
+    def __init__(self, other: Runtime, hear: Callable[[AcceptanceRule], Heard]) -> None:
+        """With the same model and drafts. `hear`: the usual rule, and what it keeps."""
         super().__init__(other.backbone, other.heads, other.draft_model)
-        self.heard: list[Recorder] = []
+        self._hear = hear
+        self.heard: list[Heard] = []
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
         """The usual one, heard."""
-        self.heard.append(Recorder(super().rule(sampler, options)))
+        self.heard.append(self._hear(super().rule(sampler, options)))
         return self.heard[-1]
 
 
@@ -45,7 +50,7 @@ def alone(
     speculator: Speculator, request: Request, options: SpeculationOptions
 ) -> tuple[list[int], Tensor]:
     """Tokens, and the logits of each, of a text that nobody runs beside."""
-    runtime = Listening(speculator.runtime)
+    runtime = Listening(speculator.runtime, Recorder)
     running = Engine(runtime).add(request.only(), options)
     return [token for entry in running for token in entry.tokens], runtime.heard[0].logits
 
@@ -54,7 +59,7 @@ def together(
     speculator: Speculator, requests: Sequence[Request], options: SpeculationOptions
 ) -> list[tuple[list[int], Tensor]]:
     """The same of many, which come one after the other; the first comes twice, and leaves once."""
-    runtime = Listening(speculator.runtime)
+    runtime = Listening(speculator.runtime, Recorder)
     engine = Engine(runtime, most=len(requests) + 1, patience=_PATIENCE)
     running: list[Running] = []
     left = [requests[0], *requests]

@@ -244,6 +244,13 @@ class KVStore:
             node.used = next(self._clock)
             if not node.children and node.page is not None and node.page.leases == 0:
                 heapq.heappush(self._idle, (node.used, id(node), node))
+        if len(self._idle) > 2 * len(self._nodes) + POSITIONS:  # most have been used since
+            self._idle = [
+                (used, number, node)
+                for used, number, node in self._idle
+                if used == node.used and node.page in self._nodes
+            ]
+            heapq.heapify(self._idle)
 
     def _shrink(self) -> None:
         """Down to the budget, which a text that was alone may have exceeded."""

@@ -43,16 +43,6 @@ class PageLayout:
         """Of a page."""
         return self.places[-1] * self.dtype.itemsize
 
-    def keys(self, page: Tensor, layer: int) -> Tensor:
-        """[kv heads, 64, width]; a view."""
-        kv, width = self.heads[layer]
-        panels = page[self.places[layer] :][: kv * POSITIONS * width]
-        return (
-            panels.view(kv, POSITIONS // PANEL, width, PANEL)
-            .transpose(2, 3)
-            .reshape(kv, POSITIONS, width)
-        )
-
     def values(self, page: Tensor, layer: int) -> Tensor:
         """[kv heads, 64, width]; a view."""
         kv, width = self.heads[layer]

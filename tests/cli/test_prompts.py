@@ -62,6 +62,26 @@ def test_the_same_command_goes_on_where_a_run_was_stopped(
     assert [line.get("text") for line in read(asked)] == ["one 5", "two 6", None, "four 8"]
 
 
+def test_an_old_run_gives_way_on_request_and_a_damaged_one_is_named(
+    speculator: FakeSpeculator, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    speculator.broken = {1: KeyboardInterrupt()}
+    assert main([*asked, "--seed", "5"]) == 130
+    partial = Path(f"{asked[4]}.partial")
+    head, line, *_ = whole = partial.read_text(encoding="utf-8").splitlines()
+    for damage in ("{", '{"text": "no index"}', "[]"):
+        partial.write_text("\n".join((head, damage, line, "")), encoding="utf-8")
+        assert main([*asked, "--seed", "5"]) == 2
+        assert f"{partial} is damaged. Remove it" in capsys.readouterr().err
+    partial.write_text("mine\n", encoding="utf-8")
+    assert main([*asked, "--overwrite"]) == 2
+    assert partial.read_text(encoding="utf-8") == "mine\n"
+    partial.write_text("\n".join((*whole, "")), encoding="utf-8")
+    speculator.broken = {}
+    assert main([*asked, "--seed", "6", "--overwrite"]) == 0
+    assert [line.get("text") for line in read(asked)] == ["one 6", "two 7", None, "four 9"]
+
+
 def test_an_output_is_replaced_on_request_only(
     speculator: FakeSpeculator, asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

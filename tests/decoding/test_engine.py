@@ -57,10 +57,10 @@ SECOND = BASE.updated({"drafter": "draft-model:max_tokens=2"})
 BOTH = BASE.updated({"drafter": "ngram+exit:layers=2/4,threshold=0.01,max_tokens=3,guesses=3"})
 
 
-def listening(backbone: Backbone) -> Listening:
+def listening(backbone: Backbone) -> Listening[Recorder]:
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
     second = Backbone(make_model("llama", num_hidden_layers=2, max_position_embeddings=512))
-    return Listening(Runtime(backbone, heads, second))
+    return Listening(Runtime(backbone, heads, second), Recorder)
 
 
 def requests(count: int, options: Sequence[SpeculationOptions]) -> list[Wanted]:
@@ -75,7 +75,7 @@ def requests(count: int, options: Sequence[SpeculationOptions]) -> list[Wanted]:
     return found
 
 
-def written(runtime: Listening, wanted: Wanted) -> tuple[list[int], Tensor]:
+def written(runtime: Listening[Recorder], wanted: Wanted) -> tuple[list[int], Tensor]:
     """Alone."""
     running = Engine(runtime).add(wanted.asked(), wanted.options)
     tokens = [token for entry in running for token in entry.tokens]
@@ -83,7 +83,7 @@ def written(runtime: Listening, wanted: Wanted) -> tuple[list[int], Tensor]:
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
-def runtime(request: pytest.FixtureRequest) -> Listening:
+def runtime(request: pytest.FixtureRequest) -> Listening[Recorder]:
     backbone = Backbone(make_model(request.param, max_position_embeddings=512))
     return listening(backbone)
 
@@ -92,7 +92,7 @@ def runtime(request: pytest.FixtureRequest) -> Listening:
 @pytest.mark.parametrize("most", [2, 7, 32])
 @pytest.mark.parametrize("patience", [None, 0.5], ids=["", "in pieces"])
 def test_texts_have_the_bits_that_they_have_alone(
-    runtime: Listening, most: int, patience: float | None
+    runtime: Listening[Recorder], most: int, patience: float | None
 ) -> None:
     """Random arrivals and cancellations, every kind of draft, greedy and drawn, one prefix."""
     dice = random.Random(most)
@@ -129,7 +129,7 @@ def test_texts_have_the_bits_that_they_have_alone(
 @needs_compiler
 @pytest.mark.parametrize("options", [EXITS, SECOND], ids=["exits", "second model"])
 def test_all_texts_of_a_round_draft_and_verify_together(
-    runtime: Listening, options: SpeculationOptions, monkeypatch: pytest.MonkeyPatch
+    runtime: Listening[Recorder], options: SpeculationOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pass of a round, of the model and of one that drafts, has a row of every text."""
     seen: list[tuple[int, int, int]] = []
@@ -188,7 +188,7 @@ class Failing:
 
 
 @needs_compiler
-def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening) -> None:
+def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening[Recorder]) -> None:
     wanted = requests(5, [PLAIN, BOTH])
     alone = [written(runtime, one)[0] for one in wanted]
     engine = Engine(runtime)
@@ -216,7 +216,9 @@ def _drain(engine: Engine) -> None:
 
 
 @needs_compiler
-def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(runtime: Listening) -> None:
+def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(
+    runtime: Listening[Recorder],
+) -> None:
     wanted = requests(4, [PLAIN])
     alone = [written(runtime, one)[0] for one in wanted]
     engine = Engine(runtime)
@@ -232,7 +234,7 @@ def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(runtime: Li
 
 
 @needs_compiler
-def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening) -> None:
+def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening[Recorder]) -> None:
     engine = Engine(runtime, patience=0.5)
     first = engine.add(Wanted(random_ids(4), None, PLAIN).asked(), PLAIN)
     engine.step()
@@ -249,7 +251,7 @@ def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening) -
 
 
 @needs_compiler
-def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening) -> None:
+def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening[Recorder]) -> None:
     page = runtime.backbone.position_bytes * 64
     engine = Engine(runtime, kv_memory=6 * page)
     with pytest.raises(InvalidOption, match=r"a text of up to 514 tokens needs .*kv_memory is"):
@@ -269,7 +271,9 @@ def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening) ->
         assert [token for entry in one.take() for token in entry.tokens] == expected
 
 
-def test_numbers_that_nothing_could_be_written_with_are_refused(runtime: Listening) -> None:
+def test_numbers_that_nothing_could_be_written_with_are_refused(
+    runtime: Listening[Recorder],
+) -> None:
     with pytest.raises(InvalidOption, match="most is 0, expected at least 1"):
         Engine(runtime, most=0)
     with pytest.raises(InvalidOption, match="patience is -1, expected at least 0"):

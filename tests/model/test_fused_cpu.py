@@ -19,6 +19,7 @@ from selfspec.model.executors.recipe import Attention
 from selfspec.model.executors.structs import Operation
 from selfspec.model.kv_pages import POSITIONS, PageLayout
 from selfspec.model.kv_store import Lease
+from selfspec.model.panels import PANEL
 from selfspec.model.parts import parts_of
 from selfspec.model.products import CompiledLinear
 from selfspec.model.rows import Span
@@ -317,6 +318,13 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
         assert torch.equal(found, chain.found([len(path)]))
 
 
+def keys_of(layout: PageLayout, page: Tensor) -> Tensor:
+    """Of the first layer, [kv heads, 64, width]: they lie in panels of positions."""
+    kv, width = layout.heads[0]
+    panels = page[: kv * POSITIONS * width].view(kv, POSITIONS // PANEL, width, PANEL)
+    return panels.transpose(2, 3).reshape(kv, POSITIONS, width)
+
+
 @needs_compiler
 def test_keys_of_a_kept_branch_move_up(dtype: torch.dtype) -> None:
     rows = Attended(dtype, 60, 10)
@@ -325,7 +333,7 @@ def test_keys_of_a_kept_branch_move_up(dtype: torch.dtype) -> None:
 
     def held() -> tuple[Tensor, Tensor]:
         pages = lease.pages(0, 0, layout)
-        keys = [layout.keys(page.numbers, 0) for page in pages]
+        keys = [keys_of(layout, page.numbers) for page in pages]
         values = [layout.values(page.numbers, 0) for page in pages]
         return torch.cat(keys, 1).clone(), torch.cat(values, 1).clone()
 
