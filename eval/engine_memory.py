@@ -3,8 +3,8 @@
     python -m eval.engine_memory --output eval/results/engine-memory
 
 32 texts of 1,000 tokens begin with the same 500: what their keys and values take at most, and what
-they would without sharing. Then 10,000 short requests: the process's memory, and the engine's, as
-they go. Writes `summary.json` and `table.md`.
+they would without sharing. Then 10,000 short requests within 500 MB: the process's memory, and the
+engine's, as they go. Writes `summary.json` and `table.md`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import random
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,9 @@ _SHORT = 8
 
 _PREFIXES = 50
 """That short prompts begin with."""
+
+_BUDGET = 500_000_000
+"""Bytes for keys and values of short requests: what is kept for others fills it."""
 
 
 def main(
@@ -81,7 +85,8 @@ def shared(speculator: Speculator, texts: int, prefix: int, length: int) -> dict
 
 def short(speculator: Speculator, requests: int) -> list[dict[str, int]]:
     """The process's memory and the engine's, ten times on the way."""
-    engine, dice, process = speculator.engine(), random.Random(0), psutil.Process()
+    engine = speculator.engine(kv_memory=_BUDGET)
+    dice, process = random.Random(0), psutil.Process()
     found = []
     for number in range(1, requests + 1):
         ids = torch.tensor([dice.randrange(_PREFIXES), *range(dice.randrange(1, _SHORT))])
@@ -104,10 +109,8 @@ def short(speculator: Speculator, requests: int) -> list[dict[str, int]]:
 
 
 def _add(engine: Engine, speculator: Speculator, ids: torch.Tensor, count: int) -> None:
-    call = speculator.call(
-        ids[None], {"max_new_tokens": count, "do_sample": False, "eos_token_id": -1}
-    )
-    engine.add(call.request.only(), call.speculation)
+    call = speculator.call(ids[None], {"max_new_tokens": count, "do_sample": False})
+    engine.add(replace(call.request, end_tokens=frozenset()).only(), call.speculation)
 
 
 def as_text(summary: dict[str, Any]) -> str:

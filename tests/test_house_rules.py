@@ -25,7 +25,7 @@ FLOORS = (
     ("decoding",),
     ("api",),
     ("__init__",),
-    ("training", "eval"),
+    ("training", "eval", "serve"),
     ("visualise",),
     ("cli",),
     ("__main__",),

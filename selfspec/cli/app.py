@@ -20,6 +20,7 @@ from selfspec.cli import (
     generate,
     heads,
     report,
+    serve,
     trace,
     tune,
     verify,
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(serve.serve)
 app.command()(env.env)
 app.command()(data.data)
 app.command()(cache.cache)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfspec import files, untrusted
-from selfspec.cli import common, progress
+from selfspec.cli import common, progress, sizes
 from selfspec.cli.settings import Settings
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
+from selfspec.errors import CannotWrite, InvalidData, SelfspecError
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
@@ -74,22 +73,8 @@ class Room(NamedTuple):
     @classmethod
     def of(cls, texts: int | None, kv_memory: str | None) -> Room:
         """From flags; None: built in. Raises InvalidOption for what is no size."""
-        size = None
-        if kv_memory is not None:
-            match = _SIZE.fullmatch(kv_memory)
-            if match is not None:
-                thousand = 1024 if match[3] else 1000
-                size = int(float(match[1]) * thousand ** _UNITS.index(match[2].upper()))
-            if not size:
-                raise InvalidOption(
-                    f"kv_memory is {kv_memory!r}, expected a size like 500MB or 2GB"
-                )
+        size = None if kv_memory is None else sizes.parsed("kv_memory", kv_memory)
         return cls(MOST_TEXTS if texts is None else texts, size)
-
-
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(|K|M|G|T)(i?)B?", re.IGNORECASE)
-
-_UNITS = ("", "K", "M", "G", "T")
 
 
 def answer(

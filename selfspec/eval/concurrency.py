@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -61,10 +62,18 @@ def ours(**settings: Any) -> Write:
 
 
 def _added(
-    engine: Engine, speculator: Speculator, ids: Tensor, count: int, settings: Mapping[str, Any]
+    engine: Engine,
+    speculator: Speculator,
+    ids: Tensor,
+    count: int,
+    settings: Mapping[str, Any],
+    *,
+    endless: bool = False,
 ) -> Running:
+    """`endless`: no token ends it."""
     call = speculator.call(ids, {"max_new_tokens": count, "do_sample": False, **settings})  # type: ignore[typeddict-item]  # a mapping of options
-    return engine.add(call.request.only(), call.speculation)
+    request = replace(call.request, end_tokens=frozenset()) if endless else call.request
+    return engine.add(request.only(), call.speculation)
 
 
 class _Times(LogitsProcessor):
@@ -174,7 +183,7 @@ def joined_late(speculator: Speculator, prompts: Sequence[str], *, rows: int) ->
     engine = speculator.engine(most=len(prompts) + 1, patience=PATIENCE)
     for prompt in prompts:
         ids = encode(speculator.tokenizer, prompt).to(device)
-        _added(engine, speculator, ids, 2000, {"speculate": False, "eos_token_id": -1})
+        _added(engine, speculator, ids, 2000, {"speculate": False}, endless=True)
     while any(one.prefill for running in engine.step() for one in running.take()):
         pass
     usual = [_timed(engine) for _ in range(20)]

@@ -1,0 +1,64 @@
+"""`selfspec serve`: a server that speaks OpenAI's protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from selfspec.cli import common, sizes
+from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
+from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
+from selfspec.cli.training import options_of
+from selfspec.errors import InvalidOption
+from selfspec.serve.options import ServeOptions
+
+KEYS = "api_key_file"
+
+FLAGS = (
+    *grouped("Server", option_flags(ServeOptions), ("host", "port", "concurrency", "timeout")),
+    Flag(KEYS, str, "File of API keys, one a line; besides those of SELFSPEC_API_KEY."),
+    Flag("kv_memory", str, "For keys and values: 500MB, 2GB. Built in: half of what is free."),
+    *LOADING,
+    *SPECULATION,
+)
+
+
+@with_flags(*FLAGS)
+def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
+    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health.
+
+    Answers are written together, each with the text that it has alone. Ctrl-C stops the server when
+    running answers are complete.
+    """
+    asked = merged(config, flags, FLAGS)
+    options = options_of(ServeOptions, asked)
+    memory = asked.get("kv_memory")
+    kv_memory = None if memory is None else sizes.parsed("kv_memory", memory)
+    try:
+        from selfspec.serve.app import make_app
+        from selfspec.serve.run import bound, run
+    except ImportError as error:
+        raise InvalidOption(
+            f"a server needs more packages ({error.name}): pip install 'selfspec[serve]'"
+        ) from error
+    from selfspec.serve.keys import VARIABLE, Keys
+
+    file = asked.get(KEYS)
+    keys = Keys.found(None if file is None else Path(file))
+    if not options.is_local and not keys:
+        raise InvalidOption(
+            f"host is {options.host}, which others can reach. Set {VARIABLE}, or give "
+            "--api-key-file"
+        )
+    with bound(options) as at:
+        speculator = common.load(Settings(picked(asked, LOADING), picked(asked, SPECULATION)))
+        from selfspec.serve.writer import Writer
+
+        writer = Writer(speculator, options, kv_memory)
+        room = speculator.backbone.max_positions
+        app = make_app(writer, speculator.label, room, options, keys)
+
+        def ready(address: str) -> None:
+            common.note(f"{speculator.label} at {address}/v1. Ctrl-C stops it.")
+
+        run(app, at, options, ready)

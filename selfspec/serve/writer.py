@@ -1,0 +1,209 @@
+"""One thread that owns the model: requests come in from anywhere, pieces of answers go out.
+
+    submit   a request joins the queue, or is refused because it is full
+    cancel   its client has gone
+    stop     the thread ends, and with it what is still written
+
+An engine is for one thread, and so are a tokenizer and Hugging Face's preparation of a request.
+Nothing here knows of HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from selfspec.api.speculator import Speculator
+from selfspec.api.stream import Call
+from selfspec.api.text import Prompt, encode
+from selfspec.config import GenerateOptions
+from selfspec.decoding.engine import Running
+from selfspec.errors import InvalidPrompt
+from selfspec.model.kv_memory import Memory
+from selfspec.serve.options import ServeOptions
+from selfspec.serve.refusals import Refused
+from selfspec.serve.texts import Answer, Piece
+
+logger = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 1
+"""Seconds after which a refused client may try again."""
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One text to write."""
+
+    prompt: Prompt
+    options: GenerateOptions
+    stops: Sequence[str] = ()
+    raw: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """The choices of a request, and who hears of them; called on the writer's thread."""
+
+    choices: Sequence[Choice]
+    begun: Callable[[int], None]
+    """Gets the tokens of its prompts, once."""
+    wrote: Callable[[Piece], None]
+    answers: list[Answer] = field(default_factory=list)
+    left: int = 0
+    """Choices that have no end yet."""
+
+
+class Writer:
+    """Writes the answers of all requests, in one engine."""
+
+    def __init__(
+        self, speculator: Speculator, options: ServeOptions, kv_memory: int | None = None
+    ) -> None:
+        """Raises InvalidOption as `Engine` does."""
+        self._speculator, self._options = speculator, options
+        self._engine = speculator.engine(
+            most=options.concurrency, patience=options.patience, kv_memory=kv_memory
+        )
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._answers: dict[Running, tuple[Job, Answer]] = {}
+        self._open = 0
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="selfspec-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def open(self) -> int:
+        """Choices that are written or wait."""
+        return self._open
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests would be answered."""
+        return self._thread.is_alive() and not self._stopping.is_set()
+
+    @property
+    def memory(self) -> Memory:
+        """Keys and values, in bytes."""
+        return self._engine.memory
+
+    def submit(self, job: Job) -> None:
+        """Have a job written. Raises Refused where too much waits already."""
+        count, most = len(job.choices), self._options.concurrency + self._options.queue
+        if count > most:
+            raise Refused(400, f"{count} answers at once, expected at most {most}", field="n")
+        with self._lock:
+            if self._open + count > most:
+                raise Refused(
+                    429,
+                    f"{self._open} answers are written or wait. Try again soon",
+                    headers={"Retry-After": str(_RETRY_AFTER_S)},
+                )
+            self._open += count
+        job.left = count
+        self._orders.put(lambda: self._begin(job))
+
+    def cancel(self, job: Job) -> None:
+        """What is not yet written of a job is left."""
+        self._orders.put(lambda: self._leave(job))
+
+    def stop(self) -> None:
+        """Leave everything, and end the thread."""
+        self._stopping.set()
+        self._orders.put(lambda: None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._take_orders()
+                if self._engine.texts:
+                    self._write()
+            except Exception:
+                logger.exception("a round failed; its answers end, others go on")
+        for running in list(self._answers):
+            running.close()
+
+    def _take_orders(self) -> None:
+        """All there are; where nothing is written, wait for one."""
+        try:
+            if not self._engine.texts:
+                self._orders.get(timeout=_POLL_S)()
+            while True:
+                self._orders.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _write(self) -> None:
+        """One round."""
+        for running in self._engine.step():
+            job, answer = self._answers[running]
+            self._tell(job, answer)
+
+    def _tell(self, job: Job, answer: Answer) -> None:
+        piece = answer.piece()
+        if answer.running.ended or piece.error is not None:
+            self._done(job, answer)
+        job.wrote(piece)
+
+    def _begin(self, job: Job) -> None:
+        """A job's texts join the engine: all, or none."""
+        calls: list[Call] = []
+        try:
+            ids = {id(one.prompt): self._ids(one) for one in _distinct(job.choices)}
+            calls += [self._call(ids[id(one.prompt)], one.options) for one in job.choices]
+            job.begun(sum(one.shape[1] for one in ids.values()))  # choices of one prompt share it
+            for number, (choice, call) in enumerate(zip(job.choices, calls, strict=True)):
+                running = self._engine.add(call.request.only(), call.speculation)
+                answer = Answer(number, running, call.tokenizer, choice.stops)
+                job.answers.append(answer)
+                self._answers[running] = job, answer
+        except Exception as error:
+            if not isinstance(error, Refused):
+                logger.debug("a request failed", exc_info=True)
+            self._leave(job)
+            job.wrote(Piece(choice=0, error=error))
+
+    def _ids(self, choice: Choice) -> Tensor:
+        """A prompt's ids, [1, P]. Raises InvalidPrompt for more than there is room for."""
+        ids = encode(self._speculator.tokenizer, choice.prompt, raw=choice.raw)
+        room = self._speculator.backbone.max_positions - 1
+        count, most = ids.shape[1], min(self._options.max_prompt_tokens or room, room)
+        if count > most:
+            raise InvalidPrompt(
+                f"the prompt has {count} tokens, this server takes {most}. Shorten the prompt"
+            )
+        return ids
+
+    def _call(self, ids: Tensor, options: GenerateOptions) -> Call:
+        """An answer ends where the model's positions end."""
+        room = self._speculator.backbone.max_positions - ids.shape[1]
+        longest = min(options["max_new_tokens"], room)
+        return self._speculator.call(ids, {**options, "max_new_tokens": longest})
+
+    def _leave(self, job: Job) -> None:
+        for answer in job.answers:
+            if answer.running in self._answers:
+                answer.running.close()
+                self._done(job, answer)
+        with self._lock:
+            self._open -= job.left
+        job.left = 0
+
+    def _done(self, job: Job, answer: Answer) -> None:
+        if self._answers.pop(answer.running, None) is not None:
+            job.left -= 1
+            with self._lock:
+                self._open -= 1
+
+
+def _distinct(choices: Sequence[Choice]) -> list[Choice]:
+    """One of each prompt."""
+    return list({id(choice.prompt): choice for choice in choices}.values())

@@ -1,0 +1,295 @@
+"""OpenAI's own client against a live server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from selfspec.api.speculator import Speculator
+from tests.serve.live import Running, running
+
+ASK = [{"role": "user", "content": "Name two planets and one river."}]
+LIMIT = {"max_tokens": 20, "temperature": 0.0}
+LONG = {"messages": ASK, "max_tokens": 4000, "temperature": 2.0, "seed": 1, "stream": True}
+"""So wild that no end token comes for long."""
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+
+
+def chat(client: openai.OpenAI, **more: Any) -> Any:
+    return client.chat.completions.create(**{"model": None, "messages": ASK, **LIMIT, **more})
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_an_answer_is_that_of_generate(client: openai.OpenAI, server: Running) -> None:
+    answer = chat(client, max_tokens=60)
+    expected = server.speculator.generate(ASK, max_new_tokens=60, do_sample=False)
+    (choice,) = answer.choices
+    assert choice.message.content == expected.text
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == ("stop" if expected.stop_reason == "eos" else "length")
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+    assert answer.usage.prompt_tokens == expected.stats.prompt_tokens
+    assert answer.model == server.speculator.label
+    drafts = answer.usage.speculation
+    assert drafts["num_accepted_tokens"] <= drafts["num_draft_tokens"]
+    assert drafts["rounds"] + drafts["num_accepted_tokens"] >= len(expected.token_ids) - 1
+    assert drafts["lossless"]
+
+
+def test_a_stream_joins_to_the_same_text(client: openai.OpenAI) -> None:
+    whole = chat(client)
+    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    *body, last = chunks
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in body) == whole.choices[0].message.content
+    )
+    assert [c.choices[0].finish_reason for c in body if c.choices[0].finish_reason] == [
+        whole.choices[0].finish_reason
+    ]
+    assert last.choices == []
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in body)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_drafts_or_none_the_text_is_the_same(client: openai.OpenAI) -> None:
+    texts = set()
+    for speculation in (True, False, {"drafter": "ngram"}, {"never_slower": False}):
+        answer = chat(client, extra_body={"speculation": speculation})
+        texts.add(answer.choices[0].message.content)
+        if speculation is False:
+            assert answer.usage.speculation["num_draft_tokens"] == 0
+    assert len(texts) == 1
+
+
+def test_choices_draw_with_seeds_one_after_the_other(
+    client: openai.OpenAI, server: Running
+) -> None:
+    settings: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
+    answer = chat(client, n=3, seed=7, **settings)
+    expected = [
+        server.speculator.generate(
+            ASK, max_new_tokens=20, do_sample=True, top_k=0, min_p=0.0, seed=seed, **settings
+        ).text
+        for seed in (7, 8, 9)
+    ]
+    assert [choice.message.content for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    streamed = ["", "", ""]
+    for chunk in chat(client, n=3, seed=7, stream=True, **settings):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == expected
+
+
+def test_a_stop_ends_the_text_and_is_no_part_of_it(client: openai.OpenAI) -> None:
+    whole = chat(client).choices[0].message.content
+    stop = whole[8:11]
+    answer = chat(client, stop=[stop, "never there"])
+    assert answer.choices[0].message.content == whole[: whole.find(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    pieces = [c.choices[0].delta.content or "" for c in chat(client, stop=stop, stream=True)]
+    assert "".join(pieces) == whole[: whole.find(stop)]
+
+
+def test_text_goes_on_from_words_or_ids_one_or_several(
+    client: openai.OpenAI, server: Running
+) -> None:
+    ids = [[504, 3575], [1, 2, 3]]
+    for prompt in ("The capital of France is", ["One, two,", "Red, green,"], ids[0], ids):
+        answer = client.completions.create(
+            model=server.speculator.label, prompt=prompt, max_tokens=8, temperature=0
+        )
+        prompts: list[Any] = prompt if prompt in (ids, ["One, two,", "Red, green,"]) else [prompt]
+        expected = [
+            server.speculator.generate(
+                one, max_new_tokens=8, do_sample=False, raw=isinstance(one, str)
+            ).text
+            for one in prompts
+        ]
+        assert [choice.text for choice in answer.choices] == expected
+
+
+def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
+    (model,) = client.models.list().data
+    assert model.id == server.speculator.label
+    assert client.models.retrieve(model.id).id == model.id
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("../../etc/passwd")
+    assert httpx.get(f"{server.address}/health").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_p": 0}, "top_p"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"speculation": {"drafter": "wish"}}, None),
+        ({"speculation": {"model": "x"}}, "speculation.model"),
+        ({"n": 128, "messages": ASK * 40_000}, "messages"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    server: Running, more: dict[str, Any], field: str | None
+) -> None:
+    answer = httpx.post(
+        f"{server.address}/v1/chat/completions", json={"messages": ASK, **LIMIT, **more}, timeout=60
+    )
+    assert answer.status_code in (400, 413)
+    error = answer.json()["error"]
+    assert error["param"] == field
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"null", 400),
+        (b'"text"', 400),
+        (b"\xff\xfe", 400),
+        (b"[" * 100_000, 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b"x" * 5_000_000, 413),
+    ],
+)
+def test_a_bad_body_is_refused(server: Running, body: bytes, status: int) -> None:
+    answer = httpx.post(f"{server.address}/v1/chat/completions", content=body, timeout=60)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+def test_nulls_and_fields_that_ask_for_nothing_are_fine(server: Running) -> None:
+    more = {"logprobs": False, "tools": None, "stop": None, "response_format": {"type": "text"}}
+    body = {"messages": ASK, **LIMIT, "user": "someone", "presence_penalty": 0, **more}
+    assert httpx.post(f"{server.address}/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/v1/files", 404)],
+)
+def test_other_paths_have_errors_of_the_same_shape(
+    server: Running, method: str, path: str, status: int
+) -> None:
+    answer = httpx.request(method, f"{server.address}{path}")
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_another_model_is_not_here(server: Running) -> None:
+    body = {"messages": ASK, "model": "gpt-4o", **LIMIT}
+    answer = httpx.post(f"{server.address}/v1/chat/completions", json=body)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_sixteen_at_once_have_the_texts_that_they_have_alone(
+    client: openai.OpenAI, server: Running
+) -> None:
+    asked = [f"Tell me {count} things about the number {count}." for count in range(16)]
+    alone = [
+        server.speculator.generate(one, max_new_tokens=20, do_sample=False).text for one in asked
+    ]
+
+    def over_http(number: int) -> str:
+        answer = chat(
+            client,
+            messages=[{"role": "user", "content": asked[number]}],
+            extra_body={"speculation": number % 2 == 0},
+        )
+        return str(answer.choices[0].message.content)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(over_http, range(16))) == alone
+
+
+def test_a_client_that_goes_away_ends_its_answer(server: Running) -> None:
+    body = {**LONG, "n": 2}
+    url = f"{server.address}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body) as answer:
+        next(answer.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json={**body, "stream": False}, timeout=0.5)
+    wait_until(lambda: server.writer.open == 0)
+
+
+def test_what_waits_has_a_bound(default: Speculator) -> None:
+    with running(default, concurrency=1, queue=1) as small:
+        url = f"{small.address}/v1/chat/completions"
+        with httpx.stream("POST", url, json=LONG) as one:
+            lines = one.iter_lines()  # dropped, it would close the stream
+            next(lines)
+            with ThreadPoolExecutor(1) as pool:
+                second = pool.submit(httpx.post, url, json={"messages": ASK, **LIMIT}, timeout=60)
+                wait_until(lambda: small.writer.open == 2)
+                third = httpx.post(url, json={"messages": ASK, **LIMIT})
+                assert third.status_code == 429
+                assert third.headers["retry-after"] == "1"
+                assert third.json()["error"]["type"] == "rate_limit_error"
+                one.close()
+                assert second.result().status_code == 200
+
+
+def test_keys_are_asked_for_where_there_are_any(default: Speculator) -> None:
+    with running(default, keys=("first", "second"), timeout=0.001) as guarded:
+        url, body = f"{guarded.address}/v1/chat/completions", {"messages": ASK, **LIMIT}
+        for header in (None, "Bearer wrong", "Bearer", "Basic first", "Bearer fïrst"):
+            headers = {} if header is None else {b"Authorization": header.encode()}
+            answer = httpx.post(url, json=body, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        answer = httpx.post(url, json=body, headers={"Authorization": "Bearer second"})
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["finish_reason"] == "length"  # no time for more
+        assert answer.json()["usage"]["completion_tokens"] < 20
+        assert httpx.get(f"{guarded.address}/health").status_code == 200
+
+
+def test_a_stream_is_server_sent_events(server: Running) -> None:
+    body = {"messages": ASK, **LIMIT, "stream": True}
+    with httpx.stream("POST", f"{server.address}/v1/chat/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[0][6:])["object"] == "chat.completion.chunk"

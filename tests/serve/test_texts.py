@@ -1,0 +1,50 @@
+"""Text up to a stop, as a stream shows it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.serve.texts import UntilStop
+
+SHORT = st.text("abc", max_size=4)
+
+
+@given(st.lists(SHORT, max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_pieces_join_to_the_text_before_the_first_stop(pieces: list[str], stops: list[str]) -> None:
+    until = UntilStop(stops)
+    shown = "".join([until.push(piece) for piece in pieces] + [until.push("", last=True)])
+    whole, first = "".join(pieces), None
+    for end in range(len(whole) + 1):  # a stop ends the text as soon as it is complete
+        if any(whole[:end].endswith(stop) for stop in stops):
+            first = min(whole.find(stop) for stop in stops if stop in whole[:end])
+            break
+    found = whole.find(shown) == 0
+    assert found
+    if first is None:
+        assert shown == whole
+        assert not until.found
+    else:
+        assert until.found
+        assert len(shown) <= first or shown == whole[: len(shown)]
+        assert not any(stop in shown for stop in stops)
+
+
+def test_what_may_begin_a_stop_is_held_back_and_no_more() -> None:
+    until = UntilStop(["END", "\n\n"])
+    assert until.push("one\n") == "one"
+    assert until.push("two E") == "\ntwo "
+    assert until.push("N") == ""
+    assert until.push("ough") == "ENough"
+    assert until.push(" END of it") == " "
+    assert until.push("more") == ""
+    assert until.push("", last=True) == ""
+
+
+@pytest.mark.parametrize("last", ["E", "EN", "\n"])
+def test_the_end_gives_up_what_was_held_back(last: str) -> None:
+    until = UntilStop(["END", "\n\n"])
+    assert until.push(f"a{last}") == "a"
+    assert until.push("", last=True) == last
+    assert not until.found
