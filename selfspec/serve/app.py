@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from selfspec import untrusted
@@ -53,7 +54,8 @@ def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys:
     app.add_exception_handler(HTTPException, _refuse_path)
     app.add_exception_handler(404, _refuse_path)
     app.add_exception_handler(405, _refuse_path)
-
+    app.add_exception_handler(ClientDisconnect, _nobody_reads)
+    app.add_exception_handler(Exception, _failed)
     app.add_middleware(_Guard, keys=keys)
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.text)
@@ -221,7 +223,7 @@ async def _whole(request: Request, pieces: _Pieces, reply: Reply) -> Response:
     try:
         await asyncio.wait((collecting, gone), return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
-            return Response(status_code=499)
+            raise ClientDisconnect
         collecting.result()
         return JSONResponse(reply.whole())
     finally:
@@ -268,6 +270,14 @@ def _response(error: Refused) -> Response:
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)  # noqa: S101  # registered for it alone
     return _response(error)
+
+
+async def _nobody_reads(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return _response(of_error(error, ""))
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
