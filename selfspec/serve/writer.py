@@ -24,7 +24,6 @@ from selfspec.api.text import Prompt, encode
 from selfspec.config import GenerateOptions
 from selfspec.decoding.engine import Running
 from selfspec.errors import InvalidPrompt
-from selfspec.model.kv_memory import Memory
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.refusals import Refused
 from selfspec.serve.texts import Answer, Piece
@@ -35,6 +34,7 @@ _RETRY_AFTER_S = 1
 """Seconds after which a refused client may try again."""
 
 _POLL_S = 0.5
+"""Between two looks at whether to stop, where nothing is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +88,6 @@ class Writer:
     def alive(self) -> bool:
         """Whether requests would be answered."""
         return self._thread.is_alive() and not self._stopping.is_set()
-
-    @property
-    def memory(self) -> Memory:
-        """Keys and values, in bytes."""
-        return self._engine.memory
 
     def submit(self, job: Job) -> None:
         """Have a job written. Raises Refused where too much waits already."""
