@@ -33,6 +33,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from selfspec.model.kv_pages import POSITIONS, PageLayout
+from selfspec.model.panels import PANEL
+
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
 PACKED_EXECUTORS = [
@@ -171,3 +174,10 @@ def _fill(model: PreTrainedModel) -> None:
         else:
             values = noise * 1.7 * weight.shape[1] ** -0.5
         weight.copy_(values.bfloat16())
+
+
+def keys_of(layout: PageLayout, page: Tensor) -> Tensor:
+    """Of the first layer, [kv heads, 64, width]: they lie in panels of positions."""
+    kv, width = layout.heads[0]
+    panels = page[: kv * POSITIONS * width].view(kv, POSITIONS // PANEL, width, PANEL)
+    return panels.transpose(2, 3).reshape(kv, POSITIONS, width)

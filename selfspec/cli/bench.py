@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,12 +134,10 @@ def record(
     questions: tuple[list[Question], list[Question]],
 ) -> dict[str, dict[str, Any]]:
     """All that the figures depend on, ready for YAML. Files are named without their folder."""
-    files = ("suite", "questions", "tune_on")
     run = {
         "methods": asked.get("methods", DEFAULT_METHODS),
         "sweep": asked.get("sweep", []),
-        **asdict(options),
-        **{name: Path(path).name for name in files if (path := getattr(options, name))},
+        **options.record(),
     }
     backbone, heads = speculator.backbone, speculator.heads
     model = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +50,7 @@ def run(asked: dict[str, Any], options: BenchOptions) -> str:
     summary = {
         "made_by": "selfspec bench",
         "run": {
-            **asdict(options),
-            "questions": options.questions and Path(options.questions).name,
+            **options.record(),
             "methods": names,
             "concurrency": texts,
         },

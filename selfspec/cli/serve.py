@@ -10,6 +10,7 @@ from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
 from selfspec.cli.training import options_of
 from selfspec.errors import InvalidOption
+from selfspec.serve.keys import VARIABLE, Keys
 from selfspec.serve.options import ServeOptions
 
 KEYS = "api_key_file"
@@ -34,15 +35,6 @@ def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
     options = options_of(ServeOptions, asked)
     memory = asked.get("kv_memory")
     kv_memory = None if memory is None else sizes.parsed("kv_memory", memory)
-    try:
-        from selfspec.serve.app import make_app
-        from selfspec.serve.run import bound, run
-    except ImportError as error:
-        raise InvalidOption(
-            f"a server needs more packages ({error.name}): pip install 'selfspec[serve]'"
-        ) from error
-    from selfspec.serve.keys import VARIABLE, Keys
-
     file = asked.get(KEYS)
     keys = Keys.found(None if file is None else Path(file))
     if not options.is_local and not keys:
@@ -50,8 +42,15 @@ def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
             f"host is {options.host}, which others can reach. Set {VARIABLE}, or give "
             "--api-key-file"
         )
+    try:
+        from selfspec.serve.run import bound, run
+    except ImportError as error:
+        raise InvalidOption(
+            f"a server needs more packages ({error.name}): pip install 'selfspec[serve]'"
+        ) from error
     with bound(options) as at:
         speculator = common.load(Settings(picked(asked, LOADING), picked(asked, SPECULATION)))
+        from selfspec.serve.app import make_app
         from selfspec.serve.writer import Writer
 
         writer = Writer(speculator, options, kv_memory)

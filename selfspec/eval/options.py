@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from selfspec.errors import InvalidOption
 from selfspec.eval.suites import SIX_TASKS
@@ -40,6 +42,11 @@ class BenchOptions:
 
     seed: int = 0
     """Of the order of methods and of the bootstrap."""
+
+    def record(self) -> dict[str, Any]:
+        """As values; files are named without their folder."""
+        paths = ("suite", "questions", "tune_on")
+        return asdict(self) | {n: Path(path).name for n in paths if (path := getattr(self, n))}
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for counts below 1."""

@@ -134,9 +134,13 @@ class _Server:
             if len(held) > most:
                 raise Refused(413, f"the body has more than {most} bytes. Send less")
         try:
-            body = kind.model_validate(untrusted.parse_json(held.decode(), "the body"))
+            found = untrusted.parse_json(held.decode(), "the body")
+            json.dumps(found, ensure_ascii=False).encode()
+            body = kind.model_validate(found)
         except UnicodeDecodeError as error:
             raise Refused(400, f"the body is not UTF-8: byte {error.start} is wrong") from error
+        except UnicodeEncodeError as error:
+            raise Refused(400, "the body holds half of a character. Remove it") from error
         except InvalidData as error:
             raise Refused(400, str(error)) from error
         except ValidationError as error:

@@ -38,6 +38,8 @@ Whole = Annotated[int, Strict()]
 Real = Annotated[float, Strict()]
 """Of JSON: no text that reads like one, no truth for a number."""
 
+Stop = Annotated[str, Field(max_length=128)]
+
 T = TypeVar("T")
 Some = Annotated[list[T], Field(min_length=1)]
 
@@ -89,7 +91,7 @@ class Body(_Strict):
     stream: Truth = False
     stream_options: StreamOptions | None = None
     n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] = 1
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[Real, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0

@@ -52,7 +52,8 @@ class Answer:
             for entry in self.running.take():
                 stats.add(entry)
                 tokens += entry.tokens
-                text += self._stops.push(self._decoder.push(entry.tokens))
+                for token in entry.tokens:  # one by one: rounds are cut by drafts
+                    text += self._stops.push(self._decoder.push([token]))
         except Exception as error:  # noqa: BLE001  # the client's to hear
             return Piece(choice=self._choice, error=error)
         if self.running.error is not None:
@@ -107,14 +108,15 @@ def _begun(text: str, stop: str) -> int:
 def usage(prompt_tokens: int, all_stats: Sequence[GenerationStats]) -> dict[str, Any]:
     """Tokens, and what speculation did; words as vLLM has them, where it has one."""
     written = sum(stats.new_tokens for stats in all_stats)
-    held = sum(stats.reused_tokens for stats in all_stats)
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": written,
         "total_tokens": prompt_tokens + written,
-        "prompt_tokens_details": {"cached_tokens": held},
         "speculation": speculation(all_stats),
     }
+    if len(all_stats) == 1:  # several choices also share with each other
+        found["prompt_tokens_details"] = {"cached_tokens": all_stats[0].reused_tokens}
+    return found
 
 
 def speculation(all_stats: Sequence[GenerationStats]) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from selfspec.model.executors.recipe import Attention
 from selfspec.model.executors.structs import Operation
 from selfspec.model.kv_pages import POSITIONS, PageLayout
 from selfspec.model.kv_store import Lease
-from selfspec.model.panels import PANEL
 from selfspec.model.parts import parts_of
 from selfspec.model.products import CompiledLinear
 from selfspec.model.rows import Span
-from tests.models import make_model, needs_compiler
+from tests.models import keys_of, make_model, needs_compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUP, KV_HEADS, SIZE = 3, 2, 24
@@ -316,13 +315,6 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
         chain.rotations = chain.rotations[: len(path)]
         found = whole.found([len(parents)], parents)[path]
         assert torch.equal(found, chain.found([len(path)]))
-
-
-def keys_of(layout: PageLayout, page: Tensor) -> Tensor:
-    """Of the first layer, [kv heads, 64, width]: they lie in panels of positions."""
-    kv, width = layout.heads[0]
-    panels = page[: kv * POSITIONS * width].view(kv, POSITIONS // PANEL, width, PANEL)
-    return panels.transpose(2, 3).reshape(kv, POSITIONS, width)
 
 
 @needs_compiler

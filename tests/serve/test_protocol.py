@@ -150,6 +150,7 @@ def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["a" * 129]}, "stop[0]"),
         ({"top_p": 0}, "top_p"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -189,6 +190,10 @@ def test_what_is_not_supported_is_refused_by_name(
         (b"\xff\xfe", 400),
         (b"[" * 100_000, 400),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\ud800"}', 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "model": "\\ud800"}', 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}", 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400),
         (b"x" * 5_000_000, 413),
     ],
 )
