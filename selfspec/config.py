@@ -315,6 +315,16 @@ class GenerateOptions(TypedDict, total=False):
     # ours: for this call only
     seed: int
     """Seeds a generator of this call's own; without it draws come from torch's global one."""
+    json_schema: Mapping[str, Any] | bool
+    """The answer is JSON that follows this schema; True: any object."""
+    grammar: str
+    """The answer follows this grammar: Lark, as llguidance reads it."""
+    presence_penalty: float
+    """Taken off the score of tokens that the answer has already, as OpenAI defines it."""
+    frequency_penalty: float
+    """The same, for each time that the answer has them."""
+    logprobs: int
+    """How likely each token was is noted, and so many of the likeliest in its place."""
     raw: bool
     """A prompt in words is tokenised as it is, without the chat template."""
     speculate: bool

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -51,6 +52,7 @@ _LEAST = {
     **dict.fromkeys(_SHARES, 0.0),
     **dict.fromkeys(("max_length", "max_new_tokens", "num_return_sequences"), 1),
     "seed": -(2**63),
+    "logprobs": 0,
 }
 """Least values that transformers or torch would not check, or in many lines."""
 
@@ -88,6 +90,16 @@ class Request:
     """Positions that it can compute, if there is an end of them."""
     pad_token_id: int
     return_dict: bool
+    logprobs: int | None = None
+    """How many likely tokens to note beside each; None: nothing is noted."""
+
+    def under(self, processor: LogitsProcessor) -> Request:
+        """The same with one more processor: behind those that rule out, before those that draw."""
+        processors = LogitsProcessorList(self.sampler.processors)
+        names = [type(one).__name__ for one in processors]
+        place = next((at for at, name in enumerate(names) if name.endswith("Warper")), len(names))
+        processors.insert(place, processor)
+        return replace(self, sampler=replace(self.sampler, processors=processors))
 
     def only(self) -> Asked:
         """The one sequence. Raises InvalidOption for more than one."""
@@ -105,6 +117,7 @@ class Request:
             pad=self.pads[row],
             sampler=self.sampler.for_row(row, len(self.pads), self.pads[row]),
             stop=self._stop(row),
+            logprobs=self.logprobs,
         )
 
     def _stop(self, row: int) -> StopRule:
@@ -162,7 +175,7 @@ def prepare(
     """
     backbone.check_ids(input_ids)
     model, rest = backbone.model, dict(options)
-    seed = rest.pop("seed", None)
+    seed, logprobs = rest.pop("seed", None), rest.pop("logprobs", None)
     criteria = StoppingCriteriaList(rest.pop("stopping_criteria", None) or [])
     if (strings := _strings_of(model, rest)) not in (None, []):
         criteria.append(stop_strings(tokenizer, strings))
@@ -184,7 +197,7 @@ def prepare(
     except _REFUSALS as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InvalidOption(f"{reason.rstrip('.')}. Change that option, or leave it out") from error
-    return from_prepared(backbone, *prepared, seed=seed)
+    return replace(from_prepared(backbone, *prepared, seed=seed), logprobs=logprobs)
 
 
 def from_prepared(

@@ -10,8 +10,9 @@ from selfspec.api.stream import Call, Generation, Stream
 from selfspec.api.text import Prompt
 from selfspec.config import GenerateOptions
 from selfspec.decoding.engine import Engine
+from selfspec.decoding.prefix import common
 from selfspec.decoding.runtime import Asked, Runtime
-from selfspec.decoding.sequence import DecodeState, common
+from selfspec.decoding.sequence import DecodeState
 from selfspec.model.kv_store import Lease
 
 

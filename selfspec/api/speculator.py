@@ -33,6 +33,7 @@ from selfspec.api.request import (
     stop_strings,
 )
 from selfspec.api.session import Session
+from selfspec.api.shaping import Grammars, penalised
 from selfspec.api.stream import Call, Generation, Stream
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
@@ -48,6 +49,7 @@ from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
+from selfspec.options import structure
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Speculator:
         self.options = options
         self.runtime = Runtime(backbone, heads, draft_model)
         self._disabled = False
+        self._grammars = Grammars(tokenizer, backbone.vocab_size)
         if heads is not None:
             heads.layers_in_use(options)
 
@@ -211,7 +214,11 @@ class Speculator:
         speculation = self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest})
         streamer = rest.pop("streamer", None)
         ids = encode(self.tokenizer, prompt, raw=rest.pop("raw", False))
+        grammar = structure.wanted({name: rest.pop(name, None) for name in structure.KEYWORDS})
+        rest = penalised(rest, ids.shape[1])
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
+        if grammar is not None:
+            request = request.under(self._grammars.mask(grammar, request))
         return Call(request, self._allowed(speculation), self.tokenizer, streamer)
 
     def _allowed(self, options: SpeculationOptions) -> SpeculationOptions:

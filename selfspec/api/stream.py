@@ -13,7 +13,7 @@ from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.engine import Running
-from selfspec.decoding.stats import GenerationStats, Round, StopReason
+from selfspec.decoding.stats import GenerationStats, Logprob, Round, StopReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class Generation:
     stats: GenerationStats
     stop_reason: StopReason | None
     """None if the stream was closed before its end."""
+    logprobs: list[Logprob] | None = None
+    """Of each token, where `logprobs` was asked for."""
 
 
 class Stream:
@@ -68,12 +70,14 @@ class Stream:
         if self._tokenizer is not None:
             text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         # a round that ends the text may be cut between its tokens
+        noted = [one for entry in self.rounds for one in entry.logprobs][: len(self._tokens)]
         handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
         return Generation(
             text=text,
             token_ids=list(self._tokens),
             stats=self._stats,
             stop_reason=self._stats.stop_reason if handed_out else None,
+            logprobs=noted or None,
         )
 
     def drain(self) -> Generation:

@@ -18,10 +18,15 @@ Prompt = str | list[dict[str, str]] | list[int] | Tensor
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt, *, raw: bool = False
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Prompt,
+    *,
+    raw: bool = False,
+    tools: list[dict[str, Any]] | None = None,
 ) -> Tensor:
     """Token ids [B, P]. Words become one user turn of the chat template, if there is one.
 
+    The template shows `tools` to the model, if it can.
     `raw` tokenises words as they are. Raises InvalidPrompt for empty prompts, for what is no
     prompt, and for words without a tokenizer.
     """
@@ -50,6 +55,7 @@ def encode(
         templated(
             tokenizer,
             messages or [{"role": "user", "content": prompt}],
+            tools=tools or None,
             add_generation_prompt=True,
             return_tensors="pt",
             return_dict=True,

@@ -11,11 +11,13 @@ from selfspec import config
 from selfspec.cli.flags import Flag, grouped, merged, option_flags
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import InvalidOption
+from selfspec.options import structure
+from selfspec.untrusted import parse_json
 
 _USUAL = frozenset(
     {
         *("model", "heads", "dtype", "device", "speculate", "drafter", "max_new_tokens"),
-        *("temperature", "top_p", "seed", "stop_strings"),
+        *("temperature", "top_p", "seed", "stop_strings", "json_schema"),
     }
 )
 """Of the flags below, those that --help lists."""
@@ -75,6 +77,10 @@ GENERATION = grouped(
         Flag(
             "repetition_penalty", float, "Above 1 makes tokens that are there already less likely."
         ),
+        Flag("presence_penalty", float, "Lowers scores of tokens that the answer has already."),
+        Flag("frequency_penalty", float, "The same, for each time that it has them."),
+        Flag("json_schema", str, "JSON that follows the schema in this file.", metavar="FILE"),
+        Flag("grammar", str, "Text that follows the Lark grammar in this file.", metavar="FILE"),
         Flag("seed", int, "Makes drawing repeatable."),
     ),
     _USUAL,
@@ -90,6 +96,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repetition_penalty": (lambda value: value > 0.0, "above 0"),
     "seed": (lambda value: -(2**63) <= value < 2**64, "at most 64 bits"),
 }
+
+_SCHEMA = "json_schema"
 
 SAMPLING = frozenset({"temperature", "top_k", "top_p", "min_p"})
 
@@ -118,7 +126,25 @@ def sorted_settings(values: dict[str, Any]) -> Settings:
             raise InvalidOption(f"{name} is {generation[name]}, expected {expected}")
     if SAMPLING & generation.keys():
         generation.setdefault("do_sample", True)
+    _read_structure(generation)
     return Settings(picked(values, LOADING), picked(values, SPECULATION), generation)
+
+
+def _read_structure(generation: dict[str, Any]) -> None:
+    """Files become what they hold. Raises InvalidOption for what `generate` would refuse later."""
+    for name in structure.KEYWORDS:
+        if name in generation:
+            text = _read(Path(generation[name]), f"--{name.replace('_', '-')}")
+            generation[name] = parse_json(text, generation[name]) if name == _SCHEMA else text
+    structure.wanted(generation)
+
+
+def _read(file: Path, flag: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InvalidOption(f"{flag} {file} cannot be read: {reason}") from error
 
 
 def picked(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:

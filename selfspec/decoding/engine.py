@@ -23,10 +23,11 @@ import torch
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.drafters import DraftCache
 from selfspec.decoding.pace import Pace
+from selfspec.decoding.prefix import common
 from selfspec.decoding.prices import Load, Unmeasured
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.decoding.runtime import Asked, Runtime, Text
-from selfspec.decoding.sequence import DecodeState, common
+from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch
 from selfspec.decoding.work import Enter, Work, next_together
 from selfspec.errors import InvalidOption

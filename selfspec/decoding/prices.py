@@ -13,6 +13,7 @@ from functools import cache
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from selfspec.decoding.sources import FREE
 from selfspec.decoding.stats import Round
 
 if TYPE_CHECKING:
@@ -151,18 +152,18 @@ class DraftCost:
         return min(self.row_costs) + self.asking
 
     def of(self, draft: Draft) -> float:
-        """Tokens from text already seen are left out: they would be there without this.
+        """Tokens that take no work are left out: they would be there without this.
 
         A draft token that left at layer l of L ran l / L of a step by itself. A difficult token did
         not: verification goes on where it stopped.
         """
         rows = zip(each_row(self.row_costs), draft.sources, strict=False)
-        return sum(row for row, source in rows if source != "ngram") + self.beside_rows(draft)
+        return sum(row for row, source in rows if source not in FREE) + self.beside_rows(draft)
 
     def beside_rows(self, draft: Draft) -> float:
         """Of these steps what drafting took by itself. Siblings run in verification alone."""
         ran = zip(draft.sources[: draft.trunk], draft.exit_layers, strict=False)
-        own = [layer for source, layer in ran if source != "ngram"]
+        own = [layer for source, layer in ran if source not in FREE]
         layers = sum(self.token + layer / self.num_layers for layer in own)
         return layers + self.asking * draft.heads
 

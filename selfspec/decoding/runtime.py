@@ -21,6 +21,7 @@ from selfspec.decoding.acceptance import (
 )
 from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters import DraftCache, Drafter, Sources, make_drafter
+from selfspec.decoding.likely import Noting
 from selfspec.decoding.lossy import lossy_rule
 from selfspec.decoding.prices import Load
 from selfspec.decoding.probe import PassShape, PinnedProbe
@@ -47,6 +48,8 @@ class Asked:
     """Padding ids."""
     sampler: Sampler
     stop: StopRule
+    logprobs: int | None = None
+    """How many likely tokens to note beside each; None: nothing is noted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,8 @@ class Runtime:
         options = replace(options, speculate=drafting and refused is None)
         asked = replace(asked, sampler=tied(asked.sampler, options))
         rule = self.rule(asked.sampler, options)
+        if asked.logprobs is not None:
+            rule = Noting(rule, asked.logprobs)
         state = self.state(asked, options, lease)
         stats = GenerationStats(
             num_layers=self.backbone.num_layers,

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
+from selfspec.decoding.grammar import GrammarMask
 from selfspec.decoding.one_row import STATELESS, called, processor_for
 from selfspec.errors import InvalidOption
 
@@ -42,6 +43,11 @@ class Sampler:
     """Ties each draw to its position: the token is a function of the law there, and of this."""
     pad: int = 0
     """Padding ids in front of a text, which count for no position."""
+
+    @property
+    def grammar(self) -> GrammarMask | None:
+        """What the text has to follow, if anything."""
+        return next((one for one in self.processors if isinstance(one, GrammarMask)), None)
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -136,10 +142,12 @@ def mixed(seed: int, place: int) -> int:
 def is_stateless(processor: object) -> bool:
     """Whether calls do not affect each other: most of Hugging Face's own processors.
 
-    The user's own code is taken to keep state. Leaving one out on the draft side costs
-    acceptance, never correctness: the target side always runs all of them.
+    The user's own code is taken to keep state unless its class says `stateless = True`. Leaving
+    one out on the draft side costs acceptance, never correctness: the target side always runs all.
     """
     kind = type(processor)
+    if getattr(kind, "stateless", False) is True:
+        return True
     return kind.__module__ == logits_process.__name__ and kind.__name__ in STATELESS
 
 

@@ -13,14 +13,6 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
 
 
-def common(old: Sequence[int], new: Sequence[int]) -> int:
-    """Ids that two texts share from the start."""
-    count = min(len(old), len(new))
-    if old[:count] == new[:count]:
-        return count
-    return next(at for at in range(count) if old[at] != new[at])
-
-
 class DecodeState:
     """Committed ids and the caches that belong to them.
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from selfspec.model.rows import depths
 
@@ -43,6 +43,15 @@ class Stopwatch:
         self._last = now
 
 
+class Logprob(NamedTuple):
+    """How likely a model found a token, by its own logits; natural logarithms."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens in its place and their logarithms, falling."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """One round: drafting, then one verification."""
@@ -53,7 +62,7 @@ class Round:
     exit_layers: list[int]
     """Where each draft left; 0 for drafts that ran through no layer."""
     sources: list[str]
-    """Who drafted each: exit, ngram or draft-model."""
+    """Who drafted each: exit, ngram, draft-model or grammar."""
     parents: list[int] | None = None
     """Which draft each follows, -1: the newest token. None: each the one before."""
     kept: list[int]
@@ -66,6 +75,8 @@ class Round:
     passes: Sequence[tuple[int, int, int]] = ()
     """Batched runs, in order: rows, first, last (layers first+1..last)."""
     stop_reason: StopReason | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
+    """Of each of `tokens`, where that was asked for."""
 
     @property
     def accepted(self) -> int:
@@ -103,7 +114,7 @@ class GenerationStats:
     """Tokens that verification itself gave: after a rejection or behind the last draft."""
     drafted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)
-    """Keys: exit, ngram, draft-model."""
+    """Keys: exit, ngram, draft-model, grammar."""
     drafted_by_layer: Counter[int] = field(default_factory=Counter)
     accepted_by_layer: Counter[int] = field(default_factory=Counter)
     """Drafts of exit heads only."""

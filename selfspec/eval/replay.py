@@ -14,7 +14,6 @@ from typing import NamedTuple
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import DraftController, make_controller
 from selfspec.decoding.drafters import (
-    EXIT,
     ROOT,
     Draft,
     DraftsFrom,
@@ -31,6 +30,7 @@ from selfspec.decoding.drafters import (
 from selfspec.decoding.prices import Unmeasured
 from selfspec.decoding.schedule import Pass, Schedule
 from selfspec.decoding.scores import Choice
+from selfspec.decoding.sources import EXIT
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import InvalidOption
@@ -268,7 +268,8 @@ def _drafter(
     setting = Setting.of(record, options)
     if setting.guesses > 1:
         ends = record.info.end_tokens
-        return make_tree(_Guesser(record, setting), options, cost, ends), setting.layers
+        seen = ngram if options.uses("ngram") else None
+        return make_tree(_Guesser(record, setting), options, cost, ends, seen=seen), setting.layers
     controller = make_controller(options, options.exit.max_tokens)
     exits = while_paying(
         _ExitDrafter(record, setting, controller),

@@ -8,21 +8,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.decoding.stats import GenerationStats
+from selfspec.serve import likely
+from selfspec.serve.likely import Entry
 from selfspec.serve.texts import Piece, usage
 
 
 class Reply:
     """What one request gets back, made of pieces as they come."""
 
-    def __init__(self, model: str, choices: int, *, chat: bool) -> None:
-        """`chat`: messages, else text."""
-        self._chat = chat
+    def __init__(self, model: str, choices: int, *, chat: bool, noted: bool = False) -> None:
+        """`chat`: messages, else text; `noted`: how likely tokens were."""
+        self._chat, self._likely = chat, noted
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
         self._texts = [""] * choices
+        self._logprobs: list[list[Entry]] = [[] for _ in range(choices)]
+        self._calls: list[list[dict[str, Any]]] = [[] for _ in range(choices)]
         self._finishes: list[str | None] = [None] * choices
         self._stats: list[GenerationStats] = []
         self.prompt_tokens = 0
@@ -30,6 +34,8 @@ class Reply:
     def add(self, piece: Piece) -> None:
         """One more piece."""
         self._texts[piece.choice] += piece.text
+        self._logprobs[piece.choice] += piece.logprobs
+        self._calls[piece.choice] += piece.calls
         if piece.finish is not None:
             self._finishes[piece.choice] = piece.finish
         if piece.stats is not None:
@@ -51,8 +57,8 @@ class Reply:
         choices = [
             {
                 "index": index,
-                **({"message": _message(text)} if self._chat else {"text": text}),
-                "logprobs": None,
+                **({"message": self._message(index)} if self._chat else {"text": text}),
+                "logprobs": self._noted(self._logprobs[index], 0),
                 "finish_reason": finish,
             }
             for index, (text, finish) in enumerate(zip(self._texts, self._finishes, strict=True))
@@ -67,10 +73,13 @@ class Reply:
         return [self._chunk([_choice(i, None, delta=delta)]) for i in range(len(self._texts))]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """A piece, for a client that reads along."""
+        """A piece that was added, for a client that reads along."""
         found = []
-        if piece.text or (piece.finish and not self._chat):
-            found.append(self._of(piece, piece.text, None if self._chat else piece.finish))
+        if piece.text or piece.logprobs or (piece.finish and not self._chat):
+            found.append(self._of(piece))
+        if piece.calls:
+            calls = [{"index": index, **call} for index, call in enumerate(piece.calls)]
+            found.append(self._chunk([_choice(piece.choice, None, delta={"tool_calls": calls})]))
         if piece.finish and self._chat:
             found.append(self._chunk([_choice(piece.choice, piece.finish, delta={})]))
         return found
@@ -79,18 +88,29 @@ class Reply:
         """The chunk behind all text, for who asked for usage."""
         return self._chunk([]) | {"usage": self.usage}
 
-    def _of(self, piece: Piece, text: str, finish: str | None) -> dict[str, Any]:
-        said = {"delta": {"content": text}} if self._chat else {"text": text}
-        return self._chunk([_choice(piece.choice, finish, **said)])
+    def _of(self, piece: Piece) -> dict[str, Any]:
+        said = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
+        finish = None if self._chat else piece.finish
+        before = self._logprobs[piece.choice]
+        before = before[: len(before) - len(piece.logprobs)]
+        noted = self._noted(piece.logprobs, sum(len(one["token"]) for one in before))
+        return self._chunk([_choice(piece.choice, finish, **said, logprobs=noted)])
+
+    def _noted(self, entries: Sequence[Entry], offset: int) -> dict[str, Any] | None:
+        """How likely tokens were, where that was asked for; `offset`: characters before them."""
+        if not self._likely:
+            return None
+        return likely.of_chat(entries) if self._chat else likely.of_text(entries, offset)
+
+    def _message(self, index: int) -> dict[str, Any]:
+        text, calls = self._texts[index], self._calls[index]
+        said = {"role": "assistant", "content": text, "refusal": None}
+        return said | {"content": text or None, "tool_calls": calls} if calls else said
 
     def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
 
-def _message(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, "refusal": None}
-
-
 def _choice(index: int, finish: str | None, **said: Any) -> dict[str, Any]:
-    return {"index": index, **said, "logprobs": None, "finish_reason": finish}
+    return {"index": index, "logprobs": None, **said, "finish_reason": finish}

@@ -152,9 +152,21 @@ class _Server:
             )
         return body
 
+    def _require_tools(self, body: Body) -> None:
+        """Raise Refused for tools where the chat template cannot show them."""
+        field = body.needs_tools if isinstance(body, ChatBody) else None
+        if field is not None and not self._writer.knows_tools:
+            raise Refused(
+                400,
+                f"{field}: the chat template of {self._label} knows no tools, or calls them in a "
+                "way that is not known here. Use response_format with a schema",
+                field=field,
+            )
+
     async def _answer(
         self, request: Request, body: ChatBody | TextBody, field: str, *, raw: bool
     ) -> Response:
+        self._require_tools(body)
         longest = min(body.longest or self._options.max_tokens, self._room)
         choices = [
             Choice(
@@ -162,11 +174,14 @@ class _Server:
                 options=body.options(number, longest, self._options.timeout),
                 stops=body.stops,
                 raw=raw and isinstance(prompt, str),
+                tools=body.callable if isinstance(body, ChatBody) else (),
+                must_call=isinstance(body, ChatBody) and body.must_call,
             )
             for prompt in body.prompts
             for number in range(body.n)
         ]
-        reply = Reply(self._label, len(choices), chat=not raw)
+        noted = body.alternatives is not None
+        reply = Reply(self._label, len(choices), chat=not raw, noted=noted)
         pieces = _Pieces(self._writer, choices, reply, field)
         if not body.stream:
             return await _whole(request, pieces, reply)

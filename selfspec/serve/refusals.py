@@ -41,6 +41,14 @@ class Refused(Exception):
         }
 
 
+_FIELDS = {
+    "json_schema": "response_format",
+    "grammar": "tools",
+    "SequenceBiasLogitsProcessor": "logit_bias",
+}
+"""Fields of a request, by what the runtime calls them at the beginning of an error."""
+
+
 def of_error(error: BaseException, field: str) -> Refused:
     """For what a request made the model raise; `field` is where its prompt stands."""
     if isinstance(error, Refused):
@@ -48,7 +56,10 @@ def of_error(error: BaseException, field: str) -> Refused:
     if isinstance(error, InvalidPrompt):
         return Refused(400, str(error), field=field)
     if isinstance(error, InvalidOption):
-        return Refused(400, str(error))
+        name, _, rest = str(error).partition(" ")
+        if name not in _FIELDS:
+            return Refused(400, str(error))
+        return Refused(400, f"{_FIELDS[name]} {rest}", field=_FIELDS[name])
     if isinstance(error, ModelChanged):
         return Refused(503, str(error))
     if isinstance(error, SelfspecError):
@@ -60,15 +71,15 @@ def of_validation(error: ValidationError) -> Refused:
     """What a body has wrong: of several, the one that is furthest inside it."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     found = max(errors, key=lambda one: len(one["loc"]))
-    field = _path(found["loc"])
+    field, said = _path(found["loc"]), found["msg"].removeprefix("Value error, ")
     if found["type"] == "extra_forbidden":
         message = f"{field} is not supported here. Leave it out"
     elif found["type"] == "missing":
         message = f"{field} is missing"
     elif not field:
-        message = f"the body is wrong: {found['msg']}"
+        message = f"the body is wrong: {said}"
     else:
-        message = f"{field} is wrong: {found['msg']}"
+        message = f"{field} is wrong: {said}"
     return Refused(400, message, field=field or None)
 
 
@@ -83,4 +94,4 @@ def _path(places: tuple[int | str, ...]) -> str:
     return text
 
 
-_TYPES = frozenset({"str", "bool", "int", "float", "list", "dict", "Text", "Speculation"})
+_TYPES = frozenset({"str", "bool", "int", "float", "list", "dict", "Text", "Speculation", "Chosen"})

@@ -12,6 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.api.text import TextDecoder
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import GenerationStats
+from selfspec.serve import likely
+from selfspec.serve.likely import Entry
+from selfspec.serve.stops import UntilStop
+from selfspec.serve.tools import Calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +25,12 @@ class Piece:
     choice: int
     text: str = ""
     tokens: tuple[int, ...] = ()
+    logprobs: tuple[Entry, ...] = ()
+    """Of the tokens, where they are noted."""
+    calls: tuple[dict[str, Any], ...] = ()
+    """Of functions, with the last piece."""
     finish: str | None = None
-    """`stop` or `length`, with the last piece."""
+    """`stop`, `length` or `tool_calls`, with the last piece."""
     stats: GenerationStats | None = None
     """With the last piece."""
     error: BaseException | None = None
@@ -38,71 +46,58 @@ class Answer:
         running: Running,
         tokenizer: PreTrainedTokenizerBase | None,
         stops: Sequence[str],
+        calls: Calls | None = None,
     ) -> None:
-        """`stops`: texts that end it, and are not part of it."""
+        """`stops`: texts that end it, and are not part of it; `calls`: reads these out of it."""
         self.running = running
         self._choice = choice
+        self._tokenizer, self._calls = tokenizer, calls
         self._decoder = TextDecoder(tokenizer)
         self._stops = UntilStop(stops)
 
     def piece(self) -> Piece:
         """What is new; the last one when the text has ended."""
         text, tokens, stats = "", list[int](), self.running.stats
+        logprobs: list[Entry] = []
         try:
             for entry in self.running.take():
                 stats.add(entry)
                 tokens += entry.tokens
+                logprobs += [likely.entry(one, self._tokenizer) for one in entry.logprobs]
                 for token in entry.tokens:  # one by one: rounds are cut by drafts
                     text += self._stops.push(self._decoder.push([token]))
         except Exception as error:  # noqa: BLE001  # the client's to hear
             return Piece(choice=self._choice, error=error)
         if self.running.error is not None:
             return Piece(choice=self._choice, error=self.running.error)
-        if not self.running.ended:
-            return Piece(choice=self._choice, text=text, tokens=tuple(tokens))
-        text += self._stops.push(self._decoder.push([], last=True), last=True)
-        stats.seconds = self.running.watch.seconds
+        ended = self.running.ended
+        if ended:
+            text += self._stops.push(self._decoder.push([], last=True), last=True)
+            stats.seconds = self.running.watch.seconds
+        text, calls = self._without_calls(text, ended=ended)
         return Piece(
             choice=self._choice,
             text=text,
             tokens=tuple(tokens),
-            finish=self._finish(stats),
-            stats=stats,
+            logprobs=tuple(logprobs),
+            calls=tuple(calls),
+            finish=self._finish(stats, calls) if ended else None,
+            stats=stats if ended else None,
         )
 
-    def _finish(self, stats: GenerationStats) -> str:
+    def _without_calls(self, text: str, *, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+        """What of new text is content, and the calls of an answer that has ended."""
+        if self._calls is None:
+            return text, []
+        text = self._calls.push(text)
+        rest, calls = self._calls.end() if ended else ("", [])
+        return text + rest, calls
+
+    def _finish(self, stats: GenerationStats, calls: Sequence[dict[str, Any]]) -> str:
         """A time limit is a length; so is the end of the model's positions."""
-        return "stop" if stats.stop_reason == "eos" or self._stops.found else "length"
-
-
-class UntilStop:
-    """Text up to the first of some stops; what may be the beginning of one is held back."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Texts that are not empty."""
-        self._stops = tuple(stops)
-        self._held = ""
-        self.found = False
-        """Whether one came; nothing is given from there on."""
-
-    def push(self, text: str, *, last: bool = False) -> str:
-        """What of the text so far is sure; `last` gives up what was held back."""
-        if self.found:
-            return ""
-        text = self._held + text
-        ends = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if ends:
-            self.found, self._held = True, ""
-            return text[: min(ends)]
-        held = 0 if last else max((_begun(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-
-def _begun(text: str, stop: str) -> int:
-    """How many of the last characters are the first of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+        if stats.stop_reason == "eos" or self._stops.found:
+            return "tool_calls" if calls else "stop"
+        return "length"
 
 
 def usage(prompt_tokens: int, all_stats: Sequence[GenerationStats]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from selfspec.errors import InvalidPrompt
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.refusals import Refused
 from selfspec.serve.texts import Answer, Piece
+from selfspec.serve.tools import Calls, Tool, format_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,9 @@ class Choice:
     options: GenerateOptions
     stops: Sequence[str] = ()
     raw: bool = False
+    tools: Sequence[Tool] = ()
+    """That it may call."""
+    must_call: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -71,6 +75,7 @@ class Writer:
         self._engine = speculator.engine(
             most=options.concurrency, patience=options.patience, kv_memory=kv_memory
         )
+        self._tool_format = format_of(speculator.tokenizer)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[Running, tuple[Job, Answer]] = {}
         self._open = 0
@@ -78,6 +83,11 @@ class Writer:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="selfspec-writer", daemon=True)
         self._thread.start()
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template can show functions, and says how they are called."""
+        return self._tool_format is not None
 
     @property
     def open(self) -> int:
@@ -153,11 +163,12 @@ class Writer:
         calls: list[Call] = []
         try:
             ids = {id(one.prompt): self._ids(one) for one in _distinct(job.choices)}
-            calls += [self._call(ids[id(one.prompt)], one.options) for one in job.choices]
+            calls += [self._call(ids[id(one.prompt)], one) for one in job.choices]
             job.begun(sum(one.shape[1] for one in ids.values()))  # choices of one prompt share it
             for number, (choice, call) in enumerate(zip(job.choices, calls, strict=True)):
                 running = self._engine.add(call.request.only(), call.speculation)
-                answer = Answer(number, running, call.tokenizer, choice.stops)
+                reader = self._reader(choice)
+                answer = Answer(number, running, call.tokenizer, choice.stops, reader)
                 job.answers.append(answer)
                 self._answers[running] = job, answer
         except Exception as error:
@@ -168,7 +179,8 @@ class Writer:
 
     def _ids(self, choice: Choice) -> Tensor:
         """A prompt's ids, [1, P]. Raises InvalidPrompt for more than there is room for."""
-        ids = encode(self._speculator.tokenizer, choice.prompt, raw=choice.raw)
+        tools = list(choice.tools)
+        ids = encode(self._speculator.tokenizer, choice.prompt, raw=choice.raw, tools=tools)
         room = self._speculator.backbone.max_positions - 1
         count, most = ids.shape[1], min(self._options.max_prompt_tokens or room, room)
         if count > most:
@@ -177,11 +189,20 @@ class Writer:
             )
         return ids
 
-    def _call(self, ids: Tensor, options: GenerateOptions) -> Call:
+    def _call(self, ids: Tensor, choice: Choice) -> Call:
         """An answer ends where the model's positions end."""
         room = self._speculator.backbone.max_positions - ids.shape[1]
-        longest = min(options["max_new_tokens"], room)
-        return self._speculator.call(ids, {**options, "max_new_tokens": longest})
+        longest = min(choice.options["max_new_tokens"], room)
+        options: GenerateOptions = {**choice.options, "max_new_tokens": longest}
+        if choice.must_call and self._tool_format is not None:
+            options["grammar"] = self._tool_format.grammar(choice.tools)
+        return self._speculator.call(ids, options)
+
+    def _reader(self, choice: Choice) -> Calls | None:
+        """What reads calls out of an answer, if it may have some."""
+        if not choice.tools or self._tool_format is None:
+            return None
+        return Calls(self._tool_format, [tool["function"]["name"] for tool in choice.tools])
 
     def _leave(self, job: Job) -> None:
         for answer in job.answers:

@@ -18,8 +18,9 @@ from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import Fixed, Threshold
 from selfspec.decoding.drafters import DraftCache, DraftModelDrafter, check_same_tokens
+from selfspec.decoding.prefix import common
 from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState, common
+from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import alone
 from selfspec.errors import DraftModelMismatch

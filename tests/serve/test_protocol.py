@@ -140,10 +140,25 @@ def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"logprobs": True}, "logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"top_logprobs": 2}, None),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, None),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "objekt"}},
+                }
+            },
+            "response_format",
+        ),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"no_such_field": 1}, "no_such_field"),
         ({"temperature": 3}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
@@ -153,7 +168,8 @@ def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
         ({"stop": ["a" * 129]}, "stop[0]"),
         ({"top_p": 0}, "top_p"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [*ASK, {"role": "tool", "content": "1", "tool_call_id": "a"}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]},

@@ -1,7 +1,6 @@
 """What proposes tokens. `decode` knows the protocol only; options choose."""
 
 from selfspec.decoding.drafters.base import (
-    EXIT,
     Draft,
     Drafter,
     DraftsFrom,
@@ -29,7 +28,6 @@ from selfspec.decoding.drafters.paying import WhilePaying
 from selfspec.decoding.drafters.tree import LEAST_SAID, ROOT, Guesses, TreeDrafter
 
 __all__ = [
-    "EXIT",
     "LEAST_SAID",
     "ROOT",
     "Draft",

@@ -16,12 +16,10 @@ from selfspec.decoding.acceptance import Proposed
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.sources import EXIT
 from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.decoding.work import Steps, ready
 from selfspec.model.rows import depths
-
-EXIT, NGRAM, DRAFT_MODEL = "exit", "ngram", "draft-model"
-"""Sources of draft tokens."""
 
 
 @dataclass(kw_only=True)
@@ -42,7 +40,7 @@ class Draft:
     exit_layers: list[int] = field(default_factory=list)
     """Where each left; 0 for tokens that ran through no layer."""
     sources: list[str] = field(default_factory=list)
-    """Who proposed each: exit, ngram or draft-model."""
+    """Who proposed each, as `sources` names them."""
     heads: int = 0
     """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
     ended: Ended = "off"
@@ -102,6 +100,16 @@ class Committed(Protocol):
 
     def committed(self, start: int) -> list[int]:
         """Its ids from the `start`-th on, without padding."""
+
+
+class Trunks(Protocol):
+    """Proposes chains that take no work: text already seen, text that a grammar forces."""
+
+    def propose(self, state: Committed, limit: int, rival: float = 0.0) -> Draft:
+        """Up to `limit` tokens; none unless more than `rival` should be accepted."""
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """What became of the draft that was proposed last: which of its tokens stayed."""
 
 
 State_contra = TypeVar("State_contra", bound=Committed, contravariant=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import prices
 from selfspec.decoding.controllers import make_controller
-from selfspec.decoding.drafters.base import Drafter, DraftsFrom, NoDrafter
+from selfspec.decoding.drafters.base import Drafter, DraftsFrom, NoDrafter, Trunks
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.exit import ExitDrafter, Siblings
+from selfspec.decoding.drafters.grammar import GrammarDrafter
 from selfspec.decoding.drafters.guesses import HeadGuesser
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst, StateT
 from selfspec.decoding.drafters.paying import WhilePaying
@@ -60,18 +61,19 @@ def make_drafter(
     """
     if not options.speculate or options.drafter == "none":
         return NoDrafter()
-    if options.drafter == "exit" and sources.heads is None:
-        return NoDrafter()
     cost = prices.Unmeasured.of(sources.backbone, sources.load)
-    if options.drafter == "ngram":
+    if options.drafter == "ngram" and sampler.grammar is None:
         return make_ngram(options, cost, end_tokens)
+    trunks = _trunks(options, cost, sampler, end_tokens)
+    if options.drafter == "ngram" or (options.drafter == "exit" and sources.heads is None):
+        return NoDrafter() if trunks is None else SeenTextFirst(trunks, NoDrafter())
     other: Drafter
     layers: tuple[int, ...] = ()
     token = 0.0
     if options.uses("draft-model"):
         other, token = _draft_model(options, sources, sampler, end_tokens)
     elif sources.runs_trees(options) and sources.reads_embedding(options):
-        return _tree(options, sources, cost, sampler, end_tokens)
+        return _tree(options, sources, cost, sampler, end_tokens, trunks)
     else:
         other, layers = _exit(options, sources, cost, sampler, end_tokens)
     other = while_paying(
@@ -82,9 +84,7 @@ def make_drafter(
         exit_layers=layers,
         token_cost=token,
     )
-    if options.uses("ngram"):
-        return SeenTextFirst(make_ngram(options, cost, end_tokens), other)
-    return other
+    return other if trunks is None else SeenTextFirst(trunks, other)
 
 
 def make_ngram(
@@ -98,6 +98,19 @@ def make_ngram(
         size=options.ngram.size,
         cost=prices.DraftCost(rows=known.rows, load=known.load),
     )
+
+
+def _trunks(
+    options: SpeculationOptions,
+    unmeasured: prices.Unmeasured,
+    sampler: Sampler,
+    end_tokens: Collection[int],
+) -> Trunks | None:
+    """What is proposed without work, if anything; under a grammar nothing that it forbids."""
+    seen = make_ngram(options, unmeasured, end_tokens) if options.uses("ngram") else None
+    if sampler.grammar is None:
+        return seen
+    return GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
 
 
 def while_paying(
@@ -129,16 +142,17 @@ def make_tree(
     unmeasured: prices.Unmeasured,
     end_tokens: Collection[int],
     *,
+    seen: Trunks | None = None,
     sampled: bool = False,
 ) -> TreeDrafter[StateT]:
-    """Trees of what `guesser` says, around text already seen where `options` use that."""
+    """Trees of what `guesser` says, around what `seen` proposes."""
     return TreeDrafter(
         guesser,
         _cost(options, unmeasured),
         make_controller(options, options.exit.max_tokens),
         end_tokens,
         most=options.most_drafts,
-        seen=make_ngram(options, unmeasured, end_tokens) if options.uses("ngram") else None,
+        seen=seen,
         never_slower=options.never_slower,
         sampled=sampled,
     )
@@ -150,11 +164,12 @@ def _tree(
     unmeasured: prices.Unmeasured,
     sampler: Sampler,
     end_tokens: Collection[int],
+    seen: Trunks | None,
 ) -> TreeDrafter[DecodeState]:
     """Of exit heads that read embeddings."""
     heads = _required(sources.heads, options)
     guesser = HeadGuesser(heads, _judge(heads, options), sampler, options.exit.guesses)
-    return make_tree(guesser, options, unmeasured, end_tokens, sampled=sampler.do_sample)
+    return make_tree(guesser, options, unmeasured, end_tokens, seen=seen, sampled=sampler.do_sample)
 
 
 def _required(heads: ExitHeads | None, options: SpeculationOptions) -> ExitHeads:

@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import DRAFT_MODEL, Draft, DraftWriter, PacedDrafter
+from selfspec.decoding.drafters.base import Draft, DraftWriter, PacedDrafter
 from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.prefix import common
 from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState, common
+from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.sources import DRAFT_MODEL
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Embed, Steps
 from selfspec.errors import DraftModelMismatch

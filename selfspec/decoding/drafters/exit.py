@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import EXIT, Draft, DraftWriter, PacedDrafter
+from selfspec.decoding.drafters.base import Draft, DraftWriter, PacedDrafter
 from selfspec.decoding.drafters.guesses import Known, known_deep, processed
 from selfspec.decoding.drafters.tree import ROOT, Guesses, Offer, Tree
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.scores import Choice, Sampler
 from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.sources import EXIT
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Ask, Embed, Steps
 from selfspec.heads.answers import Answer

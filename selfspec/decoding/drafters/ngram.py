@@ -13,15 +13,16 @@ from typing import Generic, TypeVar
 
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import (
-    NGRAM,
     Committed,
     Draft,
     DraftsFrom,
     DraftWriter,
     PacedDrafter,
+    Trunks,
 )
 from selfspec.decoding.prices import DraftCost, each_row
 from selfspec.decoding.scores import Choice
+from selfspec.decoding.sources import NGRAM
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, ready
 
@@ -142,15 +143,15 @@ class NgramDrafter(PacedDrafter):
 
 
 class SeenTextFirst(Generic[StateT]):
-    """Text already seen where it promises more than the other drafter has been giving, else that.
+    """A trunk where it promises more than the other drafter has been giving, else that.
 
     What the other gives is a running mean of its accepted tokens per round that it drafts in, and
     nothing as long as it declines to draft.
     """
 
-    def __init__(self, ngram: NgramDrafter, other: DraftsFrom[StateT]) -> None:
+    def __init__(self, trunks: Trunks, other: DraftsFrom[StateT]) -> None:
         """Each with a controller of its own: they are right unequally often."""
-        self._ngram = ngram
+        self._trunks = trunks
         self._other = other
         self._other_gives = 0.0
         self._other_drafted = False
@@ -159,7 +160,7 @@ class SeenTextFirst(Generic[StateT]):
     def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """A draft of one of the two."""
         rival = 0.0 if self._other_declines else self._other_gives
-        draft = self._ngram.propose(state, limit, rival)
+        draft = self._trunks.propose(state, limit, rival)
         self._other_drafted = False
         if not draft.tokens:
             draft = yield from self._other.draft(state, limit, watch)
@@ -173,4 +174,4 @@ class SeenTextFirst(Generic[StateT]):
             self._other_gives += NEWEST * (len(kept) - self._other_gives)
             self._other.learn(draft, kept)
         else:
-            self._ngram.learn(draft, kept)
+            self._trunks.learn(draft, kept)

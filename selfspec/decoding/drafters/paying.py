@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic
 
-from selfspec.decoding.drafters.base import NGRAM, Draft, DraftsFrom
+from selfspec.decoding.drafters.base import Draft, DraftsFrom
 from selfspec.decoding.drafters.ngram import StateT
 from selfspec.decoding.prices import DraftCost
+from selfspec.decoding.sources import FREE
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, ready
 
@@ -66,8 +67,8 @@ class Paying:
         return pauses
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """Weigh a round that did not pause. Text already seen would be there anyway."""
-        accepted = sum(draft.sources[index] != NGRAM for index in kept)
+        """Weigh a round that did not pause. Drafts without work would be there anyway."""
+        accepted = sum(draft.sources[index] not in FREE for index in kept)
         gain = accepted - self._cost.of(draft)
         self._gain += NEWEST * (gain - self._gain)
         if self._gain >= 0.0:

@@ -17,11 +17,12 @@ from itertools import islice
 from typing import Generic, NamedTuple, Protocol
 
 from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import EXIT, Draft, State_contra
-from selfspec.decoding.drafters.ngram import NgramDrafter, StateT
+from selfspec.decoding.drafters.base import Draft, State_contra, Trunks
+from selfspec.decoding.drafters.ngram import StateT
 from selfspec.decoding.drafters.paying import Paying
 from selfspec.decoding.prices import DraftCost, each_row
 from selfspec.decoding.scores import Choice
+from selfspec.decoding.sources import EXIT
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps
 
@@ -224,7 +225,7 @@ class TreeDrafter(Generic[StateT]):
         end_tokens: Collection[int] = (),
         *,
         most: int,
-        seen: NgramDrafter | None = None,
+        seen: Trunks | None = None,
         never_slower: bool = True,
         sampled: bool = False,
     ) -> None:

@@ -1,0 +1,8 @@
+"""Who drafts: the names that records, statistics and prices share. Imports nothing."""
+
+from __future__ import annotations
+
+EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
+
+FREE = frozenset({NGRAM, GRAMMAR})
+"""Drafts of these take no work before their verification."""

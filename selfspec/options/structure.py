@@ -1,0 +1,89 @@
+"""What an answer has to look like: a JSON schema or a grammar, as llguidance reads it.
+
+Comes in: what a caller gave. Goes out: the text of a grammar that is right, or InvalidOption in one
+line. Imports no torch; llguidance when it is needed.
+
+Why llguidance: it needs no compilation per schema (a mask takes some microseconds from the first
+one on), gives forced text as tokens, goes back by any number of tokens, refuses keywords of JSON
+schema that it does not honour, and does not bring a tensor library of its own. xgrammar, the other
+kept one, gives forced text as characters, which a second cut into tokens need not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from selfspec.errors import InvalidOption
+from selfspec.typed import shown
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+KEYWORDS = ("json_schema", "grammar")
+"""Of `generate`."""
+
+_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as `json.dumps` writes it: a small model can go on with spaces for ever, and what is written
+in one way only is forced."""
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def wanted(options: Mapping[str, Any]) -> str | None:
+    """The grammar that keywords of `generate` ask for. Raises InvalidOption."""
+    given = {name: options[name] for name in KEYWORDS if options.get(name) is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidOption("json_schema and grammar at once. Leave one of them out")
+    schema = given.get("json_schema")
+    return of_grammar(given["grammar"]) if schema is None else of_schema(schema)
+
+
+def of_schema(schema: Mapping[str, Any] | bool) -> str:
+    """A grammar for JSON that follows a schema; True: any object. Raises InvalidOption."""
+    if schema is True:
+        schema = _ANY_OBJECT
+    if not isinstance(schema, Mapping):
+        raise InvalidOption(
+            f"json_schema is {shown(schema)}, expected a schema, or True for any object"
+        )
+    overrides: Any = _WRITING
+    try:
+        found = matcher_class().grammar_from_json_schema(dict(schema), overrides=overrides)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise InvalidOption(f"json_schema cannot be read: {_line(error)}") from error
+    return _checked(found, "json_schema", "Change the schema, or leave that keyword out")
+
+
+def of_grammar(text: str) -> str:
+    """A grammar in llguidance's form of Lark, as it reads it. Raises InvalidOption."""
+    if not isinstance(text, str):
+        raise InvalidOption(f"grammar is {shown(text)}, expected text")
+    found = matcher_class().grammar_from_lark(text)
+    return _checked(found, "grammar", "It is Lark as llguidance documents it")
+
+
+def matcher_class() -> type[LLMatcher]:
+    """Of llguidance. Raises InvalidOption without the package."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise InvalidOption(
+            f"structured output needs one more package ({error.name}): "
+            "pip install 'selfspec[serve]'"
+        ) from error
+    return LLMatcher
+
+
+def _checked(grammar: str, name: str, advice: str) -> str:
+    wrong, said = matcher_class().validate_grammar_with_warnings(grammar)
+    if wrong:
+        raise InvalidOption(f"{name} is not supported: {_line(said[0])}. {advice}")
+    return grammar
+
+
+def _line(error: object) -> str:
+    """What went wrong, in one line."""
+    return " ".join(str(error).split()).rstrip(".")

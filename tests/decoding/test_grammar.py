@@ -1,0 +1,248 @@
+"""Answers under a grammar: valid, the same with all drafts, and what is forced is drafted."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+from transformers import PreTrainedTokenizerFast
+
+from selfspec.api.shaping import Grammars
+from selfspec.api.speculator import Speculator
+from selfspec.decoding.drafters.grammar import GrammarDrafter
+from selfspec.decoding.grammar import GrammarMask
+from selfspec.errors import InvalidOption
+from selfspec.options.structure import of_grammar, of_schema
+from tests.jsonish import END, VOCAB_SIZE, speculator, tokenizer
+from tests.models import random_ids
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+DRAFTS: list[dict[str, Any]] = [
+    {"drafter": "exit:threshold=0.01,layers=3"},
+    {"drafter": "exit:threshold=0.001,layers=0,guesses=3", "never_slower": False},
+    {"drafter": "exit:threshold=0.01,layers=3,guesses=3", "never_slower": False},
+    {"drafter": "ngram"},
+    {"drafter": "ngram+exit:threshold=0.01"},
+    {"drafter": "exit", "pinned": True},
+]
+
+
+@functools.cache
+def everything() -> tuple[Speculator, PreTrainedTokenizerFast, Grammars]:
+    words = tokenizer()
+    return speculator(), words, Grammars(words, VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def model() -> Speculator:
+    return everything()[0]
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    return everything()[1]
+
+
+def allowed(words: PreTrainedTokenizerFast, text: Sequence[int], tokens: Sequence[int]) -> bool:
+    """By a matcher of its own, which has seen nothing else."""
+    from llguidance.hf import from_tokenizer
+
+    matcher = LLMatcher(from_tokenizer(words, n_vocab=VOCAB_SIZE), of_schema(PERSON))
+    return bool(matcher.consume_tokens([*text, *tokens]))
+
+
+@pytest.mark.parametrize("drafts", DRAFTS, ids=str)
+@pytest.mark.parametrize("drawing", [{}, {"do_sample": True, "seed": 5}], ids=["greedy", "seeded"])
+def test_an_answer_follows_its_schema_whatever_is_drafted(
+    model: Speculator, drafts: dict[str, Any], drawing: dict[str, Any]
+) -> None:
+    asked: Any = {"json_schema": PERSON, "max_new_tokens": 120, **drawing}
+    plain = model.generate("A person:", speculate=False, **asked)
+    found = model.generate("A person:", **asked, **drafts)
+    jsonschema.validate(json.loads(found.text), PERSON)
+    assert found.stop_reason == "eos"
+    assert found.token_ids == plain.token_ids
+    drafted, kept = found.stats.drafted_by_source, found.stats.accepted_by_source
+    assert drafted["grammar"] == kept["grammar"] > 8  # forced: keys, quotes, brackets
+    assert found.stats.rounds < plain.stats.rounds - kept["grammar"] // 2
+
+
+@pytest.mark.parametrize("drafts", DRAFTS[:5], ids=str)
+def test_nothing_is_drafted_that_the_grammar_forbids(
+    model: Speculator, words: PreTrainedTokenizerFast, drafts: dict[str, Any]
+) -> None:
+    stream = model.stream("A person:", json_schema=PERSON, max_new_tokens=120, **drafts)
+    text: list[int] = []
+    looked_at = 0
+    for entry in (stream.drain(), stream.rounds)[1]:
+        parents = entry.parents or [*range(-1, len(entry.draft_tokens) - 1)]
+        for index, token in enumerate(entry.draft_tokens):
+            path, at = [token], parents[index]
+            while at >= 0:
+                path.insert(0, entry.draft_tokens[at])
+                at = parents[at]
+            assert allowed(words, text, path)
+            looked_at += entry.sources[index] != "grammar"
+        text += entry.tokens
+    assert looked_at or drafts == {"drafter": "ngram"}
+
+
+def test_random_drafts_without_a_mask_would_be_forbidden(words: PreTrainedTokenizerFast) -> None:
+    wrong = [not allowed(words, [], [token]) for token in random_ids(20)[0].tolist()]
+    assert sum(wrong) > 15
+
+
+LEAVES = st.sampled_from(
+    [
+        {"type": "integer", "minimum": -5, "maximum": 99},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"enum": ["a b", 1.5, None]},
+        {"type": "string", "maxLength": 4},
+        {"type": "string", "pattern": "^[0-9]{2}-[xyz]$"},
+        {"const": {"deep": [1, "é"]}},
+    ]
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.builds(
+            lambda items: {"type": "array", "items": items, "minItems": 1, "maxItems": 2}, inner
+        ),
+        st.builds(
+            lambda fields: {
+                "type": "object",
+                "properties": fields,
+                "required": sorted(fields),
+                "additionalProperties": False,
+            },
+            st.dictionaries(st.sampled_from(["a", "b c", "Ω"]), inner, min_size=1, max_size=3),
+        ),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(schema=SCHEMAS, seed=st.integers(0, 100))
+def test_any_schema_is_followed(schema: dict[str, Any], seed: int) -> None:
+    model = everything()[0]
+    asked: Any = {"json_schema": schema, "max_new_tokens": 300, "do_sample": True, "seed": seed}
+    found = model.generate("Write:", drafter="ngram+exit:threshold=0.01", **asked)
+    assert found.stop_reason == "eos"
+    jsonschema.validate(json.loads(found.text), schema)
+    assert found.token_ids == model.generate("Write:", speculate=False, **asked).token_ids
+
+
+def mask(grammar: str) -> GrammarMask:
+    model, _, grammars = everything()
+    return grammars.mask(grammar, model.call("A", {"json_schema": True}).request)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=8))
+def test_a_mask_goes_back_and_forth_between_prefixes(lengths: list[int]) -> None:
+    text = everything()[1]('{"name": "Ada", "age": 36, "tags": ["red"]}')["input_ids"]
+    one = mask(of_schema(PERSON))
+    scores = torch.zeros(1, VOCAB_SIZE, dtype=torch.float64)
+    front = [7] * one.start
+    for length in lengths:
+        ids = torch.tensor([front + text[:length]])
+        fresh = mask(of_schema(PERSON))
+        assert torch.equal(one(ids, scores), fresh(ids, scores))
+
+
+def test_what_is_forced_ends_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
+    one = mask(of_grammar('start: ("yes" | "no") ", of course."'))
+    forced = one.forced(words("yes")["input_ids"], 50)
+    assert words.decode(forced) == f", of course.{END}"
+    assert one.forced(words("yes")["input_ids"], 2) == forced[:2]
+    assert one.forced([], 5) == []
+    assert one.forced([], 0) == []
+
+
+class Text:
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def committed(self, start: int) -> list[int]:
+        return self.tokens[start:]
+
+
+def test_a_trunk_is_what_is_forced_whatever_else_is_promised(
+    words: PreTrainedTokenizerFast,
+) -> None:
+    one = mask(of_schema(PERSON))
+    drafter = GrammarDrafter(one, 0, 2)
+    begun = Text([0] * one.start + words('{"')["input_ids"])
+    draft = drafter.propose(begun, 9, rival=5.0)
+    assert len(draft.tokens) == 2
+    assert {*draft.sources} == {"grammar"}
+    assert draft.chances == [1.0] * 2
+    assert drafter.propose(begun, 1).tokens == draft.tokens[:1]
+    assert drafter.propose(begun, 0).tokens == []
+    free = Text([0] * one.start + words('{"name": "A')["input_ids"])
+    assert drafter.propose(free, 9).tokens == []
+
+
+def test_rows_of_a_batch_follow_it_each_by_itself(model: Speculator) -> None:
+    ids = torch.cat([random_ids(5, seed=seed) for seed in (1, 2)])
+    asked: Any = {"json_schema": PERSON, "max_new_tokens": 120, "num_return_sequences": 2}
+    asked |= {"do_sample": True, "seed": 3}
+    texts = [answer.text for answer in model.generate_batch(ids, **asked)]
+    assert len({*texts}) > 1
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"json_schema": {"type": "objekt"}}, "^json_schema is not supported: Invalid type"),
+        ({"json_schema": {"not": {}}}, "Unimplemented keys"),
+        ({"json_schema": False}, "^json_schema is False, expected a schema"),
+        ({"json_schema": {"a": {1, 2}}}, "^json_schema cannot be read"),
+        ({"grammar": "start: foo"}, "unknown name"),
+        ({"grammar": ""}, "Empty grammar"),
+        ({"grammar": "start: /a/", "json_schema": True}, "Leave one of them out"),
+        ({"json_schema": True, "eos_token_id": -1}, "needs an end token"),
+        ({"json_schema": PERSON, "min_new_tokens": 150}, "rules out every token"),
+        ({"json_schema": PERSON, "forced_eos_token_id": 0, "max_new_tokens": 3}, "rules out every"),
+    ],
+    ids=[*map(str, range(10))],
+)
+def test_what_cannot_be_followed_is_refused(
+    model: Speculator, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidOption, match=message) as error:
+        model.generate("A", **options)
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_package_or_a_fast_tokenizer_it_says_so(
+    model: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidOption, match="tokenizers library, this is NoneType"):
+        Grammars(None, VOCAB_SIZE).mask("", model.call("A", {"json_schema": True}).request)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidOption, match=r"pip install 'selfspec\[serve\]'"):
+        model.generate("A", json_schema=True)
