@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.stream import Generation
 from selfspec.decoding.penalties import OccurrencePenalty
 from selfspec.errors import InvalidOption
 from tests.models import VOCAB_SIZE, make_model, random_ids
@@ -60,18 +61,12 @@ def test_penalties_count_the_answer_alone() -> None:
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
 def test_penalties_change_the_answer_and_drafts_do_not(model: Speculator, name: str) -> None:
-    ids = random_ids(6)
-    texts = {
-        value: model.generate(ids, max_new_tokens=40, speculate=False, **{name: value}).token_ids  # type: ignore[misc]
-        for value in (0.0, 4.0)
-    }
-    assert len({*texts[4.0]}) > len({*texts[0.0]})
-    drafted = model.generate(
-        ids,
-        max_new_tokens=40,
-        drafter="exit:threshold=0.01",
-        never_slower=False,
-        **{name: 4.0},  # type: ignore[misc]
-    )
-    assert drafted.token_ids == texts[4.0]
+    def answer(value: float, **drafts: Any) -> Generation:
+        asked: Any = {"max_new_tokens": 40, name: value, **drafts}
+        return model.generate(random_ids(6), **asked)
+
+    plain, penalised = (answer(value, speculate=False).token_ids for value in (0.0, 4.0))
+    assert len({*penalised}) > len({*plain})
+    drafted = answer(4.0, drafter="exit:threshold=0.01", never_slower=False)
+    assert drafted.token_ids == penalised
     assert drafted.stats.accepted > 0  # drafts are made under the penalty, too
