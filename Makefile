@@ -12,7 +12,7 @@ PROMPT ?= Explain in a few sentences how a rainbow forms.
 BIN := .venv/bin
 READY := .venv/.ready
 INSTALL := $(BIN)/uv pip install --python
-EXTRAS := train,eval,serve,dev
+EXTRAS := train,eval,serve,ray,dev
 # Files stay whole, because their tests share what they made; tests/conftest.py gives the order.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -40,7 +40,7 @@ SystemPrompt = Annotated[
     str | None, typer.Option("--system", help="System message ahead of the conversation.")
 ]
 ShowStats = Annotated[
-    bool, typer.Option("--stats", help="One line of statistics per answer, on standard error.")
+    bool, typer.Option("--stats", help="One line of statistics, on standard error.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
 

@@ -69,7 +69,7 @@ def generate(
     concurrency: Concurrency = None,
     kv_memory: KvMemory = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt, without chat template.")
     ] = False,
     system: common.SystemPrompt = None,
     config: common.ConfigFile = None,

@@ -183,7 +183,7 @@ def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict
     if record.answers.tolist() != [place.token for place in found.places]:
         common.note(
             "selfspec: the page cannot replay settings: greedy decoding without drafts gives "
-            "another answer. Try --pinned, without sampling"
+            "another answer. Try --pinned, without sampling, penalties or a grammar"
         )
         return Seen(found)
     costs = None

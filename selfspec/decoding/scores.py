@@ -20,6 +20,9 @@ from selfspec.errors import InvalidOption
 
 _BITS = 2**64 - 1
 
+_UNKNOWN = -3e4
+"""Of a token that a head does not know, where it must choose among such; in any number format."""
+
 
 class Choice(NamedTuple):
     """One token and where it came from."""
@@ -43,6 +46,8 @@ class Sampler:
     """Ties each draw to its position: the token is a function of the law there, and of this."""
     pad: int = 0
     """Padding ids in front of a text, which count for no position."""
+    least: float | None = None
+    """What logits are raised to before processors see them; None: they stay."""
 
     @property
     def grammar(self) -> GrammarMask | None:
@@ -60,7 +65,7 @@ class Sampler:
         Raises InvalidOption for what a processor of transformers refuses, and for results of
         another shape. What a processor of the user's raises goes on as it is.
         """
-        scores = logits
+        scores = logits if self.least is None else logits.clamp(min=self.least)
         for processor in self.processors:
             scores = _processed(processor, ids, scores)
         return scores
@@ -100,9 +105,13 @@ class Sampler:
         return torch.rand((), device=device, generator=self.generator)
 
     def for_drafts(self) -> Sampler:
-        """The same choice with only the processors that may look at tokens never committed."""
+        """The same choice with only the processors that may look at tokens never committed.
+
+        A head may know few of the tokens that a grammar allows, or none: then all are alike.
+        """
         kept = [p for p in self.processors if is_stateless(p)]
-        return replace(self, processors=LogitsProcessorList(kept))
+        least = None if self.grammar is None else _UNKNOWN
+        return replace(self, processors=LogitsProcessorList(kept), least=least)
 
     def for_row(self, row: int, rows: int, pad: int = 0) -> Sampler:
         """The choice for one row of a batch of `rows`, which has `pad` padding ids in front.

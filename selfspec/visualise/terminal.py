@@ -19,9 +19,15 @@ from selfspec.visualise.texts import visible
 _RAMP = ((27, 158, 119), (58, 124, 231), (160, 84, 222))
 """RGB from the embedding to the last layer; all can be read on dark and on light."""
 
-_SUPERSCRIPT = str.maketrans("0123456789nd", "⁰¹²³⁴⁵⁶⁷⁸⁹ⁿᵈ")
-_SOURCES = {"ngram": "n", "draft-model": "d"}
+_SUPERSCRIPT = str.maketrans("0123456789ndg", "⁰¹²³⁴⁵⁶⁷⁸⁹ⁿᵈᵍ")
+_SOURCES = {"ngram": "n", "draft-model": "d", "grammar": "g"}
 """Marks of drafts that ran through no layer."""
+_WORDS = {
+    "n": "copied from text already seen",
+    "d": "from the draft model",
+    "g": "forced by the grammar",
+}
+"""What a mark says."""
 
 
 def show(trace: LayerTrace, console: Console) -> None:
@@ -145,7 +151,7 @@ def _where(name: str) -> str:
         return "drafted from its embedding, before any layer"
     if name.isdigit():
         return f"left behind layer {name}"
-    return {"n": "copied from text already seen", "d": "from the draft model"}[name]
+    return _WORDS[name]
 
 
 def _colour(depth: float) -> tuple[int, int, int]:

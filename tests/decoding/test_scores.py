@@ -22,6 +22,7 @@ from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters import Drafter, ExitDrafter, NoDrafter
+from selfspec.decoding.grammar import GrammarMask
 from selfspec.decoding.scores import Sampler, is_stateless
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch
@@ -259,3 +260,20 @@ def test_processed_drafts_leave_processed_text_unchanged(backbone: Backbone) -> 
     plain, _ = decode(backbone, sampler)
     ids, _ = decode(backbone, sampler, exit_drafter(backbone, sampler), exit_layers=(4,))
     assert ids == plain
+
+
+def test_a_head_that_knows_no_allowed_token_has_a_law_all_the_same() -> None:
+    class Allows(GrammarMask):
+        def __init__(self, *tokens: int) -> None:
+            self.tokens = list(tokens)
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            masked = torch.full_like(scores, -torch.inf)
+            masked[:, self.tokens] = scores[:, self.tokens]
+            return masked
+
+    known = torch.tensor([[1.0, 2.0, -torch.inf, -torch.inf]])
+    ids = torch.tensor([[0]])
+    for tokens, law in (((2, 3), [0, 0, 0.5, 0.5]), ((3,), [0, 0, 0, 1]), ((0, 3), [1, 0, 0, 0])):
+        sampler = Sampler(LogitsProcessorList([Allows(*tokens)])).for_drafts()
+        assert sampler.probs(ids, known).tolist() == law

@@ -1,0 +1,238 @@
+"""Structured output, calls, likelihoods and penalties over HTTP, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from selfspec.api.speculator import Speculator
+from selfspec.serve.tools import BARE, TAGGED, Calls, format_of
+from tests.serve.live import Running, running
+
+ASK = [{"role": "user", "content": "Describe a person as JSON."}]
+LIMIT = {"max_tokens": 80, "temperature": 0.0}
+
+
+class Person(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    name: str = pydantic.Field(max_length=20)
+    age: int = pydantic.Field(ge=0, le=120)
+    likes: Literal["tea", "coffee"]
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+
+
+def chat(client: openai.OpenAI, **more: Any) -> Any:
+    return client.chat.completions.create(**{"model": None, "messages": ASK, **LIMIT, **more})
+
+
+def test_a_schema_is_followed_and_drafts_change_nothing(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="SmolLM2-135M-Instruct.Q4_1",
+        messages=ASK,  # type: ignore[arg-type]  # a TypedDict
+        response_format=Person,
+        **LIMIT,  # type: ignore[arg-type]  # as above
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+    assert answer.usage is not None
+    drafts = answer.usage.speculation  # type: ignore[attr-defined]  # ours
+    assert drafts["sources"]["grammar"]["drafted"] == drafts["sources"]["grammar"]["accepted"] > 3
+    shape = {
+        "type": "json_schema",
+        "json_schema": {"name": "Person", "schema": Person.model_json_schema()},
+    }
+    plain = chat(client, response_format=shape, extra_body={"speculation": False})
+    assert plain.choices[0].message.content == answer.choices[0].message.content
+    pieces = [
+        c.choices[0].delta.content or "" for c in chat(client, response_format=shape, stream=True)
+    ]
+    assert "".join(pieces) == answer.choices[0].message.content
+
+
+def test_any_object_is_json(client: openai.OpenAI) -> None:
+    settings: dict[str, Any] = {"temperature": 1.0, "seed": 4, "logit_bias": {"14704": 8}}
+    answer = chat(client, response_format={"type": "json_object"}, max_tokens=60, **settings)
+    text = answer.choices[0].message.content
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+    assert text.startswith("{")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_likelihoods_are_those_of_generate(
+    client: openai.OpenAI, server: Running, stream: bool
+) -> None:
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12}
+    expected = server.speculator.generate(ASK, max_new_tokens=12, do_sample=False, logprobs=3)
+    assert expected.logprobs is not None
+    if stream:
+        choices = [chunk.choices[0] for chunk in chat(client, stream=True, **asked)]
+        content = [one for c in choices if c.logprobs for one in c.logprobs.content]
+    else:
+        content = chat(client, **asked).choices[0].logprobs.content
+    assert [one.logprob for one in content] == [one.logprob for one in expected.logprobs]
+    assert [[top.logprob for top in one.top_logprobs] for one in content] == [
+        [said for _, said in one.top] for one in expected.logprobs
+    ]
+    assert "".join(one.token for one in content).startswith(expected.text)
+    assert bytes(byte for one in content for byte in one.bytes).decode().startswith(expected.text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_likelihoods_of_text_have_their_own_shape(client: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"prompt": "One, two,", "logprobs": 2, **LIMIT, "max_tokens": 6}
+    found = client.completions.create(model=None, stream=stream, **asked)  # type: ignore[call-overload]  # None: any
+    choices = [chunk.choices[0] for chunk in found] if stream else [found.choices[0]]
+    text = "".join(choice.text for choice in choices)
+    noted = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens = [token for one in noted for token in one.tokens]
+    offsets = [offset for one in noted for offset in one.text_offset]
+    assert "".join(tokens) == text
+    assert [text[at:].startswith(token) for token, at in zip(tokens, offsets, strict=True)] == [
+        True
+    ] * len(tokens)
+    assert all(len(top) <= 2 for one in noted for top in one.top_logprobs)
+    assert all(value <= 0 for one in noted for value in one.token_logprobs)
+
+
+def test_penalties_and_bias_are_those_of_generate(client: openai.OpenAI, server: Running) -> None:
+    plain = chat(client, max_tokens=30).choices[0].message.content
+    for name in ("presence_penalty", "frequency_penalty"):
+        answer = chat(client, max_tokens=30, **{name: 2.0})
+        expected: Any = {"max_new_tokens": 30, "do_sample": False, name: 2.0}
+        assert answer.choices[0].message.content == server.speculator.generate(ASK, **expected).text
+        assert answer.choices[0].message.content != plain
+    first = server.speculator.generate(ASK, max_new_tokens=1, do_sample=False).token_ids[0]
+    answer = chat(client, max_tokens=30, logit_bias={str(first): -100})
+    assert not answer.choices[0].message.content.startswith(plain[:2])
+
+
+# Calls
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nFunctions: {{ tools | tojson }}. Call one so: <tool_call>\n"
+    '{"name": .., "arguments": {..}}\n</tool_call><|im_end|>\n{% endif %}'
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 12},
+                "unit": {"enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.fixture(scope="module")
+def callable_server(default: Speculator) -> Iterator[Running]:
+    knows = copy.copy(default)
+    knows.tokenizer = copy.deepcopy(default.tokenizer)
+    assert knows.tokenizer is not None
+    knows.tokenizer.chat_template = TEMPLATE
+    with running(knows) as found:
+        yield found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str
+)
+def test_a_call_that_is_asked_for_follows_its_schema(
+    callable_server: Running, choice: Any, stream: bool
+) -> None:
+    client = openai.OpenAI(base_url=f"{callable_server.address}/v1", api_key="none")
+    asked = {"tools": [WEATHER, TIME], "tool_choice": choice, "stream": stream}
+    found = chat(client, **asked)
+    if stream:
+        choices = [chunk.choices[0] for chunk in found]
+        assert not any(one.delta.content for one in choices)
+        (call,) = [call for one in choices for call in one.delta.tool_calls or ()]
+        finish = choices[-1].finish_reason
+    else:
+        assert found.choices[0].message.content is None
+        (call,) = found.choices[0].message.tool_calls
+        finish = found.choices[0].finish_reason
+    assert finish == "tool_calls"
+    arguments = json.loads(call.function.arguments)
+    if choice != "required" or call.function.name == "get_weather":
+        assert call.function.name == "get_weather"
+        jsonschema.validate(arguments, WEATHER["function"]["parameters"])  # type: ignore[index]  # nested
+    back = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude={"index"})]},
+        {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
+    ]
+    assert chat(client, messages=back, tools=[WEATHER, TIME], max_tokens=5).choices[0].finish_reason
+
+
+def test_what_may_be_called_is_left_to_the_model(callable_server: Running) -> None:
+    client = openai.OpenAI(base_url=f"{callable_server.address}/v1", api_key="none")
+    for more in ({"tool_choice": "none"}, {}):
+        answer = chat(client, tools=[WEATHER], max_tokens=20, **more)
+        assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+
+
+CALL = '{"name": "get_time", "arguments": {}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "names"),
+    [
+        (TAGGED, f"So: <tool_call>\n{CALL}\n</tool_call>", "So: ", ["get_time"]),
+        (TAGGED, f"<tool_call>{CALL}</tool_call><tool_call>{CALL}", "", ["get_time"] * 2),
+        (TAGGED, "<tool_call>\nnothing", "<tool_call>\nnothing", []),
+        (TAGGED, f"<tool_call>{CALL.replace('time', 'cash')}", None, []),
+        (TAGGED, "a <tool", "a <tool", []),
+        (BARE, CALL.replace("arguments", "parameters"), "", ["get_time"]),
+        (BARE, f"It is {CALL}", None, []),
+        (BARE, " {not JSON", " {not JSON", []),
+        (BARE, "", "", []),
+    ],
+)
+def test_calls_are_read_out_of_text_in_any_pieces(
+    form: Any, text: str, content: str | None, names: list[str]
+) -> None:
+    for size in (1, 3, 1000):
+        reader = Calls(form, ["get_time"])
+        shown = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
+        rest, calls = reader.end()
+        assert shown + rest == (text if content is None else content)
+        assert [call["function"]["name"] for call in calls] == names
+
+
+def test_a_template_says_how_calls_are_written(default: Speculator) -> None:
+    words = copy.deepcopy(default.tokenizer)
+    assert words is not None
+    assert format_of(words) is None
+    for template, form in (
+        (TEMPLATE, TAGGED),
+        ('{{ tools }} {"name": .., "parameters": ..}', BARE),
+        ("{{ tools }} in a way of its own", None),
+        (None, None),
+    ):
+        words.chat_template = template
+        assert format_of(words) is form
+    assert format_of(None) is None
