@@ -12,7 +12,7 @@ from selfspec.cli.flags import Flag, grouped, merged, option_flags
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import InvalidOption
 from selfspec.options import structure
-from selfspec.untrusted import parse_json
+from selfspec.untrusted import read_json, read_text
 
 _USUAL = frozenset(
     {
@@ -97,8 +97,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda value: -(2**63) <= value < 2**64, "at most 64 bits"),
 }
 
-_SCHEMA = "json_schema"
-
 SAMPLING = frozenset({"temperature", "top_k", "top_p", "min_p"})
 
 SHARED = (*LOADING, *SPECULATION, *GENERATION)
@@ -131,20 +129,11 @@ def sorted_settings(values: dict[str, Any]) -> Settings:
 
 
 def _read_structure(generation: dict[str, Any]) -> None:
-    """Files become what they hold. Raises InvalidOption for what `generate` would refuse later."""
-    for name in structure.KEYWORDS:
+    """Files become what they hold. Raises InvalidData, and InvalidOption as `generate` would."""
+    for name, read in (("json_schema", read_json), ("grammar", read_text)):
         if name in generation:
-            text = _read(Path(generation[name]), f"--{name.replace('_', '-')}")
-            generation[name] = parse_json(text, generation[name]) if name == _SCHEMA else text
+            generation[name] = read(Path(generation[name]))
     structure.wanted(generation)
-
-
-def _read(file: Path, flag: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InvalidOption(f"{flag} {file} cannot be read: {reason}") from error
 
 
 def picked(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ QUICK = ["--limit", "1", "--max-new-tokens", "2"]
 READERS: dict[str, list[str]] = {
     "generate --config": ["generate", "a", *MODEL, "--config", "@"],
     "generate --file": ["generate", *MODEL, "--file", "@"],
+    "generate --json-schema": ["generate", "a", *MODEL, "--json-schema", "@"],
+    "generate --grammar": ["generate", "a", *MODEL, "--grammar", "@"],
     "generate --model": ["generate", "a", "--model", "@"],
     "generate --heads": [*GENERATE, "--heads", "@"],
     "generate --draft-model": [*GENERATE, "--draft-model", "@"],

@@ -190,3 +190,28 @@ def test_interrupt_exits_with_130_and_a_short_line(
     captured = capsys.readouterr()
     assert captured.out == "Hel"
     assert captured.err.split() == ["selfspec:", "interrupted"]
+
+
+def test_a_schema_is_read_from_a_file_before_anything_is_loaded(
+    speculator: FakeSpeculator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "schema.json"
+    speculator.answers = [["one"], ["two"]]
+    file.write_text('{"type": "string"}')
+    assert main(["generate", "hi", "--json-schema", str(file)]) == 0
+    assert speculator.given["json_schema"] == {"type": "string"}
+    capsys.readouterr()
+    for content, said in (("{", "is not JSON"), ('{"type": "x"}', "Invalid type"), ("7", "is 7")):
+        file.write_text(content)
+        assert main(["generate", "hi", "--json-schema", str(file)]) == 2
+        (line,) = errors(capsys)
+        assert said in line
+    grammar = tmp_path / "grammar.lark"
+    grammar.write_text('start: "yes" | "no"')
+    assert main(["generate", "hi", "--grammar", str(grammar)]) == 0
+    assert speculator.given["grammar"] == 'start: "yes" | "no"'
+    file.write_text("true")
+    both = ["--json-schema", str(file), "--grammar", str(grammar)]
+    capsys.readouterr()
+    assert main(["generate", "hi", *both]) == 2
+    assert "at once" in errors(capsys)[0]
