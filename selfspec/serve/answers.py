@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.decoding.stats import GenerationStats
+from selfspec.serve.explain import Told
 from selfspec.serve.texts import Piece, usage
 
 
@@ -25,11 +26,16 @@ class Reply:
         self._texts = [""] * choices
         self._finishes: list[str | None] = [None] * choices
         self._stats: list[GenerationStats] = []
+        self._told: dict[int, Told] = {}
+        """By choice, where that was asked for."""
         self.prompt_tokens = 0
 
     def add(self, piece: Piece) -> None:
         """One more piece."""
         self._texts[piece.choice] += piece.text
+        if piece.told is not None:
+            told = self._told.setdefault(piece.choice, {**piece.told, "rounds": []})
+            told["rounds"] += piece.told["rounds"]
         if piece.finish is not None:
             self._finishes[piece.choice] = piece.finish
         if piece.stats is not None:
@@ -54,6 +60,7 @@ class Reply:
                 **({"message": _message(text)} if self._chat else {"text": text}),
                 "logprobs": None,
                 "finish_reason": finish,
+                **_speculation(self._told.get(index)),
             }
             for index, (text, finish) in enumerate(zip(self._texts, self._finishes, strict=True))
         ]
@@ -69,7 +76,8 @@ class Reply:
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """A piece, for a client that reads along."""
         found = []
-        if piece.text or (piece.finish and not self._chat):
+        told = piece.told is not None and piece.told["rounds"]
+        if piece.text or told or (piece.finish and not self._chat):
             found.append(self._of(piece, piece.text, None if self._chat else piece.finish))
         if piece.finish and self._chat:
             found.append(self._chunk([_choice(piece.choice, piece.finish, delta={})]))
@@ -81,7 +89,7 @@ class Reply:
 
     def _of(self, piece: Piece, text: str, finish: str | None) -> dict[str, Any]:
         said = {"delta": {"content": text}} if self._chat else {"text": text}
-        return self._chunk([_choice(piece.choice, finish, **said)])
+        return self._chunk([_choice(piece.choice, finish, **said, **_speculation(piece.told))])
 
     def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
@@ -90,6 +98,10 @@ class Reply:
 
 def _message(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text, "refusal": None}
+
+
+def _speculation(told: Told | None) -> dict[str, Any]:
+    return {} if told is None else {"speculation": told}
 
 
 def _choice(index: int, finish: str | None, **said: Any) -> dict[str, Any]:

@@ -162,6 +162,7 @@ class _Server:
                 options=body.options(number, longest, self._options.timeout),
                 stops=body.stops,
                 raw=raw and isinstance(prompt, str),
+                explain=body.explains,
             )
             for prompt in body.prompts
             for number in range(body.n)

@@ -82,6 +82,8 @@ class Speculation(_Strict):
     drafter: str | None = None
     controller: str | None = None
     never_slower: Truth | None = None
+    explain: Truth = False
+    """Say who gave each token; see `explain`."""
 
 
 class Body(_Strict):
@@ -125,6 +127,11 @@ class Body(_Strict):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
 
+    @property
+    def explains(self) -> bool:
+        """Whether answers say who gave each token."""
+        return isinstance(self.speculation, Speculation) and self.speculation.explain
+
     def options(self, number: int, longest: int, seconds: float) -> GenerateOptions:
         """Keywords of `generate` for choice `number`."""
         found: dict[str, Any] = {"max_new_tokens": longest, "max_time": seconds}
@@ -140,7 +147,7 @@ class Body(_Strict):
         if isinstance(self.speculation, bool):
             found["speculate"] = self.speculation
         elif self.speculation is not None:
-            found |= self.speculation.model_dump(exclude_none=True)
+            found |= self.speculation.model_dump(exclude_none=True, exclude={"explain"})
         return found  # type: ignore[return-value]  # keys of it
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.api.text import TextDecoder
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import GenerationStats
+from selfspec.serve.explain import Explanation, Told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Piece:
     choice: int
     text: str = ""
     tokens: tuple[int, ...] = ()
+    told: Told | None = None
+    """Who gave the tokens, where that was asked for."""
     finish: str | None = None
     """`stop` or `length`, with the last piece."""
     stats: GenerationStats | None = None
@@ -38,12 +41,14 @@ class Answer:
         running: Running,
         tokenizer: PreTrainedTokenizerBase | None,
         stops: Sequence[str],
+        explanation: Explanation | None = None,
     ) -> None:
         """`stops`: texts that end it, and are not part of it."""
         self.running = running
         self._choice = choice
         self._decoder = TextDecoder(tokenizer)
         self._stops = UntilStop(stops)
+        self._explanation = explanation
 
     def piece(self) -> Piece:
         """What is new; the last one when the text has ended."""
@@ -52,23 +57,37 @@ class Answer:
             for entry in self.running.take():
                 stats.add(entry)
                 tokens += entry.tokens
-                for token in entry.tokens:  # one by one: rounds are cut by drafts
-                    text += self._stops.push(self._decoder.push([token]))
+                # one by one: rounds are cut by drafts
+                texts = [self._decoder.push([token]) for token in entry.tokens]
+                text += "".join(map(self._stops.push, texts))
+                if self._explanation is not None:
+                    self._explanation.add(entry, texts)
         except Exception as error:  # noqa: BLE001  # the client's to hear
             return Piece(choice=self._choice, error=error)
         if self.running.error is not None:
             return Piece(choice=self._choice, error=self.running.error)
         if not self.running.ended:
-            return Piece(choice=self._choice, text=text, tokens=tuple(tokens))
-        text += self._stops.push(self._decoder.push([], last=True), last=True)
+            told = self._told(text)
+            return Piece(choice=self._choice, text=text, tokens=tuple(tokens), told=told)
+        rest = self._decoder.push([], last=True)
+        text += self._stops.push(rest, last=True)
         stats.seconds = self.running.watch.seconds
         return Piece(
             choice=self._choice,
             text=text,
             tokens=tuple(tokens),
+            told=self._told(text, rest),
             finish=self._finish(stats),
             stats=stats,
         )
+
+    def _told(self, text: str, rest: str | None = None) -> Told | None:
+        """`rest`, at the end: what the last token has besides."""
+        if self._explanation is None:
+            return None
+        if rest is not None:
+            self._explanation.rest(rest)
+        return self._explanation.shown(text, last=rest is not None)
 
     def _finish(self, stats: GenerationStats) -> str:
         """A time limit is a length; so is the end of the model's positions."""

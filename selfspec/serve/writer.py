@@ -24,6 +24,7 @@ from selfspec.api.text import Prompt, encode
 from selfspec.config import GenerateOptions
 from selfspec.decoding.engine import Running
 from selfspec.errors import InvalidPrompt
+from selfspec.serve.explain import Explanation, cost_of
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.refusals import Refused
 from selfspec.serve.texts import Answer, Piece
@@ -45,6 +46,7 @@ class Choice:
     options: GenerateOptions
     stops: Sequence[str] = ()
     raw: bool = False
+    explain: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -156,8 +158,9 @@ class Writer:
             calls += [self._call(ids[id(one.prompt)], one.options) for one in job.choices]
             job.begun(sum(one.shape[1] for one in ids.values()))  # choices of one prompt share it
             for number, (choice, call) in enumerate(zip(job.choices, calls, strict=True)):
+                told = self._explanation(call) if choice.explain else None
                 running = self._engine.add(call.request.only(), call.speculation)
-                answer = Answer(number, running, call.tokenizer, choice.stops)
+                answer = Answer(number, running, call.tokenizer, choice.stops, told)
                 job.answers.append(answer)
                 self._answers[running] = job, answer
         except Exception as error:
@@ -182,6 +185,9 @@ class Writer:
         room = self._speculator.backbone.max_positions - ids.shape[1]
         longest = min(options["max_new_tokens"], room)
         return self._speculator.call(ids, {**options, "max_new_tokens": longest})
+
+    def _explanation(self, call: Call) -> Explanation:
+        return Explanation(call.tokenizer, cost_of(self._speculator.runtime, call.speculation))
 
     def _leave(self, job: Job) -> None:
         for answer in job.answers:
