@@ -108,7 +108,7 @@ class Explanation:
             )
         return found
 
-    def _text(self, before: Sequence[int], token: int) -> str:
+    def _text(self, before: list[int], token: int) -> str:
         """A token's text behind another; end tokens are shown, as nothing ends with a draft."""
         if self._tokenizer is None:
             return ""

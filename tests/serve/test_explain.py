@@ -29,7 +29,8 @@ def ask(client: openai.OpenAI, speculation: Any = EXPLAIN, **more: Any) -> Any:
 
 def streamed(client: openai.OpenAI, **more: Any) -> tuple[list[str], list[list[Any]]]:
     """By choice: the text, and the rounds of all its chunks."""
-    texts, rounds = [""] * more.get("n", 1), [[] for _ in range(more.get("n", 1))]
+    texts = [""] * more.get("n", 1)
+    rounds: list[list[Any]] = [[] for _ in texts]
     for chunk in ask(client, stream=True, **more):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
@@ -99,7 +100,7 @@ def test_nothing_is_explained_unless_asked(client: openai.OpenAI) -> None:
 
 
 def test_text_completions_are_explained_too(client: openai.OpenAI, server: Running) -> None:
-    answer = client.completions.create(
+    answer: Any = client.completions.create(
         model=server.speculator.label,
         prompt=["One, two, three,", "Red, green,"],
         max_tokens=8,
