@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
         try:
             said = next(line for line in server.stderr if "http://" in line)
             address = next(word for word in said.split() if word.startswith("http://"))
-            take(address.removesuffix(".").removesuffix("/v1"), folder)
+            take(address.rstrip(".,").removesuffix("/v1"), folder)
         finally:
             server.terminate()
 
@@ -39,8 +39,8 @@ def take(address: str, folder: Path) -> None:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"))
         page = opened(browser, address, "light", WIDE)
-        ask(page, QUESTION, 150)
         page.get_by_label("rejected drafts").check()
+        ask(page, QUESTION, 90)
         page.screenshot(path=folder / "chat.png")
         page = opened(browser, address, "dark", WIDE)
         page.get_by_label("side by side").check()

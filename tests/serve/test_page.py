@@ -205,12 +205,16 @@ def test_stop_ends_the_work_of_the_server(opened: Open, server: Running, way: st
         ended(page)
 
 
-def stream(texts: list[str], end: str = "data: [DONE]\n\n") -> str:
-    """An answer of the server in which each token says what a test wants."""
-    lines = ""
-    for text in texts:
-        token = {"text": text, "source": "grammar", "layer": None}
-        entry = {"tokens": [token], "drafts": [], "steps": 1, "ended": "off"}
+def stream(texts: list[str], end: str = "data: [DONE]\n\n", drafts: Any = ()) -> str:
+    """An answer of the server in which each token says what a test wants.
+
+    `drafts` of a last round whose tokens all texts are, each as (text, parent, accepted).
+    """
+    lines, by = "", {"source": "grammar", "layer": None}
+    made = [{"text": t, **by, "parent": p, "accepted": kept} for t, p, kept in drafts]
+    for group in [texts] if made else [[text] for text in texts]:
+        text, tokens = "".join(group), [{"text": one, **by} for one in group]
+        entry = {"tokens": tokens, "drafts": made, "steps": 1, "ended": "off"}
         told = {"rounds": [entry], "num_layers": 2}
         choice = {"index": 0, "delta": {"content": text}, "speculation": told}
         lines += f"data: {json.dumps({'choices': [{**choice, 'finish_reason': None}]})}\n\n"
@@ -259,6 +263,20 @@ def test_text_is_text_code_is_code_and_errors_are_said(opened: Open, server: Run
         answer_with(page, body)
         page.get_by_role("button", name="Regenerate").click()
         expect(page.get_by_role("alert")).to_have_text(message)
+
+
+def test_rejected_drafts_stand_where_another_token_does(opened: Open, server: Running) -> None:
+    page = opened(server.address)
+    tree = [("a", -1, True), ("x", -1, False), ("b", 0, True), ("y", 0, False), ("z", 3, False)]
+    answer_with(page, stream(["a", "b", "c"], drafts=[*tree, ("w", 2, False)]))
+    ask(page)
+    ended(page)
+    text = page.locator(".answer .text")
+    assert text.inner_text() == "abc"
+    page.get_by_label("rejected drafts").check()
+    assert text.inner_text() == "xayzbwc"
+    starts = page.locator(".reject.other").all_text_contents()
+    assert starts == ["x", "y", "w"]
 
 
 def test_a_server_that_asks_for_keys_gets_one_from_the_page(

@@ -84,13 +84,11 @@ class AnswerView {
     this.figures.add(round);
     const rejected = rejectedOf(round);
     for (const [place, token] of round.tokens.entries()) {
-      if (rejected.length && place === acceptedIn(round)) this.addRejected(rejected, numLayers);
+      for (const { draft, behind } of rejected.get(place) ?? []) {
+        this.blocks.put(rejectedDraft(draft, behind, numLayers));
+      }
       this.blocks.add(token.text, () => dress(el("span", {}), token, numLayers));
     }
-  }
-
-  addRejected(rejected, numLayers) {
-    for (const { draft, behind } of rejected) this.blocks.put(rejectedDraft(draft, behind, numLayers));
   }
 
   /** No more comes. `why`: words for the reader, if it did not end by itself. */
@@ -104,9 +102,6 @@ class AnswerView {
     this.note.replaceChildren(el("span", { class: "bad", role: "alert" }, message));
   }
 }
-
-/** Drafts among the tokens of a round: they come first. */
-const acceptedIn = (round) => round.drafts.filter((draft) => draft.accepted).length;
 
 /** Copies text; where a browser does not let pages do that, selects it for the reader to copy. */
 async function copyText(text, node) {

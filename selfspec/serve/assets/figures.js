@@ -61,7 +61,7 @@ class FigureBox {
       "dl",
       { class: "figures" },
       this.entry("speed", "tokens/s", "speed"),
-      this.entry("plain", "plain decoding, by the prices", "speed"),
+      this.entry("plain", "plain, by the prices", "speed"),
       this.entry("round", "tokens per verification"),
       this.entry("drafts", "drafts accepted"),
     );
@@ -89,6 +89,7 @@ class FigureBox {
     this.showSpeed("speed", speed ? speed.toFixed(1) : "–", 1 / longest);
     this.showSpeed("plain", speed ? `≈ ${(speed / plain).toFixed(1)}` : "–", 1 / plain / longest);
     this.values.plain.parentNode.hidden = !figures.drafted;
+    this.node.classList.toggle("alone", !figures.drafted);
     this.values.round.textContent = figures.perRound.toFixed(2);
     this.values.drafts.textContent = drafts;
   }

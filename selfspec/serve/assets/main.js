@@ -171,7 +171,8 @@ function fitQuestion() {
   field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight / 3)}px`;
 }
 
-const nearEnd = () => $("ask").getBoundingClientRect().top < innerHeight && $("talk").getBoundingClientRect().bottom < innerHeight + 80;
+/** Whether the newest text is in sight: then the page follows it. */
+const nearEnd = () => $("talk").getBoundingClientRect().bottom < $("ask").getBoundingClientRect().top + 80;
 
 function scrollToEnd() {
   $("talk").scrollIntoView({ block: "end" });

@@ -33,11 +33,24 @@ function rejectedDraft(draft, behind, numLayers) {
   return node;
 }
 
-/** Drafts of a round that did not stay, each with whether it follows the one before. */
-function rejectedOf(round) {
-  return [...round.drafts.entries()].flatMap(([index, draft]) =>
-    draft.accepted ? [] : [{ draft, behind: draft.parent === index - 1 && !round.drafts[index - 1]?.accepted }],
-  );
+/** Drafts of a round that did not stay, by the place of the token that stands there instead. */
+function rejectedOf({ drafts }) {
+  const ranks = [];
+  const places = [];
+  const found = new Map();
+  for (const [index, draft] of drafts.entries()) {
+    const follows = drafts[draft.parent];
+    if (draft.accepted) {
+      ranks[index] = ranks.filter((rank) => rank !== undefined).length;
+      continue;
+    }
+    if (!follows) places[index] = 0;
+    else places[index] = follows.accepted ? ranks[draft.parent] + 1 : places[draft.parent];
+    const place = places[index];
+    const behind = draft.parent === index - 1 && follows?.accepted === false;
+    found.set(place, [...(found.get(place) ?? []), { draft, behind }]);
+  }
+  return found;
 }
 
 function buildLegend() {
