@@ -16,7 +16,7 @@ from tests.house import PACKAGE, SOURCES, TREES
 
 FLOORS = (
     ("errors",),
-    ("typed", "files", "untrusted"),
+    ("typed", "files", "untrusted", "pages"),
     ("options",),
     ("config",),
     ("model",),

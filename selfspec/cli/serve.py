@@ -26,7 +26,7 @@ FLAGS = (
 
 @with_flags(*FLAGS)
 def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
-    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health.
+    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health; and a page at /.
 
     Answers are written together, each with the text that it has alone. Ctrl-C stops the server when
     running answers are complete.
@@ -58,6 +58,8 @@ def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
         app = make_app(writer, speculator.label, room, options, keys)
 
         def ready(address: str) -> None:
-            common.note(f"{speculator.label} at {address}/v1. Ctrl-C stops it.")
+            common.note(
+                f"{speculator.label} at {address}/v1, a page at {address}. Ctrl-C stops it."
+            )
 
         run(app, at, options, ready)

@@ -160,6 +160,11 @@ class DraftCost:
         rows = zip(each_row(self.row_costs), draft.sources, strict=False)
         return sum(row for row, source in rows if source not in FREE) + self.beside_rows(draft)
 
+    def steps(self, draft: Draft) -> float:
+        """A round with this draft, in rounds without. All its rows count, whoever gave them."""
+        rows = sum(islice(each_row(self.row_costs), len(draft.tokens)))
+        return 1.0 + rows + self.beside_rows(draft)
+
     def beside_rows(self, draft: Draft) -> float:
         """Of these steps what drafting took by itself. Siblings run in verification alone."""
         ran = zip(draft.sources[: draft.trunk], draft.exit_layers, strict=False)

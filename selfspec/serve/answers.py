@@ -9,6 +9,7 @@ from typing import Any
 
 from selfspec.decoding.stats import GenerationStats
 from selfspec.serve import likely
+from selfspec.serve.explain import Told
 from selfspec.serve.likely import Entry
 from selfspec.serve.texts import Piece, usage
 
@@ -29,6 +30,8 @@ class Reply:
         self._calls: list[list[dict[str, Any]]] = [[] for _ in range(choices)]
         self._finishes: list[str | None] = [None] * choices
         self._stats: list[GenerationStats] = []
+        self._told: dict[int, Told] = {}
+        """By choice, where that was asked for."""
         self.prompt_tokens = 0
 
     def add(self, piece: Piece) -> None:
@@ -36,6 +39,9 @@ class Reply:
         self._texts[piece.choice] += piece.text
         self._logprobs[piece.choice] += piece.logprobs
         self._calls[piece.choice] += piece.calls
+        if piece.told is not None:
+            told = self._told.setdefault(piece.choice, {**piece.told, "rounds": []})
+            told["rounds"] += piece.told["rounds"]
         if piece.finish is not None:
             self._finishes[piece.choice] = piece.finish
         if piece.stats is not None:
@@ -60,6 +66,7 @@ class Reply:
                 **({"message": self._message(index)} if self._chat else {"text": text}),
                 "logprobs": self._noted(self._logprobs[index], 0),
                 "finish_reason": finish,
+                **_speculation(self._told.get(index)),
             }
             for index, (text, finish) in enumerate(zip(self._texts, self._finishes, strict=True))
         ]
@@ -75,7 +82,8 @@ class Reply:
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """A piece that was added, for a client that reads along."""
         found = []
-        if piece.text or piece.logprobs or (piece.finish and not self._chat):
+        told = piece.told is not None and piece.told["rounds"]
+        if piece.text or piece.logprobs or told or (piece.finish and not self._chat):
             found.append(self._of(piece))
         if piece.calls:
             calls = [{"index": index, **call} for index, call in enumerate(piece.calls)]
@@ -94,7 +102,9 @@ class Reply:
         before = self._logprobs[piece.choice]
         before = before[: len(before) - len(piece.logprobs)]
         noted = self._noted(piece.logprobs, sum(len(one["token"]) for one in before))
-        return self._chunk([_choice(piece.choice, finish, **said, logprobs=noted)])
+        return self._chunk(
+            [_choice(piece.choice, finish, **said, logprobs=noted, **_speculation(piece.told))]
+        )
 
     def _noted(self, entries: Sequence[Entry], offset: int) -> dict[str, Any] | None:
         """How likely tokens were, where that was asked for; `offset`: characters before them."""
@@ -110,6 +120,10 @@ class Reply:
     def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
+
+
+def _speculation(told: Told | None) -> dict[str, Any]:
+    return {} if told is None else {"speculation": told}
 
 
 def _choice(index: int, finish: str | None, **said: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,6 +22,7 @@ from selfspec.errors import InvalidData
 from selfspec.serve.answers import Reply
 from selfspec.serve.keys import Keys
 from selfspec.serve.options import ServeOptions
+from selfspec.serve.page import chat_page
 from selfspec.serve.protocol import Body, ChatBody, TextBody
 from selfspec.serve.refusals import Refused, of_error, of_validation
 from selfspec.serve.texts import Piece
@@ -29,7 +30,7 @@ from selfspec.serve.writer import Choice, Job, Writer
 
 logger = logging.getLogger(__name__)
 
-OPEN = ("/health",)
+OPEN = ("/", "/health")
 """Paths that need no key."""
 
 _OWNER = "selfspec"
@@ -62,6 +63,7 @@ def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys:
     app.get("/v1/models")(server.models)
     app.get("/v1/models/{name:path}")(server.model)
     app.get("/health")(server.health)
+    app.get("/")(server.page)
     return app
 
 
@@ -87,6 +89,7 @@ class _Server:
     def __init__(self, writer: Writer, label: str, room: int, options: ServeOptions) -> None:
         self._writer, self._label, self._room, self._options = writer, label, room, options
         self._started = int(time.time())
+        self._page = chat_page()
 
     async def chat(self, request: Request) -> Response:
         body = await self._read(request, ChatBody)
@@ -107,6 +110,9 @@ class _Server:
         alive = self._writer.alive
         state = {"status": "ok" if alive else "stopping", "answers": self._writer.open}
         return JSONResponse(state, 200 if alive else 503)
+
+    async def page(self) -> Response:
+        return HTMLResponse(self._page.html, headers=self._page.headers)
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -176,6 +182,7 @@ class _Server:
                 raw=raw and isinstance(prompt, str),
                 tools=body.callable if isinstance(body, ChatBody) else (),
                 must_call=isinstance(body, ChatBody) and body.must_call,
+                explain=body.explains,
             )
             for prompt in body.prompts
             for number in range(body.n)

@@ -85,6 +85,8 @@ class Speculation(Shape):
     drafter: str | None = None
     controller: str | None = None
     never_slower: Truth | None = None
+    explain: Truth = False
+    """Say who gave each token; see `explain`."""
 
 
 class Body(Shape):
@@ -137,6 +139,11 @@ class Body(Shape):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
 
+    @property
+    def explains(self) -> bool:
+        """Whether answers say who gave each token."""
+        return isinstance(self.speculation, Speculation) and self.speculation.explain
+
     def options(self, number: int, longest: int, seconds: float) -> GenerateOptions:
         """Keywords of `generate` for choice `number`."""
         found: dict[str, Any] = {"max_new_tokens": longest, "max_time": seconds}
@@ -148,7 +155,7 @@ class Body(Shape):
         if isinstance(self.speculation, bool):
             found["speculate"] = self.speculation
         elif self.speculation is not None:
-            found |= self.speculation.model_dump(exclude_none=True)
+            found |= self.speculation.model_dump(exclude_none=True, exclude={"explain"})
         return found  # type: ignore[return-value]  # keys of it
 
     def _sampling(self, number: int) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.text import TextDecoder
 from selfspec.decoding.engine import Running
-from selfspec.decoding.stats import GenerationStats
+from selfspec.decoding.stats import GenerationStats, Round
 from selfspec.serve import likely
+from selfspec.serve.explain import Explanation, Told
 from selfspec.serve.likely import Entry
 from selfspec.serve.stops import UntilStop
 from selfspec.serve.tools import Calls
@@ -29,6 +30,8 @@ class Piece:
     """Of the tokens, where they are noted."""
     calls: tuple[dict[str, Any], ...] = ()
     """Of functions, with the last piece."""
+    told: Told | None = None
+    """Who gave the tokens, where that was asked for."""
     finish: str | None = None
     """`stop`, `length` or `tool_calls`, with the last piece."""
     stats: GenerationStats | None = None
@@ -46,7 +49,9 @@ class Answer:
         running: Running,
         tokenizer: PreTrainedTokenizerBase | None,
         stops: Sequence[str],
+        *,
         calls: Calls | None = None,
+        explanation: Explanation | None = None,
     ) -> None:
         """`stops`: texts that end it, and are not part of it; `calls`: reads these out of it."""
         self.running = running
@@ -54,36 +59,51 @@ class Answer:
         self._tokenizer, self._calls = tokenizer, calls
         self._decoder = TextDecoder(tokenizer)
         self._stops = UntilStop(stops)
+        self._explanation = explanation
 
     def piece(self) -> Piece:
         """What is new; the last one when the text has ended."""
-        text, tokens, stats = "", list[int](), self.running.stats
-        logprobs: list[Entry] = []
+        text, tokens, logprobs = "", list[int](), list[Entry]()
         try:
             for entry in self.running.take():
-                stats.add(entry)
+                text += self._read(entry)
                 tokens += entry.tokens
                 logprobs += [likely.entry(one, self._tokenizer) for one in entry.logprobs]
-                for token in entry.tokens:  # one by one: rounds are cut by drafts
-                    text += self._stops.push(self._decoder.push([token]))
         except Exception as error:  # noqa: BLE001  # the client's to hear
             return Piece(choice=self._choice, error=error)
         if self.running.error is not None:
             return Piece(choice=self._choice, error=self.running.error)
-        ended = self.running.ended
+        stats, ended = self.running.stats, self.running.ended
         if ended:
-            text += self._stops.push(self._decoder.push([], last=True), last=True)
+            text += self._rest()
             stats.seconds = self.running.watch.seconds
-        text, calls = self._without_calls(text, ended=ended)
+        content, calls = self._without_calls(text, ended=ended)
         return Piece(
             choice=self._choice,
-            text=text,
+            text=content,
             tokens=tuple(tokens),
             logprobs=tuple(logprobs),
+            told=None if self._explanation is None else self._explanation.shown(text, last=ended),
             calls=tuple(calls),
             finish=self._finish(stats, calls) if ended else None,
             stats=stats if ended else None,
         )
+
+    def _read(self, entry: Round) -> str:
+        """The text of a round, as far as it is sure to be shown."""
+        self.running.stats.add(entry)
+        # one by one: rounds are cut by drafts
+        texts = [self._decoder.push([token]) for token in entry.tokens]
+        if self._explanation is not None:
+            self._explanation.add(entry, texts)
+        return "".join(map(self._stops.push, texts))
+
+    def _rest(self) -> str:
+        """What was held back, at the end."""
+        rest = self._decoder.push([], last=True)
+        if self._explanation is not None:
+            self._explanation.rest(rest)
+        return self._stops.push(rest, last=True)
 
     def _without_calls(self, text: str, *, ended: bool) -> tuple[str, list[dict[str, Any]]]:
         """What of new text is content, and the calls of an answer that has ended."""

@@ -24,6 +24,7 @@ from selfspec.api.text import Prompt, encode
 from selfspec.config import GenerateOptions
 from selfspec.decoding.engine import Running
 from selfspec.errors import InvalidPrompt
+from selfspec.serve.explain import Explanation, cost_of
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.refusals import Refused
 from selfspec.serve.texts import Answer, Piece
@@ -49,6 +50,7 @@ class Choice:
     tools: Sequence[Tool] = ()
     """That it may call."""
     must_call: bool = False
+    explain: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -166,9 +168,16 @@ class Writer:
             calls += [self._call(ids[id(one.prompt)], one) for one in job.choices]
             job.begun(sum(one.shape[1] for one in ids.values()))  # choices of one prompt share it
             for number, (choice, call) in enumerate(zip(job.choices, calls, strict=True)):
+                told = self._explanation(call) if choice.explain else None
                 running = self._engine.add(call.request.only(), call.speculation)
-                reader = self._reader(choice)
-                answer = Answer(number, running, call.tokenizer, choice.stops, reader)
+                answer = Answer(
+                    number,
+                    running,
+                    call.tokenizer,
+                    choice.stops,
+                    calls=self._reader(choice),
+                    explanation=told,
+                )
                 job.answers.append(answer)
                 self._answers[running] = job, answer
         except Exception as error:
@@ -203,6 +212,9 @@ class Writer:
         if not choice.tools or self._tool_format is None:
             return None
         return Calls(self._tool_format, [tool["function"]["name"] for tool in choice.tools])
+
+    def _explanation(self, call: Call) -> Explanation:
+        return Explanation(call.tokenizer, cost_of(self._speculator.runtime, call.speculation))
 
     def _leave(self, job: Job) -> None:
         for answer in job.answers:

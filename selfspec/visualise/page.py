@@ -7,27 +7,27 @@ the reader's browser (assets/replay.js is eval/replay.py again). Called by `self
 from __future__ import annotations
 
 import base64
-import hashlib
 import html
 import json
 import math
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
+from selfspec import pages
 from selfspec.decoding.prices import Costs
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval.record import NONE, Record
 from selfspec.visualise.layers import LayerTrace, TraceInfo
 from selfspec.visualise.start import Start, start
 
-_SCRIPTS = ("dom.js", "replay.js", "story.js", "readout.js", "settings.js", "map.js", "stairs.js")
-"""In this order, before main.js: one module in the page."""
+_HOME = "selfspec.visualise"
+
+_SCRIPTS = ("replay.js", "story.js", "readout.js", "settings.js", "map.js", "stairs.js", "main.js")
+"""In this order: one module in the page."""
 
 
 def render(trace: LayerTrace, record: Record | None, costs: Costs | None) -> str:
@@ -42,12 +42,12 @@ def render(trace: LayerTrace, record: Record | None, costs: Costs | None) -> str
         _check(trace, record, costs)
         begin = start(trace.info, record.info, trace.rounds)
     data = page_data(trace, record if begin else None, costs, begin)
-    style = _asset("page.css")
-    script = "\n".join(_asset(name) for name in (*_SCRIPTS, "main.js"))
-    return _filled(
-        _asset("page.html"),
+    style = pages.style_of(_HOME, "page.css")
+    script = pages.script_of(_HOME, *_SCRIPTS)
+    return pages.filled(
+        pages.assets(_HOME, ["page.html"]),
         {
-            "policy": _policy(script, style),
+            "policy": pages.policy(script, style),
             "title": html.escape(_title(trace.info)),
             "style": style,
             "script": script,
@@ -179,31 +179,3 @@ def _json(data: Mapping[str, Any]) -> str:
     """JSON that cannot close the element it stands in, nor open another."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
-
-
-def _policy(script: str, style: str) -> str:
-    """Nothing may be loaded from anywhere, and no script run but ours."""
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src '{_hash(script)}'",
-            f"style-src '{_hash(style)}'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )
-
-
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"sha256-{base64.b64encode(digest).decode('ascii')}"
-
-
-def _filled(template: str, values: Mapping[str, str]) -> str:
-    """In one go: a value that looks like a place to fill stays as it is."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
-
-
-def _asset(name: str) -> str:
-    return (files("selfspec.visualise") / "assets" / name).read_text(encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ from selfspec.options import Exit
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.page import render
 from selfspec.visualise.texts import visible
+from tests.browsers import Browser, Page, chromium
 from tests.pages import (
     COSTS,
     USED,
@@ -32,10 +32,6 @@ from tests.pages import (
 from tests.records import OPTIONS, recorded
 from tests.traces import alone, make_trace, some_costs
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402  # after the check
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PROMPT = 1
 
 Open = Callable[..., Page]
@@ -43,14 +39,8 @@ Open = Callable[..., Page]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium, without a window."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"needs a browser: {', '.join(BROWSERS)}")
-    with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=found)
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

@@ -119,17 +119,6 @@ function describe() {
     : "The trace came without a record, so other settings cannot be tried here.";
 }
 
-function startTheme() {
-  const dark = () =>
-    (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  const say = () => $("theme").setAttribute("aria-pressed", dark());
-  $("theme").addEventListener("click", () => {
-    document.documentElement.dataset.theme = dark() ? "light" : "dark";
-    say();
-  });
-  say();
-}
-
 describe();
 startTheme();
 buildAnswer();

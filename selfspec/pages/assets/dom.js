@@ -42,3 +42,15 @@ function signed(value, digits) {
 function layerColour(layer, numLayers) {
   return `hsl(${Math.round(140 + 150 * (layer / numLayers))} 52% 57%)`;
 }
+
+/** Light or dark as the reader's system is, until the button says otherwise. */
+function startTheme() {
+  const dark = () =>
+    (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const say = () => $("theme").setAttribute("aria-pressed", dark());
+  $("theme").addEventListener("click", () => {
+    document.documentElement.dataset.theme = dark() ? "light" : "dark";
+    say();
+  });
+  say();
+}

@@ -1,0 +1,233 @@
+// Puts the chat together: what was said, what is asked next, who stops it.
+
+const talk = { turns: [], busy: null };
+
+/** One question with its answers: [speculation on, off] side by side, or one alone. */
+class Turn {
+  constructor(question, history) {
+    this.question = question;
+    this.history = history;
+    this.answer = null;
+    this.node = el("article", { "aria-label": `Question: ${question.slice(0, 60)}` }, el("p", { class: "question", dir: "auto" }, question));
+    this.body = el("div", {});
+    this.node.append(this.body);
+  }
+
+  get messages() {
+    return [...this.history, { role: "user", content: this.question }];
+  }
+
+  /** What the next question is asked behind. */
+  get said() {
+    return this.answer ? [...this.messages, { role: "assistant", content: this.answer }] : this.history;
+  }
+
+  show(...views) {
+    this.views = views;
+    this.verdict = el("p", { class: "verdict", role: "status" });
+    const columns = el("div", { class: views.length > 1 ? "columns" : "" }, ...views.map((view) => view.node));
+    this.body.replaceChildren(columns, this.verdict);
+  }
+}
+
+/** A request, as the settings say. `speculates`: whether drafts are made. */
+function bodyFor(messages, settings, speculates) {
+  const { drafter, ...sampling } = settings;
+  const speculation = { explain: true };
+  if (!speculates) speculation.drafter = "none";
+  else if (drafter) speculation.drafter = drafter;
+  return { messages, stream: true, speculation, ...sampling };
+}
+
+/** Texts that are drawn twice need one seed. */
+function readSettings() {
+  const number = (id) => $(id).valueAsNumber;
+  const found = { temperature: number("temperature"), top_p: number("top_p"), max_tokens: number("max_tokens"), drafter: $("drafter").value };
+  const seed = number("seed");
+  if (!Number.isNaN(seed)) found.seed = seed;
+  else if ($("both").checked && found.temperature > 0) found.seed = Math.floor(Math.random() * 2 ** 31);
+  return found;
+}
+
+async function write(view, body, signal) {
+  for await (const chunk of chunksOf(body, signal)) {
+    const follows = nearEnd();
+    view.add(chunk);
+    if (view.isCounted) countInLegend(view.figures.bySource);
+    if (follows) scrollToEnd();
+  }
+  view.end();
+}
+
+/** Ask a turn's question, for the first time or again. */
+async function answer(turn) {
+  const settings = readSettings();
+  const ways = $("both").checked ? [true, false] : [$("speculation").checked];
+  const views = ways.map((speculates) => new AnswerView(ways.length > 1 ? `speculation ${speculates ? "on" : "off"}` : null));
+  views[0].isCounted = true;
+  turn.show(...views);
+  turn.answer = null;
+  if (views.length > 1) turn.verdict.textContent = "One after the other, so that each has the machine to itself.";
+  const stopper = new AbortController();
+  begin(stopper);
+  scrollToEnd();
+  let view;
+  try {
+    for (const [place, speculates] of ways.entries()) {
+      view = views[place];
+      await write(view, bodyFor(turn.messages, settings, speculates), stopper.signal);
+    }
+    if (views.length > 1) turn.verdict.replaceChildren(...verdictOn(...views));
+  } catch (error) {
+    failed(view, error);
+    for (const other of views) if (other !== view && !other.text) other.end("Not asked.");
+  } finally {
+    turn.answer = views[0].text || null;
+    if (talk.busy === stopper) finish(turn);
+  }
+}
+
+function failed(view, error) {
+  if (error.name === "AbortError") view.end("Stopped.");
+  else view.fail(error.message);
+  if (error.status === 401) askForKey();
+}
+
+/** Of two texts, one with drafts and one without. */
+function verdictOn(drafted, plain) {
+  if (drafted.text !== plain.text) return [el("strong", { class: "bad" }, "✕ The texts differ.")];
+  const same = el("strong", { class: "good" }, "✓ The same text, letter for letter.");
+  const [fast, slow] = [drafted.figures.seconds, plain.figures.seconds];
+  if (!(fast > 0 && slow > 0)) return [same];
+  return [same, ` ${fast.toFixed(1)} s with drafts, ${slow.toFixed(1)} s without: ${(slow / fast).toFixed(2)} times the speed. Written one after the other; the first token is not counted.`];
+}
+
+function begin(stopper) {
+  talk.busy = stopper;
+  const typing = document.activeElement === $("question");
+  $("stop").hidden = false;
+  $("send").hidden = true;
+  if (!typing) $("stop").focus(); // the button that was pressed goes away
+  $("said").textContent = "";
+  for (const { again } of talk.turns) again?.remove();
+}
+
+function finish(turn) {
+  talk.busy = null;
+  const stopHadFocus = document.activeElement === $("stop");
+  $("stop").hidden = true;
+  $("send").hidden = false;
+  if (stopHadFocus) $("question").focus();
+  $("said").textContent = turn.views[0].text ? `Answer: ${turn.views[0].text} ${turn.verdict.textContent}` : "";
+  for (const view of turn.views) if (view.text) view.buttons.replaceChildren(copyButton(view));
+  turn.again = button("Regenerate", () => answer(turn));
+  turn.views[0].buttons.append(turn.again);
+  scrollToEnd();
+}
+
+function button(name, pressed) {
+  const node = el("button", { type: "button" }, name);
+  node.addEventListener("click", () => pressed(node));
+  return node;
+}
+
+const copyButton = (view) =>
+  button("Copy", async (node) => {
+    node.textContent = await copyText(view.text, view.blocks.node);
+    setTimeout(() => (node.textContent = "Copy"), 2000);
+  });
+
+function ask(question) {
+  if (!question.trim() || talk.busy || !$("settings").reportValidity()) return;
+  const turn = new Turn(question, talk.turns.at(-1)?.said ?? []);
+  talk.turns.push(turn);
+  $("talk").append(turn.node);
+  $("empty").hidden = true;
+  $("question").value = "";
+  fitQuestion();
+  answer(turn);
+}
+
+function stop() {
+  talk.busy?.abort();
+}
+
+function newChat() {
+  stop();
+  Object.assign(talk, { turns: [], busy: null });
+  $("talk").replaceChildren();
+  $("empty").hidden = false;
+  $("stop").hidden = true;
+  $("send").hidden = false;
+  $("said").textContent = "";
+  countInLegend({});
+  $("question").focus();
+}
+
+/** The field grows with its text, up to a third of the window. */
+function fitQuestion() {
+  const field = $("question");
+  field.style.height = "auto";
+  field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight / 3)}px`;
+}
+
+/** Whether the newest text is in sight: then the page follows it. */
+const nearEnd = () => $("talk").getBoundingClientRect().bottom < $("ask").getBoundingClientRect().top + 80;
+
+function scrollToEnd() {
+  $("talk").scrollIntoView({ block: "end" });
+}
+
+function askForKey() {
+  $("key-form").hidden = false;
+  $("key").focus();
+}
+
+async function greet() {
+  try {
+    const model = await findModel();
+    $("facts").textContent = `${model.id} · up to ${model.max_model_len} tokens`;
+    $("key-form").hidden = true;
+  } catch (error) {
+    $("facts").textContent = error.message;
+    if (error.status === 401) askForKey();
+  }
+}
+
+function listen() {
+  const submits = (id, act) =>
+    $(id).addEventListener("submit", (event) => {
+      event.preventDefault();
+      act();
+    });
+  submits("ask", () => ask($("question").value));
+  submits("settings", () => {});
+  submits("key-form", () => {
+    keepKey($("key").value.trim());
+    $("key").value = "";
+    greet();
+  });
+  $("question").addEventListener("input", fitQuestion);
+  $("question").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    ask($("question").value);
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") stop();
+  });
+  $("stop").addEventListener("click", stop);
+  $("new").addEventListener("click", newChat);
+  $("rejects").addEventListener("change", () => $("talk").classList.toggle("rejects", $("rejects").checked));
+  $("both").addEventListener("change", () => ($("speculation").disabled = $("both").checked));
+  for (const example of document.querySelectorAll("#examples button")) {
+    example.addEventListener("click", () => ask(example.textContent));
+  }
+}
+
+buildLegend();
+startTheme();
+listen();
+greet();
+$("question").focus();
+document.documentElement.dataset.ready = "true";

@@ -1,0 +1,69 @@
+// Who gave a token: classes and words for it. One list, read by the answers and the legend.
+
+const GIVERS = [
+  { source: "model", kind: "piece", words: "the whole model", sample: "plain" },
+  { source: "exit", kind: "piece left", words: "an exit head, by its layer: from shallow to deep", sample: "line" },
+  { source: "ngram", kind: "piece seen", words: "text already seen", sample: "dots" },
+  { source: "grammar", kind: "piece grammar", words: "the grammar of a format", sample: "dashes" },
+  { source: "draft-model", kind: "piece second", words: "a draft model", sample: "two lines" },
+];
+
+const giverOf = (source) => GIVERS.find((giver) => giver.source === source) ?? GIVERS[0];
+
+/** Colour an element by who gave its text. */
+function dress(node, { source, layer }, numLayers) {
+  node.className = giverOf(source).kind;
+  node.dataset.source = source;
+  if (layer !== null) node.style.setProperty("--exit", layerColour(layer, numLayers));
+  node.title = source === "model" ? "given by the whole model" : `a draft of ${namesOf(source, layer)}`;
+  return node;
+}
+
+function namesOf(source, layer) {
+  if (source !== "exit") return giverOf(source).words;
+  return layer ? `the exit head at layer ${layer}` : "the exit head on the embedding";
+}
+
+/** A draft that did not stay, as small text that is struck through. */
+function rejectedDraft(draft, behind, numLayers) {
+  const node = dress(el("del", {}), draft, numLayers);
+  node.className = behind ? "reject" : "reject other";
+  node.title = `${node.title}, rejected`;
+  node.textContent = draft.text.replaceAll("\n", "⏎").replace(/^ +$/, "␣") || "∅";
+  return node;
+}
+
+/** Drafts of a round that did not stay, by the place of the token that stands there instead. */
+function rejectedOf({ drafts }) {
+  const ranks = [];
+  const places = [];
+  const found = new Map();
+  for (const [index, draft] of drafts.entries()) {
+    const follows = drafts[draft.parent];
+    if (draft.accepted) {
+      ranks[index] = ranks.filter((rank) => rank !== undefined).length;
+      continue;
+    }
+    if (!follows) places[index] = 0;
+    else places[index] = follows.accepted ? ranks[draft.parent] + 1 : places[draft.parent];
+    const place = places[index];
+    const behind = draft.parent === index - 1 && follows?.accepted === false;
+    found.set(place, [...(found.get(place) ?? []), { draft, behind }]);
+  }
+  return found;
+}
+
+function buildLegend() {
+  $("legend").append(...GIVERS.map(({ source, kind, words, sample }) => {
+    const shown = el("span", { class: kind }, sample);
+    if (source === "exit") shown.classList.add("depths");
+    return el("li", {}, shown, el("span", {}, words), el("output", { "data-count": source }, ""));
+  }));
+}
+
+/** How many tokens of an answer each gave. */
+function countInLegend(bySource) {
+  for (const { source } of GIVERS) {
+    document.querySelector(`[data-count="${source}"]`).textContent = bySource[source] ?? "";
+  }
+}

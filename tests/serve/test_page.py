@@ -1,0 +1,312 @@
+"""The chat page in a real browser, on a live server with the default model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from selfspec.api.speculator import Speculator
+from tests.browsers import Browser, Page, chromium, expect
+from tests.serve.live import Running, running
+from tests.serve.test_protocol import wait_until
+
+QUESTION = "Write a Python function that counts the words in a file."
+PAPER = "getComputedStyle(document.body).backgroundColor"
+CHAT = "**/v1/chat/completions"
+REFUSED = "Failed to load resource"
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Open]:
+    """`opened(address, **context)`: the page. At the end: no message, and no other origin asked."""
+    said, asked, homes, contexts = list[str](), list[str](), list[str](), []
+
+    def open_page(address: str, **options: Any) -> Page:
+        homes.append(address)
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.set_default_timeout(30_000)
+        page.goto(address)
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert [line for line in said if not line.startswith(REFUSED)] == []
+    own = tuple(f"{home}/" for home in homes)
+    assert [url for url in asked if not url.startswith((*own, "data:"))] == []
+
+
+def ask(page: Page, question: str = QUESTION, tokens: int = 24) -> None:
+    """By the keyboard; the page has put the focus where one types."""
+    page.locator("#max_tokens").fill(str(tokens))
+    page.locator("#question").focus()
+    page.keyboard.type(question)
+    page.keyboard.press("Enter")
+
+
+def ended(page: Page) -> None:
+    expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
+
+
+def shown(page: Page, place: int = 0) -> list[tuple[str, str]]:
+    """Who gave which text, as one answer shows it; spans of one token's lines are joined."""
+    spans = page.locator(".answer").nth(place).locator(".text span.piece")
+    found = spans.evaluate_all(
+        "nodes => nodes.map(node => [node.dataset.source, node.textContent])"
+    )
+    return [(source, text) for source, text in found]
+
+
+def by_source(pieces: list[tuple[str, str]]) -> dict[str, str]:
+    """All text of each source: however it is cut into spans."""
+    found: dict[str, str] = {}
+    for source, text in pieces:
+        found[source] = found.get(source, "") + text
+    return {source: text for source, text in found.items() if text}
+
+
+def explained(server: Running, speculation: Any, tokens: int = 24) -> dict[str, Any]:
+    """The same request, over the API."""
+    body = {
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "speculation": {"explain": True, **speculation},
+    }
+    answer = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60).json()
+    return {**answer["choices"][0], "usage": answer["usage"]}
+
+
+def test_an_answer_shows_what_the_api_says(opened: Open, server: Running) -> None:
+    page = opened(server.address)
+    ask(page)
+    expect(page.locator(".text .piece").first).to_be_visible()
+    ended(page)
+    told = explained(server, {})
+    rounds = told["speculation"]["rounds"]
+    tokens = [token for entry in rounds for token in entry["tokens"]]
+    expected = by_source([(token["source"], token["text"]) for token in tokens])
+    assert by_source(shown(page)) == expected
+    assert len(expected) > 1
+    for source, count in Counter(token["source"] for token in tokens).items():
+        assert page.locator(f"[data-count={source}]").inner_text() == str(count)
+    found = told["usage"]["speculation"]
+    drafts = f"{found['num_accepted_tokens']} of {found['num_draft_tokens']}"
+    assert page.locator("[data-figure=drafts]").inner_text() == drafts
+    steps = sum(entry["steps"] for entry in rounds)
+    speed = float(page.locator("[data-figure=speed]").inner_text())
+    plain = float(page.locator("[data-figure=plain]").inner_text().removeprefix("≈"))
+    assert speed / plain == pytest.approx((len(tokens) - 1) / steps, rel=0.05)  # one decimal each
+    lines = page.locator(".text .left").evaluate_all(
+        "nodes => nodes.map(node => getComputedStyle(node).textDecorationStyle)"
+    )
+    assert set(lines) == {"solid"}
+    rejected = [d for entry in rounds for d in entry["drafts"] if not d["accepted"]]
+    assert page.locator(".reject").count() == len(rejected) > 0
+    assert not page.locator(".reject").first.is_visible()
+
+
+def test_the_keyboard_is_enough(opened: Open, server: Running) -> None:
+    page = opened(server.address, permissions=["clipboard-read", "clipboard-write"])
+    assert page.evaluate("document.activeElement.id") == "question"
+    page.keyboard.type(QUESTION[:20])
+    page.keyboard.press("Shift+Enter")
+    assert page.locator("#question").input_value() == QUESTION[:20] + "\n"
+    page.keyboard.press("Backspace")
+    ask(page, QUESTION[20:])
+    ended(page)
+    text = explained(server, {})["message"]["content"]
+    assert page.locator("#said").text_content() == f"Answer: {text} "
+    press(page, "rejects", ["Tab"] * 3 + ["Space"])
+    expect(page.locator(".reject").first).to_be_visible()
+    press(page, "speculation", ["Shift+Tab"] * 2 + ["Space"])
+    press(page, "question", ["Shift+Tab"])
+    page.keyboard.press("Shift+Tab")  # Regenerate
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == text
+    press(page, "stop", ["Tab", "Enter"])
+    expect(page.locator("[data-figure=drafts]")).to_have_text("none made")
+    ended(page)
+    assert page.evaluate("document.activeElement.id") == "question"
+    assert by_source(shown(page)) == {"model": text}
+    assert page.locator("[data-figure=round]").inner_text() == "1.00"
+
+
+def press(page: Page, focus: str, keys: list[str]) -> None:
+    """Keys; then the focus is at `focus`, and can be seen."""
+    for key in keys:
+        page.keyboard.press(key)
+    assert page.evaluate("document.activeElement.id") == focus
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert page.evaluate(outline) == "solid"
+
+
+def test_side_by_side_writes_the_same_text_on_a_phone_in_the_dark(
+    opened: Open, server: Running
+) -> None:
+    options = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark"}
+    page = opened(server.address, **options)
+    dark = page.evaluate(PAPER)
+    page.get_by_label("side by side").check()
+    page.locator("#temperature").fill("0.8")  # with no seed: the page takes one for both
+    ask(page, "Tell me about seven rivers.", tokens=16)
+    expect(page.locator(".verdict")).to_contain_text("The same text, letter for letter")
+    ended(page)
+    drafted, plain = by_source(shown(page, 0)), by_source(shown(page, 1))
+    assert len(drafted) > 1
+    assert list(plain) == ["model"]
+    page.get_by_label("rejected drafts").check()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.get_by_role("button", name="dark").click()
+    assert page.evaluate(PAPER) != dark
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("#examples")).to_be_visible()
+    assert page.locator("article").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+@pytest.mark.parametrize("way", ["Escape", "Stop", "New chat"])
+def test_stop_ends_the_work_of_the_server(opened: Open, server: Running, way: str) -> None:
+    page = opened(server.address)
+    page.locator("#temperature").fill("2")
+    page.locator("#seed").fill("1")
+    ask(page, tokens=4000)
+    expect(page.locator(".text .piece").first).to_be_visible()
+    assert server.writer.open == 1
+    if way == "Escape":
+        page.keyboard.press(way)
+    else:
+        page.get_by_role("button", name=way).click()
+    wait_until(lambda: server.writer.open == 0)
+    if way == "New chat":
+        expect(page.locator("#examples")).to_be_visible()
+    else:
+        expect(page.locator(".note")).to_have_text("Stopped.")
+        ended(page)
+
+
+def stream(texts: list[str], end: str = "data: [DONE]\n\n", drafts: Any = ()) -> str:
+    """An answer of the server in which each token says what a test wants.
+
+    `drafts` of a last round whose tokens all texts are, each as (text, parent, accepted).
+    """
+    lines, by = "", {"source": "grammar", "layer": None}
+    made = [{"text": t, **by, "parent": p, "accepted": kept} for t, p, kept in drafts]
+    for group in [texts] if made else [[text] for text in texts]:
+        text, tokens = "".join(group), [{"text": one, **by} for one in group]
+        entry = {"tokens": tokens, "drafts": made, "steps": 1, "ended": "off"}
+        told = {"rounds": [entry], "num_layers": 2}
+        choice = {"index": 0, "delta": {"content": text}, "speculation": told}
+        lines += f"data: {json.dumps({'choices': [{**choice, 'finish_reason': None}]})}\n\n"
+    return lines + end
+
+
+def answer_with(page: Page, body: str | None) -> None:
+    """In place of the server; None: nobody answers."""
+
+    def reply(route: Any) -> None:
+        route.abort() if body is None else route.fulfill(body=body)
+
+    page.unroute(CHAT)
+    page.route(CHAT, reply)
+
+
+def test_text_is_text_code_is_code_and_errors_are_said(opened: Open, server: Running) -> None:
+    page = opened(server.address, viewport={"width": 360, "height": 740})
+    answers = [
+        ["<img src=x onerror=hacked=1>", "<b>", "no</b>\n``", "`py\nif a <", " b:\n", "  `", "``x"],
+        ["\n", "``", "`\n", "Then ", "x" * 400, "```\nend"],
+    ]
+    texts = [text for part in answers for text in part]
+    answer_with(page, stream(texts))
+    ask(page)
+    ended(page)
+    assert page.locator(".answer .text").text_content() == "".join(texts)
+    assert page.locator(".answer img, .answer b").count() == 0
+    assert page.evaluate("typeof hacked") == "undefined"
+    assert page.locator(".code").all_text_contents() == ["```py\nif a < b:\n  ```x\n```\n"]
+    assert (
+        page.locator(".grammar").first.get_attribute("title")
+        == "a draft of the grammar of a format"
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+    page.unroute(CHAT)
+    page.locator("#drafter").select_option("draft-model")
+    ask(page)
+    expect(page.get_by_role("alert")).to_contain_text("needs a second model")
+    for body, message in (
+        (stream(["half"], end=""), "The connection ended before the answer did."),
+        ('data: {"error": {"message": "it broke"}}\n\n', "it broke"),
+        (None, "The server cannot be reached. Is it running?"),
+    ):
+        answer_with(page, body)
+        page.get_by_role("button", name="Regenerate").click()
+        expect(page.get_by_role("alert")).to_have_text(message)
+
+
+def test_rejected_drafts_stand_where_another_token_does(opened: Open, server: Running) -> None:
+    page = opened(server.address)
+    tree = [("a", -1, True), ("x", -1, False), ("b", 0, True), ("y", 0, False), ("z", 3, False)]
+    answer_with(page, stream(["a", "b", "c"], drafts=[*tree, ("w", 2, False)]))
+    ask(page)
+    ended(page)
+    text = page.locator(".answer .text")
+    assert text.inner_text() == "abc"
+    page.get_by_label("rejected drafts").check()
+    assert text.inner_text() == "xayzbwc"
+    starts = page.locator(".reject.other").all_text_contents()
+    assert starts == ["x", "y", "w"]
+
+
+def test_a_server_that_asks_for_keys_gets_one_from_the_page(
+    opened: Open, default: Speculator
+) -> None:
+    with running(default, keys=("right",)) as guarded:
+        page = opened(guarded.address)
+        for key in ("wrong", "right"):
+            page.get_by_label("API key").fill(key)
+            page.keyboard.press("Enter")
+        expect(page.locator("#facts")).to_contain_text(default.label)
+        assert not page.locator("#key").is_visible()
+        ask(page, tokens=2)
+        ended(page)
+        page.reload()
+        expect(page.locator("#facts")).to_contain_text(default.label)
+        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+
+
+def test_the_page_may_load_nothing(server: Running) -> None:
+    answer = httpx.get(server.address)
+    policy = answer.headers["content-security-policy"]
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+    for name in ("base-uri", "form-action", "frame-ancestors"):
+        assert rules[name] == "'none'"
+    assert "unsafe" not in policy
+    assert rules["script-src"].startswith("'sha256-")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in answer.text
