@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -10,52 +11,63 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from selfspec.decoding.grammar import GrammarMask
 from selfspec.decoding.penalties import OccurrencePenalty
 from selfspec.errors import InvalidOption
-from selfspec.options.structure import matcher_class
+from selfspec.options.structure import Grammar, check, matcher_class
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
     from selfspec.api.request import Request
+
+_KEPT = 32
+"""Grammars that were read, and are kept for the next answers."""
 
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 
 
 class Grammars:
-    """Of one tokenizer, which is read once for each set of end tokens; that takes half a second."""
+    """Grammars over the tokens of one model. For any thread."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
         """`vocab_size`: logits of the model, which may be more than its tokens."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._read: dict[frozenset[int], LLTokenizer] = {}
+        # reading the tokenizer takes half a second, and a large grammar several
+        self._tokens = lru_cache(_KEPT)(self._read_tokens)
+        self._matcher = lru_cache(_KEPT)(self._read)
 
-    def mask(self, grammar: str, request: Request) -> GrammarMask:
-        """For the texts of a request.
+    def read(self, grammar: Grammar, ends: Iterable[int]) -> LLMatcher:
+        """A matcher at its beginning, which answers share: copy it.
 
-        Raises InvalidOption without a tokenizer of the tokenizers library, or an end token.
+        Raises InvalidOption for a grammar that is wrong, without a tokenizer of the tokenizers
+        library, and without an end token.
         """
-        ends = frozenset(token for token in request.end_tokens if token >= 0)
-        if not ends:
-            raise InvalidOption("a grammar needs an end token. Leave eos_token_id out")
-        matcher = matcher_class()(self._tokens(ends), grammar)
-        if matcher.is_error():
-            said = " ".join(matcher.get_error().split())
-            raise InvalidOption(f"the grammar does not fit this model's tokens: {said}")
+        return self._matcher(grammar, frozenset(token for token in ends if token >= 0))
+
+    def mask(self, grammar: Grammar, request: Request) -> GrammarMask:
+        """For the texts of a request. Raises as `read`."""
+        matcher = self.read(grammar, request.end_tokens).deep_copy()
+        ends = [token for token in request.end_tokens if token >= 0]
         return GrammarMask(matcher, request.input_ids.shape[1], ends)
 
-    def _tokens(self, ends: frozenset[int]) -> LLTokenizer:
+    def _read(self, grammar: Grammar, ends: frozenset[int]) -> LLMatcher:
+        check(grammar)
+        if not ends:
+            raise InvalidOption("a grammar needs an end token. Leave eos_token_id out")
+        matcher = matcher_class()(self._tokens(ends), grammar.text)
+        if matcher.is_error():
+            said = " ".join(matcher.get_error().split())
+            raise InvalidOption(f"{grammar.keyword} does not fit this model's tokens: {said}")
+        return matcher
+
+    def _read_tokens(self, ends: frozenset[int]) -> LLTokenizer:
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             kind = type(self._tokenizer).__name__
             raise InvalidOption(
                 f"a grammar needs a tokenizer of the tokenizers library, this is {kind}. Leave "
                 "json_schema and grammar out"
             )
-        if ends not in self._read:
-            from llguidance.hf import from_tokenizer
+        from llguidance.hf import from_tokenizer
 
-            self._read[ends] = from_tokenizer(
-                self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(ends)
-            )
-        return self._read[ends]
+        return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(ends))
 
 
 def penalised(options: Mapping[str, Any], start: int) -> dict[str, Any]:

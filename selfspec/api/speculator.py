@@ -221,6 +221,17 @@ class Speculator:
             request = request.under(self._grammars.mask(grammar, request))
         return Call(request, self._allowed(speculation), self.tokenizer, streamer)
 
+    def read_grammar(self, options: GenerateOptions) -> None:
+        """Read the grammar of a call ahead of it, in any thread: a large one takes seconds.
+
+        Raises InvalidOption for one that is wrong.
+        """
+        grammar = structure.wanted(options)
+        if grammar is not None:
+            ends: Any = self.model.generation_config.eos_token_id
+            listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+            self._grammars.read(grammar, listed)
+
     def _allowed(self, options: SpeculationOptions) -> SpeculationOptions:
         return replace(options, speculate=False) if self._disabled else options
 

@@ -133,7 +133,8 @@ def _read_structure(generation: dict[str, Any]) -> None:
     for name, read in (("json_schema", read_json), ("grammar", read_text)):
         if name in generation:
             generation[name] = read(Path(generation[name]))
-    structure.wanted(generation)
+    if (grammar := structure.wanted(generation)) is not None:
+        structure.check(grammar)
 
 
 def picked(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:

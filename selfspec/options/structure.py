@@ -1,7 +1,7 @@
 """What an answer has to look like: a JSON schema or a grammar, as llguidance reads it.
 
-Comes in: what a caller gave. Goes out: the text of a grammar that is right, or InvalidOption in one
-line. Imports no torch; llguidance when it is needed.
+Comes in: what a caller gave. Goes out: the text of a grammar, or InvalidOption in one line. Imports
+no torch; llguidance when it is needed.
 
 Why llguidance: it needs no compilation per schema (a mask takes some microseconds from the first
 one on), gives forced text as tokens, goes back by any number of tokens, refuses keywords of JSON
@@ -12,7 +12,7 @@ kept one, gives forced text as characters, which a second cut into tokens need n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfspec.errors import InvalidOption
 from selfspec.typed import shown
@@ -30,7 +30,15 @@ in one way only is forced."""
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-def wanted(options: Mapping[str, Any]) -> str | None:
+class Grammar(NamedTuple):
+    """As llguidance reads it; not yet known to be right."""
+
+    keyword: str
+    """That asked for it."""
+    text: str
+
+
+def wanted(options: Mapping[str, Any]) -> Grammar | None:
     """The grammar that keywords of `generate` ask for. Raises InvalidOption."""
     given = {name: options[name] for name in KEYWORDS if options.get(name) is not None}
     if not given:
@@ -38,11 +46,11 @@ def wanted(options: Mapping[str, Any]) -> str | None:
     if len(given) > 1:
         raise InvalidOption("json_schema and grammar at once. Leave one of them out")
     schema = given.get("json_schema")
-    return of_grammar(given["grammar"]) if schema is None else of_schema(schema)
+    return of_lark(given["grammar"]) if schema is None else of_schema(schema)
 
 
-def of_schema(schema: Mapping[str, Any] | bool) -> str:
-    """A grammar for JSON that follows a schema; True: any object. Raises InvalidOption."""
+def of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
+    """JSON that follows a schema; True: any object. Raises InvalidOption."""
     if schema is True:
         schema = _ANY_OBJECT
     if not isinstance(schema, Mapping):
@@ -54,15 +62,23 @@ def of_schema(schema: Mapping[str, Any] | bool) -> str:
         found = matcher_class().grammar_from_json_schema(dict(schema), overrides=overrides)
     except (RecursionError, TypeError, ValueError) as error:
         raise InvalidOption(f"json_schema cannot be read: {_line(error)}") from error
-    return _checked(found, "json_schema", "Change the schema, or leave that keyword out")
+    return Grammar("json_schema", found)
 
 
-def of_grammar(text: str) -> str:
-    """A grammar in llguidance's form of Lark, as it reads it. Raises InvalidOption."""
+def of_lark(text: str) -> Grammar:
+    """A grammar in llguidance's form of Lark. Raises InvalidOption."""
     if not isinstance(text, str):
         raise InvalidOption(f"grammar is {shown(text)}, expected text")
-    found = matcher_class().grammar_from_lark(text)
-    return _checked(found, "grammar", "It is Lark as llguidance documents it")
+    return Grammar("grammar", matcher_class().grammar_from_lark(text))
+
+
+def check(grammar: Grammar) -> None:
+    """Raise InvalidOption for what llguidance does not honour. Large ones take seconds."""
+    wrong, said = matcher_class().validate_grammar_with_warnings(grammar.text)
+    if wrong:
+        raise InvalidOption(
+            f"{grammar.keyword} is not supported: {_line(said[0])}. Change it, or leave it out"
+        )
 
 
 def matcher_class() -> type[LLMatcher]:
@@ -75,13 +91,6 @@ def matcher_class() -> type[LLMatcher]:
             "pip install 'selfspec[serve]'"
         ) from error
     return LLMatcher
-
-
-def _checked(grammar: str, name: str, advice: str) -> str:
-    wrong, said = matcher_class().validate_grammar_with_warnings(grammar)
-    if wrong:
-        raise InvalidOption(f"{name} is not supported: {_line(said[0])}. {advice}")
-    return grammar
 
 
 def _line(error: object) -> str:

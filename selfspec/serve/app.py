@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from selfspec import untrusted
-from selfspec.errors import InvalidData
+from selfspec.errors import InvalidData, InvalidOption
 from selfspec.serve.answers import Reply
 from selfspec.serve.keys import Keys
 from selfspec.serve.options import ServeOptions
@@ -169,6 +169,13 @@ class _Server:
                 field=field,
             )
 
+    async def _read_grammar(self, choice: Choice) -> None:
+        """Beside the answers that are being written. Raises Refused."""
+        try:
+            await asyncio.to_thread(self._writer.read_grammar, choice)
+        except InvalidOption as error:
+            raise of_error(error, "") from error
+
     async def _answer(
         self, request: Request, body: ChatBody | TextBody, field: str, *, raw: bool
     ) -> Response:
@@ -187,6 +194,7 @@ class _Server:
             for prompt in body.prompts
             for number in range(body.n)
         ]
+        await self._read_grammar(choices[0])  # all have one
         noted = body.alternatives is not None
         reply = Reply(self._label, len(choices), chat=not raw, noted=noted)
         pieces = _Pieces(self._writer, choices, reply, field)

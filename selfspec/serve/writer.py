@@ -101,6 +101,10 @@ class Writer:
         """Whether requests would be answered."""
         return self._thread.is_alive() and not self._stopping.is_set()
 
+    def read_grammar(self, choice: Choice) -> None:
+        """What would hold other answers up, in the thread that calls. Raises InvalidOption."""
+        self._speculator.read_grammar(self._asked(choice))
+
     def submit(self, job: Job) -> None:
         """Have a job written. Raises Refused where too much waits already."""
         count, most = len(job.choices), self._options.concurrency + self._options.queue
@@ -202,10 +206,12 @@ class Writer:
         """An answer ends where the model's positions end."""
         room = self._speculator.backbone.max_positions - ids.shape[1]
         longest = min(choice.options["max_new_tokens"], room)
-        options: GenerateOptions = {**choice.options, "max_new_tokens": longest}
-        if choice.must_call and self._tool_format is not None:
-            options["grammar"] = self._tool_format.grammar(choice.tools)
-        return self._speculator.call(ids, options)
+        return self._speculator.call(ids, {**self._asked(choice), "max_new_tokens": longest})
+
+    def _asked(self, choice: Choice) -> GenerateOptions:
+        if not choice.must_call or self._tool_format is None:
+            return choice.options
+        return {**choice.options, "grammar": self._tool_format.grammar(choice.tools)}
 
     def _reader(self, choice: Choice) -> Calls | None:
         """What reads calls out of an answer, if it may have some."""
