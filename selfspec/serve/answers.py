@@ -26,6 +26,8 @@ class Reply:
         self._finishes: list[str | None] = [None] * choices
         self._stats: list[GenerationStats] = []
         self.prompt_tokens = 0
+        self.asked: Any = None
+        """What it answers, for a log that may say so."""
 
     def add(self, piece: Piece) -> None:
         """One more piece."""
@@ -39,6 +41,11 @@ class Reply:
     def complete(self) -> bool:
         """Whether all choices have ended."""
         return all(self._finishes)
+
+    @property
+    def texts(self) -> list[str]:
+        """What is written, by choice."""
+        return list(self._texts)
 
     @property
     def usage(self) -> dict[str, Any]:
