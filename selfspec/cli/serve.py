@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 from selfspec.cli import common, sizes
@@ -42,24 +45,53 @@ def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
             f"host is {options.host}, which others can reach. Set {VARIABLE}, or give "
             "--api-key-file"
         )
+    with _packages("serve", "a server"):
+        from selfspec.serve.run import bound
+    start = _one if options.replicas == 1 else _several
+    settings = Settings(picked(asked, LOADING), picked(asked, SPECULATION))
+    with bound(options) as at:
+        start(settings, at, options, keys, kv_memory)
+
+
+def _one(
+    settings: Settings, at: socket, options: ServeOptions, keys: Keys, kv_memory: int | None
+) -> None:
+    speculator = common.load(settings)
+    from selfspec.serve.app import make_app
+    from selfspec.serve.run import run
+    from selfspec.serve.writer import Writer
+
+    writer = Writer(speculator, options, kv_memory)
+    room = speculator.backbone.max_positions
+    app = make_app(writer, speculator.label, room, options, keys)
+    run(app, at, options, _ready(speculator.label))
+
+
+def _several(
+    settings: Settings, at: socket, options: ServeOptions, keys: Keys, kv_memory: int | None
+) -> None:
+    with _packages("ray", "more than one copy"):
+        from selfspec.serve.replicas import copies, label, make_front
+    from selfspec.serve.replica import Plan
+    from selfspec.serve.run import run
+
+    loading = {**settings.loading, **settings.speculation}
+    with copies(Plan(loading=loading, options=options, kv_memory=kv_memory)) as handle:
+        said = f"{label(handle)}, {options.replicas} copies,"
+        run(make_front(handle, options, keys), at, options, _ready(said))
+
+
+@contextmanager
+def _packages(extra: str, what: str) -> Iterator[None]:
     try:
-        from selfspec.serve.run import bound, run
+        yield
     except ImportError as error:
         raise InvalidOption(
-            f"a server needs more packages ({error.name}): pip install 'selfspec[serve]'"
+            f"{what} needs more packages ({error.name}): pip install 'selfspec[{extra}]'"
         ) from error
-    with bound(options) as at:
-        speculator = common.load(Settings(picked(asked, LOADING), picked(asked, SPECULATION)))
-        from selfspec.serve.app import make_app
-        from selfspec.serve.writer import Writer
 
-        writer = Writer(speculator, options, kv_memory)
-        room = speculator.backbone.max_positions
-        app = make_app(writer, speculator.label, room, options, keys)
 
-        def ready(address: str) -> None:
-            common.note(
-                f"{speculator.label} at {address}/v1, a page at {address}. Ctrl-C stops it."
-            )
-
-        run(app, at, options, ready)
+def _ready(what: str) -> Callable[[str], None]:
+    return lambda address: common.note(
+        f"{what} at {address}/v1, a page at {address}. Ctrl-C stops it."
+    )

@@ -33,6 +33,8 @@ class Reply:
         self._told: dict[int, Told] = {}
         """By choice, where that was asked for."""
         self.prompt_tokens = 0
+        self.asked: Any = None
+        """What it answers, for a log that may say so."""
 
     def add(self, piece: Piece) -> None:
         """One more piece."""
@@ -51,6 +53,11 @@ class Reply:
     def complete(self) -> bool:
         """Whether all choices have ended."""
         return all(self._finishes)
+
+    @property
+    def texts(self) -> list[str]:
+        """What is written, by choice."""
+        return list(self._texts)
 
     @property
     def usage(self) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from selfspec import untrusted
 from selfspec.errors import InvalidData, InvalidOption
+from selfspec.serve import gate
 from selfspec.serve.answers import Reply
+from selfspec.serve.faults import places
 from selfspec.serve.keys import Keys
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.page import chat_page
@@ -29,9 +30,6 @@ from selfspec.serve.texts import Piece
 from selfspec.serve.writer import Choice, Job, Writer
 
 logger = logging.getLogger(__name__)
-
-OPEN = ("/", "/health")
-"""Paths that need no key."""
 
 _OWNER = "selfspec"
 
@@ -51,13 +49,10 @@ def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys:
         await asyncio.to_thread(writer.stop)
 
     app = FastAPI(title="selfspec", openapi_url=None, lifespan=life)
-    app.add_exception_handler(Refused, _refuse)
     app.add_exception_handler(HTTPException, _refuse_path)
     app.add_exception_handler(404, _refuse_path)
     app.add_exception_handler(405, _refuse_path)
-    app.add_exception_handler(ClientDisconnect, _nobody_reads)
-    app.add_exception_handler(Exception, _failed)
-    app.add_middleware(_Guard, keys=keys)
+    gate.guard(app, options, keys)
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.text)
     app.get("/v1/models")(server.models)
@@ -65,22 +60,6 @@ def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys:
     app.get("/health")(server.health)
     app.get("/")(server.page)
     return app
-
-
-class _Guard:
-    """Lets requests in that bring a key, where keys are asked for."""
-
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app, self._keys = app, keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"] not in OPEN:
-            found = dict(scope["headers"]).get(b"authorization", b"")
-            if not self._keys.accepts(found.decode("latin-1")):
-                error = Refused(401, "the API key is missing or wrong", code="invalid_api_key")
-                app = _response(error)
-        await app(scope, receive, send)
 
 
 class _Server:
@@ -134,11 +113,7 @@ class _Server:
 
     async def _read(self, request: Request, kind: type[B]) -> B:
         """A body of that kind. Raises Refused."""
-        most, held = int(self._options.max_body_mb * 1e6), bytearray()
-        async for part in request.stream():
-            held += part
-            if len(held) > most:
-                raise Refused(413, f"the body has more than {most} bytes. Send less")
+        held = await gate.read(request, self._options)
         try:
             found = untrusted.parse_json(held.decode(), "the body")
             json.dumps(found, ensure_ascii=False).encode()
@@ -197,6 +172,8 @@ class _Server:
         await self._read_grammar(choices[0])  # all have one
         noted = body.alternatives is not None
         reply = Reply(self._label, len(choices), chat=not raw, noted=noted)
+        reply.asked = body.prompts
+        setattr(request.state, gate.REPLY, reply)
         pieces = _Pieces(self._writer, choices, reply, field)
         if not body.stream:
             return await _whole(request, pieces, reply)
@@ -226,7 +203,7 @@ class _Pieces:
         if piece.error is not None:
             self.leave()
             if not isinstance(piece.error, Refused):
-                logger.info("an answer failed", exc_info=piece.error)
+                logger.info("an answer failed:\n%s", places(piece.error))
             raise of_error(piece.error, self._field)
         self._reply.add(piece)
         return piece
@@ -297,24 +274,7 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def _response(error: Refused) -> Response:
-    return JSONResponse(error.body(), error.status, headers=error.headers)
-
-
-async def _refuse(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)  # noqa: S101  # registered for it alone
-    return _response(error)
-
-
-async def _nobody_reads(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-async def _failed(_: Request, error: Exception) -> Response:
-    return _response(of_error(error, ""))
-
-
 async def _refuse_path(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     said = "is not a path of this server" if status == 404 else f"does not take {request.method}"
-    return _response(Refused(status, f"{request.url.path} {said}"))
+    return gate.response(Refused(status, f"{request.url.path} {said}"))

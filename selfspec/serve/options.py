@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from selfspec.errors import InvalidOption
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +45,22 @@ class ServeOptions:
     graceful_seconds: float = 30.0
     """For running answers, when the server is stopped."""
 
+    replicas: int = 1
+    """Copies of the model; more than one run under Ray Serve and share the cores."""
+
+    cors_origin: list[str] | None = None
+    """Web page that may ask besides those of this server: https://example.com; repeatable."""
+
+    log_requests: bool = False
+    """A line per request: path, status, tokens, seconds and address; no text."""
+
+    log_prompts: bool = False
+    """The texts of requests and answers, too."""
+
     def __post_init__(self) -> None:
         """Raise InvalidOption for numbers that nothing could be served with."""
         least = {"concurrency": 1, "queue": 0, "port": 0, "patience": 0, "max_tokens": 1}
+        least |= {"replicas": 1}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise InvalidOption(f"{name} is {getattr(self, name)}, expected at least {lowest}")
@@ -57,6 +73,12 @@ class ServeOptions:
             )
         if self.port > 65535:
             raise InvalidOption(f"port is {self.port}, expected at most 65535")
+
+        for origin in self.cors_origin or ():
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise InvalidOption(
+                    f"cors_origin is {origin}, expected scheme and host: https://example.com"
+                )
 
     @property
     def is_local(self) -> bool:

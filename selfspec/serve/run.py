@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from selfspec.errors import InvalidOption
 from selfspec.serve.options import ServeOptions
@@ -32,7 +32,7 @@ def bound(options: ServeOptions) -> socket.socket:
 
 
 def run(
-    app: FastAPI, at: socket.socket, options: ServeOptions, ready: Callable[[str], None]
+    app: Starlette, at: socket.socket, options: ServeOptions, ready: Callable[[str], None]
 ) -> None:
     """Until SIGINT or SIGTERM; running answers have `graceful_seconds` then.
 
@@ -55,7 +55,7 @@ def run(
 class Server(uvicorn.Server):
     """Says where it listens."""
 
-    def __init__(self, app: FastAPI, options: ServeOptions, ready: Callable[[str], None]) -> None:
+    def __init__(self, app: Starlette, options: ServeOptions, ready: Callable[[str], None]) -> None:
         """`ready` gets the address."""
         config = uvicorn.Config(
             app,

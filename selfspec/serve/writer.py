@@ -25,6 +25,7 @@ from selfspec.config import GenerateOptions
 from selfspec.decoding.engine import Running
 from selfspec.errors import InvalidPrompt
 from selfspec.serve.explain import Explanation, cost_of
+from selfspec.serve.faults import places
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.refusals import Refused
 from selfspec.serve.texts import Answer, Piece
@@ -137,8 +138,8 @@ class Writer:
                 self._take_orders()
                 if self._engine.texts:
                     self._write()
-            except Exception:
-                logger.exception("a round failed; its answers end, others go on")
+            except Exception as error:  # noqa: BLE001  # its message may hold what a client wrote
+                logger.error("a round failed; others go on:\n%s", places(error))
         for running in list(self._answers):
             running.close()
 
@@ -184,9 +185,9 @@ class Writer:
                 )
                 job.answers.append(answer)
                 self._answers[running] = job, answer
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # as above
             if not isinstance(error, Refused):
-                logger.debug("a request failed", exc_info=True)
+                logger.debug("a request failed:\n%s", places(error))
             self._leave(job)
             job.wrote(Piece(choice=0, error=error))
 

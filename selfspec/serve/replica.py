@@ -1,0 +1,111 @@
+"""One copy of the model, as Ray Serve runs it in a process of its own.
+
+Comes in: what the server's front read of a request. Goes out: what the application sends, message
+by message (ASGI). The application is that of the plain server; keys and origins are the front's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.types import Message, Scope
+
+from selfspec.errors import SelfspecError
+from selfspec.serve import gate
+from selfspec.serve.keys import Keys
+from selfspec.serve.options import ServeOptions
+from selfspec.serve.sessions import NAME
+
+TOKENS = "selfspec.tokens"
+"""Type of a message before the last: the tokens of the answer, for the log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a copy is made of."""
+
+    loading: dict[str, Any]
+    """Keywords of `selfspec.load`."""
+    options: ServeOptions
+    kv_memory: int | None = None
+
+
+class Replica:
+    """A model, its writer and its application."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Loads the model. Raises CannotLoad, which says on one line why there is none."""
+        from ray.serve import get_replica_context
+
+        _log_to_stderr()
+        from selfspec.api.speculator import load
+        from selfspec.serve.app import make_app
+        from selfspec.serve.writer import Writer
+
+        # what only the front does
+        options = replace(plan.options, cors_origin=None, log_requests=False)
+        with _plainly():
+            speculator = load(**plan.loading)
+            self._writer = Writer(speculator, options, plan.kv_memory)
+        self._label, room = speculator.label, speculator.backbone.max_positions
+        self._name = NAME.encode(), get_replica_context().replica_id.unique_id.encode()
+        self._app = make_app(self._writer, self._label, room, options, Keys([]))
+
+    def label(self) -> str:
+        """The model's name."""
+        return self._label
+
+    def check_health(self) -> None:
+        """Ray starts another copy where this raises."""
+        if not self._writer.alive:
+            raise RuntimeError("the writer has ended")
+
+    async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
+        """The application's messages; a caller that stops reading ends the request."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        unread = [{"type": "http.request", "body": body}]
+
+        async def receive() -> Message:
+            if not unread:
+                await asyncio.Event().wait()  # a client that goes away ends all of this
+            return unread.pop()
+
+        task = asyncio.ensure_future(self._app(scope, receive, messages.put))
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                if message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message["headers"], self._name]}
+                if message["type"] == "http.response.body" and not message.get("more_body"):
+                    yield {"type": TOKENS, "tokens": gate.tokens(scope)}
+                yield message
+            task.result()
+        finally:
+            task.cancel()
+
+
+class CannotLoad(Exception):
+    """Its text comes behind MARK, so that it is found in what Ray says."""
+
+
+MARK = "selfspec: cannot load: "
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    try:
+        yield
+    except SelfspecError as error:
+        raise CannotLoad(f"{MARK}{' '.join(str(error).split())}") from None
+
+
+def _log_to_stderr() -> None:
+    """From notices up, as the command line does; Ray passes it on to the front."""
+    logger = logging.getLogger("selfspec")
+    logger.setLevel(logging.INFO)
+    logger.handlers[:] = [logging.StreamHandler()]

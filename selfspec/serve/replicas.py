@@ -1,0 +1,218 @@
+"""Several copies of the model: Ray Serve starts, watches and replaces them, and picks one.
+
+The front is the plain server's: the same socket, keys, limits and end. It hands what it read to a
+copy (`Replica.answer`), through Ray's handle, and passes on what comes back. Ray's own HTTP proxy
+is off, for three reasons: it sees headers only, so that it could not tell conversations apart; a
+copy that ends in mid-answer would cut the connection without a word; and it opens a port, with
+paths that need no key.
+
+Requests of one conversation go to one copy by Ray's `ConsistentHashRouter`: the beginning of a
+conversation is its session. Ray's `PrefixCacheAffinityRouter` compares whole prompts instead; it is
+made for Ray's own body classes, asks an actor twice per request, and pulls in Ray's LLM packages.
+Its multiplexing by model id fits neither: it keeps a list of ids per copy, as for models to load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when Ray is imported
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # for Ray's ports: it runs what comes there
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # no cluster: all ports on loopback
+
+import psutil
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException, RequestCancelledError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.schema import LoggingConfig
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Mount
+from starlette.types import Message, Receive, Scope, Send
+
+from selfspec.errors import InvalidOption
+from selfspec.serve import gate
+from selfspec.serve.keys import Keys
+from selfspec.serve.options import ServeOptions
+from selfspec.serve.refusals import Refused
+from selfspec.serve.replica import MARK, TOKENS, Plan, Replica
+from selfspec.serve.sessions import session
+
+logger = logging.getLogger(__name__)
+
+_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+_NAME = "selfspec"
+
+_OBJECTS_BYTES = 128 << 20
+"""Of Ray's store; messages are small and pass it by."""
+
+_READY_S = 5.0
+"""Seconds for a copy to take a request; besides the time that an answer may take."""
+
+_SPARE = 64
+"""Requests that a copy may hold besides those it answers: to refuse them is its own affair."""
+
+_PASSED = frozenset(
+    {
+        *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
+        *("client", "server", "asgi"),
+    }
+)
+"""Of a request, what a copy is told besides the headers."""
+
+
+@contextmanager
+def copies(plan: Plan) -> Iterator[DeploymentHandle[Replica]]:
+    """As many as `plan.options` ask for, ready; all end with the context.
+
+    Raises InvalidOption where none could start.
+    """
+    count = plan.options.replicas
+    threads = max(1, _cores() // count)
+    memory = plan.kv_memory or psutil.virtual_memory().available // 2
+    ray.init(
+        address="local",
+        num_cpus=threads * count,
+        object_store_memory=_OBJECTS_BYTES,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        namespace=_NAME,
+    )
+    try:
+        logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # its errors are raised, too
+        quiet = LoggingConfig(log_level="CRITICAL", enable_access_log=False)
+        serve.start(proxy_location="Disabled", logging_config=quiet)
+        yield _deployed(replace(plan, kv_memory=memory // count), threads, quiet)
+    finally:
+        ray.shutdown()  # of Serve, too; `serve.shutdown` would wait for what is gone already
+
+
+def _cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _deployed(plan: Plan, threads: int, quiet: LoggingConfig) -> DeploymentHandle[Replica]:
+    options = plan.options
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    deployment = serve.deployment(
+        num_replicas=options.replicas,
+        max_ongoing_requests=options.concurrency + options.queue + _SPARE,
+        ray_actor_options={"num_cpus": threads, "runtime_env": {"env_vars": variables}},
+        health_check_period_s=1.0,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=1.0,  # the front has let answers end before
+        max_constructor_retry_count=1,
+        request_router_config=RequestRouterConfig.model_validate({"request_router_class": _ROUTER}),
+        logging_config=quiet,
+    )(Replica)
+    try:
+        return serve.run(deployment.bind(plan), name=_NAME, route_prefix=None)
+    except (RuntimeError, RayError) as error:
+        raise InvalidOption(_why(str(error))) from error
+
+
+def _why(said: str) -> str:
+    """The line that a copy wrote when it could not load its model; else what Ray says."""
+    statuses = serve.status().applications[_NAME].deployments.values()
+    told = "".join(status.message for status in statuses)
+    _, found, why = told.partition(MARK)
+    return why.splitlines()[0] if found else f"no copy of the model could start: {said}"
+
+
+def label(handle: DeploymentHandle[Replica]) -> str:
+    """The model's name, from one of the copies."""
+    return str(handle.label.remote().result())
+
+
+def make_front(handle: DeploymentHandle[Replica], options: ServeOptions, keys: Keys) -> Starlette:
+    """The application of the process that clients talk to."""
+    front = Starlette(routes=[Mount("/", app=_Front(handle, options))])
+    gate.guard(front, options, keys)
+    return front
+
+
+class _Front:
+    """Hands requests to copies."""
+
+    def __init__(self, handle: DeploymentHandle[Replica], options: ServeOptions) -> None:
+        self._handle, self._options = handle, options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = bytes(await gate.read(Request(scope, receive), self._options))
+        told = {name: scope[name] for name in _PASSED & scope.keys()}
+        told["headers"] = [one for one in scope["headers"] if one[0] != b"authorization"]
+        handle = self._handle.options(session_id=session(body), stream=True)
+        messages = cast("DeploymentResponseGenerator[Message]", handle.answer.remote(told, body))
+        passing = asyncio.ensure_future(self._pass(messages, scope, send))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait((passing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                passing.result()
+        finally:
+            for task in (gone, passing):
+                task.cancel()
+            messages.cancel()  # type: ignore[no-untyped-call]  # Ray's
+            await asyncio.gather(passing, return_exceptions=True)  # one that is cut has errors
+
+    async def _pass(
+        self, messages: DeploymentResponseGenerator[Message], scope: Scope, send: Send
+    ) -> None:
+        """What a copy sends, to the client."""
+        limit = _READY_S + (0 if scope["path"] in gate.OPEN else self._options.timeout)
+        late = asyncio.get_running_loop().call_later(limit, messages.cancel)
+        begun = streams = False
+        try:
+            async for message in messages:
+                if message["type"] == TOKENS:
+                    scope["state"][gate.TOKENS] = message["tokens"]
+                    continue
+                if message["type"] == "http.response.start":
+                    begun, streams = True, _is_stream(message)
+                    late.cancel()
+                await send(message)
+        except RequestCancelledError:
+            if not begun:
+                raise Refused(503, "no copy of the model is ready. Try again soon") from None
+        except (RayError, RayServeException) as error:
+            logger.warning("a copy of the model ended: %s", type(error).__name__)
+            await _end(send, begun=begun, streams=streams)
+        finally:
+            late.cancel()
+
+
+async def _end(send: Send, *, begun: bool, streams: bool) -> None:
+    """Tells a client that its answer has no end."""
+    ended = Refused(503, "the model's copy that wrote this has ended. Send the request again")
+    if not begun:
+        raise ended
+    if not streams:
+        raise RuntimeError("the answer was cut")
+    said = f"data: {json.dumps(ended.body())}\n\n".encode()
+    await send({"type": "http.response.body", "body": said})
+
+
+def _is_stream(start: Message) -> bool:
+    kind: bytes = dict(start["headers"]).get(b"content-type", b"")
+    return kind.startswith(b"text/event-stream")
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,382 @@
+"""Two copies of a tiny model under Ray Serve: the plain server's tests, and what copies are for."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import httpx
+import psutil
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+import selfspec
+from selfspec.cli.main import main
+from selfspec.serve.keys import Keys
+from selfspec.serve.options import ServeOptions
+from selfspec.serve.replica import Replica
+from selfspec.serve.sessions import NAME, session
+from selfspec.serve.writer import Writer
+from tests.api.test_text import byte_level_bpe
+from tests.models import make_model
+from tests.serve.live import Running
+from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through Ray
+    client,
+    test_a_bad_body_is_refused,
+    test_a_stop_ends_the_text_and_is_no_part_of_it,
+    test_a_stream_is_server_sent_events,
+    test_a_stream_joins_to_the_same_text,
+    test_an_answer_is_that_of_generate,
+    test_another_model_is_not_here,
+    test_choices_draw_with_seeds_one_after_the_other,
+    test_drafts_or_none_the_text_is_the_same,
+    test_models_and_health,
+    test_other_paths_have_errors_of_the_same_shape,
+    test_sixteen_at_once_have_the_texts_that_they_have_alone,
+)
+
+pytest.importorskip("ray")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`")  # Ray's
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+LOADING: dict[str, Any] = {
+    **{"dtype": "float32", "heads": "logit-lens", "drafter": "exit:layers=2/5,threshold=0.05"},
+}
+SOON_S = 60.0
+
+
+class Command(NamedTuple):
+    """`selfspec serve --replicas 2`, running."""
+
+    process: subprocess.Popen[str]
+    log: Path
+    address: str
+
+    @property
+    def copies(self) -> list[psutil.Process]:
+        """Their processes."""
+        every = psutil.Process(self.process.pid).children(recursive=True)
+        return [one for one in every if "ServeReplica" in " ".join(one.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with text for tokens."""
+    found = tmp_path_factory.mktemp("copies") / "tiny"
+    tokenizer = byte_level_bpe()
+    tokenizer.chat_template = TEMPLATE
+    model = make_model("llama", vocab_size=288, max_position_embeddings=8192)
+    model.save_pretrained(found)
+    tokenizer.save_pretrained(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def command(folder: Path) -> Iterator[Command]:
+    log = folder.parent / "log"
+    flags = [f"--{name}={value}" for name, value in {**LOADING, "model": folder}.items()]
+    flags += ["--port=0", "--replicas=2", "--log-requests"]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "selfspec", "serve", *flags], stderr=errors, text=True
+        ) as process,
+    ):
+        wait_until(lambda: " at http" in log.read_text() or process.poll() is not None)
+        said = re.search(r"2 copies, at (\S+)/v1", log.read_text())
+        assert said is not None, log.read_text()
+        found = Command(process, log, said[1])
+        try:
+            yield found
+        finally:
+            process.terminate()
+            assert process.wait(40) == 0
+
+
+@pytest.fixture(scope="module")
+def server(command: Command, folder: Path) -> Running:
+    """For the tests of the protocol: the same model in this process, to compare with."""
+    speculator = selfspec.load(str(folder), **LOADING)
+    return Running(command.address, speculator, cast("Writer", None))
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + SOON_S
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def ask(command: Command, messages: list[dict[str, str]], **more: Any) -> httpx.Response:
+    body = {"messages": messages, "max_tokens": 30, "temperature": 0, **more}
+    return httpx.post(f"{command.address}/v1/chat/completions", json=body, timeout=60)
+
+
+def opening(number: int) -> list[dict[str, str]]:
+    return [
+        {"role": "system", "content": "You tell long stories of cats and mats, and of no dogs."},
+        {"role": "user", "content": f"Story {number} is about a cat that sat on {number} mats."},
+    ]
+
+
+def copy_of(answer: httpx.Response) -> str:
+    return answer.headers[NAME]
+
+
+def test_turns_of_a_conversation_go_to_one_copy_and_conversations_to_all(command: Command) -> None:
+    used = set()
+    for number in range(40):
+        first = ask(command, opening(number))
+        used.add(copy_of(first))
+        text = first.json()["choices"][0]["message"]["content"]
+        said = {"role": "assistant", "content": text}
+        again = [*opening(number), said, {"role": "user", "content": "What is next?"}]
+        second = ask(command, again)
+        assert copy_of(second) == copy_of(first)
+        assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        if len(used) == 2 and number >= 3:
+            return
+    pytest.fail("one copy has all conversations")
+
+
+def test_a_copy_that_is_killed_loses_its_own_answers_and_comes_back(command: Command) -> None:
+    """One stream per copy, at least; one copy is killed while they are written."""
+    before = command.copies
+    assert len(before) == 2
+    url = f"{command.address}/v1/chat/completions"
+    with httpx.Client(timeout=60) as http:
+        streams: dict[str, httpx.Response] = {}
+        for number in range(40):
+            body = {"messages": opening(number), "max_tokens": 1500, "temperature": 0}
+            request = http.build_request("POST", url, json={**body, "stream": True})
+            answer = http.send(request, stream=True)
+            if streams.setdefault(copy_of(answer), answer) is not answer:
+                answer.close()
+            if len(streams) == 2:
+                break
+        before[0].kill()
+        lines = [[line for line in one.iter_lines() if line] for one in streams.values()]
+    ends = sorted(one[-1] for one in lines)
+    assert ends[0] == "data: [DONE]"
+    assert "copy that wrote this has ended. Send the request again" in ends[1]
+    for number in range(8):  # whichever copy they would have gone to
+        assert ask(command, opening(number)).status_code == 200
+    wait_until(lambda: len(command.copies) == 2)
+    assert before[0].pid not in [one.pid for one in command.copies]
+    lost, other = streams if "ended" in lines[0][-1] else reversed(streams)
+    numbers = iter(range(100_000))
+    seen = set[str]()
+
+    def both() -> bool:
+        seen.add(copy_of(ask(command, opening(next(numbers)), max_tokens=1)))
+        return len(seen) == 2
+
+    wait_until(both)
+    assert other in seen
+    assert lost not in seen
+
+
+def test_a_client_that_goes_away_ends_its_answer(command: Command) -> None:
+    body = {"messages": opening(1), "max_tokens": 8000, "temperature": 0}
+    url = f"{command.address}/v1/chat/completions"
+    with httpx.stream("POST", url, json={**body, "stream": True}) as answer:
+        next(answer.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json=body, timeout=0.5)
+
+    def idle() -> bool:  # whichever copy is asked
+        found = [httpx.get(f"{command.address}/health").json() for _ in range(8)]
+        return all(one == {"status": "ok", "answers": 0} for one in found)
+
+    wait_until(idle)
+
+
+def test_the_log_has_a_line_per_request_and_no_text(command: Command) -> None:
+    ask(command, [{"role": "user", "content": "a word nobody says: xyzzy"}])
+    wait_until(lambda: "+ 30 tokens" in command.log.read_text())
+    log = command.log.read_text()
+    assert re.search(
+        r"POST /v1/chat/completions 200, \d+ \+ 30 tokens in \d+\.\d{3} s for 127.0.0.1", log
+    )
+    (folder,) = {  # where Ray's processes write theirs
+        Path(word.partition("=")[2])
+        for one in psutil.Process(command.process.pid).children()
+        for word in one.cmdline()
+        if word.startswith("--log_dir=")
+    }
+    every = [file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file()]
+    assert len(every) > 5
+    assert "xyzzy" not in "".join([log, *every])
+    assert "Traceback" not in log
+
+
+def test_ports_of_ray_are_for_this_machine_or_ask_for_a_token(command: Command) -> None:
+    grpc: Any = importlib.import_module("grpc")  # it has no types
+    bodies: Any = importlib.import_module("ray.serve.generated.serve_pb2")
+    service: Any = importlib.import_module("ray.serve.generated.serve_pb2_grpc")
+    root = psutil.Process(command.process.pid)
+    listening = [
+        (str(one.laddr.ip), int(one.laddr.port))
+        for process in [root, *root.children(recursive=True)]
+        for one in process.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) > 3
+    for host, port in set(listening):
+        if host.removeprefix("::ffff:") == "127.0.0.1":
+            continue
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = service.ASGIServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as error:
+                stub.HandleRequest(bodies.ASGIRequest(), timeout=20)
+        assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_an_answer_that_is_written_ends_before_all_stops(command: Command) -> None:
+    """The last of the live tests: none may come behind it."""
+    everything = psutil.Process(command.process.pid).children(recursive=True)
+    body = {"messages": opening(1), "max_tokens": 1500, "temperature": 0, "stream": True}
+    url = f"{command.address}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        command.process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert command.process.wait(40) == 0
+    assert not psutil.wait_procs(everything, timeout=10)[1]
+
+
+def test_keys_origins_and_sizes_are_minded_before_any_copy() -> None:
+    from selfspec.serve.replicas import make_front
+
+    options = ServeOptions(cors_origin=["https://page.example"], max_body_mb=0.001)
+    front = TestClient(make_front(cast("Any", None), options, Keys(["key"])))
+    url, key = "/v1/chat/completions", {"Authorization": "Bearer key"}
+    answer = front.post(url, json={})
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    origin = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    assert front.options(url, headers=origin).status_code == 200
+    answer = front.post(url, content=b"x" * 2000, headers=key)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+class Handle:
+    """Of copies that send what they are given; then they wait, or end with an error."""
+
+    def __init__(self, *messages: dict[str, Any], error: Exception | None = None) -> None:
+        self.answer = self
+        self._messages, self._error = iter(messages), error
+        self._waits: asyncio.Future[None] | None = None
+
+    def options(self, **_: Any) -> Handle:
+        return self
+
+    def remote(self, *_: Any) -> Handle:
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        for message in self._messages:
+            yield message
+        if self._error is None:
+            self._waits = asyncio.get_running_loop().create_future()
+            await self._waits
+        from ray.serve.exceptions import RequestCancelledError
+
+        raise self._error or RequestCancelledError("0")
+
+    def cancel(self) -> None:
+        if self._waits is not None and not self._waits.done():
+            self._waits.set_result(None)
+
+
+def front_of(handle: Handle, **options: Any) -> Starlette:
+    from selfspec.serve.replicas import make_front
+
+    return make_front(cast("Any", handle), ServeOptions(**options), Keys([]))
+
+
+def through(handle: Handle, path: str = "/v1/models", **options: Any) -> Any:
+    return TestClient(front_of(handle, **options)).get(path)
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_where_no_copy_is_ready_that_is_said_in_time(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("selfspec.serve.replicas._READY_S", 0.05)
+    answer = through(Handle(), path, timeout=0.05)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "no copy of the model is ready. Try again soon"
+
+
+def test_an_answer_that_has_not_begun_is_refused_when_its_copy_ends() -> None:
+    from ray.exceptions import ActorDiedError
+
+    answer = through(Handle(error=ActorDiedError()))
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "Send the request again" in answer.json()["error"]["message"]
+
+
+def test_a_whole_answer_is_never_half_of_one() -> None:
+    from ray.exceptions import ActorDiedError
+
+    begun = {"type": "http.response.start", "status": 200, "headers": []}
+    half = {"type": "http.response.body", "body": b'{"half', "more_body": True}
+    with pytest.raises(RuntimeError, match="the answer was cut"):
+        TestClient(front_of(Handle(begun, half, error=ActorDiedError()))).get("/v1/models")
+
+
+def test_a_copy_without_a_writer_is_not_well() -> None:
+    replica = object.__new__(Replica)
+    replica._writer = cast("Any", SimpleNamespace(alive=True))
+    replica.check_health()
+    replica._writer = cast("Any", SimpleNamespace(alive=False))
+    with pytest.raises(RuntimeError, match="the writer has ended"):
+        replica.check_health()
+
+
+def test_without_ray_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "selfspec.serve.replicas", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["serve", "--port", "0", "--replicas", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "more than one copy needs more packages (ray): pip install 'selfspec[ray]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ('{"messages": [1, {"role": "user"}]}', '{"messages": [1, {"role": "user"}, 2]}', True),
+        ('{"messages": [{"role": "user"}]}', '{"messages": [1, {"role": "user"}]}', False),
+        (f'{{"prompt": "{"a" * 300}"}}', f'{{"prompt": "{"a" * 400}"}}', True),
+        ('{"prompt": [1, 2]}', '{"prompt": [1, 3]}', False),
+    ],
+)
+def test_a_session_is_the_beginning_of_a_conversation(one: str, other: str, same: bool) -> None:
+    assert session(one.encode())
+    assert (session(one.encode()) == session(other.encode())) is same
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b"{}", b'{"prompt": 3}', b'{"messages": []}', b"\xff"]
+)
+def test_a_body_without_a_beginning_has_no_session(body: bytes) -> None:
+    assert session(body) == ""
