@@ -26,7 +26,7 @@ FLAGS = (
 
 @with_flags(*FLAGS)
 def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
-    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health.
+    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
 
     Answers are written together, each with the text that it has alone. Ctrl-C stops the server when
     running answers are complete.
@@ -43,6 +43,8 @@ def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
             "--api-key-file"
         )
     try:
+        import prometheus_client  # noqa: F401  # known to be there before a model is loaded
+
         from selfspec.serve.run import bound, run
     except ImportError as error:
         raise InvalidOption(

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec import untrusted
 from selfspec.errors import InvalidData
 from selfspec.serve.answers import Reply
 from selfspec.serve.keys import Keys
+from selfspec.serve.metrics import Metrics
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import Body, ChatBody, TextBody
 from selfspec.serve.refusals import Refused, of_error, of_validation
@@ -34,7 +37,17 @@ OPEN = ("/health",)
 
 _OWNER = "selfspec"
 
+_NOBODY = 499
+"""In place of an answer that nobody reads."""
+
+_MOST_WAITING = 256
+"""Rounds of an answer that wait for a client who does not read; then its answer ends."""
+
+_LOOK_S = 1.0
+"""That a round may take before /metrics shows what was there before it."""
+
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 
 def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys: Keys) -> FastAPI:
@@ -50,6 +63,7 @@ def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys:
         await asyncio.to_thread(writer.stop)
 
     app = FastAPI(title="selfspec", openapi_url=None, lifespan=life)
+    app.state.metrics = writer.metrics
     app.add_exception_handler(Refused, _refuse)
     app.add_exception_handler(HTTPException, _refuse_path)
     app.add_exception_handler(404, _refuse_path)
@@ -57,11 +71,13 @@ def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys:
     app.add_exception_handler(ClientDisconnect, _nobody_reads)
     app.add_exception_handler(Exception, _failed)
     app.add_middleware(_Guard, keys=keys)
+    app.add_middleware(_Counting, metrics=writer.metrics)
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.text)
     app.get("/v1/models")(server.models)
     app.get("/v1/models/{name:path}")(server.model)
     app.get("/health")(server.health)
+    app.get("/metrics")(server.metrics)
     return app
 
 
@@ -79,6 +95,22 @@ class _Guard:
                 error = Refused(401, "the API key is missing or wrong", code="invalid_api_key")
                 app = _response(error)
         await app(scope, receive, send)
+
+
+class _Counting:
+    """Counts errors that are answered."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            status = message.get("status", 200)
+            if status >= 400 and status != _NOBODY:
+                self._metrics.refused(status)
+            await send(message)
+
+        await self._app(scope, receive, counted)
 
 
 class _Server:
@@ -108,6 +140,14 @@ class _Server:
         state = {"status": "ok" if alive else "stopping", "answers": self._writer.open}
         return JSONResponse(state, 200 if alive else 503)
 
+    async def metrics(self) -> Response:
+        writer = self._writer
+        if writer.alive:
+            with contextlib.suppress(asyncio.TimeoutError):  # a round takes long
+                looked = asyncio.wrap_future(writer.look())
+                writer.metrics.show(await asyncio.wait_for(looked, _LOOK_S))
+        return Response(writer.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
     def _model(self) -> dict[str, Any]:
         return {
             "id": self._label,
@@ -128,11 +168,15 @@ class _Server:
 
     async def _read(self, request: Request, kind: type[B]) -> B:
         """A body of that kind. Raises Refused."""
-        most, held = int(self._options.max_body_mb * 1e6), bytearray()
-        async for part in request.stream():
-            held += part
-            if len(held) > most:
-                raise Refused(413, f"the body has more than {most} bytes. Send less")
+        seconds = self._options.client_timeout
+        try:
+            held = await asyncio.wait_for(self._held(request), seconds)
+        except asyncio.TimeoutError as error:
+            raise Refused(
+                408,
+                f"the body did not arrive within {seconds:g} seconds. Send it at once",
+                headers={"Connection": "close"},
+            ) from error
         try:
             found = untrusted.parse_json(held.decode(), "the body")
             json.dumps(found, ensure_ascii=False).encode()
@@ -152,6 +196,15 @@ class _Server:
             )
         return body
 
+    async def _held(self, request: Request) -> bytearray:
+        """A body as it came."""
+        most, held = int(self._options.max_body_mb * 1e6), bytearray()
+        async for part in request.stream():
+            held += part
+            if len(held) > most:
+                raise Refused(413, f"the body has more than {most} bytes. Send less")
+        return held
+
     async def _answer(
         self, request: Request, body: ChatBody | TextBody, field: str, *, raw: bool
     ) -> Response:
@@ -170,13 +223,13 @@ class _Server:
         pieces = _Pieces(self._writer, choices, reply, field)
         if not body.stream:
             return await _whole(request, pieces, reply)
-        first = await pieces.first()  # what is wrong with a request is no stream
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        return StreamingResponse(
-            _lines(pieces, first, reply, with_usage=with_usage),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        try:
+            first = await _unless_gone(request, pieces.first())  # what is refused is no stream
+        except BaseException:
+            pieces.leave()
+            raise
+        return _Stream(pieces, _lines(pieces, first, reply, with_usage=with_usage))
 
 
 class _Pieces:
@@ -187,6 +240,7 @@ class _Pieces:
         self._writer, self._reply, self._field = writer, reply, field
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece] = asyncio.Queue()
+        self._room = _MOST_WAITING * len(choices)
         self._job = Job(choices=choices, begun=self._begun, wrote=self._wrote)
         writer.submit(self._job)
 
@@ -205,14 +259,43 @@ class _Pieces:
         """Nobody wants the rest."""
         self._writer.cancel(self._job)
 
+    def count(self, error: Refused) -> None:
+        """A stream ends with an error, behind a status that said otherwise."""
+        self._writer.metrics.refused(error.status)
+
     def _begun(self, prompt_tokens: int) -> None:
         self._reply.prompt_tokens = prompt_tokens
 
     def _wrote(self, piece: Piece) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
+            self._loop.call_soon_threadsafe(self._put, piece)
         except RuntimeError:  # the loop has ended: nobody reads
             logger.debug("a piece came too late")
+
+    def _put(self, piece: Piece) -> None:
+        """On the loop. Ends an answer that its client does not read."""
+        if self._room > self._queue.qsize():
+            self._queue.put_nowait(piece)
+        elif self._room:
+            self._room = 0  # nothing more is taken
+            self.leave()
+            error = Refused(408, "the client reads more slowly than its answer is written")
+            self._queue.put_nowait(Piece(choice=piece.choice, error=error))
+
+
+class _Stream(StreamingResponse):
+    """Ends its answer when it ends, however that is: its lines may never have begun."""
+
+    def __init__(self, pieces: _Pieces, lines: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._pieces.leave()
 
 
 async def _whole(request: Request, pieces: _Pieces, reply: Reply) -> Response:
@@ -222,18 +305,25 @@ async def _whole(request: Request, pieces: _Pieces, reply: Reply) -> Response:
         while not reply.complete:
             await pieces.first()
 
-    collecting = asyncio.ensure_future(collect())
-    gone = asyncio.ensure_future(_gone(request))
     try:
-        await asyncio.wait((collecting, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            raise ClientDisconnect
-        collecting.result()
+        await _unless_gone(request, collect())
         return JSONResponse(reply.whole())
     finally:
-        gone.cancel()
-        collecting.cancel()
         pieces.leave()
+
+
+async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, T]) -> T:
+    """What is wanted. Raises ClientDisconnect where the client goes away first."""
+    waits = asyncio.ensure_future(wanted)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((waits, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not waits.done():
+            raise ClientDisconnect
+        return waits.result()
+    finally:
+        gone.cancel()
+        waits.cancel()
 
 
 async def _gone(request: Request) -> None:
@@ -258,9 +348,8 @@ async def _lines(
             yield _event(reply.last())
         yield "data: [DONE]\n\n"
     except Refused as error:
+        pieces.count(error)
         yield _event(error.body())
-    finally:
-        pieces.leave()
 
 
 def _event(value: dict[str, Any]) -> str:
@@ -277,10 +366,12 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 
 async def _nobody_reads(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)
+    return Response(status_code=_NOBODY)
 
 
-async def _failed(_: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
+    metrics: Metrics = request.app.state.metrics  # no middleware hears of this one
+    metrics.refused(500)
     return _response(of_error(error, ""))
 
 

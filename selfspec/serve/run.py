@@ -10,6 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from selfspec.errors import InvalidOption
+from selfspec.serve.connections import connections
 from selfspec.serve.options import ServeOptions
 
 
@@ -59,6 +60,8 @@ class Server(uvicorn.Server):
         """`ready` gets the address."""
         config = uvicorn.Config(
             app,
+            http=connections(options.client_timeout),
+            ws="none",
             log_level="warning",
             timeout_graceful_shutdown=int(options.graceful_seconds),
             server_header=False,
