@@ -5,6 +5,7 @@
 Streams of greedy answers to a suite's first turns, by 1, 4, 16 and 32 clients that each wait for an
 answer before they ask again. One server lives at a time. All read one folder, the default model's
 numbers in bfloat16 unless `--model` names another; a row more has the default model's own file.
+Each load has prompts of its own while the suite lasts, for a prompt that comes again is cached.
 Tokens are counted by each server's usage. Nothing else should run on the machine. Writes
 `summary.json` and `table.md`.
 """
@@ -18,8 +19,9 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +40,15 @@ from selfspec.hub.models import DEFAULT_HEADS, resolve_model
 OURS, PLAIN, FILE = "selfspec", "selfspec, no drafts", "selfspec, the file's blocks"
 THEIRS, BATCHING = "transformers", "transformers, continuous batching"
 PEERS = THEIRS, BATCHING
+
+
+@dataclass(kw_only=True)
+class Served(Load):
+    """Also, what a server needed not compute."""
+
+    cached: int = 0
+    """Tokens of prompts that it had from earlier requests, as its usage says."""
+
 
 PACKAGES = ("uvicorn", "fastapi", "httpx", "h11")
 
@@ -116,6 +127,7 @@ def measured(
 ) -> list[Load]:
     """Each server at each load, again and again; the order of servers turns round."""
     loads, done = list[Load](), 0
+    starts = dict(zip(plan, accumulate(plan.values(), initial=0), strict=False))
     of = repeats * len(commands) * sum(plan.values())
     names = list(commands)
     with progress.bar("serving", "answers") as show:
@@ -123,7 +135,7 @@ def measured(
             for name in names[:: -1 if repeat % 2 else 1]:
                 model = folder if name in PEERS else None
                 with served(commands[name]) as server:
-                    asyncio.run(warmed(server, prompts, max(plan), model))
+                    asyncio.run(warmed(server, max(plan), model))
                     for count, requests in plan.items():
 
                         def told(_: Heard, name: str = name, count: int = count) -> None:
@@ -131,33 +143,31 @@ def measured(
                             done += 1
                             show(done, of, f"{name}, {count} at once")
 
-                        asked = bodies(prompts, requests, tokens, model)
-                        load = Load(method=name, texts=count, repeat=repeat)
+                        own = islice(cycle(prompts), starts[count], starts[count] + requests)
+                        asked = bodies([*own], tokens, model)
+                        load = Served(method=name, texts=count, repeat=repeat)
                         asyncio.run(loaded(server, asked, load, told))
                         loads.append(load)
     return loads
 
 
-def bodies(
-    prompts: Sequence[str], requests: int, tokens: int, model: str | None
-) -> list[dict[str, Any]]:
-    """Streams; the same prompts for all servers."""
+def bodies(prompts: Sequence[str], tokens: int, model: str | None) -> list[dict[str, Any]]:
+    """Streams; `model`: where a server asks for its name."""
     more = {"stream": True, "stream_options": {"include_usage": True}}
     named = {} if model is None else {"model": model}
-    return [question(text, tokens, **more, **named) for text in islice(cycle(prompts), requests)]
+    return [question(text, tokens, **more, **named) for text in prompts]
 
 
-async def warmed(server: Server, prompts: Sequence[str], count: int, model: str | None) -> None:
+async def warmed(server: Server, count: int, model: str | None) -> None:
     """What a server does once is not measured."""
     async with clients(server) as client:
-        asked = bodies([f"Hello, {number}." for number in range(count)], count, 8, model)
+        asked = bodies([f"Hello, {number}." for number in range(count)], 8, model)
         for heard in await asyncio.gather(*(ask(client, body) for body in asked)):
             checked(heard)
-        checked(await ask(client, bodies(prompts[-1:], 1, 8, model)[0]))
 
 
 async def loaded(
-    server: Server, asked: Sequence[Mapping[str, Any]], load: Load, told: Told
+    server: Server, asked: Sequence[Mapping[str, Any]], load: Served, told: Told
 ) -> None:
     """All requests, by so many clients, each of which takes the next one that is left."""
     left = iter(asked)
@@ -166,6 +176,8 @@ async def loaded(
         for body in left:
             heard = checked(await ask(client, body))
             load.tokens += heard.tokens
+            details = heard.usage.get("prompt_tokens_details") or {}
+            load.cached += details.get("cached_tokens", 0)
             load.first_s += heard.arrivals[:1]
             load.gaps_s += heard.gaps
             told(heard)

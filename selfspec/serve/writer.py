@@ -141,6 +141,9 @@ class Writer:
                     self._write()
             except Exception:
                 logger.exception("a round failed; its answers end, others go on")
+                for job, answer in list(self._answers.values()):
+                    if answer.running.ended:  # the round did not come to say so
+                        self._tell(job, answer)
         for running in list(self._answers):
             running.close()
 
