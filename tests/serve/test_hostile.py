@@ -160,11 +160,12 @@ def outcome(answer: bytes) -> str:
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_whatever_a_body_says_it_gets_an_answer(target: Running, path: str) -> None:
     level = Level(target)
+    client = httpx.Client(base_url=target.address, timeout=60)
 
     @slowly
     @given(bodies(chat=path == CHAT))
     def check(body: bytes) -> None:
-        answer = httpx.post(f"{target.address}{path}", content=body, timeout=60)
+        answer = client.post(path, content=body)
         event(f"status {answer.status_code}")
         assert LEAST <= answer.status_code < 500
         if answer.status_code == 200:
@@ -175,7 +176,8 @@ def test_whatever_a_body_says_it_gets_an_answer(target: Running, path: str) -> N
             assert "\n" not in error["message"]
         answers(target)
 
-    check()
+    with client:
+        check()
     level.returns()
 
 
