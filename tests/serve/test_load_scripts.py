@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval import serve_equal, serve_load, serve_soak
-from eval.served import Server, clients
+from eval.served import Server, clients, question
 from selfspec.eval.loads import Load
 from tests.serve.live import Running
 
@@ -39,7 +39,7 @@ def test_a_load_counts_what_usage_says(at: Server, server: Running) -> None:
 
 def test_an_error_is_no_figure(at: Server) -> None:
     load = serve_load.Served(method=serve_load.OURS, texts=1)
-    asked = [serve_load.question("Hello", 4, temperature=9)]
+    asked = [question("Hello", 4, temperature=9)]
     with pytest.raises(RuntimeError, match=r"status 400.*temperature"):
         asyncio.run(serve_load.loaded(at, asked, load, lambda _: None))
 
