@@ -17,13 +17,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from selfspec import untrusted
 from selfspec.errors import InvalidData
 from selfspec.serve.answers import Reply
 from selfspec.serve.keys import Keys
-from selfspec.serve.metrics import Metrics
+from selfspec.serve.metrics import NOBODY, Counting, Metrics
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import Body, ChatBody, TextBody
 from selfspec.serve.refusals import Refused, of_error, of_validation
@@ -36,9 +36,6 @@ OPEN = ("/health",)
 """Paths that need no key."""
 
 _OWNER = "selfspec"
-
-_NOBODY = 499
-"""In place of an answer that nobody reads."""
 
 _MOST_WAITING = 256
 """Rounds of an answer that wait for a client who does not read; then its answer ends."""
@@ -71,7 +68,7 @@ def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys:
     app.add_exception_handler(ClientDisconnect, _nobody_reads)
     app.add_exception_handler(Exception, _failed)
     app.add_middleware(_Guard, keys=keys)
-    app.add_middleware(_Counting, metrics=writer.metrics)
+    app.add_middleware(Counting, metrics=writer.metrics)
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.text)
     app.get("/v1/models")(server.models)
@@ -95,22 +92,6 @@ class _Guard:
                 error = Refused(401, "the API key is missing or wrong", code="invalid_api_key")
                 app = _response(error)
         await app(scope, receive, send)
-
-
-class _Counting:
-    """Counts errors that are answered."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
-            status = message.get("status", 200)
-            if status >= 400 and status != _NOBODY:
-                self._metrics.refused(status)
-            await send(message)
-
-        await self._app(scope, receive, counted)
 
 
 class _Server:
@@ -366,7 +347,7 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 
 async def _nobody_reads(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=_NOBODY)
+    return Response(status_code=NOBODY)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -19,6 +19,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
     from selfspec.decoding.engine import Running
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from selfspec.model.kv_memory import Memory
 
 PREFIX = "selfspec_"
+
+NOBODY = 499
+"""Status in place of an answer that nobody reads; no refusal."""
 
 MODEL = "model"
 """The source of tokens that nobody drafted."""
@@ -190,3 +194,22 @@ class Metrics:
 
     def _histogram(self, name: str, said: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, said, buckets=buckets, registry=self._registry)
+
+
+class Counting:
+    """Around an application: counts the errors that it answers with."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        """As Starlette makes middleware."""
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+
+        async def counted(message: Message) -> None:
+            status = message.get("status", 200)
+            if status >= 400 and status != NOBODY:
+                self._metrics.refused(status)
+            await send(message)
+
+        await self._app(scope, receive, counted)
