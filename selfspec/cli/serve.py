@@ -29,7 +29,7 @@ FLAGS = (
 
 @with_flags(*FLAGS)
 def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
-    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health; and a page at /.
+    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /metrics; a page at /.
 
     Answers are written together, each with the text that it has alone. Ctrl-C stops the server when
     running answers are complete.
@@ -46,6 +46,8 @@ def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
             "--api-key-file"
         )
     with _packages("serve", "a server"):
+        import prometheus_client  # noqa: F401  # known to be there before a model is loaded
+
         from selfspec.serve.run import bound
     start = _one if options.replicas == 1 else _several
     settings = Settings(picked(asked, LOADING), picked(asked, SPECULATION))

@@ -138,6 +138,11 @@ class Engine:
         """How many are in it, those that wait included."""
         return len(self._waiting) + len(self._entering) + len(self._writing)
 
+    @property
+    def waiting(self) -> int:
+        """How many of these have not begun."""
+        return len(self._waiting)
+
     def add(
         self,
         asked: Asked,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -12,26 +13,29 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
-from starlette.requests import ClientDisconnect
 
 from selfspec import untrusted
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.serve import gate
 from selfspec.serve.answers import Reply
-from selfspec.serve.faults import places
 from selfspec.serve.keys import Keys
+from selfspec.serve.metrics import Counting
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.page import chat_page
 from selfspec.serve.protocol import Body, ChatBody, TextBody
 from selfspec.serve.refusals import Refused, of_error, of_validation
-from selfspec.serve.texts import Piece
-from selfspec.serve.writer import Choice, Job, Writer
+from selfspec.serve.streams import Pieces, Stream, lines, unless_gone, whole
+from selfspec.serve.writer import Choice, Writer
 
 logger = logging.getLogger(__name__)
 
 _OWNER = "selfspec"
+
+_LOOK_S = 1.0
+"""That a round may take before /metrics shows what was there before it."""
 
 B = TypeVar("B", bound=Body)
 
@@ -53,12 +57,14 @@ def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys:
     app.add_exception_handler(404, _refuse_path)
     app.add_exception_handler(405, _refuse_path)
     gate.guard(app, options, keys)
+    app.add_middleware(Counting, metrics=writer.metrics)
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.text)
     app.get("/v1/models")(server.models)
     app.get("/v1/models/{name:path}")(server.model)
     app.get("/health")(server.health)
     app.get("/")(server.page)
+    app.get("/metrics")(server.metrics)
     return app
 
 
@@ -92,6 +98,14 @@ class _Server:
 
     async def page(self) -> Response:
         return HTMLResponse(self._page.html, headers=self._page.headers)
+
+    async def metrics(self) -> Response:
+        writer = self._writer
+        if writer.alive:
+            with contextlib.suppress(asyncio.TimeoutError):  # a round takes long
+                looked = asyncio.wrap_future(writer.look())
+                writer.metrics.show(await asyncio.wait_for(looked, _LOOK_S))
+        return Response(writer.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -174,104 +188,16 @@ class _Server:
         reply = Reply(self._label, len(choices), chat=not raw, noted=noted)
         reply.asked = body.prompts
         setattr(request.state, gate.REPLY, reply)
-        pieces = _Pieces(self._writer, choices, reply, field)
+        pieces = Pieces(self._writer, choices, reply, field)
         if not body.stream:
-            return await _whole(request, pieces, reply)
-        first = await pieces.first()  # what is wrong with a request is no stream
+            return await whole(request, pieces, reply)
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        return StreamingResponse(
-            _lines(pieces, first, reply, with_usage=with_usage),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
-
-
-class _Pieces:
-    """Pieces of one request's answers, from the writer's thread to this loop."""
-
-    def __init__(self, writer: Writer, choices: list[Choice], reply: Reply, field: str) -> None:
-        """Submits the request. Raises Refused where too much waits."""
-        self._writer, self._reply, self._field = writer, reply, field
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece] = asyncio.Queue()
-        self._job = Job(choices=choices, begun=self._begun, wrote=self._wrote)
-        writer.submit(self._job)
-
-    async def first(self) -> Piece:
-        """The next piece, counted in; raises what ended its choice."""
-        piece = await self._queue.get()
-        if piece.error is not None:
-            self.leave()
-            if not isinstance(piece.error, Refused):
-                logger.info("an answer failed:\n%s", places(piece.error))
-            raise of_error(piece.error, self._field)
-        self._reply.add(piece)
-        return piece
-
-    def leave(self) -> None:
-        """Nobody wants the rest."""
-        self._writer.cancel(self._job)
-
-    def _begun(self, prompt_tokens: int) -> None:
-        self._reply.prompt_tokens = prompt_tokens
-
-    def _wrote(self, piece: Piece) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
-        except RuntimeError:  # the loop has ended: nobody reads
-            logger.debug("a piece came too late")
-
-
-async def _whole(request: Request, pieces: _Pieces, reply: Reply) -> Response:
-    """All of it at once; a client that goes away ends it."""
-
-    async def collect() -> None:
-        while not reply.complete:
-            await pieces.first()
-
-    collecting = asyncio.ensure_future(collect())
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait((collecting, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            raise ClientDisconnect
-        collecting.result()
-        return JSONResponse(reply.whole())
-    finally:
-        gone.cancel()
-        collecting.cancel()
-        pieces.leave()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _lines(
-    pieces: _Pieces, piece: Piece, reply: Reply, *, with_usage: bool
-) -> AsyncIterator[str]:
-    """Server-sent events, from the first piece on."""
-    try:
-        for chunk in reply.opening():
-            yield _event(chunk)
-        while True:
-            for chunk in reply.chunks(piece):
-                yield _event(chunk)
-            if reply.complete:
-                break
-            piece = await pieces.first()
-        if with_usage:
-            yield _event(reply.last())
-        yield "data: [DONE]\n\n"
-    except Refused as error:
-        yield _event(error.body())
-    finally:
-        pieces.leave()
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+            first = await unless_gone(request, pieces.first())  # what is refused is no stream
+        except BaseException:
+            pieces.leave()
+            raise
+        return Stream(pieces, lines(pieces, first, reply, with_usage=with_usage))
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:

@@ -5,10 +5,13 @@ The whole of it stands before the application, and before what hands requests to
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 from starlette.applications import Starlette
@@ -19,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.serve.faults import places
 from selfspec.serve.keys import Keys
+from selfspec.serve.metrics import NOBODY
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.refusals import Refused, of_error
 
@@ -45,6 +49,8 @@ def guard(app: Starlette, options: ServeOptions, keys: Keys) -> None:
     app.add_exception_handler(Refused, _refuse)
     app.add_exception_handler(ClientDisconnect, _nobody_reads)
     app.add_middleware(_Guard, keys=keys)
+    if options.is_local and not keys:
+        app.add_middleware(_Here, host=options.host)
     if options.cors_origin:  # around the keys: a browser asks beforehand, and shows none
         app.add_middleware(
             CORSMiddleware,
@@ -61,8 +67,23 @@ def response(error: Refused) -> Response:
 
 
 async def read(request: Request, options: ServeOptions) -> bytearray:
-    """A body. Raises Refused for more than is taken."""
-    most, held = int(options.max_body_mb * 1e6), bytearray()
+    """A body. Raises Refused for one that is too large, too slow, or no JSON by its header."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a page elsewhere may send other kinds without being asked
+        raise Refused(415, "Content-Type must be application/json")
+    seconds = options.client_timeout
+    try:
+        return await asyncio.wait_for(_held(request, int(options.max_body_mb * 1e6)), seconds)
+    except asyncio.TimeoutError as error:
+        raise Refused(
+            408,
+            f"the body did not arrive within {seconds:g} seconds. Send it at once",
+            headers={"Connection": "close"},
+        ) from error
+
+
+async def _held(request: Request, most: int) -> bytearray:
+    held = bytearray()
     async for part in request.stream():
         held += part
         if len(held) > most:
@@ -94,6 +115,32 @@ class _Guard:
                 error = Refused(401, "the API key is missing or wrong", code="invalid_api_key")
                 app = response(error)
         await app(scope, receive, send)
+
+
+class _Here:
+    """Lets requests in that are meant for this machine by name.
+
+    Else a page elsewhere whose name comes to mean this machine could read what a server without
+    keys says (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app, self._host = app, host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            found = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            if found and not self._means_here(found):
+                app = response(Refused(403, "the Host header names another machine. Set API keys"))
+        await app(scope, receive, send)
+
+    def _means_here(self, found: str) -> bool:
+        try:
+            name = urlsplit(f"//{found}").hostname or ""
+            return name in ("localhost", self._host) or ip_address(name).is_loopback
+        except ValueError:
+            return False
 
 
 class _Log:
@@ -149,4 +196,4 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 
 async def _nobody_reads(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)
+    return Response(status_code=NOBODY)

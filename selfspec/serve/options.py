@@ -39,6 +39,9 @@ class ServeOptions:
     max_body_mb: float = 4.0
     """Of a request, in megabytes."""
 
+    client_timeout: float = 30.0
+    """Seconds for a client to send a request, or to read on; then its connection ends."""
+
     patience: float = 1.0
     """How much longer the next token of an answer may take while a prompt enters, in tokens."""
 
@@ -64,7 +67,7 @@ class ServeOptions:
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise InvalidOption(f"{name} is {getattr(self, name)}, expected at least {lowest}")
-        for name in ("timeout", "max_body_mb", "graceful_seconds"):
+        for name in ("timeout", "client_timeout", "max_body_mb", "graceful_seconds"):
             if not getattr(self, name) > 0:
                 raise InvalidOption(f"{name} is {getattr(self, name)}, expected more than 0")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:

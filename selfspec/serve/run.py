@@ -10,7 +10,11 @@ import uvicorn
 from starlette.applications import Starlette
 
 from selfspec.errors import InvalidOption
+from selfspec.serve.connections import connections
 from selfspec.serve.options import ServeOptions
+
+_SEND_BYTES = 1 << 17
+"""That the system keeps for a client to read; the whole of a long stream would fit otherwise."""
 
 
 def bound(options: ServeOptions) -> socket.socket:
@@ -25,6 +29,7 @@ def bound(options: ServeOptions) -> socket.socket:
         )
         found = socket.socket(family, kind)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         found.bind(address)
     except OSError as error:
         raise InvalidOption(f"cannot listen at {where}: {error.strerror or error}") from error
@@ -59,6 +64,8 @@ class Server(uvicorn.Server):
         """`ready` gets the address."""
         config = uvicorn.Config(
             app,
+            http=connections(options.client_timeout),
+            ws="none",
             log_level="warning",
             timeout_graceful_shutdown=int(options.graceful_seconds),
             server_header=False,

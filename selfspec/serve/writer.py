@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -26,6 +28,7 @@ from selfspec.decoding.engine import Running
 from selfspec.errors import InvalidPrompt
 from selfspec.serve.explain import Explanation, cost_of
 from selfspec.serve.faults import places
+from selfspec.serve.metrics import Metrics, State
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.refusals import Refused
 from selfspec.serve.texts import Answer, Piece
@@ -65,6 +68,7 @@ class Job:
     answers: list[Answer] = field(default_factory=list)
     left: int = 0
     """Choices that have no end yet."""
+    came: float = field(default_factory=time.perf_counter)
 
 
 class Writer:
@@ -75,6 +79,7 @@ class Writer:
     ) -> None:
         """Raises InvalidOption as `Engine` does."""
         self._speculator, self._options = speculator, options
+        self.metrics = Metrics()
         self._engine = speculator.engine(
             most=options.concurrency, patience=options.patience, kv_memory=kv_memory
         )
@@ -126,6 +131,19 @@ class Writer:
         """What is not yet written of a job is left."""
         self._orders.put(lambda: self._leave(job))
 
+    def look(self) -> Future[State]:
+        """What it has between two rounds; no result once it has stopped."""
+        found: Future[State] = Future()
+
+        def answer() -> None:
+            if found.set_running_or_notify_cancel():
+                texts, waiting = self._engine.texts, self._engine.waiting
+                running = texts - waiting
+                found.set_result(State(running, self._open - running, self._engine.memory))
+
+        self._orders.put(answer)
+        return found
+
     def stop(self) -> None:
         """Leave everything, and end the thread."""
         self._stopping.set()
@@ -139,7 +157,10 @@ class Writer:
                 if self._engine.texts:
                     self._write()
             except Exception as error:  # noqa: BLE001  # its message may hold what a client wrote
-                logger.error("a round failed; others go on:\n%s", places(error))
+                logger.error("a round failed; its answers end, others go on:\n%s", places(error))
+                for job, answer in list(self._answers.values()):
+                    if answer.running.ended:  # the round did not come to say so
+                        self._tell(job, answer)
         for running in list(self._answers):
             running.close()
 
@@ -156,11 +177,14 @@ class Writer:
     def _write(self) -> None:
         """One round."""
         for running in self._engine.step():
+            self.metrics.wrote(running)
             job, answer = self._answers[running]
             self._tell(job, answer)
 
     def _tell(self, job: Job, answer: Answer) -> None:
         piece = answer.piece()
+        if piece.finish is not None:
+            self.metrics.finished(answer.running, piece.finish)
         if answer.running.ended or piece.error is not None:
             self._done(job, answer)
         job.wrote(piece)
@@ -171,7 +195,9 @@ class Writer:
         try:
             ids = {id(one.prompt): self._ids(one) for one in _distinct(job.choices)}
             calls += [self._call(ids[id(one.prompt)], one) for one in job.choices]
-            job.begun(sum(one.shape[1] for one in ids.values()))  # choices of one prompt share it
+            prompt_tokens = sum(one.shape[1] for one in ids.values())  # choices of one share it
+            job.begun(prompt_tokens)
+            self.metrics.prompt(prompt_tokens)
             for number, (choice, call) in enumerate(zip(job.choices, calls, strict=True)):
                 told = self._explanation(call) if choice.explain else None
                 running = self._engine.add(call.request.only(), call.speculation)
@@ -185,6 +211,7 @@ class Writer:
                 )
                 job.answers.append(answer)
                 self._answers[running] = job, answer
+                self.metrics.came(running, job.came)
         except Exception as error:  # noqa: BLE001  # as above
             if not isinstance(error, Refused):
                 logger.debug("a request failed:\n%s", places(error))
@@ -227,6 +254,7 @@ class Writer:
         for answer in job.answers:
             if answer.running in self._answers:
                 answer.running.close()
+                self.metrics.cancelled()
                 self._done(job, answer)
         with self._lock:
             self._open -= job.left
@@ -235,6 +263,7 @@ class Writer:
     def _done(self, job: Job, answer: Answer) -> None:
         if self._answers.pop(answer.running, None) is not None:
             job.left -= 1
+            self.metrics.left(answer.running)
             with self._lock:
                 self._open -= 1
 

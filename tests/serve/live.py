@@ -14,6 +14,8 @@ from selfspec.serve.options import ServeOptions
 from selfspec.serve.run import Server, bound
 from selfspec.serve.writer import Writer
 
+JSON = {"Content-Type": "application/json"}
+
 
 class Running(NamedTuple):
     """A server, and what it is made of."""

@@ -24,6 +24,7 @@ from selfspec.serve.keys import VARIABLE
         (["--port", "70000"], "port is 70000, expected at most 65535"),
         (["--concurrency", "0"], "concurrency is 0, expected at least 1"),
         (["--timeout", "0"], "timeout is 0.0, expected more than 0"),
+        (["--client-timeout", "0"], "client_timeout is 0.0, expected more than 0"),
         (["--kv-memory", "much"], "expected a size like 500MB or 2GB"),
         (["--api-key-file", "nowhere"], "cannot read nowhere"),
         (["--api-key-file", "empty"], "empty holds no API key"),

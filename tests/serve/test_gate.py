@@ -13,7 +13,7 @@ import pytest
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
 from selfspec.serve.options import ServeOptions
-from tests.serve.live import Running, running
+from tests.serve.live import JSON, Running, running
 
 PAGE = "https://page.example"
 SECRET = "xyzzy"
@@ -149,7 +149,7 @@ def test_no_text_is_logged_unasked_at_any_level(
         assert {answer.status_code for answer in answers} == {200, 400, 404}
         said = answers[1].json()["choices"][0]["message"]["content"]
         assert len(said) > 20
-        httpx.post(f"{server.address}/v1/chat/completions", content=f'{{"{SECRET}')
+        httpx.post(f"{server.address}/v1/chat/completions", content=f'{{"{SECRET}', headers=JSON)
 
         def fails(*_: Any, **__: Any) -> Any:
             raise ValueError(f"this quotes {SECRET}")
@@ -175,3 +175,33 @@ def test_no_text_is_logged_unasked_at_any_level(
     assert everything.count("ValueError") >= 4  # it does say what went wrong, and where:
     for place in ("writer.py", "app.py", "in fails"):
         assert place in everything
+
+
+def test_a_page_elsewhere_cannot_ask_in_the_name_of_who_reads_it(
+    server: Running, default: Speculator
+) -> None:
+    url, body = f"{server.address}/v1/chat/completions", b'{"messages": []}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        answer = httpx.post(url, content=body, headers={"Content-Type": kind})
+        assert answer.status_code == 415
+        assert "application/json" in answer.json()["error"]["message"]
+    assert post(server, **{"Content-Type": "Application/JSON; charset=utf-8"}).status_code == 200
+    port = server.address.rpartition(":")[2]
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "[",
+        "localhost@x",
+    ):
+        assert httpx.get(f"{server.address}/", headers={"Host": host}).status_code == 403
+    for host in (
+        "localhost",
+        f"LOCALHOST:{port}",
+        f"127.0.0.1:{port}",
+        f"[::1]:{port}",
+        "127.8.0.1",
+    ):
+        assert httpx.get(f"{server.address}/", headers={"Host": host}).status_code == 200
+    with running(default, keys=("one",)) as guarded:
+        assert httpx.get(f"{guarded.address}/", headers={"Host": "a.example"}).status_code == 200

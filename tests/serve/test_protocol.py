@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from selfspec.api.speculator import Speculator
-from tests.serve.live import Running, running
+from tests.serve.live import JSON, Running, running
 
 ASK = [{"role": "user", "content": "Name two planets and one river."}]
 LIMIT = {"max_tokens": 20, "temperature": 0.0}
@@ -214,7 +214,8 @@ def test_what_is_not_supported_is_refused_by_name(
     ],
 )
 def test_a_bad_body_is_refused(server: Running, body: bytes, status: int) -> None:
-    answer = httpx.post(f"{server.address}/v1/chat/completions", content=body, timeout=60)
+    url = f"{server.address}/v1/chat/completions"
+    answer = httpx.post(url, content=body, headers=JSON, timeout=60)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
 

@@ -29,7 +29,7 @@ from selfspec.serve.sessions import NAME, session
 from selfspec.serve.writer import Writer
 from tests.api.test_text import byte_level_bpe
 from tests.models import make_model
-from tests.serve.live import Running
+from tests.serve.live import JSON, Running
 from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through Ray
     client,
     test_a_bad_body_is_refused,
@@ -268,7 +268,7 @@ def test_keys_origins_and_sizes_are_minded_before_any_copy() -> None:
     assert answer.json()["error"]["code"] == "invalid_api_key"
     origin = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
     assert front.options(url, headers=origin).status_code == 200
-    answer = front.post(url, content=b"x" * 2000, headers=key)
+    answer = front.post(url, content=b"x" * 2000, headers=JSON | key)
     assert answer.status_code == 413
     assert answer.json()["error"]["type"] == "invalid_request_error"
 

@@ -1,0 +1,213 @@
+"""Bodies and bytes that nobody should send: each gets an answer below 500, and the next is served.
+
+A few examples here; 3,000 of each kind with `--hypothesis-profile=hostile`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from selfspec.api.speculator import Speculator
+from tests.serve.live import Running, running
+from tests.serve.raw import CHAT, GOOD, Level, all_of, answers, connected, request, statuses
+
+TEXT = "/v1/completions"
+LONG = b"X-Long: @"
+"""Stands for a header that is too long; written out, nobody could read a failure."""
+
+LEAST = 200
+"""Every status from here to 499 will do."""
+
+slowly = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+NUMBERS = st.one_of(
+    st.integers(-3, 3),
+    st.integers(-(10**30), 10**30),
+    st.floats(),
+    st.sampled_from([2**31, 2**63, -(2**63) - 1, 2**64, 1e308, -0.0, 10**400]),
+)
+TEXTS = st.one_of(
+    st.text(max_size=20),
+    st.text(st.characters(categories=["Cc", "Cs", "Cf", "Co"]), max_size=8),
+    st.sampled_from(["", "\0", "\ud800", "../../etc/passwd", "{{7*7}}", "%s", "auto", "a" * 5000]),
+)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=4)),
+    max_leaves=8,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant"]), "content": TEXTS | VALUES},
+        optional={"name": TEXTS | VALUES, "tool_calls": VALUES},
+    ),
+    max_size=4,
+)
+LIKELY: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.none(),
+    "n": st.integers(1, 4),
+    "max_tokens": st.integers(1, 4),
+    "stop": TEXTS | st.lists(TEXTS, max_size=5),
+    "seed": st.integers(-(2**63), 2**64 - 1),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "speculation": st.booleans()
+    | st.fixed_dictionaries(
+        {}, optional={"drafter": st.sampled_from(["ngram", "exit"]), "never_slower": st.booleans()}
+    ),
+    "logprobs": st.booleans() | st.integers(-1, 30),
+    "top_logprobs": st.integers(-1, 30),
+    "presence_penalty": st.floats(-3, 3),
+    "frequency_penalty": st.floats(-3, 3),
+    "logit_bias": st.dictionaries(st.sampled_from(["0", "5", "-1", "999999", "x"]), NUMBERS),
+    "response_format": st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "json_object", "json_schema"])},
+        optional={"json_schema": VALUES},
+    ),
+    "tools": st.lists(VALUES, max_size=2),
+    "tool_choice": VALUES,
+}
+OTHERS = [*LIKELY, "user", "metadata", "top_k", "min_p", "suffix", "echo", "best_of", "no_such"]
+
+
+@st.composite
+def bodies(draw: st.DrawFn, chat: bool) -> bytes:
+    """A request that may pass, and what was done to it."""
+    if chat:
+        body: Any = {"messages": draw(MESSAGES | st.just(GOOD["messages"]))}
+    else:
+        ids = st.lists(st.integers(-1, 60_000), max_size=6)
+        body = {"prompt": draw(TEXTS | ids | st.lists(ids | TEXTS, max_size=3))}
+    for name in draw(st.lists(st.sampled_from([*LIKELY]), max_size=5, unique=True)):
+        body[name] = draw(LIKELY[name])
+    for name in draw(st.lists(st.sampled_from(OTHERS) | TEXTS, max_size=2)):
+        body[name] = draw(VALUES)
+    how = draw(st.sampled_from(["as it is", "as it is", "deep", "twice", "cut", "long", "other"]))
+    event(how)
+    if how == "other":
+        body = draw(VALUES)
+    elif how == "deep":
+        body["metadata"] = {}
+    elif how == "long":
+        body[draw(st.sampled_from(["stop", "messages", "prompt", "tools"]))] = ["a"] * 20_000
+    text = json.dumps(body)
+    if how == "deep":
+        depth = draw(st.sampled_from([70, 5_000, 200_000]))
+        text = text.replace('"metadata": {}', f'"metadata": {"[" * depth}{"]" * depth}')
+    elif how == "twice":
+        text = text.replace("{", '{"n": 1, "messages": 3, "n": 2, ', 1)
+    elif how == "cut":
+        place = draw(st.integers(0, len(text)))
+        text = text[:place] + draw(st.sampled_from(["", "\0", "\ufeff", "\udcff", "]"]))
+    return text.encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> bytes:
+    """Bytes of a connection: requests, one after the other, with something wrong."""
+    found = b""
+    for _ in range(draw(st.integers(1, 3))):
+        one = draw(st.sampled_from([request(GOOD), request(b""), b"GET /health HTTP/1.1\r\n\r\n"]))
+        head, _, rest = one.partition(b"\r\n")
+        line = st.sampled_from(
+            [head, b"GET /%ff%00/../.. HTTP/1.1", b"PUT * HTTP/1.1", b"GET / HTTP/9.9", b"\x16\x03"]
+        )
+        header = st.sampled_from(
+            [
+                b"Content-Length: 5",
+                b"Content-Length: -1",
+                b"Content-Length: 99999999999999999999",
+                b"Transfer-Encoding: chunked",
+                b"Transfer-Encoding: gzip, chunked",
+                b"Connection: upgrade\r\nUpgrade: websocket",
+                b"Expect: 100-continue",
+                b"Host: \xff\x00",
+                b": nameless",
+                LONG,
+                b" folded",
+            ]
+        )
+        headers = draw(st.lists(header | st.binary(max_size=12), max_size=2))
+        found += b"\r\n".join([draw(line), *headers, rest])
+    place = draw(st.integers(0, len(found)))
+    return draw(
+        st.sampled_from([found, found[:place], found[:place] + b"\0\xff\r\n" + found[place:]])
+        | st.binary(max_size=200)
+    )
+
+
+@pytest.fixture(scope="module")
+def target(default: Speculator) -> Iterator[Running]:
+    """A server that ends what is long."""
+    limits: dict[str, Any] = {
+        "max_tokens": 4,
+        "timeout": 1.0,
+        "client_timeout": 0.5,
+        "max_body_mb": 0.5,
+    }
+    with running(default, **limits) as found:
+        answers(found)
+        yield found
+
+
+def outcome(answer: bytes) -> str:
+    return ", ".join(map(str, statuses(answer))) or "closed"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_whatever_a_body_says_it_gets_an_answer(target: Running, path: str) -> None:
+    level = Level(target)
+    each_its_own = httpx.Limits(max_keepalive_connections=0)  # a kept one may just be cut off
+    client = httpx.Client(base_url=target.address, timeout=60, limits=each_its_own)
+
+    @slowly
+    @given(bodies(chat=path == CHAT))
+    def check(body: bytes) -> None:
+        answer = client.post(path, content=body)
+        event(f"status {answer.status_code}")
+        assert LEAST <= answer.status_code < 500
+        if answer.status_code == 200:
+            assert "error" not in answer.text[:10]
+        else:
+            error = answer.json()["error"]
+            assert error["message"]
+            assert "\n" not in error["message"]
+        answers(target)
+
+    with client:
+        check()
+    level.returns()
+
+
+def test_whatever_comes_the_connection_ends_and_others_are_served(target: Running) -> None:
+    level = Level(target)
+
+    @slowly
+    @given(streams(), st.sampled_from(["half", "wait", "gone"]))
+    def check(sent: bytes, then: str) -> None:
+        with closing(connected(target)) as one:
+            try:
+                one.sendall(sent.replace(LONG, LONG * 10_000))
+                if then == "half":
+                    one.shutdown(socket.SHUT_WR)
+            except OSError:  # not only a ConnectionError: there may be no connection to shut
+                event("cut off while it sends")
+            if then != "gone":
+                found = all_of(one)
+                event(outcome(found))
+                assert all(100 <= status < 500 for status in statuses(found))
+        answers(target)
+
+    check()
+    level.returns()

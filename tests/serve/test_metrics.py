@@ -1,0 +1,155 @@
+"""/metrics says of requests what their own usage says, and of memory that it is free again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from selfspec.api.speculator import Speculator
+from tests.serve.live import JSON, Running, running
+
+ASK = [{"role": "user", "content": "Count: one, two, three, one, two, three. Again, ten times."}]
+BODY = {"messages": ASK, "max_tokens": 24, "temperature": 0}
+LONG = {"messages": ASK, "max_tokens": 4000, "temperature": 2.0, "seed": 1, "stream": True}
+
+Figures = dict[tuple[str, ...], float]
+
+
+def read(server: Running, **more: Any) -> Figures:
+    """Samples by name and values of labels."""
+    answer = httpx.get(f"{server.address}/metrics", timeout=20, **more)
+    assert answer.status_code == 200
+    return {
+        (sample.name.removeprefix("selfspec_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def asked(server: Running, **more: Any) -> Any:
+    url = f"{server.address}/v1/chat/completions"
+    answer = httpx.post(url, json={**BODY, **more}, timeout=60)
+    assert answer.status_code == 200
+    return answer.json()
+
+
+@pytest.fixture(scope="module")
+def fresh(default: Speculator) -> Any:
+    with running(default) as found:
+        yield found
+
+
+def test_counters_are_the_sums_of_usage(fresh: Running) -> None:
+    wishes: list[dict[str, Any]] = [{}, {"speculation": False}, {"n": 2, "temperature": 0.8}]
+    before = read(fresh)
+    answers = [asked(fresh, **wish) for wish in wishes]
+    after = read(fresh)
+
+    def more(*name: str) -> float:
+        return after.get(name, 0) - before.get(name, 0)
+
+    usages = [answer["usage"] for answer in answers]
+    drafts = [usage["speculation"] for usage in usages]
+    written = sum(usage["completion_tokens"] for usage in usages)
+    accepted = sum(one["num_accepted_tokens"] for one in drafts)
+    assert accepted > 0
+    assert more("prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
+    assert more("generation_tokens_total") == written
+    assert more("spec_decode_num_draft_tokens_total") == sum(
+        one["num_draft_tokens"] for one in drafts
+    )
+    assert more("spec_decode_num_accepted_tokens_total") == accepted
+    assert 0 < more("spec_decode_num_drafts_total") <= sum(one["rounds"] for one in drafts)
+    for position in range(max(len(one["num_accepted_tokens_per_pos"]) for one in drafts)):
+        by_place = [one["num_accepted_tokens_per_pos"][position:][:1] for one in drafts]
+        name = "spec_decode_num_accepted_tokens_per_pos_total"
+        assert more(name, str(position)) == sum(map(sum, by_place))
+    for source in {source for one in drafts for source in one["sources"]}:
+        given = sum(one["sources"].get(source, {"accepted": 0})["accepted"] for one in drafts)
+        assert more("tokens_by_source_total", source) == given
+    assert more("tokens_by_source_total", "model") == written - accepted
+    reasons = [choice["finish_reason"] for answer in answers for choice in answer["choices"]]
+    for reason in set(reasons):
+        assert more("request_success_total", reason) == reasons.count(reason)
+
+
+def test_times_are_noted_once_for_each_answer(fresh: Running) -> None:
+    before = read(fresh)
+    answer = asked(fresh, speculation=False)
+    after = read(fresh)
+    counted = {
+        name: after[name,] - before[name,]
+        for name in (
+            "time_to_first_token_seconds_count",
+            "inter_token_latency_seconds_count",
+            "e2e_request_latency_seconds_count",
+        )
+    }
+    assert list(counted.values()) == [1, answer["usage"]["completion_tokens"] - 1, 1]
+
+
+def test_a_prompt_that_comes_again_is_a_hit(fresh: Running) -> None:
+    asked(fresh)
+    before = read(fresh)
+    usage = asked(fresh)["usage"]
+    after = read(fresh)
+    queries, hits = (
+        after[name,] - before[name,]
+        for name in ("prefix_cache_queries_total", "prefix_cache_hits_total")
+    )
+    assert queries == usage["prompt_tokens"]
+    assert hits == usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_gauges_rise_and_return_to_nothing(default: Speculator) -> None:
+    with running(default, concurrency=1) as small:
+        url = f"{small.address}/v1/chat/completions"
+        with httpx.stream("POST", url, json={**LONG, "n": 2}, timeout=60) as answer:
+            lines = answer.iter_lines()  # dropped, it would close the stream
+            next(lines)
+            busy = read(small)
+        assert busy["num_requests_running",] == 1
+        assert busy["num_requests_waiting",] == 1
+        assert 0 < busy["kv_memory_bytes",] <= busy["kv_memory_limit_bytes",]
+        wait_until(lambda: small.writer.open == 0)
+        idle = read(small)
+        for name in ("num_requests_running", "num_requests_waiting", "kv_memory_bytes"):
+            assert idle[name,] == 0
+        assert idle["kv_memory_promised_bytes",] == 0
+        assert idle["request_cancelled_total",] == 2
+
+
+def test_refusals_are_counted_by_status(fresh: Running) -> None:
+    before = read(fresh)
+    url = f"{fresh.address}/v1/chat/completions"
+    for content in (b"{", b"{}", b"x" * 5_000_000):
+        httpx.post(url, content=content, headers=JSON, timeout=60)
+    httpx.get(f"{fresh.address}/nothing")
+    after = read(fresh)
+    for status, count in (("400", 2), ("413", 1), ("404", 1)):
+        name = "request_refused_total", status
+        assert after[name] - before.get(name, 0) == count
+
+
+def test_it_asks_for_a_key_and_two_servers_share_nothing(
+    default: Speculator, fresh: Running
+) -> None:
+    asked(fresh)
+    with running(default, keys=("secret",)) as guarded:
+        assert httpx.get(f"{guarded.address}/metrics").status_code == 401
+        found = read(guarded, headers={"Authorization": "Bearer secret"})
+        assert found["generation_tokens_total",] == 0
+        assert found["request_refused_total", "401"] == 1
+    assert read(fresh)["generation_tokens_total",] > 0
