@@ -160,6 +160,8 @@ class _Server:
 
     async def _read_grammar(self, choice: Choice) -> None:
         """Beside the answers that are being written. Raises Refused."""
+        if not choice.has_grammar:
+            return
         try:
             await asyncio.to_thread(self._writer.read_grammar, choice)
         except InvalidOption as error:

@@ -55,7 +55,7 @@ class Answer:
     ) -> None:
         """`stops`: texts that end it, and are not part of it; `calls`: reads these out of it."""
         self.running = running
-        self._choice = choice
+        self.choice = choice
         self._tokenizer, self._calls = tokenizer, calls
         self._decoder = TextDecoder(tokenizer)
         self._stops = UntilStop(stops)
@@ -70,16 +70,16 @@ class Answer:
                 tokens += entry.tokens
                 logprobs += [likely.entry(one, self._tokenizer) for one in entry.logprobs]
         except Exception as error:  # noqa: BLE001  # the client's to hear
-            return Piece(choice=self._choice, error=error)
+            return Piece(choice=self.choice, error=error)
         if self.running.error is not None:
-            return Piece(choice=self._choice, error=self.running.error)
+            return Piece(choice=self.choice, error=self.running.error)
         stats, ended = self.running.stats, self.running.ended
         if ended:
             text += self._rest()
             stats.seconds = self.running.watch.seconds
         content, calls = self._without_calls(text, ended=ended)
         return Piece(
-            choice=self._choice,
+            choice=self.choice,
             text=content,
             tokens=tuple(tokens),
             logprobs=tuple(logprobs),

@@ -55,6 +55,12 @@ class Choice:
     """That it may call."""
     must_call: bool = False
     explain: bool = False
+    """Whether to say who gave each token."""
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether not every text would do."""
+        return self.must_call or "json_schema" in self.options or "grammar" in self.options
 
 
 @dataclass(eq=False, kw_only=True)
@@ -182,7 +188,11 @@ class Writer:
             self._tell(job, answer)
 
     def _tell(self, job: Job, answer: Answer) -> None:
-        piece = answer.piece()
+        try:
+            piece = answer.piece()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the answer has an end
+            piece = Piece(choice=answer.choice, error=error)
+            answer.running.close()
         if piece.finish is not None:
             self.metrics.finished(answer.running, piece.finish)
         if answer.running.ended or piece.error is not None:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from selfspec.api.speculator import Speculator
-from tests.serve.live import Running, running
+from tests.serve.live import JSON, Running, running
 from tests.serve.raw import CHAT, GOOD, Level, all_of, answers, connected, request, statuses
 
 TEXT = "/v1/completions"
@@ -169,7 +169,7 @@ def outcome(answer: bytes) -> str:
 def test_whatever_a_body_says_it_gets_an_answer(target: Running, path: str) -> None:
     level = Level(target)
     each_its_own = httpx.Limits(max_keepalive_connections=0)  # a kept one may just be cut off
-    client = httpx.Client(base_url=target.address, timeout=60, limits=each_its_own)
+    client = httpx.Client(base_url=target.address, timeout=60, limits=each_its_own, headers=JSON)
 
     @slowly
     @given(bodies(chat=path == CHAT))
