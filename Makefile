@@ -25,7 +25,7 @@ export UV_SYSTEM_CERTS ?= true
 # Python's compiled files are kept: without them each program compiles transformers for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-oldest fuzz wheel lint browser clean
+.PHONY: setup demo test test-oldest fuzz hostile wheel lint browser clean
 
 setup: $(READY)
 
@@ -56,6 +56,11 @@ test: lint browser
 fuzz: setup
 	$(BIN)/pytest $(PARALLEL:loadfile=load) tests/test_fuzz.py --hypothesis-profile=fuzz \
 	    $(if $(SEED),--hypothesis-seed=$(SEED)) --hypothesis-show-statistics
+
+# 3,000 bodies of each kind and as many byte streams against a live server; ten minutes each.
+hostile: setup
+	$(BIN)/pytest $(PARALLEL:loadfile=load) tests/serve/test_hostile.py \
+	    --hypothesis-profile=hostile $(if $(SEED),--hypothesis-seed=$(SEED))
 
 # In .venv-oldest: the oldest Python and packages that pyproject.toml allows. uv finds that Python
 # or fetches it; where it can do neither: OLDEST_PYTHON=PATH.

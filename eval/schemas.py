@@ -45,7 +45,9 @@ SHORT = {"type": "string", "maxLength": 24}
 LONG = {"type": "string", "maxLength": 120}
 
 SCHEMAS = {
-    "class": thing(category={"enum": ["question", "request", "complaint"]}, confident=True),
+    "class": thing(
+        category={"enum": ["question", "request", "complaint"]}, confident={"type": "boolean"}
+    ),
     "call": thing(
         name={"const": "search_the_web"},
         arguments=thing(query=LONG, language={"enum": ["en", "de", "fr"]}, safe={"const": True}),

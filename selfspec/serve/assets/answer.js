@@ -94,7 +94,7 @@ class AnswerView {
   /** No more comes. `why`: words for the reader, if it did not end by itself. */
   end(why = "") {
     this.node.setAttribute("aria-busy", "false");
-    this.note.textContent = why || (this.finish === "length" ? "Cut at the most tokens." : "");
+    this.note.textContent = why || (this.finish === "length" ? "Cut: it has as many tokens as the settings allow." : "");
   }
 
   fail(message) {
