@@ -3,9 +3,9 @@
     python -m eval.serve_equal --questions question_dev.jsonl --output eval/results/serve-equal
 
 60 requests to `selfspec serve`, 16 at once, streamed and whole, a third sampled with seeds; between
-them come requests whose clients go away. Texts, numbers of tokens and ends are compared with those
-that `Speculator.generate` gives in this process. Writes `summary.json`; exit code 1 where anything
-differs.
+them come requests whose clients go away. Texts, ends, and each token with the bits of its logarithm
+are compared with those that `Speculator.generate` gives in this process. Writes `summary.json`;
+exit code 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Alone(NamedTuple):
     finish: str
     prompt_tokens: int
     tokens: int
+    likely: list[tuple[str, float]]
+    """Each token, and the logarithm of its probability."""
 
 
 def main(
@@ -88,12 +90,15 @@ def without_server(speculator: Speculator, number: int, prompt: str, tokens: int
     options: Any = {"do_sample": False}
     if sampled(number):
         options = {"do_sample": True, "top_k": 0, "min_p": 0.0, "seed": number, **SAMPLED}
-    found = speculator.generate(prompt, max_new_tokens=tokens, speculate=False, **options)
+    options |= {"max_new_tokens": tokens, "speculate": False, "logprobs": 0}
+    found = speculator.generate(prompt, **options)
+    words: Any = speculator.tokenizer
     return Alone(
         found.text,
         "stop" if found.stop_reason == "eos" else "length",
         found.stats.prompt_tokens,
         len(found.token_ids),
+        [(words.decode([one.token]), one.logprob) for one in found.logprobs or ()],
     )
 
 
@@ -104,7 +109,7 @@ def sampled(number: int) -> bool:
 
 def body(number: int, prompt: str, tokens: int, *, speculation: bool) -> dict[str, Any]:
     """A request; every second one streams."""
-    more: dict[str, Any] = {"speculation": speculation}
+    more: dict[str, Any] = {"speculation": speculation, "logprobs": True}
     if number % 2:
         more |= {"stream": True, "stream_options": {"include_usage": True}}
     if sampled(number):
@@ -166,7 +171,8 @@ async def left_alone(client: httpx.AsyncClient, asked: Mapping[str, Any], second
 
 def _said(heard: Heard) -> tuple[Any, ...]:
     counts = heard.usage.get("prompt_tokens"), heard.usage.get("completion_tokens")
-    return (heard.text if heard.error is None else heard.error, heard.finish, *counts)
+    text = heard.text if heard.error is None else heard.error
+    return (text, heard.finish, *counts, heard.likely)
 
 
 if __name__ == "__main__":

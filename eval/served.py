@@ -47,6 +47,8 @@ class Heard:
     text: str = ""
     finish: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
+    likely: list[tuple[str, float]] = field(default_factory=list)
+    """Each token and how likely it was, where that was asked for."""
     error: str | None = None
     seconds: float = 0.0
     arrivals: list[float] = field(default_factory=list)
@@ -138,6 +140,7 @@ def _whole(heard: Heard, answer: Mapping[str, Any]) -> None:
     (choice,) = answer["choices"]
     heard.text = choice["message"]["content"] if "message" in choice else choice["text"]
     heard.finish, heard.usage = choice["finish_reason"], answer.get("usage") or {}
+    heard.likely += _likely(choice)
 
 
 def _chunk(heard: Heard, chunk: Mapping[str, Any], seconds: float) -> None:
@@ -148,9 +151,16 @@ def _chunk(heard: Heard, chunk: Mapping[str, Any], seconds: float) -> None:
     for choice in chunk["choices"]:
         text = (choice.get("delta") or choice).get("content") or choice.get("text") or ""
         heard.finish = choice.get("finish_reason") or heard.finish
+        heard.likely += _likely(choice)
         if text:
             heard.text += text
             heard.arrivals.append(seconds)
+
+
+def _likely(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Of a chat's choice."""
+    found = (choice.get("logprobs") or {}).get("content") or []
+    return [(one["token"], one["logprob"]) for one in found]
 
 
 def _free_port() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import Any
 
@@ -61,7 +62,9 @@ def test_what_differs_is_found(at: Server, server: Running) -> None:
         serve_equal.without_server(server.speculator, number, prompt, 6)
         for number, prompt in enumerate(PROMPTS)
     ]
-    wrong = [alone[0], alone[1]._replace(tokens=99), alone[2]]
+    token, logprob = alone[1].likely[-1]
+    off_by_a_bit = [*alone[1].likely[:-1], (token, math.nextafter(logprob, 0.0))]
+    wrong = [alone[0], alone[1]._replace(likely=off_by_a_bit), alone[2]]
     for expected, differing in ((alone, []), (wrong, [1])):
         work = serve_equal.compared(at, PROMPTS, expected, 6, 2, speculation=True)
         found = asyncio.run(work)
