@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from selfspec.config import GenerateOptions, SpeculationOptions
@@ -44,6 +44,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import on first use, so that `selfspec --help` need not wait for torch (PEP 562)."""
+    if name == "__version__":
+        return metadata.version("selfspec")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _KEPT = 32
 """Grammars that were read, and are kept for the next answers."""
 
+_DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})
+"""Keywords that mean nothing to greedy decoding."""
+
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 
 
@@ -68,6 +71,21 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(ends))
+
+
+def with_choice(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` that say whether tokens are drawn, where one that only drawing knows is given.
+
+    Temperature 0 is greedy, as in OpenAI's protocol; transformers refuses it.
+    """
+    rest = dict(options)
+    if rest.get("temperature") == 0:
+        given = {name: value for name, value in rest.items() if name not in _DRAWING}
+        return given | {"do_sample": False}
+    unsaid = rest.get("do_sample") is None and rest.get("generation_config") is None
+    if unsaid and any(rest.get(name) is not None for name in _DRAWING):
+        rest["do_sample"] = True
+    return rest
 
 
 def penalised(options: Mapping[str, Any], start: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ drains the stream. Keywords are Hugging Face's; `selfspec.config.GenerateOptions
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from selfspec.api.request import (
     stop_strings,
 )
 from selfspec.api.session import Session
-from selfspec.api.shaping import Grammars, penalised
+from selfspec.api.shaping import Grammars, penalised, with_choice
 from selfspec.api.stream import Call, Generation, Stream
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
@@ -78,6 +78,15 @@ class Speculator:
         self._grammars = Grammars(tokenizer, backbone.vocab_size)
         if heads is not None:
             heads.layers_in_use(options)
+
+    def __repr__(self) -> str:
+        """The model, how it runs, and what drafts."""
+        drafter = self.options.drafter if self.options.speculate else "none"
+        model = self.backbone
+        return (
+            f"<Speculator of {self.label}: {model.num_layers} layers in {model.dtype} on "
+            f"{model.device}, executor {model.executor_name}, drafter {drafter}>"
+        )
 
     @property
     def backbone(self) -> Backbone:
@@ -215,7 +224,7 @@ class Speculator:
         streamer = rest.pop("streamer", None)
         ids = encode(self.tokenizer, prompt, raw=rest.pop("raw", False))
         grammar = structure.wanted({name: rest.pop(name, None) for name in structure.KEYWORDS})
-        rest = penalised(rest, ids.shape[1])
+        rest = penalised(with_choice(rest), ids.shape[1])
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
         if grammar is not None:
             request = request.under(self._grammars.mask(grammar, request))
@@ -262,8 +271,8 @@ def load(
     """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
 
     `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
-    default model unless a draft model takes their place, and plain decoding for any other. `dtype`:
-    None is bfloat16, and for a GGUF file float32 where products in bfloat16 are slow.
+    default model unless a draft model takes their place; others draft from text already seen.
+    `dtype`: None is bfloat16, and for a GGUF file float32 where products in bfloat16 are slow.
     `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
     fused the same with the rest of a layer compiled, cuda-graph the own layers as CUDA graphs, auto
     the best of these that can be had. `draft_model`: a smaller one with the same tokens, which
@@ -330,8 +339,8 @@ def _speculator(
     """Heads, their settings, and a draft model beside a model that is cut open."""
     fitted = _find_heads(backbone, heads, label)
     base = SpeculationOptions()
-    if fitted is None and second is None and base.updated(options).drafter == "exit":
-        logger.warning("no exit heads for %s: plain decoding. Fit some: selfspec fit", label)
+    if fitted is None and second is None:
+        base = _without_heads(base, label, options)
     elif fitted is not None:
         pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
@@ -339,6 +348,19 @@ def _speculator(
         check_same_size(backbone, second, tokenizer)
         base = base.updated({"drafter": "draft-model"})
     return Speculator(backbone, tokenizer, fitted, label, base.updated(options), second)
+
+
+def _without_heads(
+    base: SpeculationOptions, label: str, options: Mapping[str, Any]
+) -> SpeculationOptions:
+    """Text already seen drafts for any model, under a rule of its own, unless `options` differ."""
+    if "drafter" not in options:
+        base = base.updated({"drafter": "ngram"})
+    drafting = base.updated(options)
+    if drafting.speculate and (drafting.uses("exit") or drafting.drafter == "ngram"):
+        what = "text already seen drafts" if drafting.uses("ngram") else "plain decoding"
+        logger.warning("no exit heads for %s: %s. Fit some: selfspec fit", label, what)
+    return base
 
 
 def sequences(request: Request, answers: list[Generation]) -> Tensor | GenerateDecoderOnlyOutput:

@@ -14,9 +14,10 @@ from selfspec.api.text import TextDecoder
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import GenerationStats, Logprob, Round, StopReason
+from selfspec.typed import shown
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Generation:
     """One finished answer."""
 
@@ -28,6 +29,14 @@ class Generation:
     """None if the stream was closed before its end."""
     logprobs: list[Logprob] | None = None
     """Of each token, where `logprobs` was asked for."""
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
+    def __repr__(self) -> str:
+        """How the text begins, and what it took."""
+        return f"<Generation {shown(self.text)}: {self.stats.line()}>"
 
 
 class Stream:

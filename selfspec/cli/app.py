@@ -31,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: brackets mean ranges here, not markup
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate.generate)
 app.command()(chat.chat)
@@ -52,7 +53,7 @@ app.add_typer(heads.app, name="heads")
 def selfspec(
     context: typer.Context,
     *,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False,
     debug: Annotated[  # noqa: ARG001  # read by run(), listed here for --help
         bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")
     ] = False,

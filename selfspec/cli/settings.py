@@ -70,7 +70,7 @@ GENERATION = grouped(
             "stop_strings", list[str], "End the answer behind this text; repeatable.", ("--stop",)
         ),
         Flag("do_sample", bool, "Draw tokens; implied by the next four."),
-        Flag("temperature", float, "Divides the logits, above 0."),
+        Flag("temperature", float, "Divides the logits; 0 takes the likeliest token."),
         Flag("top_k", int, "Draw from this many of the most likely tokens."),
         Flag("top_p", float, "Draw from the most likely tokens that sum to this, in (0, 1]."),
         Flag("min_p", float, "Leave out tokens less likely than this times the likeliest."),
@@ -89,15 +89,13 @@ GENERATION = grouped(
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda value: value >= 1, "at least 1. Ask for more tokens"),
     "min_new_tokens": (lambda value: value >= 0, "at least 0"),
-    "temperature": (lambda value: value > 0.0, "above 0"),
+    "temperature": (lambda value: value >= 0.0, "at least 0"),
     "top_k": (lambda value: value >= 0, "at least 0"),
     "top_p": (lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
     "min_p": (lambda value: 0.0 <= value <= 1.0, "in [0, 1]"),
     "repetition_penalty": (lambda value: value > 0.0, "above 0"),
     "seed": (lambda value: -(2**63) <= value < 2**64, "at most 64 bits"),
 }
-
-SAMPLING = frozenset({"temperature", "top_k", "top_p", "min_p"})
 
 SHARED = (*LOADING, *SPECULATION, *GENERATION)
 
@@ -122,8 +120,6 @@ def sorted_settings(values: dict[str, Any]) -> Settings:
     for name, (holds, expected) in _RANGES.items():
         if name in generation and not holds(generation[name]):
             raise InvalidOption(f"{name} is {generation[name]}, expected {expected}")
-    if SAMPLING & generation.keys():
-        generation.setdefault("do_sample", True)
     _read_structure(generation)
     return Settings(picked(values, LOADING), picked(values, SPECULATION), generation)
 

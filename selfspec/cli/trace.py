@@ -38,7 +38,7 @@ PICTURES = (
 )
 OVERWRITE = Flag("overwrite", bool, "Replace what an earlier trace wrote there.")
 VIEW = (
-    Flag("html", str, "File for a page to explore, which replays other settings by itself."),
+    Flag("html", str, "File for a page to explore."),
     Flag("output", str, "File to keep the trace in, one JSON record per line."),
     *PICTURES,
     Flag("all_layers", bool, "Look at layers without heads too, through the logit lens."),

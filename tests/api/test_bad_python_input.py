@@ -53,7 +53,7 @@ OPTIONS: list[dict[str, Any]] = [
     *options("max_time", "5", -1.0, NAN, INF, -1),
     *options("num_return_sequences", "2", 0, -1, 2, 1.5),
     *options("do_sample", "yes", 1, 0.5),
-    *options("temperature", "1", 0.0, -1.0, NAN, INF, True, do_sample=True),
+    *options("temperature", "1", -1.0, NAN, INF, True, do_sample=True),
     *options("temperature", 1e-42, do_sample=True),
     *options("top_k", "5", -1, 2.5, 0.5, do_sample=True),
     *options("top_p", "x", -0.1, 1.5, NAN, do_sample=True),

@@ -379,9 +379,21 @@ def test_two_hundred_generations_leave_nothing_behind(speculator: Speculator) ->
 
 
 def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptureFixture) -> None:
-    plain = wrap(exact)
-    assert "no exit heads" in caplog.text
+    seen = wrap(exact)
+    assert "no exit heads for" in caplog.text
+    assert "text already seen drafts" in caplog.text
+    looping = torch.tensor([[7, 8, 9] * 8])
+    answer = seen.generate(looping, max_new_tokens=20)
+    assert {*answer.stats.drafted_by_source} <= {"ngram"}
+    assert answer.token_ids == seen.generate(looping, max_new_tokens=20, speculate=False).token_ids
+    caplog.clear()
+    plain = wrap(exact, drafter="exit")
+    assert "plain decoding" in caplog.text
     assert plain.generate(random_ids(5), max_new_tokens=5).stats.drafted == 0
+    caplog.clear()
+    wrap(exact, drafter="none")
+    wrap(exact, speculate=False)
+    assert not caplog.text
 
 
 def test_verify_is_one_deep_pass_per_round(speculator: Speculator) -> None:
@@ -389,3 +401,26 @@ def test_verify_is_one_deep_pass_per_round(speculator: Speculator) -> None:
     stream = speculator.stream(random_ids(13), max_new_tokens=12)
     for entry in stream._entries:
         assert sum(last == 6 for _, _, last in entry.passes) == 1
+
+
+def test_what_python_shows_of_an_answer_is_short(speculator: Speculator) -> None:
+    answer = speculator.generate(random_ids(5), max_new_tokens=5)
+    assert str(answer) == answer.text
+    assert repr(answer).startswith("<Generation '': 5 tokens, ")
+    assert "\n" not in repr(answer)
+    assert repr(speculator).startswith(
+        "<Speculator of LlamaForCausalLM: 6 layers in torch.float64 "
+    )
+    assert repr(speculator).endswith(", drafter exit>")
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
+def test_what_only_drawing_knows_asks_for_it(speculator: Speculator, name: str) -> None:
+    value: Any = {"temperature": 1.5, "top_k": 50}.get(name, 0.5)
+    asked: Any = {"max_new_tokens": 12, "seed": 3, name: value}
+    drawn = speculator.generate(random_ids(5), do_sample=True, **asked).token_ids
+    assert speculator.generate(random_ids(5), **asked).token_ids == drawn
+    greedy = speculator.generate(random_ids(5), max_new_tokens=12).token_ids
+    assert speculator.generate(random_ids(5), do_sample=False, **asked).token_ids == greedy
+    at_zero: Any = {**asked, "temperature": 0}
+    assert speculator.generate(random_ids(5), **at_zero).token_ids == greedy

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 NUMBERS = {
     "--max-new-tokens": ["0", "-1", "x", "1.5", "nan", "1e400", ""],
     "--min-new-tokens": ["-1", "x", "1e9"],
-    "--temperature": ["0", "-1", "nan", "inf", "hot"],
+    "--temperature": ["-1", "nan", "inf", "hot"],
     "--top-p": ["-0.5", "1.5", "nan", "x"],
     "--top-k": ["-1", "x", "1.5"],
     "--min-p": ["-1", "2", "nan"],

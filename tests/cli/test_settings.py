@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,7 +55,6 @@ def test_flags_reach_the_function_that_takes_them(speculator: FakeSpeculator) ->
             "max_new_tokens": 9,
             "stop_strings": ["a", "b"],
             "top_k": 5,
-            "do_sample": True,
             "raw": False,
         },
     )
@@ -117,16 +115,6 @@ def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file
 
 def test_empty_yaml_file_changes_nothing(config: Callable[[str], Path]) -> None:
     assert settings.settings(config("# nothing\n"), {}) == settings.Settings()
-
-
-@pytest.mark.parametrize(
-    ("given", "do_sample"),
-    [({"temperature": 0.5}, True), ({"temperature": 0.5, "do_sample": False}, False)],
-)
-def test_sampling_flag_implies_drawing_unless_it_is_refused(
-    given: dict[str, Any], do_sample: bool
-) -> None:
-    assert settings.settings(None, given).generation["do_sample"] is do_sample
 
 
 @pytest.mark.parametrize(
