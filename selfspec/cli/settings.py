@@ -70,7 +70,7 @@ GENERATION = grouped(
             "stop_strings", list[str], "End the answer behind this text; repeatable.", ("--stop",)
         ),
         Flag("do_sample", bool, "Draw tokens; implied by the next four."),
-        Flag("temperature", float, "Divides the logits; 0 takes the likeliest token."),
+        Flag("temperature", float, "Divides the logits; 0 is greedy."),
         Flag("top_k", int, "Draw from this many of the most likely tokens."),
         Flag("top_p", float, "Draw from the most likely tokens that sum to this, in (0, 1]."),
         Flag("min_p", float, "Leave out tokens less likely than this times the likeliest."),
