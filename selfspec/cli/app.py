@@ -60,6 +60,8 @@ def selfspec(
 ) -> None:
     """Faster generation from a frozen decoder: exit heads draft, the deep layers check.
 
+    The environment may stand for flags: SELFSPEC_MODEL for --model, SELFSPEC_CONFIG for --config.
+
     Exit codes: 0 done, 1 a check failed, 2 bad input, 70 a bug of selfspec, 130 stopped by Ctrl-C,
     141 nobody reads the output.
     """

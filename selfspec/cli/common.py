@@ -34,7 +34,13 @@ _LONGEST_LINE = 2000
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="YAML file of options; flags win over it."),
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="YAML file of options; flags win over it.",
+        envvar="SELFSPEC_CONFIG",
+        show_envvar=False,
+    ),
 ]
 SystemPrompt = Annotated[
     str | None, typer.Option("--system", help="System message ahead of the conversation.")

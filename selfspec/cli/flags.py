@@ -2,7 +2,7 @@
 
 Comes in: option dataclasses. Goes out: `with_flags`, which gives a command their flags, and
 `merged`, which lays what was given over the keys of a file. Flags have no defaults of their own, so
-that the order flag > YAML file > heads > built-in holds. Imports no torch.
+that the order flag > environment > YAML file > heads > built-in holds. Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ class Flag:
         """As typed: `--max-new-tokens`."""
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def variable(self) -> str:
+        """Of the environment, in place of the flag: `SELFSPEC_MAX_NEW_TOKENS`."""
+        return f"SELFSPEC_{self.name.upper()}"
+
     def parameter(self) -> inspect.Parameter:
         """The parameter that typer reads; None where the flag is not given."""
         names = [self.long_name, *self.aliases]
@@ -58,7 +63,14 @@ class Flag:
         many = [member for member in members(self.hint) if get_origin(member) is tuple]
         annotation = str if many else members(self.hint)[0]
         metavar = self.metavar or metavar_of(self.hint, ",")
-        option = typer.Option(*names, help=self.help, metavar=metavar, hidden=self.rare)
+        option = typer.Option(
+            *names,
+            help=self.help,
+            metavar=metavar,
+            hidden=self.rare,
+            envvar=self.variable,
+            show_envvar=False,
+        )
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,

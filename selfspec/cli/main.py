@@ -6,6 +6,7 @@ reads the output. `--debug` shows tracebacks. Nothing else is imported before Ct
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -66,6 +67,16 @@ def _run(arguments: list[str], *, debug: bool) -> int:
     return _interrupted() if code == common.INTERRUPTED else code
 
 
+def _variable(error: object, arguments: Sequence[str]) -> str:
+    """The part of the environment that a wrong value is from, where no flag gave it."""
+    wrong = getattr(error, "param", None)
+    name, flags = getattr(wrong, "envvar", None), getattr(wrong, "opts", ())
+    if not isinstance(name, str) or name not in os.environ:
+        return ""
+    given = any(word.partition("=")[0] in flags for word in arguments)
+    return "" if given else f" (of {name} in the environment)"
+
+
 def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
     """Say an error on one line; its exit code."""
     import typer
@@ -83,7 +94,7 @@ def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
 
         common.note("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, typer.TyperException):
-        common.complain(error.format_message())
+        common.complain(error.format_message() + _variable(error, arguments))
         return error.exit_code
     if isinstance(error, OSError) and not error.filename:
         streams.silence(sys.stdout)  # what is kept back would fail again

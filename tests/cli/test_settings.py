@@ -138,3 +138,33 @@ def test_bad_yaml_is_refused_on_one_line(
     with pytest.raises(InvalidOption, match=message) as caught:
         settings.settings(config(text), {})
     assert "\n" not in str(caught.value)
+
+
+def test_the_environment_stands_for_flags_between_these_and_a_file(
+    speculator: FakeSpeculator, config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = config("max_new_tokens: 7\nseed: 1\ntop_k: 2\n")
+    monkeypatch.setenv("SELFSPEC_CONFIG", str(file))
+    monkeypatch.setenv("SELFSPEC_SEED", "2")
+    monkeypatch.setenv("SELFSPEC_TOP_K", "3")
+    monkeypatch.setenv("SELFSPEC_SPECULATE", "false")
+    monkeypatch.setenv("SELFSPEC_STOP_STRINGS", "a")
+    assert main(["generate", "--top-k", "4", "hi"]) == 0
+    assert speculator.loaded is not None
+    assert speculator.loaded.speculation == {"speculate": False}
+    found = speculator.loaded.generation
+    assert found | {"raw": False} == {
+        "max_new_tokens": 7,
+        "seed": 2,
+        "top_k": 4,
+        "stop_strings": ["a"],
+        "raw": False,
+    }
+
+
+def test_an_error_names_the_variable(
+    speculator: FakeSpeculator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SELFSPEC_SEED", "x")
+    assert main(["generate", "hi"]) == 2
+    assert "SELFSPEC_SEED" in capsys.readouterr().err
