@@ -13,7 +13,8 @@ from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.engine import Running
-from selfspec.decoding.stats import GenerationStats, Logprob, Round, StopReason
+from selfspec.decoding.likely import Logprob
+from selfspec.decoding.stats import GenerationStats, Round, StopReason
 from selfspec.typed import shown
 
 
@@ -79,14 +80,13 @@ class Stream:
         if self._tokenizer is not None:
             text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         # a round that ends the text may be cut between its tokens
-        noted = [one for entry in self.rounds for one in entry.logprobs][: len(self._tokens)]
         handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
         return Generation(
             text=text,
             token_ids=list(self._tokens),
             stats=self._stats,
             stop_reason=self._stats.stop_reason if handed_out else None,
-            logprobs=noted or None,
+            logprobs=self._entries.logprobs[: len(self._tokens)] or None,
         )
 
     def drain(self) -> Generation:

@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from selfspec.decoding.scores import Sampler
-from selfspec.decoding.stats import Logprob
 
 
 class Proposed(NamedTuple):
@@ -33,8 +32,6 @@ class Verdict(NamedTuple):
     token: int
     kept: int | None = None
     """Which of the proposed tokens it is; None: none of them."""
-    logprob: Logprob | None = None
-    """How likely the model found it, where that is noted."""
 
 
 class Together:

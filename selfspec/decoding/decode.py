@@ -25,7 +25,7 @@ from selfspec.decoding.acceptance import AcceptanceRule, Target, Verdict
 from selfspec.decoding.drafters import Draft, Drafter
 from selfspec.decoding.schedule import Pass
 from selfspec.decoding.sequence import DecodeState
-from selfspec.decoding.stats import Logprob, Round, StopReason, Stopwatch
+from selfspec.decoding.stats import Round, StopReason, Stopwatch
 from selfspec.decoding.work import Embed, Enter, Steps, Work, done_alone
 from selfspec.errors import InvalidDraft
 
@@ -181,13 +181,10 @@ def commit(
     """
     tokens: list[int] = []
     kept: list[int] = []
-    logprobs: list[Logprob] = []
     reason = None
     for row, verdict in walk(state, draft, target, rule):
         state.append(verdict.token, row)
         tokens.append(verdict.token)
-        if verdict.logprob is not None:
-            logprobs.append(verdict.logprob)
         if verdict.kept is not None:
             kept.append(draft.following(row)[verdict.kept])
         reason = stop.reason(state, verdict.token)
@@ -205,7 +202,6 @@ def commit(
         prefill=prefill,
         passes=[*entered, *state.hidden.schedule.passes],
         stop_reason=reason,
-        logprobs=logprobs,
     )
 
 

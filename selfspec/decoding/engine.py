@@ -22,6 +22,7 @@ import torch
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.drafters import DraftCache
+from selfspec.decoding.likely import Logprob
 from selfspec.decoding.pace import Pace
 from selfspec.decoding.prefix import common
 from selfspec.decoding.prices import Load, Unmeasured
@@ -48,6 +49,8 @@ class Running:
         self.stats: GenerationStats = text.stats
         """For who takes the rounds to count in."""
         self.watch: Stopwatch = text.watch
+        self.logprobs: list[Logprob] = text.logprobs
+        """Of all committed tokens, where that was asked for."""
         self.steps = text.steps
         self.ended = False
         """Whether no more rounds will come."""

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
-from selfspec.decoding.stats import Logprob
+
+
+class Logprob(NamedTuple):
+    """How likely a model found a token, by its own logits; natural logarithms."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens in its place and their logarithms, falling."""
 
 
 class Noting:
-    """Another rule, whose verdicts also say how likely their tokens were.
+    """Another rule, of whose tokens it is noted how likely they were.
 
     By the model's own logits, before temperature and other processors, as vLLM has it by default.
     """
 
-    def __init__(self, rule: AcceptanceRule, count: int) -> None:
-        """`count`: of the likeliest tokens that are noted beside."""
-        self._rule, self._count = rule, count
+    def __init__(self, rule: AcceptanceRule, count: int, noted: list[Logprob]) -> None:
+        """`count`: of the likeliest tokens that are noted beside; `noted` gets an entry a token."""
+        self._rule, self._count, self._noted = rule, count, noted
         self.lossless = rule.lossless
 
     def verdict(
@@ -26,7 +35,8 @@ class Noting:
     ) -> Verdict:
         """The other rule's, behind `ids` [1, n]."""
         found = self._rule.verdict(ids, target, row, proposed)
-        return found._replace(logprob=logprob(target.row(row)[0], found.token, self._count))
+        self._noted.append(logprob(target.row(row)[0], found.token, self._count))
+        return found
 
 
 def logprob(logits: Tensor, token: int, count: int) -> Logprob:

@@ -21,7 +21,7 @@ from selfspec.decoding.acceptance import (
 )
 from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters import DraftCache, Drafter, Sources, make_drafter
-from selfspec.decoding.likely import Noting
+from selfspec.decoding.likely import Logprob, Noting
 from selfspec.decoding.lossy import lossy_rule
 from selfspec.decoding.prices import Load
 from selfspec.decoding.probe import PassShape, PinnedProbe
@@ -61,6 +61,8 @@ class Text:
     """As `decode.written` yields them."""
     stats: GenerationStats
     watch: Stopwatch
+    logprobs: list[Logprob]
+    """Of its tokens, where that was asked for; grows with the text."""
 
 
 class Runtime:
@@ -97,9 +99,9 @@ class Runtime:
         refused = self.backbone.mixing if drafting else None
         options = replace(options, speculate=drafting and refused is None)
         asked = replace(asked, sampler=tied(asked.sampler, options))
-        rule = self.rule(asked.sampler, options)
+        rule, noted = self.rule(asked.sampler, options), list[Logprob]()
         if asked.logprobs is not None:
-            rule = Noting(rule, asked.logprobs)
+            rule = Noting(rule, asked.logprobs, noted)
         state = self.state(asked, options, lease)
         stats = GenerationStats(
             num_layers=self.backbone.num_layers,
@@ -115,7 +117,7 @@ class Runtime:
         watch = Stopwatch()
         drafter = self.drafter(asked, options, draft_cache, load)
         steps = written(state, drafter, rule, asked.stop, watch)
-        return Text(state=state, steps=steps, stats=stats, watch=watch)
+        return Text(state=state, steps=steps, stats=stats, watch=watch, logprobs=noted)
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
         """Which drafts stay; a laboratory may listen in here."""

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from selfspec.model.rows import depths
 
@@ -43,15 +43,6 @@ class Stopwatch:
         self._last = now
 
 
-class Logprob(NamedTuple):
-    """How likely a model found a token, by its own logits; natural logarithms."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """The likeliest tokens in its place and their logarithms, falling."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """One round: drafting, then one verification."""
@@ -75,8 +66,6 @@ class Round:
     passes: Sequence[tuple[int, int, int]] = ()
     """Batched runs, in order: rows, first, last (layers first+1..last)."""
     stop_reason: StopReason | None = None
-    logprobs: list[Logprob] = field(default_factory=list)
-    """Of each of `tokens`, where that was asked for."""
 
     @property
     def accepted(self) -> int:

@@ -127,6 +127,9 @@ class _Server:
 
     async def _read(self, request: Request, kind: type[B]) -> B:
         """A body of that kind. Raises Refused."""
+        sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if sent != "application/json":  # what a page elsewhere cannot send without being asked
+            raise Refused(415, "Content-Type must be application/json")
         held = await gate.read(request, self._options)
         try:
             found = untrusted.parse_json(held.decode(), "the body")

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.decoding.stats import Logprob
+from selfspec.decoding.likely import Logprob
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
 

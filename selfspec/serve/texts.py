@@ -60,15 +60,16 @@ class Answer:
         self._decoder = TextDecoder(tokenizer)
         self._stops = UntilStop(stops)
         self._explanation = explanation
+        self._told = 0
+        """Tokens that are in earlier pieces."""
 
     def piece(self) -> Piece:
         """What is new; the last one when the text has ended."""
-        text, tokens, logprobs = "", list[int](), list[Entry]()
+        text, tokens = "", list[int]()
         try:
             for entry in self.running.take():
                 text += self._read(entry)
                 tokens += entry.tokens
-                logprobs += [likely.entry(one, self._tokenizer) for one in entry.logprobs]
         except Exception as error:  # noqa: BLE001  # the client's to hear
             return Piece(choice=self.choice, error=error)
         if self.running.error is not None:
@@ -82,7 +83,7 @@ class Answer:
             choice=self.choice,
             text=content,
             tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
+            logprobs=tuple(self._likely(len(tokens))),
             told=None if self._explanation is None else self._explanation.shown(text, last=ended),
             calls=tuple(calls),
             finish=self._finish(stats, calls) if ended else None,
@@ -97,6 +98,12 @@ class Answer:
         if self._explanation is not None:
             self._explanation.add(entry, texts)
         return "".join(map(self._stops.push, texts))
+
+    def _likely(self, count: int) -> list[Entry]:
+        """Of the next tokens that are told, as far as they are noted."""
+        begin, self._told = self._told, self._told + count
+        noted = self.running.logprobs[begin : self._told]
+        return [likely.entry(one, self._tokenizer) for one in noted]
 
     def _rest(self) -> str:
         """What was held back, at the end."""

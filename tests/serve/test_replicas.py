@@ -302,6 +302,9 @@ class Handle:
             self._waits.set_result(None)
 
 
+HERE = "http://localhost"
+
+
 def front_of(handle: Handle, **options: Any) -> Starlette:
     from selfspec.serve.replicas import make_front
 
@@ -309,7 +312,7 @@ def front_of(handle: Handle, **options: Any) -> Starlette:
 
 
 def through(handle: Handle, path: str = "/v1/models", **options: Any) -> Any:
-    return TestClient(front_of(handle, **options)).get(path)
+    return TestClient(front_of(handle, **options), base_url=HERE).get(path)
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
@@ -337,7 +340,9 @@ def test_a_whole_answer_is_never_half_of_one() -> None:
     begun = {"type": "http.response.start", "status": 200, "headers": []}
     half = {"type": "http.response.body", "body": b'{"half', "more_body": True}
     with pytest.raises(RuntimeError, match="the answer was cut"):
-        TestClient(front_of(Handle(begun, half, error=ActorDiedError()))).get("/v1/models")
+        TestClient(front_of(Handle(begun, half, error=ActorDiedError())), base_url=HERE).get(
+            "/v1/models"
+        )
 
 
 def test_a_copy_without_a_writer_is_not_well() -> None:
