@@ -61,7 +61,7 @@ def test_it_says_where_it_is_and_stops_with_code_0(how: signal.Signals) -> None:
         assert process.stderr is not None
         said = next(line for line in process.stderr if " at http" in line)
         address = said.split(" at ")[1].split("/v1")[0]
-        body = {"prompt": "One, two, three,", "max_tokens": 400, "temperature": 0, "stream": True}
+        body = {"prompt": "One, two, three,", "max_tokens": 120, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
