@@ -354,12 +354,14 @@ def _without_heads(
     base: SpeculationOptions, label: str, options: Mapping[str, Any]
 ) -> SpeculationOptions:
     """Text already seen drafts for any model, under a rule of its own, unless `options` differ."""
+    said = None
     if "drafter" not in options:
-        base = base.updated({"drafter": "ngram"})
+        base, said = base.updated({"drafter": "ngram"}), "text already seen drafts"
     drafting = base.updated(options)
-    if drafting.speculate and (drafting.uses("exit") or drafting.drafter == "ngram"):
-        what = "text already seen drafts" if drafting.uses("ngram") else "plain decoding"
-        logger.warning("no exit heads for %s: %s. Fit some: selfspec fit", label, what)
+    if drafting.uses("exit"):
+        said = "plain decoding"
+    if said is not None and drafting.speculate:
+        logger.warning("no exit heads for %s: %s. Fit some: selfspec fit", label, said)
     return base
 
 

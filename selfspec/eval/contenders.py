@@ -74,10 +74,10 @@ def swept(speculator: Speculator, moves: Sequence[Moved]) -> list[Contender]:
     Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any where
     they are to draft.
     """
-    base: Setting = {}
-    if moves and speculator.options.uses("exit"):
+    options = speculator.options
+    if any(options.updated(move.setting).uses("exit") for move in moves):
         fitted_layers(speculator)
-        base = EXIT
+    base = EXIT if moves and options.uses("exit") else {}
     return [
         _contender(speculator, "speculation", {**base, **move.setting}, {move.name: move.value})
         for move in moves

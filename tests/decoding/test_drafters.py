@@ -83,7 +83,7 @@ def test_seen_text_needs_no_heads_and_no_warning(
     with caplog.at_level(logging.WARNING, "selfspec"):
         alone = wrap(exact, drafter="ngram", prices=FREE)
         assert not caplog.messages
-        wrap(exact)
+        wrap(exact, drafter="exit")
         assert "plain decoding" in caplog.text
     assert alone.generate(random_ids(13), max_new_tokens=40).stats.drafted > 0
 

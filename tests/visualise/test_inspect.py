@@ -164,7 +164,7 @@ def test_a_model_without_heads_needs_all_layers() -> None:
         inspect(speculator, PROMPT)
     found = inspect(speculator, PROMPT, all_layers=True, max_new_tokens=4)
     assert found.info.exit_layers == (1, 2, 3, 4, 5)
-    assert (found.info.heads, found.info.settings.drafter) == ("", "none")
+    assert (found.info.heads, found.info.settings.drafter) == ("", "ngram")
     assert [place.kind for place in found.places] == ["prefill", "bonus", "bonus", "bonus"]
 
 
