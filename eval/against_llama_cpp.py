@@ -5,8 +5,8 @@
 PYTHON is an interpreter that has `llama-cpp-python`; it runs in a process of its own, which waits
 while others work. Answers are as long as our plain decoding's. Methods: llama.cpp, with its prompt
 lookup too; ours from the file's blocks, plain and by default; with `--numbers` ours from
-de-quantised weights, and Hugging Face's `generate` on those. Nothing else should run on the
-machine. Writes `answers.jsonl`, `summary.json` and `table.md`.
+de-quantised weights, and Hugging Face's `generate` on those, with its prompt lookup (10 tokens)
+too. Nothing else should run on the machine. Writes `answers.jsonl`, `summary.json` and `table.md`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from selfspec.files import write
 from selfspec.hub.models import default_model_file
 
 LLAMA, LOOKUP, PLAIN, DEFAULT = "llama.cpp", "llama.cpp, prompt lookup", "plain", "default"
-NUMBERS, NUMBERS_DEFAULT, THEIRS = "numbers, plain", "numbers, default", "hugging-face"
+NUMBERS, NUMBERS_DEFAULT = "numbers, plain", "numbers, default"
+THEIRS, THEIR_LOOKUP = "hugging-face", "hugging-face, prompt lookup"
 
 Write = Callable[[Tensor, int], dict[str, Any]]
 """From ids [1, P] and a number of tokens to token_ids, first_s and seconds."""
@@ -148,7 +149,10 @@ def de_quantised(model: Path | None, like: selfspec.Speculator) -> dict[str, Wri
     loaded, tokenizer, files = load_model(model, dtype=like.backbone.dtype)
     speculator = selfspec.wrap(loaded, tokenizer, heads=like.heads, label=files.label)
     found = ours(speculator, NUMBERS, NUMBERS_DEFAULT)
-    return found | {THEIRS: partial(timed, speculator, "hugging-face", {})}
+    return found | {
+        THEIRS: partial(timed, speculator, "hugging-face", {}),
+        THEIR_LOOKUP: partial(timed, speculator, "prompt-lookup", {"prompt_lookup_num_tokens": 10}),
+    }
 
 
 def ours(speculator: selfspec.Speculator, plain: str, default: str) -> dict[str, Write]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,9 @@ NEW_TOKENS = 20
 EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
 TREES = ("exits with siblings", "trees", "trees around seen text")
+
+FEW = ("oracle", "wrong", "random", "eager exits", "trees around seen text")
+"""Drafts of every width, for where a step takes long."""
 
 TEMPERATURE = 4.0
 """For sampling: the tiny models' own distributions are nearly one-hot."""
@@ -182,14 +186,24 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
 
 
 def check_draft_invariance(
-    backbone: Backbone, ids: Tensor, shape: PassShape = FIXED, *, new_tokens: int = NEW_TOKENS
+    backbone: Backbone,
+    ids: Tensor,
+    shape: PassShape = FIXED,
+    *,
+    new_tokens: int = NEW_TOKENS,
+    kinds: Collection[str] | None = None,
 ) -> None:
-    """Rung 2: in pinned mode logits are bitwise the same whatever the drafts were."""
+    """Rung 2: in pinned mode logits are bitwise the same whatever the drafts were.
+
+    `kinds` of drafters; None: all.
+    """
     plain = decode(backbone, ids, NoDrafter(), shape=shape, new_tokens=new_tokens)
     sequence = ids[0].tolist() + plain.tokens
     for name, (drafter, exits) in drafters(backbone, sequence).items():
         if name in TREES and backbone.claims.steady_from is None:
             continue  # not made there: see `Sources.runs_trees`
+        if kinds is not None and name not in kinds:
+            continue
         found = decode(
             backbone, ids, drafter, shape=shape, exit_layers=exits, new_tokens=new_tokens
         )
