@@ -101,4 +101,4 @@ def files() -> int:
 
 def threads() -> int:
     """How many run, but for the event loop's pool, which keeps a few for good."""
-    return sum(not one.name.startswith("asyncio_") for one in threading.enumerate())
+    return sum(not one.name.startswith(("asyncio_", "uvloop_")) for one in threading.enumerate())
