@@ -1,4 +1,4 @@
-# make demo: one accelerated answer.  make test: lint, types, tests.  All of it inside .venv.
+# make demo: Hugging Face's answer and ours.  make test: lint, types, tests.  All of it inside .venv.
 # make test-oldest: the tests again, with the oldest versions that pyproject.toml allows.
 # Needs python3 (3.10 or newer, with venv and pip). Variables, for instance
 # `make demo TORCH_INDEX=URL PROMPT="Why is the sky blue?"`; URL: an index of torch wheels.
@@ -42,7 +42,7 @@ endif
 	touch $(READY)
 
 demo: setup
-	$(BIN)/selfspec generate --stats "$(PROMPT)"
+	$(BIN)/selfspec demo "$(PROMPT)"
 
 lint: setup
 	$(BIN)/ruff check .

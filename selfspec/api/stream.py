@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,10 +13,21 @@ from transformers.generation.streamers import BaseStreamer
 from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.drafters import Draft
 from selfspec.decoding.engine import Running
 from selfspec.decoding.likely import Logprob
+from selfspec.decoding.sources import MODEL
 from selfspec.decoding.stats import GenerationStats, Round, StopReason
 from selfspec.typed import shown
+
+
+class Estimate(NamedTuple):
+    """What drafts gained behind the first token; nothing is timed for it."""
+
+    speed_up: float
+    """Steps of plain decoding over what the rounds cost, in such steps, by their prices."""
+    measured: bool
+    """Whether the prices were given, as `selfspec tune` finds them; else they are usual ones."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -30,6 +42,8 @@ class Generation:
     """None if the stream was closed before its end."""
     logprobs: list[Logprob] | None = None
     """Of each token, where `logprobs` was asked for."""
+    estimate: Estimate | None = None
+    """None where nothing was drafted."""
 
     def __str__(self) -> str:
         """The text."""
@@ -38,6 +52,15 @@ class Generation:
     def __repr__(self) -> str:
         """How the text begins, and what it took."""
         return f"<Generation {shown(self.text)}: {self.stats.line()}>"
+
+    def summary(self) -> str:
+        """What it took, for people: `stats.line()` has all figures."""
+        words = self.stats.summary()
+        if self.estimate is None:
+            return words
+        speed_up, measured = self.estimate
+        prices = "prices measured here" if measured else "usual prices"
+        return f"{words}, about {speed_up:.1f}x plain (estimated from {prices})"
 
 
 class Stream:
@@ -51,16 +74,23 @@ class Stream:
         running: Running,
         tokenizer: PreTrainedTokenizerBase | None = None,
         streamer: BaseStreamer | None = None,
+        options: SpeculationOptions | None = None,
     ) -> None:
-        """Pulls the rounds of `running`; `streamer` hears of each token."""
+        """Pulls the rounds of `running`; `streamer` hears of each token.
+
+        `options`: as its drafts are priced, for an estimate of what they gain.
+        """
         self.rounds: list[Round] = []
         """So far, the prompt's pass first."""
+        self.giver: tuple[str, int] = (MODEL, 0)
+        """Who gave the newest token, the last of the newest piece, and the layer it left at."""
         self._entries = running
         self._stats = running.stats
         self._watch = running.watch
         self._tokenizer = tokenizer
         self._streamer = streamer
         self._tokens: list[int] = []
+        self._options = options
         self._pieces = self._decode()
 
     def __iter__(self) -> Iterator[str]:
@@ -87,6 +117,7 @@ class Stream:
             stats=self._stats,
             stop_reason=self._stats.stop_reason if handed_out else None,
             logprobs=self._entries.logprobs[: len(self._tokens)] or None,
+            estimate=self._estimate(),
         )
 
     def drain(self) -> Generation:
@@ -95,13 +126,22 @@ class Stream:
             pass
         return self.result
 
+    def _estimate(self) -> Estimate | None:
+        if self._options is None or not self._stats.drafted:
+            return None
+        cost = self._entries.draft_cost(self._options)
+        behind = [entry for entry in self.rounds if not entry.prefill]
+        steps = sum(cost.steps(Draft.of(entry)) for entry in behind)
+        tokens = sum(len(entry.tokens) for entry in behind)
+        return Estimate(tokens / steps, self._options.prices.rows is not None)
+
     def _decode(self) -> Generator[str, None, None]:
         text = TextDecoder(self._tokenizer)
         try:
             for entry in self._entries:
                 self.rounds.append(entry)
                 self._stats.add(entry)
-                for token in entry.tokens:
+                for token, self.giver in zip(entry.tokens, entry.givers, strict=True):
                     self._tokens.append(token)
                     if self._streamer is not None:
                         self._streamer.put(torch.tensor([token]))
@@ -127,4 +167,4 @@ class Call:
         """An answer of this call; its streamer gets the prompt first."""
         if self.streamer is not None:
             self.streamer.put(running.state.ids.cpu())
-        return Stream(running, self.tokenizer, self.streamer)
+        return Stream(running, self.tokenizer, self.streamer, self.speculation)

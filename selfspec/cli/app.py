@@ -15,6 +15,7 @@ from selfspec.cli import (
     chat,
     common,
     data,
+    demo,
     env,
     fit,
     generate,
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(demo.demo)
 app.command()(serve.serve)
 app.command()(env.env)
 app.command()(data.data)

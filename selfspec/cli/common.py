@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from selfspec.api.speculator import Speculator
+    from selfspec.api.stream import Generation
     from selfspec.cli.settings import Settings
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -45,8 +47,22 @@ ConfigFile = Annotated[
 SystemPrompt = Annotated[
     str | None, typer.Option("--system", help="System message ahead of the conversation.")
 ]
+
+
+class Stats(str, Enum):
+    """How much is said of an answer."""
+
+    SHORT = "short"
+    FULL = "full"
+
+
 ShowStats = Annotated[
-    bool, typer.Option("--stats", help="One line of statistics, on standard error.")
+    Stats | None,
+    typer.Option(
+        "--stats",
+        metavar="[=full]",
+        help="What the answer took, on standard error; =full: all figures.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
 
@@ -72,6 +88,11 @@ def emit(text: str) -> None:
     except OSError as error:
         streams.silence(sys.stdout)
         raise CannotWrite(f"cannot write standard output: {error.strerror}") from error
+
+
+def statistics(answer: Generation, kind: Stats) -> str:
+    """The line that `--stats` asked for."""
+    return answer.stats.line() if kind is Stats.FULL else answer.summary()
 
 
 def rendered(grid: Table) -> str:

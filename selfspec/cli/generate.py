@@ -73,7 +73,7 @@ def generate(
     ] = False,
     system: common.SystemPrompt = None,
     config: common.ConfigFile = None,
-    stats: common.ShowStats = False,
+    stats: common.ShowStats = None,
     as_json: common.AsJson = False,
     flags: dict[str, Any],
 ) -> None:
@@ -98,8 +98,8 @@ def generate(
         common.emit(json.dumps(record(speculator, answer, asked)) + "\n")
     else:
         answer = write(speculator, messages, asked.generation)
-    if stats:
-        common.note(answer.stats.line())
+    if stats is not None:
+        common.note(common.statistics(answer, stats))
 
 
 def _answer_file(

@@ -55,7 +55,10 @@ def _run(arguments: list[str], *, debug: bool) -> int:
     try:
         from selfspec.cli.app import app
 
-        code = int(app(args=arguments, prog_name="selfspec", standalone_mode=False) or 0)
+        code = int(
+            app(args=_with_kind_of_stats(arguments), prog_name="selfspec", standalone_mode=False)
+            or 0
+        )
     except typer.Abort:  # the end of input, where a line was asked for
         code = common.INTERRUPTED
     except SystemExit as error:  # typer's own, where its help is not read to the end
@@ -65,6 +68,13 @@ def _run(arguments: list[str], *, debug: bool) -> int:
     except Exception as error:  # noqa: BLE001  # the top: every error ends here, as a line
         return _explained(error, arguments, debug=debug)
     return _interrupted() if code == common.INTERRUPTED else code
+
+
+def _with_kind_of_stats(arguments: Sequence[str]) -> list[str]:
+    """A bare `--stats` takes no word from behind it: that may be the prompt."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = ("--stats=short" if word == "--stats" else word for word in arguments[:end])
+    return [*words, *arguments[end:]]
 
 
 def _variable(error: object, arguments: Sequence[str]) -> str:

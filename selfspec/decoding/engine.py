@@ -25,7 +25,7 @@ from selfspec.decoding.drafters import DraftCache
 from selfspec.decoding.likely import Logprob
 from selfspec.decoding.pace import Pace
 from selfspec.decoding.prefix import common
-from selfspec.decoding.prices import Load, Unmeasured
+from selfspec.decoding.prices import DraftCost, Load, Unmeasured
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.decoding.runtime import Asked, Runtime, Text
 from selfspec.decoding.sequence import DecodeState
@@ -59,6 +59,10 @@ class Running:
         self.fresh: deque[Round] = deque()
         """Rounds that nobody took yet."""
         self._engine = engine
+
+    def draft_cost(self, options: SpeculationOptions) -> DraftCost:
+        """What drafting under these options costs a text that runs alone."""
+        return self._engine.runtime.draft_cost(options)
 
     def __iter__(self) -> Iterator[Round]:
         """Its rounds, the prompt's first."""

@@ -23,7 +23,7 @@ from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters import DraftCache, Drafter, Sources, make_drafter
 from selfspec.decoding.likely import Logprob, Noting
 from selfspec.decoding.lossy import lossy_rule
-from selfspec.decoding.prices import Load
+from selfspec.decoding.prices import DraftCost, Load, Unmeasured, token_cost
 from selfspec.decoding.probe import PassShape, PinnedProbe
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
@@ -161,6 +161,17 @@ class Runtime:
         if self.draft_model is None:
             return None
         return DraftCache(self.draft_model, self.backbone.vocab_size)
+
+    def draft_cost(self, options: SpeculationOptions) -> DraftCost:
+        """What drafting costs a text that runs alone, by the prices known."""
+        known = Unmeasured.of(self.backbone).unless(options.prices)
+        second = self.draft_model if options.uses("draft-model") else None
+        return DraftCost(
+            rows=known.rows,
+            token=0.0 if second is None else token_cost(second, self.backbone),
+            head=known.head,
+            num_layers=self.backbone.num_layers,
+        )
 
     def _is_pinned(self, options: SpeculationOptions) -> bool:
         """Whether drafts cannot move bits: because that was asked for, or by themselves."""

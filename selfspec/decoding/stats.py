@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from selfspec.decoding.sources import MODEL
 from selfspec.model.rows import depths
 
 Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]
@@ -71,6 +72,12 @@ class Round:
     def accepted(self) -> int:
         """How many drafts are among `tokens`."""
         return len(self.kept)
+
+    @property
+    def givers(self) -> list[tuple[str, int]]:
+        """Who gave each of `tokens`, and for drafts where they left, else 0."""
+        given = [(self.sources[index], self.exit_layers[index]) for index in self.kept]
+        return given + [(MODEL, 0)] * (len(self.tokens) - len(given))
 
     @property
     def depths(self) -> list[int]:
@@ -184,8 +191,17 @@ class GenerationStats:
             "decode_tokens_per_s": self.decode_tokens_per_s,
         }
 
+    def summary(self) -> str:
+        """What a person wants to know, without abbreviations."""
+        passes = f", {self.compression_rate:.1f} tokens per pass" if self.rounds else ""
+        return (
+            f"{self.new_tokens} tokens{passes}"
+            + ("" if self.lossless else ", lossy")
+            + (f", no drafts: {self.drafts_refused}" if self.drafts_refused else "")
+        )
+
     def line(self) -> str:
-        """One line for people."""
+        """All figures on one line."""
         parts = [
             f"{self.accepted_by_layer[layer]}/{count} at {layer}"
             for layer, count in sorted(self.drafted_by_layer.items())

@@ -11,30 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.config import SpeculationOptions
 from selfspec.decoding.drafters import Draft
-from selfspec.decoding.prices import DraftCost, Unmeasured, token_cost
-from selfspec.decoding.runtime import Runtime
+from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.sources import EXIT
 from selfspec.decoding.stats import Round
 
-MODEL = "model"
-"""The source of tokens that no drafter gave: a verification did, or the prompt's pass."""
-
 Told = dict[str, Any]
 """A round, ready for JSON."""
-
-
-def cost_of(runtime: Runtime, options: SpeculationOptions) -> DraftCost:
-    """What drafting costs a text that runs alone: so a request's explanation is always the same."""
-    known = Unmeasured.of(runtime.backbone).unless(options.prices)
-    second = runtime.draft_model if options.uses("draft-model") else None
-    return DraftCost(
-        rows=known.rows,
-        token=0.0 if second is None else token_cost(second, runtime.backbone),
-        head=known.head,
-        num_layers=runtime.backbone.num_layers,
-    )
 
 
 class Explanation:
@@ -52,16 +35,14 @@ class Explanation:
 
     def add(self, entry: Round, texts: Sequence[str]) -> None:
         """A round; `texts` of its tokens join to the answer."""
-        sources = [*zip(entry.sources, entry.exit_layers, strict=True)]
-        given = [sources[index] for index in entry.kept]
-        given += [(MODEL, 0)] * (len(entry.tokens) - len(given))
         self._waiting.append(
             {
                 "tokens": [
-                    {"text": text, **_giver(*by)} for text, by in zip(texts, given, strict=True)
+                    {"text": text, **_giver(*by)}
+                    for text, by in zip(texts, entry.givers, strict=True)
                 ],
                 "drafts": self._drafts(entry),
-                "steps": 0.0 if entry.prefill else round(self._cost.steps(_draft(entry)), 4),
+                "steps": 0.0 if entry.prefill else round(self._cost.steps(Draft.of(entry)), 4),
                 "ended": entry.ended,
             }
         )
@@ -120,17 +101,6 @@ class Explanation:
 def _giver(source: str, layer: int) -> Told:
     """Only exit heads stand at a layer."""
     return {"source": source, "layer": layer if source == EXIT else None}
-
-
-def _draft(entry: Round) -> Draft:
-    """What was proposed in a round."""
-    return Draft(
-        tokens=entry.draft_tokens,
-        parents=entry.parents,
-        exit_layers=entry.exit_layers,
-        sources=entry.sources,
-        heads=entry.heads,
-    )
 
 
 def _length(told: Told) -> int:

@@ -26,7 +26,7 @@ from selfspec.api.text import Prompt, encode
 from selfspec.config import GenerateOptions
 from selfspec.decoding.engine import Running
 from selfspec.errors import InvalidPrompt
-from selfspec.serve.explain import Explanation, cost_of
+from selfspec.serve.explain import Explanation
 from selfspec.serve.faults import places
 from selfspec.serve.metrics import Metrics, State
 from selfspec.serve.options import ServeOptions
@@ -258,7 +258,9 @@ class Writer:
         return Calls(self._tool_format, [tool["function"]["name"] for tool in choice.tools])
 
     def _explanation(self, call: Call) -> Explanation:
-        return Explanation(call.tokenizer, cost_of(self._speculator.runtime, call.speculation))
+        # as if it ran alone: so a request's explanation is always the same
+        cost = self._speculator.runtime.draft_cost(call.speculation)
+        return Explanation(call.tokenizer, cost)
 
     def _leave(self, job: Job) -> None:
         for answer in job.answers:

@@ -12,16 +12,16 @@ from itertools import groupby
 from rich.console import Console, Group
 from rich.text import Text
 
+from selfspec.decoding.sources import EXIT
 from selfspec.decoding.stats import GenerationStats, Round
+from selfspec.visualise import palette
 from selfspec.visualise.layers import LayerTrace, Place
 from selfspec.visualise.texts import visible
-
-_RAMP = ((27, 158, 119), (58, 124, 231), (160, 84, 222))
-"""RGB from the embedding to the last layer; all can be read on dark and on light."""
 
 _SUPERSCRIPT = str.maketrans("0123456789ndg", "⁰¹²³⁴⁵⁶⁷⁸⁹ⁿᵈᵍ")
 _SOURCES = {"ngram": "n", "draft-model": "d", "grammar": "g"}
 """Marks of drafts that ran through no layer."""
+_OF_MARK = {mark: source for source, mark in _SOURCES.items()}
 _WORDS = {
     "n": "copied from text already seen",
     "d": "from the draft model",
@@ -125,10 +125,9 @@ class _Marks:
         return f"^{name}" if self._ascii else name.translate(_SUPERSCRIPT)
 
     def _style(self, name: str) -> str:
-        if not name.isdigit():
-            return "bold yellow"
-        red, green, blue = _colour(int(name) / self._trace.info.num_layers)
-        return f"bold rgb({red},{green},{blue})"
+        source = EXIT if name.isdigit() else _OF_MARK[name]
+        layer = int(name) if name.isdigit() else 0
+        return f"bold {palette.style(source, layer, self._trace.info.num_layers)}"
 
 
 def _rejected(entry: Round) -> list[list[int]]:
@@ -152,12 +151,3 @@ def _where(name: str) -> str:
     if name.isdigit():
         return f"left behind layer {name}"
     return _WORDS[name]
-
-
-def _colour(depth: float) -> tuple[int, int, int]:
-    """Between two neighbours of the ramp; `depth` in [0, 1]."""
-    place = min(depth, 0.999) * (len(_RAMP) - 1)
-    low, share = int(place), place % 1
-    pairs = zip(_RAMP[low], _RAMP[low + 1], strict=True)
-    red, green, blue = (round(a + (b - a) * share) for a, b in pairs)
-    return red, green, blue

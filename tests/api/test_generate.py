@@ -222,6 +222,30 @@ def test_a_stream_keeps_its_rounds_the_prompts_first(speculator: Speculator) -> 
     assert [t for entry in stream.rounds for t in entry.tokens] == answer.token_ids
 
 
+def test_an_estimate_goes_by_the_prices(speculator: Speculator) -> None:
+    always: dict[str, Any] = {"max_new_tokens": 20, "never_slower": False}
+    stream = speculator.stream(random_ids(9), prices="row=0.5,head=0.25", **always)
+    answer = stream.drain()
+    behind = stream.rounds[1:]
+    steps = sum(
+        1 + 0.5 * len(one.draft_tokens) + 0.25 * one.heads + sum(one.exit_layers) / 6
+        for one in behind
+    )
+    assert answer.stats.drafted > 0
+    assert answer.estimate is not None
+    assert answer.estimate.speed_up == pytest.approx(19 / steps)
+    assert answer.estimate.measured
+    usual = speculator.generate(random_ids(9), **always)
+    assert usual.estimate is not None
+    assert not usual.estimate.measured
+    assert usual.summary() == (
+        f"20 tokens, {usual.stats.compression_rate:.1f} tokens per pass, about "
+        f"{usual.estimate.speed_up:.1f}x plain (estimated from usual prices)"
+    )
+    plain = speculator.generate(random_ids(9), speculate=False, **always)
+    assert plain.summary() == "20 tokens, 1.0 tokens per pass"
+
+
 def test_plain_decoding_is_the_same_text_without_drafts(speculator: Speculator) -> None:
     ids = random_ids(13)
     expected = speculator.generate(ids, max_new_tokens=9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from selfspec.cli.settings import Settings
@@ -14,6 +15,11 @@ from selfspec.errors import InvalidPrompt
 
 @dataclass
 class FakeStats:
+    rounds: int = 1
+    prompt_tokens: int = 10
+    new_tokens: int = 2
+    compression_rate: float = 2.0
+
     def line(self) -> str:
         return "2 tokens, CR 2.00"
 
@@ -28,12 +34,16 @@ class FakeAnswer:
     stats: FakeStats = field(default_factory=FakeStats)
     stop_reason: str = "eos"
 
+    def summary(self) -> str:
+        return "2 tokens, 2.0 tokens per pass"
+
 
 @dataclass
 class FakeStream:
     """Gives its pieces one by one; an exception among them is raised there."""
 
     pieces: list[Any]
+    giver: tuple[str, int] = ("exit", 2)
     said: str = ""
     closed: bool = False
 
@@ -58,6 +68,8 @@ class FakeSpeculator:
 
     answers: list[list[Any]] = field(default_factory=lambda: [["Hello ", "you."]])
     label: str = "fake"
+    tokenizer: None = None
+    backbone: Any = field(default_factory=lambda: SimpleNamespace(num_layers=4))
     heads: object | None = "heads"
     options: SpeculationOptions = field(default_factory=SpeculationOptions)
     prompts: list[Any] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""`selfspec chat` and `heads`, then the program as a whole: help, log, exit, pipes."""
+"""`selfspec heads`, then the program as a whole: help, log, exit, pipes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 import pytest
 
 from selfspec.api import speculator as facade
-from selfspec.cli import chat, common
+from selfspec.cli import common
 from selfspec.cli.main import main
 from selfspec.cli.settings import SHARED
-from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidPrompt, ModelNotFound
+from selfspec.errors import HeadsMismatch, InvalidHeads, ModelNotFound
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.hub import models as hub
 from selfspec.options import Prices
@@ -27,81 +26,9 @@ from selfspec.options.controllers import CONTROLLERS
 from selfspec.options.drafters import DRAFTERS
 from selfspec.options.rules import ACCEPTANCE
 from selfspec.training import records
-from tests.cli.fakes import FakeSpeculator, user
+from tests.cli.fakes import FakeSpeculator
 
 ROOT = Path(__file__).parents[2]
-
-
-# --- chat
-
-
-def test_chat_remembers_turns_until_they_are_cleared(
-    speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    speculator.answers = [["one"], ["two"], ["three"]]
-    piped(b"a\n\nb\n/clear\nc\n/exit\nnever\n")
-    assert main(["chat", "--system", "s", "--stats", "--seed", "1"]) == 0
-    first = [{"role": "system", "content": "s"}, user("a")]
-    assert speculator.prompts == [
-        first,
-        [*first, {"role": "assistant", "content": "one"}, user("b")],
-        [{"role": "system", "content": "s"}, user("c")],
-    ]
-    captured = capsys.readouterr()
-    assert captured.out.split() == ["one", "two", "three"]
-    assert captured.err.splitlines() == ["2 tokens, CR 2.00"] * 3
-    assert speculator.given == {"seed": 1}
-
-
-def test_interrupted_answer_keeps_what_was_said(
-    speculator: FakeSpeculator, piped: Callable[[bytes], None]
-) -> None:
-    speculator.answers = [["half", KeyboardInterrupt()], ["whole"]]
-    piped(b"a\nb\n")
-    assert main(["chat"]) == 0
-    assert speculator.streams[0].closed
-    assert speculator.prompts[1] == [user("a"), {"role": "assistant", "content": "half"}, user("b")]
-
-
-def test_turn_without_an_answer_is_forgotten(
-    speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    speculator.answers = [[KeyboardInterrupt()], [InvalidPrompt("too long. /clear")], ["fine"]]
-    piped(b"a\nb\nc\n")
-    assert main(["chat"]) == 0
-    assert speculator.prompts == [[user("a")], [user("b")], [user("c")]]
-    assert "selfspec: error: too long. /clear" in capsys.readouterr().err.splitlines()
-
-
-def test_unknown_chat_command_lists_the_known_ones(
-    speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    piped(b"/what\n")
-    assert main(["chat"]) == 0
-    assert capsys.readouterr().err.strip() == chat.HELP
-    assert speculator.prompts == []
-
-
-@pytest.mark.parametrize(
-    ("typed", "line"), [(" hi ", "hi"), (EOFError(), None), (KeyboardInterrupt(), "")]
-)
-def test_terminal_line_ends_the_chat_at_ctrl_d_and_not_at_ctrl_c(
-    typed: Any, line: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(prompt: str) -> str:
-        if isinstance(typed, BaseException):
-            raise typed
-        return str(typed)
-
-    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr("builtins.input", read)
-    assert chat.ask() == line
 
 
 # --- heads

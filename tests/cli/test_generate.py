@@ -25,13 +25,17 @@ def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return captured.err.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [("--stats", "2 tokens, 2.0 tokens per pass\n"), ("--stats=full", "2 tokens, CR 2.00\n")],
+)
 def test_answer_goes_to_stdout_and_statistics_to_stderr(
-    speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
+    flag: str, line: str, speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", "--stats", "hi"]) == 0
+    assert main(["generate", flag, "hi"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "Hello you.\n"
-    assert captured.err == "2 tokens, CR 2.00\n"
+    assert captured.err == line
     assert speculator.prompts == [[user("hi")]]
 
 

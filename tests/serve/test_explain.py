@@ -10,7 +10,7 @@ import pytest
 
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import Round
-from selfspec.serve.explain import Explanation, cost_of
+from selfspec.serve.explain import Explanation
 from tests.serve.live import Running
 
 LISTS = [{"role": "user", "content": "Repeat three times: 🦜 red, green, blue 🪁 and grey."}]
@@ -148,7 +148,7 @@ def test_rejected_drafts_have_their_text_behind_what_they_follow(server: Running
     tokenizer = speculator.tokenizer
     assert tokenizer is not None
     one, two, three = (tokenizer.encode(f" {word}")[0] for word in ("one", "two", "three"))
-    told = Explanation(tokenizer, cost_of(speculator.runtime, speculator.options))
+    told = Explanation(tokenizer, speculator.runtime.draft_cost(speculator.options))
     told.add(entry([one], [], [], prefill=True), [" one"])
     told.add(entry([one], [two, three], [], parents=[-1, -1], sources=["ngram"] * 2), [" one"])
     _, second = told.shown(" one one")["rounds"]

@@ -17,7 +17,7 @@ from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.scores import Choice
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.sources import EXIT
-from selfspec.decoding.stats import Ended, Stopwatch
+from selfspec.decoding.stats import Ended, Round, Stopwatch
 from selfspec.decoding.work import Steps, ready
 from selfspec.model.rows import depths
 
@@ -49,6 +49,17 @@ class Draft:
         """What is not said: tokens are of exit heads that read embeddings."""
         self.exit_layers = self.exit_layers or [0] * len(self.tokens)
         self.sources = self.sources or [EXIT] * len(self.tokens)
+
+    @classmethod
+    def of(cls, entry: Round) -> Draft:
+        """What was proposed in a round."""
+        return cls(
+            tokens=entry.draft_tokens,
+            parents=entry.parents,
+            exit_layers=entry.exit_layers,
+            sources=entry.sources,
+            heads=entry.heads,
+        )
 
     @property
     def depth(self) -> int:

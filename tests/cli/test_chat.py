@@ -1,0 +1,297 @@
+"""`selfspec chat`: turns and commands through a pipe, then a real terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+
+from selfspec.api.stream import Stream
+from selfspec.cli.main import main
+from selfspec.decoding.stats import GenerationStats, Round
+from selfspec.errors import InvalidPrompt
+from selfspec.pages import LOOK, assets
+from selfspec.visualise import palette
+from tests.cli.fakes import FakeSpeculator, user
+
+ROOT = Path(__file__).parents[2]
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+# --- a pipe: every line is a turn
+
+
+def test_chat_remembers_turns_until_they_are_cleared(
+    speculator: FakeSpeculator,
+    piped: Callable[[bytes], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    speculator.answers = [["one"], ["two"], ["three"]]
+    piped(b"a\n\nb\n/clear\nc\n/quit\nnever\n")
+    assert main(["chat", "--system", "s", "--stats", "--seed", "1"]) == 0
+    first = [{"role": "system", "content": "s"}, user("a")]
+    assert speculator.prompts == [
+        first,
+        [*first, assistant("one"), user("b")],
+        [{"role": "system", "content": "s"}, user("c")],
+    ]
+    captured = capsys.readouterr()
+    assert captured.out.split() == ["one", "two", "three"]
+    assert captured.err.splitlines() == ["2 tokens, 2.0 tokens per pass"] * 3
+    assert speculator.given == {"seed": 1}
+
+
+def test_interrupted_answer_keeps_what_was_said(
+    speculator: FakeSpeculator, piped: Callable[[bytes], None]
+) -> None:
+    speculator.answers = [["half", KeyboardInterrupt()], ["whole"]]
+    piped(b"a\nb\n")
+    assert main(["chat"]) == 0
+    assert speculator.streams[0].closed
+    assert speculator.prompts[1] == [user("a"), assistant("half"), user("b")]
+
+
+def test_turn_without_an_answer_is_forgotten(
+    speculator: FakeSpeculator,
+    piped: Callable[[bytes], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    speculator.answers = [[KeyboardInterrupt()], [InvalidPrompt("too long. /clear")], ["fine"]]
+    piped(b"a\nb\nc\n")
+    assert main(["chat"]) == 0
+    assert speculator.prompts == [[user("a")], [user("b")], [user("c")]]
+    assert "selfspec: error: too long. /clear" in capsys.readouterr().err.splitlines()
+
+
+def test_commands_change_what_is_asked_next(
+    speculator: FakeSpeculator, piped: Callable[[bytes], None]
+) -> None:
+    speculator.answers = [["one"], ["two"], [KeyboardInterrupt()], ["three"], ["four"]]
+    # the second retry gets no answer: the one that was there stays
+    piped(b"a\n/retry\n/retry\n/system be kind\nb\n/undo\n/undo\nc\n")
+    assert main(["chat"]) == 0
+    kind = {"role": "system", "content": "be kind"}
+    assert speculator.prompts == [
+        [user("a")],
+        [user("a")],
+        [user("a")],
+        [kind, user("a"), assistant("two"), user("b")],
+        [kind, user("c")],
+    ]
+
+
+def test_a_conversation_is_saved_and_gone_on_with(
+    speculator: FakeSpeculator,
+    piped: Callable[[bytes], None],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    kept, strange = tmp_path / "talk.json", tmp_path / "strange.json"
+    strange.write_text('{"messages": [{"role": "robot", "content": "x"}]}')
+    speculator.answers = [["one"], ["two"], ["three"]]
+    piped(f"a\n/save {kept}\n/save {strange}\n/load {strange}\nb\n/load {kept}\nc\n".encode())
+    assert main(["chat"]) == 0
+    assert json.loads(kept.read_text())["messages"] == [user("a"), assistant("one")]
+    assert speculator.prompts[1] == [user("a"), assistant("one"), user("b")]
+    assert speculator.prompts[2] == [user("a"), assistant("one"), user("c")]
+    refused = capsys.readouterr().err
+    assert "was not written by selfspec" in refused
+    assert "is no conversation" in refused
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/sav x", "unknown command '/sav'. Did you mean /save?"),
+        ("/save", "/save needs a file"),
+        ("/quit now", "/quit takes nothing behind it"),
+        ("/undo", "nothing to take back"),
+        ("/trace", "no answer to trace yet"),
+        ("/stats", "no answer yet"),
+    ],
+)
+def test_a_wrong_command_is_said_on_one_line(
+    line: str,
+    said: str,
+    speculator: FakeSpeculator,
+    piped: Callable[[bytes], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    piped(f"{line}\n".encode())
+    assert main(["chat"]) == 0
+    (shown,) = capsys.readouterr().err.splitlines()
+    assert said in shown
+    assert speculator.prompts == []
+
+
+def test_a_stream_says_who_gave_each_token() -> None:
+    entry = Round(
+        tokens=[1, 2, 3],
+        draft_tokens=[1, 9, 2],
+        exit_layers=[4, 0, 0],
+        sources=["exit", "exit", "ngram"],
+        parents=[-1, 0, 0],
+        kept=[0, 2],
+        ended="width",
+    )
+    running: Any = iter([entry])
+    heard: list[tuple[str, int]] = []
+
+    class Running:
+        stats, watch = GenerationStats(num_layers=8), GenerationStats(num_layers=8)
+
+        def __iter__(self) -> Iterator[Round]:
+            return running
+
+    class Listener:
+        def put(self, _: object) -> None:
+            heard.append(stream.giver)
+
+        def end(self) -> None:
+            pass
+
+    stream = Stream(Running(), None, Listener())  # type: ignore[arg-type]  # as much as it needs
+    list(stream)
+    assert heard == [("exit", 4), ("ngram", 0), ("model", 0)]
+
+
+def test_sources_have_the_colours_of_the_pages() -> None:
+    look = assets("selfspec.pages", [LOOK])
+    for name, source in (("seen", "ngram"), ("grammar", "grammar"), ("second", "draft-model")):
+        found = re.search(rf"--{name}: light-dark\((#\w+)", look)
+        assert found is not None
+        assert palette.style(source, 0, 8) == found[1]
+
+
+# --- a terminal
+
+ANSWERS = """
+import itertools, time
+from selfspec.cli import common
+from selfspec.cli.main import run
+from tests.cli import fakes
+
+class Slow(fakes.FakeStream):
+    def __iter__(self):
+        for piece in super().__iter__():
+            time.sleep(0.005)
+            yield piece
+
+def echo(self, messages, **options):
+    self.prompts.append(messages)
+    words = messages[-1]["content"].replace("\\n", "|")
+    count = 2000 if words == "long" else 12
+    return Slow([f"{word}{number} " for number in range(count) for word in ["<" + words + ">"]])
+
+fakes.FakeSpeculator.stream = echo
+fakes.FakeSpeculator.__repr__ = lambda self: f"<{len(self.prompts)} prompts>"
+common.load = lambda settings: fakes.FakeSpeculator()
+run()
+"""
+
+
+WAITS = "tokens i"
+"""The line below the editor, also in a narrow window."""
+
+
+class Terminal:
+    """A chat of a fake model, 40 columns wide; says where the cursor is when asked."""
+
+    def __init__(self, state: Path, *arguments: str, **environment: str) -> None:
+        inherited = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+        own = {"TERM": "xterm-256color", "XDG_STATE_HOME": str(state)}
+        self.process = pexpect.spawn(
+            sys.executable,
+            ["-c", ANSWERS, "chat", *arguments],
+            cwd=ROOT,
+            dimensions=(24, 40),
+            encoding="utf-8",
+            timeout=10,
+            env={**inherited, **own, **environment},
+        )
+        self.expect(WAITS)
+
+    def send(self, keys: str) -> None:
+        self.process.send(keys)
+
+    def expect(self, pattern: Any) -> None:
+        while self.process.expect([r"\x1b\[6n", pattern]) == 0:
+            self.process.send("\x1b[1;1R")
+
+    def end(self) -> int | None:
+        self.expect(pexpect.EOF)
+        self.process.close()
+        return self.process.exitstatus
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def chat(*arguments: str, **environment: str) -> Terminal:
+        opened.append(Terminal(tmp_path, *arguments, **environment))
+        return opened[-1]
+
+    yield chat
+    for one in opened:
+        one.process.close(force=True)
+
+
+def test_in_a_terminal(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    chat = terminal()
+    # a pasted page is one turn, in colour, and words wrap
+    chat.send("\x1b[200~one\ntwo\x1b[201~\r")
+    chat.expect(r"\x1b\[[\d;]*m<one\|two>0")
+    chat.expect(r"<one\|two>2\x1b\[0m\r\n\x1b\[[\d;]*m<one\|two>3")
+    chat.expect(r"12 tokens in context \| 2.0")
+    # Alt-Enter and a backslash begin a new line
+    chat.send("a\x1b\rb\\\rc\r")
+    chat.expect(r"<a\|b\|c>11")
+    chat.expect(WAITS)
+    # a smaller window and Ctrl-C keep what was said; so the next answer knows it
+    chat.send("long\r")
+    chat.expect("<long>7")
+    chat.process.setwinsize(24, 20)
+    chat.expect("<long>19")
+    chat.send("\x03")
+    chat.expect(" …")
+    chat.expect(WAITS)
+    chat.send("/model\r")
+    chat.expect("3 prompts")
+    chat.send("/save talk\x7f\x7f\x7f\x7f" + str(tmp_path / "talk") + "\r")
+    chat.expect("wrote")
+    # earlier lines come back; Ctrl-C at the prompt drops what was typed
+    chat.expect(WAITS)
+    chat.send("dropped\x03")
+    chat.send("\x1b[A\x1b[A\x1b[A\r")
+    chat.expect("<long>0")
+    chat.send("\x03")
+    chat.expect(" …")
+    chat.send("\x04")
+    assert chat.end() == 0
+    said = json.loads((tmp_path / "talk").read_text())["messages"]
+    assert [entry["content"] for entry in said[::2]] == ["one\ntwo", "a\nb\nc", "long"]
+    assert said[-1]["content"].startswith("<long>0 <long>1 ")
+    history = tmp_path / "selfspec" / "chat-history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert "+long\n" in history.read_text()
+    assert "dropped" not in history.read_text()
+
+
+def test_without_colours(terminal: Callable[..., Terminal]) -> None:
+    for arguments, environment in (([], {"NO_COLOR": "1"}), (["--no-colour"], {})):
+        chat = terminal(*arguments, **environment)
+        chat.send("hi\r")
+        chat.expect(r"<hi>0 <hi>1 <hi>2")
+        chat.send("/quit\r")
+        assert chat.end() == 0
