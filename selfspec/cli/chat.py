@@ -29,7 +29,11 @@ def chat(
     asked = settings(config, flags)
     speculator = common.load(asked)
     talk = Conversation(
-        speculator.session(), asked.generation, common.opening(system), show_stats=stats
+        speculator.session(),
+        asked.generation,
+        common.opening(system),
+        show_stats=stats,
+        turn_end=speculator.turn_end.text,
     )
     if sys.stdin.isatty():
         common.note(f"{speculator.label}. {HELP}.")
@@ -52,6 +56,8 @@ class Conversation:
     options: dict[str, Any]
     messages: list[dict[str, str]]
     show_stats: bool = False
+    turn_end: str = ""
+    """What the chat template writes behind an answer, where no token ends it."""
 
     def reply(self, question: str) -> None:
         """Write the answer to a turn. Interrupted, it keeps what was said; unsaid, no turn."""
@@ -77,7 +83,7 @@ class Conversation:
         if self.show_stats:
             common.emit("\n")
             common.note(result.stats.line())
-        return result.text
+        return result.text.removesuffix(self.turn_end)
 
 
 def ask() -> str | None:
