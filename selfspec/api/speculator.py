@@ -7,7 +7,7 @@ drains the stream. Keywords are Hugging Face's; `selfspec.config.GenerateOptions
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,8 +21,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import TypeIs, Unpack
 
+from selfspec.api import chat_template as templates
 from selfspec.api import tuned
-from selfspec.api.given import check_fit, check_loading, check_wrapping
+from selfspec.api.chat_template import NO_END, TurnEnd
+from selfspec.api.finding import NO_HEADS, find_heads, heads_for, without_heads
+from selfspec.api.given import check_loading, check_wrapping
 from selfspec.api.many import Answered, each
 from selfspec.api.request import (
     Request,
@@ -45,16 +48,13 @@ from selfspec.decoding.engine import MOST_TEXTS, Engine
 from selfspec.decoding.packed_heads import pack
 from selfspec.decoding.runtime import Runtime
 from selfspec.errors import InvalidOption, SelfspecError
-from selfspec.heads.exit_heads import ExitHeads, logit_lens
+from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.options import structure
 
 logger = logging.getLogger(__name__)
-
-LOGIT_LENS = "logit-lens"
-"""Name of the heads that any model has."""
 
 
 class Speculator:
@@ -68,11 +68,16 @@ class Speculator:
         label: str,
         options: SpeculationOptions,
         draft_model: Backbone | None = None,
+        turn_end: TurnEnd = NO_END,
     ) -> None:
-        """What is None cannot draft. Raises InvalidOption for layers without heads."""
+        """What is None cannot draft. Raises InvalidOption for layers without heads.
+
+        `turn_end`: how answers end beside the model's own end token.
+        """
         self.tokenizer = tokenizer
         self.label = label
         self.options = options
+        self.turn_end = turn_end
         self.runtime = Runtime(backbone, heads, draft_model)
         self._disabled = False
         self._grammars = Grammars(tokenizer, backbone.vocab_size)
@@ -222,7 +227,10 @@ class Speculator:
         rest: dict[str, Any] = dict(options)
         speculation = self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest})
         streamer = rest.pop("streamer", None)
-        ids = encode(self.tokenizer, prompt, raw=rest.pop("raw", False))
+        raw = rest.pop("raw", False)
+        ids = encode(self.tokenizer, prompt, raw=raw)
+        if not raw:
+            rest |= self.turn_end.options(rest, self.model)
         grammar = structure.wanted({name: rest.pop(name, None) for name in structure.KEYWORDS})
         rest = penalised(with_choice(rest), ids.shape[1])
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
@@ -266,22 +274,26 @@ def load(
     attn_implementation: str = "sdpa",
     executor: str = "auto",
     draft_model: str | Path | None = None,
+    chat_template: str | Path | None = None,
     **options: Any,
 ) -> Speculator:
     """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
 
-    `heads`: a folder, a name, a hub id, or "logit-lens"; None takes those that come with the
-    default model unless a draft model takes their place; others draft from text already seen.
+    `heads`: a folder, a name, a hub id, "logit-lens" or "none"; None takes those that come with the
+    default model, or were fitted or pulled last for this one, unless a draft model takes their
+    place; without any, text already seen drafts.
     `dtype`: None is bfloat16, and for a GGUF file float32 where products in bfloat16 are slow.
     `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
     fused the same with the rest of a layer compiled, cuda-graph the own layers as CUDA graphs, auto
     the best of these that can be had. `draft_model`: a smaller one with the same tokens, which
-    drafts. `options` are those of SpeculationOptions, as objects, text or mappings. Raises
-    ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch,
-    InvalidOption.
+    drafts. `chat_template`: a name as vicuna (`chat_template.NAMES`), a Jinja file or its text, in
+    place of the heads' and the model's own. `options` are those of SpeculationOptions, as objects,
+    text or mappings. Raises ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads,
+    HeadsMismatch, DraftModelMismatch, InvalidOption.
     """
     check_loading(model, draft_model, heads, attn_implementation, device)
     check(options)
+    template = None if chat_template is None else templates.read(chat_template)
     read = partial(
         hub.load_model,
         dtype=dtype,
@@ -294,14 +306,14 @@ def load(
     if draft_model is not None:
         second, other, draft_files = read(draft_model)
         check_same_tokens(tokenizer, other, draft_files.label)
-    if heads is None and files.is_default and second is None:
-        heads = hub.DEFAULT_HEADS
+    if heads is None and second is None:
+        heads = heads_for(loaded, files)
     known = None  # asked for here, where nobody can have changed the model since it was read
-    if heads is not None and not isinstance(heads, ExitHeads):
+    if heads not in (None, NO_HEADS) and not isinstance(heads, ExitHeads):
         known = fingerprint.of_loaded(loaded, files.stamps)
     backbone = Backbone(loaded, executor=executor, fingerprint=known)
     drafting = None if second is None else Backbone(second, executor=executor)
-    return _speculator(backbone, tokenizer, heads, files.label, drafting, options)
+    return _speculator(backbone, tokenizer, heads, files.label, drafting, template, options)
 
 
 def wrap(
@@ -312,9 +324,12 @@ def wrap(
     label: str | None = None,
     executor: str = "auto",
     draft_model: PreTrainedModel | None = None,
+    chat_template: str | Path | None = None,
     **options: Any,
 ) -> Speculator:
     """A Speculator around a model that is already loaded; the model itself stays as it is.
+
+    So does the tokenizer, whatever the `chat_template`; it is as `load` has it.
 
     A `draft_model` drafts unless `options` say otherwise; that both mean the same by a token id is
     up to the caller. Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
@@ -322,10 +337,11 @@ def wrap(
     """
     check_wrapping(tokenizer, heads, draft_model)
     check(options)
+    template = None if chat_template is None else templates.read(chat_template)
     backbone = Backbone(model, executor=executor)
     drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
     label = label or model.config.name_or_path or type(model).__name__
-    return _speculator(backbone, tokenizer, heads, label, drafting, options)
+    return _speculator(backbone, tokenizer, heads, label, drafting, template, options)
 
 
 def _speculator(
@@ -334,35 +350,23 @@ def _speculator(
     heads: str | Path | ExitHeads | None,
     label: str,
     second: Backbone | None,
+    template: str | None,
     options: dict[str, Any],
 ) -> Speculator:
     """Heads, their settings, and a draft model beside a model that is cut open."""
-    fitted = _find_heads(backbone, heads, label)
+    fitted = find_heads(backbone, heads, label)
+    tokenizer, turn_end = templates.chosen(tokenizer, template, fitted, label)
     base = SpeculationOptions()
     if fitted is None and second is None:
-        base = _without_heads(base, label, options)
+        base = without_heads(base, label, options)
     elif fitted is not None:
         pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
     if second is not None:
         check_same_size(backbone, second, tokenizer)
         base = base.updated({"drafter": "draft-model"})
-    return Speculator(backbone, tokenizer, fitted, label, base.updated(options), second)
-
-
-def _without_heads(
-    base: SpeculationOptions, label: str, options: Mapping[str, Any]
-) -> SpeculationOptions:
-    """Text already seen drafts for any model, under a rule of its own, unless `options` differ."""
-    said = None
-    if "drafter" not in options:
-        base, said = base.updated({"drafter": "ngram"}), "text already seen drafts"
-    drafting = base.updated(options)
-    if drafting.uses("exit"):
-        said = "plain decoding"
-    if said is not None and drafting.speculate:
-        logger.warning("no exit heads for %s: %s. Fit some: selfspec fit", label, said)
-    return base
+    chosen = base.updated(options)
+    return Speculator(backbone, tokenizer, fitted, label, chosen, second, turn_end)
 
 
 def sequences(request: Request, answers: list[Generation]) -> Tensor | GenerateDecoderOnlyOutput:
@@ -381,18 +385,3 @@ def _are_many(prompts: Prompt | Sequence[Prompt]) -> TypeIs[Sequence[Prompt]]:
     if not isinstance(prompts, list | tuple) or not prompts:
         return False
     return isinstance(prompts[0], str | list | tuple | Tensor)
-
-
-def _find_heads(
-    backbone: Backbone, heads: str | Path | ExitHeads | None, label: str
-) -> ExitHeads | None:
-    if isinstance(heads, ExitHeads):
-        check_fit(heads, backbone.num_layers, backbone.unembedding)
-    if heads is None or isinstance(heads, ExitHeads):
-        return heads
-    if heads == LOGIT_LENS:
-        return logit_lens(backbone.unembedding, backbone.num_layers, label)
-    folder = hub.resolve_heads(heads)
-    return ExitHeads.from_pretrained(
-        folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers
-    )

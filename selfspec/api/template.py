@@ -10,7 +10,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,9 +36,7 @@ def templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **options: Any)
     one that runs without end or fills the memory.
     """
     try:
-        with ExitStack() as bounds:
-            bounds.enter_context(_bounded_lines())
-            bounds.enter_context(_bounded_memory())
+        with bounded():
             return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:
         reason = " ".join(str(error).split())
@@ -46,6 +44,13 @@ def templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **options: Any)
             f"the chat template does not take these messages: {reason or type(error).__name__}. "
             "Give other messages, or a raw prompt"
         ) from error
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Stops a template that runs without end or fills the memory, with an error."""
+    with _bounded_lines(), _bounded_memory():
+        yield
 
 
 @contextmanager

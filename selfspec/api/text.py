@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.api.chat_template import advice
 from selfspec.api.template import templated
 from selfspec.errors import InvalidPrompt
 from selfspec.typed import shown
@@ -48,7 +49,10 @@ def encode(
     if isinstance(prompt, str) and (raw or tokenizer.chat_template is None):
         return _ids(tokenizer(prompt, return_tensors="pt"))
     if tokenizer.chat_template is None:
-        raise InvalidPrompt("messages need a chat template, the tokenizer has none. Give text")
+        raise InvalidPrompt(
+            "messages need a chat template, the tokenizer has none. "
+            f"{advice(tokenizer.name_or_path)}; or give text alone (--raw)"
+        )
     if raw and messages is not None:
         raise InvalidPrompt("raw is for text, the prompt is messages. Leave raw out, or give text")
     return _ids(

@@ -57,6 +57,7 @@ def run(asked: dict[str, Any], options: CacheOptions) -> None:
         "base_fingerprint": base.backbone.fingerprint,
         "dtype": str(base.backbone.dtype).removeprefix("torch."),
         "data": Path(asked["data"]).name,
+        **({} if base.chat_template is None else {"chat_template": base.chat_template}),
     }
     manifest = store.identity(source, described, size_of)
     announce(manifest, size_of, asked.get("max_size"))

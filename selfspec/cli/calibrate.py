@@ -30,6 +30,12 @@ FLAGS = (
     training.SKIP_BAD_ROWS,
 )
 
+_INSTEAD = {
+    "ngram": "text already seen, which pauses where it does not pay",
+    "none": "because a verification of several rows costs more than as many steps",
+}
+"""By drafter, why."""
+
 
 @with_flags(*FLAGS)
 def calibrate(
@@ -121,6 +127,9 @@ def described(found: Calibration) -> str:
         f"expected: {setting.compression_rate:.2f} tokens per verification, "
         f"{setting.speed_up:.2f} x plain decoding\n"
     )
-    if setting.speed_up < 1.0:
-        words += "plain decoding is faster here: generate with --no-speculate\n"
+    if found.drafter != "exit":
+        words += (
+            "which is not faster, so these heads do not draft by themselves: their default is "
+            f"--drafter {found.drafter}, {_INSTEAD[found.drafter]}\n"
+        )
     return words

@@ -76,6 +76,7 @@ def _run(asked: dict[str, Any], options: DataOptions) -> Counts:
         "openings": hashlib.sha256("\n".join(openings).encode()).hexdigest()[:16],
         "skip_bad_rows": asked.get("skip_bad_rows", False),
         "model": base.name,
+        "chat_template": base.chat_template,
         "dtype": str(base.backbone.dtype).removeprefix("torch."),
         "fingerprint": base.backbone.fingerprint,
     }

@@ -90,6 +90,7 @@ def _remove_empty(workplace: Path) -> None:
 
 
 def _run(asked: dict[str, Any], options: FitOptions) -> Fitted:
+    from selfspec.heads import known
     from selfspec.training import checkpoint, fit, records
 
     output = Path(asked["output"])
@@ -108,6 +109,7 @@ def _run(asked: dict[str, Any], options: FitOptions) -> Fitted:
         named = {flag.name: asked.get(flag.name) for flag in (*FILES, *_TEXT)}
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(job.options).items()}
         records.write(output, fitted, {**named, "base_model": job.base_model, **plain})
+        known.remember(output)
         checkpoint.remove(workplace)
     return fitted
 
@@ -136,6 +138,7 @@ def prepared(asked: dict[str, Any], options: FitOptions, workplace: Path) -> Job
         train=train,
         validation=held_out,
         options=options,
+        chat_template=base.chat_template,
         special_ids=special_ids(base.tokenizer) if base.tokenizer else (),
         data=data,
         **({"held_out": Path(asked["validation"]).name} if "validation" in asked else {}),

@@ -115,6 +115,7 @@ def pull(
 ) -> None:
     """Fetch heads, so that --heads finds them by their last name from then on."""
     source = hub.resolve_heads(name)
+    from selfspec.heads import known
     from selfspec.heads.exit_heads import HeadsConfig
 
     HeadsConfig.read(source)  # nothing else is taken over
@@ -125,6 +126,7 @@ def pull(
     with files.locked(target, wait=True), files.replacing_folder(target) as new:
         for file in sorted({path for kind in hub.HEADS_FILES for path in source.glob(kind)}):
             shutil.copyfile(file, new / file.name)
+    known.remember(target)
     common.emit(f"{target.name}: {target}\n")
 
 

@@ -22,12 +22,17 @@ _USUAL = frozenset(
 )
 """Of the flags below, those that --help lists."""
 
+CHAT_TEMPLATE = Flag(
+    "chat_template",
+    str,
+    "For models that bring none: alpaca, chatml, llama-2, vicuna, zephyr or a Jinja file.",
+)
 
 LOADING = grouped(
     "Model",
     (
         Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
-        Flag("heads", str, "Exit heads: a folder, a known name, a hub id, or logit-lens."),
+        Flag("heads", str, "Exit heads: a folder, a known name, a hub id, logit-lens, or none."),
         Flag(
             "dtype",
             str,
@@ -36,6 +41,7 @@ LOADING = grouped(
         ),
         Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
         Flag("attn_implementation", str, "sdpa (the default) or eager."),
+        CHAT_TEMPLATE,
         Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
         Flag(
             "executor", str, "auto (the default), generic, packed or fused (CPU), cuda-graph (GPU)."

@@ -9,7 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from selfspec.cli import common
 from selfspec.cli.flags import Flag
+from selfspec.cli.settings import CHAT_TEMPLATE
 from selfspec.errors import InvalidOption
 from selfspec.training.options import CacheOptions
 
@@ -30,6 +32,7 @@ MODEL = (
     Flag("base_model", str, "The model's name for the record; else its file or id."),
     Flag("dtype", str, "Of the model and the heads: bfloat16 (the default), float32, ..."),
     Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
+    CHAT_TEMPLATE,
 )
 SKIP_BAD_ROWS = Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping.")
 
@@ -42,6 +45,8 @@ class Base(NamedTuple):
     name: str
     """For the record."""
     processes: Processes
+    chat_template: str | None = None
+    """Where it is not the model's own."""
 
 
 def load_base(asked: dict[str, Any], *, writes: bool = False) -> Base:
@@ -49,6 +54,7 @@ def load_base(asked: dict[str, Any], *, writes: bool = False) -> Base:
 
     Where it `writes` text it runs on the best executor, else by its own modules, which give states.
     """
+    from selfspec.api import chat_template as templates
     from selfspec.hub import models as hub
     from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
@@ -61,6 +67,7 @@ def load_base(asked: dict[str, Any], *, writes: bool = False) -> Base:
             check_source(text)
     if "cache" in asked:
         read_manifest(Path(asked["cache"]))
+    template = chat_template(asked)
     processes = Processes.launched()
     model, tokenizer, files = hub.load_model(
         asked.get("model"),
@@ -69,7 +76,40 @@ def load_base(asked: dict[str, Any], *, writes: bool = False) -> Base:
     )
     known = fingerprint.of_loaded(model, files.stamps)
     backbone = Backbone(model, executor="auto" if writes else "generic", fingerprint=known)
-    return Base(backbone, tokenizer, asked.get("base_model", files.label), processes)
+    if template is not None and tokenizer is not None:
+        tokenizer = templates.having(tokenizer, template)
+    return Base(backbone, tokenizer, asked.get("base_model", files.label), processes, template)
+
+
+def chat_template(asked: dict[str, Any]) -> str | None:
+    """The text of a template: as asked for, else that of the heads, of the text or its features.
+
+    A line says where they differ. Raises InvalidOption.
+    """
+    from selfspec.api import chat_template as templates
+    from selfspec.heads.folder import read_config
+    from selfspec.hub.models import resolve_heads
+    from selfspec.training.cache import read_manifest
+    from selfspec.training.writer import template_of
+
+    given, found = asked.get("chat_template"), {}
+    chosen = None if given is None else templates.read(given)
+    if (heads := asked.get("heads")) is not None:
+        found[heads] = read_config(resolve_heads(heads)).get("chat_template")
+    if (text := asked.get("data")) is not None:
+        found[text] = template_of(Path(text))
+    if (cache := asked.get("cache")) is not None:
+        found[cache] = read_manifest(Path(cache)).get("chat_template")
+    for name, other in found.items():
+        if not isinstance(other, str):
+            continue
+        if chosen not in (None, other):
+            common.note(
+                f"selfspec: {name} was made with the chat template {templates.name_of(other)}, "
+                f"not {templates.name_of(str(chosen))}"
+            )
+        chosen = other if chosen is None else chosen
+    return chosen
 
 
 @contextmanager

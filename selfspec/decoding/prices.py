@@ -59,6 +59,11 @@ class Costs:
         """A round that takes `rows` rows through all layers in one pass, drafts left out."""
         return self.layers[rows - 1] + self.verdict(rows)
 
+    @property
+    def counts(self) -> range:
+        """The numbers of rows that were measured."""
+        return range(1, len(self.layers) + 1)
+
     def plain_step(self) -> float:
         """One token without drafts."""
         return self.step(1)

@@ -74,7 +74,14 @@ def speculator_in(speculator: Speculator, dtype: torch.dtype) -> Speculator:
         twin = ExitHeads(heads.config, backbone.unembedding, draft_ids)
         twin.load_state_dict(heads.state_dict())
         heads = twin.eval().requires_grad_(False)
-    return Speculator(backbone, speculator.tokenizer, heads, speculator.label, speculator.options)
+    return Speculator(
+        backbone,
+        speculator.tokenizer,
+        heads,
+        speculator.label,
+        speculator.options,
+        turn_end=speculator.turn_end,
+    )
 
 
 def named(dtype: torch.dtype) -> str:

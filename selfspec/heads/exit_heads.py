@@ -61,6 +61,8 @@ class HeadsConfig:
     """SpeculationOptions that suit these heads."""
     training: dict[str, Any] = field(default_factory=dict)
     """Tokens, data, steps, seed, versions."""
+    chat_template: str | None = None
+    """What the text of their fit was written with; None: the model's own."""
     weights: str | None = None
     """Hash of the weights that this belongs to, for folders half replaced by a killed run."""
     format_version: int = FORMAT_VERSION

@@ -37,6 +37,8 @@ METADATA = "selfspec"
 
 _MOST_LAYERS = 4096
 _MOST_CONFIG_BYTES = 1 << 20
+MOST_TEMPLATE_CHARACTERS = 1 << 16
+"""Of a chat template; those of models have some thousand."""
 _SIZES = {
     "hidden_size": (1, 1 << 20),
     "num_layers": (1, _MOST_LAYERS),
@@ -128,6 +130,9 @@ def checked(values: Any) -> dict[str, Any]:
     _require(fits, "exit_layers", layers, "a list of whole numbers")
     for name in ("temperatures", "defaults", "training"):
         _require(isinstance(values.get(name, {}), dict), name, values.get(name), "an object")
+    if (template := values.get("chat_template")) is not None:
+        fits = isinstance(template, str) and len(template) <= MOST_TEMPLATE_CHARACTERS
+        _require(fits, "chat_template", template, "the text of a chat template")
     _check_temperatures(values.get("temperatures", {}), layers)
     defaults = values.get("defaults", {})
     _check_defaults(defaults, layers)

@@ -215,7 +215,7 @@ class Writer:
                     number,
                     running,
                     call.tokenizer,
-                    choice.stops,
+                    self._stops(choice),
                     calls=self._reader(choice),
                     explanation=told,
                 )
@@ -244,7 +244,13 @@ class Writer:
         """An answer ends where the model's positions end."""
         room = self._speculator.backbone.max_positions - ids.shape[1]
         longest = min(choice.options["max_new_tokens"], room)
-        return self._speculator.call(ids, {**self._asked(choice), "max_new_tokens": longest})
+        asked: GenerateOptions = {**self._asked(choice), "max_new_tokens": longest}
+        return self._speculator.call(ids, {**asked, "raw": choice.raw})
+
+    def _stops(self, choice: Choice) -> list[str]:
+        """Texts that end an answer: what was asked for, and what the template writes behind one."""
+        end = "" if choice.raw else self._speculator.turn_end.text
+        return [*choice.stops, *([end] if end else [])]
 
     def _asked(self, choice: Choice) -> GenerateOptions:
         if not choice.must_call or self._tool_format is None:

@@ -18,7 +18,7 @@ from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.options import Exit
+from selfspec.options import Exit, Ngram, NoDrafts
 from selfspec.training.cost_model import Exits, Setting, best_setting, exits
 from selfspec.training.measure import coverage
 from selfspec.training.reliability import Reliability, Scores, reliability, score, threshold
@@ -67,11 +67,32 @@ class Calibration:
             "coverage": self.coverage,
             "layers": layers,
             "setting": asdict(self.setting),
+            "drafter": self.drafter,
             "costs": asdict(self.costs),
         }
 
+    @property
+    def drafter(self) -> str:
+        """What should draft: exit heads only where they should be faster than plain decoding.
+
+        Text already seen costs nothing to look up; where rows of a verification cost so much that
+        not even right drafts pay, nothing drafts.
+        """
+        if self.setting.speed_up > 1.0:
+            return Exit.kind
+        costs = self.costs
+        gains = (rows * costs.plain_step() - costs.step(rows) for rows in costs.counts[1:])
+        return Ngram.kind if any(gain > 0.0 for gain in gains) else NoDrafts.kind
+
+    def defaults(self, before: SpeculationOptions) -> SpeculationOptions:
+        """Of the heads; what they were `before` stays where it has nothing to do with drafters."""
+        if self.drafter != Exit.kind:
+            return replace(before, exit=Exit(), drafter=self.drafter)
+        drafter = before.drafter if before.uses(Exit.kind) else Exit.kind
+        return replace(before, exit=self.exit(), drafter=drafter)
+
     def exit(self) -> Exit:
-        """Of the heads' defaults. Annealing is in the fitted temperatures."""
+        """Where they pay. Annealing is in the fitted temperatures."""
         return Exit(
             layers=self.setting.exit_layers,
             threshold=self.setting.exit_threshold,
@@ -132,7 +153,7 @@ def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any
     heads.config = replace(
         heads.config,
         temperatures={str(k): entry.temperature for k, entry in found.reliabilities.items()},
-        defaults=replace(options, exit=found.exit()).differing(),
+        defaults=found.defaults(options).differing(),
     )
     files.write(folder / RECORD, json.dumps({"run": run, **found.record()}, indent=2) + "\n")
     heads.config.write(folder)

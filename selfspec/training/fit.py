@@ -63,6 +63,8 @@ class Job:
     options: FitOptions
     special_ids: Collection[int] = ()
     """Always in the draft vocabulary."""
+    chat_template: str | None = None
+    """Of the text, where it is not the model's own."""
     data: str = ""
     """Name of the text, for the record."""
     held_out: str = "a 20th of the data"
@@ -361,6 +363,7 @@ def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> Heads
         head_type=options.head_type,
         inner_size=options.inner_size,
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
+        chat_template=job.chat_template,
         training=record,
     )
 

@@ -20,6 +20,7 @@ from typing import IO, Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.api.chat_template import advice
 from selfspec.api.template import templated
 from selfspec.errors import InvalidData, InvalidPrompt, first_line
 from selfspec.files import local_path
@@ -324,7 +325,10 @@ def _from_text(text: Any, tokenizer: PreTrainedTokenizerBase | None) -> Encoded:
 def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase | None) -> Encoded:
     """Messages through the chat template; every assistant turn is an answer."""
     if tokenizer is None or tokenizer.chat_template is None:
-        raise InvalidData("holds messages, but the model has no chat template. Give input_ids")
+        name = "" if tokenizer is None else tokenizer.name_or_path
+        raise InvalidData(
+            f"holds messages, but the model has no chat template. {advice(name)}; or give input_ids"
+        )
     answers, ids = [], _templated(tokenizer, messages)
     for index, message in enumerate(messages):
         if message["role"] == "assistant":

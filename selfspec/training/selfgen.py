@@ -160,9 +160,7 @@ class Author:
             watch=self._watch,
         )
         return [
-            self.turns.continuation(header, ids)
-            if ids[-1] in self._question_ends and loop_start(ids) is None
-            else None
+            self.turns.question(header, ids) if loop_start(ids) is None else None
             for header, ids in zip(headers, written, strict=True)
         ]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.api.chat_template import advice, turn_end
 from selfspec.errors import InvalidData
 from selfspec.training.data import special_ids
 from selfspec.training.formats import Message, rendered
@@ -35,7 +36,8 @@ class Turns:
         """Raises InvalidData if there is no template, or one that hides or refuses the turns."""
         if tokenizer is None or tokenizer.chat_template is None:
             raise InvalidData(
-                "the model has no chat template, so it cannot write conversations. Give text with "
+                "the model has no chat template, so it cannot write conversations. "
+                f"{advice('' if tokenizer is None else tokenizer.name_or_path)}; or give text with "
                 "--from, without --regenerate"
             )
         messages = [*_opened(system), _user(_FIRST)]
@@ -74,6 +76,18 @@ class Turns:
         """Tokens of text that already holds the template's own."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def question(self, header: list[int], new: list[int]) -> str | None:
+        """The user turn that `new` adds to a header; None for one that does not end.
+
+        It ends with one of `question_ends`, or where the template's text for the answer begins.
+        """
+        text = self.continuation(header, new)
+        sign = self.asked.strip().split("\n")[0]
+        first = self.ids(self.asked)[:1]
+        if sign and not set(first) & self.tokenizer.added_tokens_decoder.keys() and sign in text:
+            return text.partition(sign)[0]
+        return text if new[-1] in self.question_ends() else None
+
     def continuation(self, start: list[int], new: list[int]) -> str:
         """The text that `new` adds to `start`: some tokenizers drop a leading blank of the rest."""
         known = self._text(start)
@@ -100,7 +114,7 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froze
     """Tokens with which the model ends an answer. Raises InvalidData if there are none."""
     configured: Any = model.generation_config.eos_token_id if model.generation_config else None
     ids = configured if isinstance(configured, list) else [configured]
-    found = frozenset({*ids, tokenizer.eos_token_id} - {None})
+    found = frozenset({*ids, tokenizer.eos_token_id, turn_end(tokenizer).token} - {None})
     if not found:
         raise InvalidData("the model has no end token, so its answers never end")
     return found

@@ -213,6 +213,16 @@ def check_output(output: str | Path) -> Path:
     return path
 
 
+def template_of(output: Path) -> str | None:
+    """The chat template that a file of `selfspec data` was written with, if not the model's own."""
+    try:
+        found = read_json(_record_of(output))
+        template = found["options"]["chat_template"]
+    except (InvalidData, KeyError, TypeError, ValueError):
+        return None
+    return template if isinstance(template, str) else None
+
+
 def _ends_whole(file: IO[bytes], size: int) -> bool:
     """Whether the first `size` bytes are gzip members from end to end."""
     member, inside = zlib.decompressobj(wbits=31), False

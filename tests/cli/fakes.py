@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.cli.settings import Settings
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidPrompt
@@ -76,6 +77,7 @@ class FakeSpeculator:
     given: dict[str, Any] = field(default_factory=dict)
     streams: list[FakeStream] = field(default_factory=list)
     loaded: Settings | None = None
+    turn_end: TurnEnd = NO_END
     room: tuple[int, int | None] | None = None
     broken: dict[int, BaseException] = field(default_factory=dict)
     """Raised at these numbers of many prompts."""

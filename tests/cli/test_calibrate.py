@@ -13,6 +13,7 @@ from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.model.backbone import Backbone
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
+from tests.training.test_calibrate import FLAT
 
 MODEL = ["--model", "model", "--dtype", "float32"]
 
@@ -28,6 +29,7 @@ def workplace(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatc
     ]
     (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: FLAT)
     cache = ["cache", *MODEL, "--data", "talks.jsonl", "--batch-tokens", "64", "--deep"]
     assert main([*cache, "--exit-layers", "0,2,4", "--output", "features"]) == 0
     fit = ["fit", *MODEL, "--cache", "features", "--head-type", "deep-fused", "--output", "heads"]

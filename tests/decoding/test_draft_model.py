@@ -181,7 +181,7 @@ def test_a_draft_model_takes_the_place_of_the_default_heads(
     tiny = make_model("llama"), make_tokenizer(), ModelFiles("tiny", "tiny", is_default=True)
     monkeypatch.setattr(hub, "load_model", lambda *_, **__: tiny)
     asked: list[Any] = []
-    monkeypatch.setattr(facade, "_find_heads", lambda _model, heads, _label: asked.append(heads))
+    monkeypatch.setattr(facade, "find_heads", lambda _model, heads, _label: asked.append(heads))
     facade.load()
     facade.load(draft_model="small")
     facade.load(draft_model="small", heads="own")

@@ -14,8 +14,9 @@ import torch
 from selfspec.cli.calibrate import described
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs
-from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.model.backbone import Backbone
+from selfspec.options import Exit
 from selfspec.training import calibrate, records, reliability
 from selfspec.training.cost_model import Exits, best_setting, exits, expected
 from selfspec.training.data import Conversation
@@ -173,13 +174,29 @@ def test_a_wanted_precision_is_kept(backbone: Backbone, talks: list[Conversation
         assert tau == pytest.approx(wanted, abs=1e-3)
 
 
-def test_the_report_says_when_plain_decoding_is_faster(
-    backbone: Backbone, talks: list[Conversation]
+def test_what_is_slower_is_never_written_and_the_report_says_what_is(
+    backbone: Backbone, talks: list[Conversation], tmp_path: Path
 ) -> None:
     job = make_job(backbone, talks)
-    heads = fitted(backbone, talks).heads
+    result = fitted(backbone, talks)
+    records.write(tmp_path, result, {})
+
+    def defaults(costs: Costs) -> tuple[SpeculationOptions, str]:
+        found = calibrate.calibrate(result.heads, job.validation, costs)
+        calibrate.write(result.heads, tmp_path, found, {})
+        kept = HeadsConfig.read(tmp_path).defaults
+        return SpeculationOptions().updated(kept), described(found)
+
+    fast, words = defaults(FLAT)
+    assert (fast.drafter, fast.exit.layers is None) == ("exit", False)
+    assert "not faster" not in words
     dear = replace(FLAT, num_layers=6, head=9.0)
-    found = calibrate.calibrate(heads, job.validation, dear)
-    assert "plain decoding is faster here" in described(found)
-    cheap = calibrate.calibrate(heads, job.validation, FLAT)
-    assert "plain decoding is faster" not in described(cheap)
+    seen, words = defaults(dear)
+    assert (seen.drafter, seen.exit) == ("ngram", Exit())
+    assert "which is not faster" in words
+    assert "--drafter ngram, text already seen" in words
+    rows = replace(
+        dear, layers=tuple(2.0 * layers * (r + 1) for r, layers in enumerate(FLAT.layers))
+    )
+    assert defaults(rows)[0].drafter == "none"
+    assert defaults(FLAT)[0] == fast

@@ -56,8 +56,8 @@ class Conversation:
             stream.close()
             whole = False
         found = stream.result
-        if found.text:
-            self.messages = [*asked, {"role": "assistant", "content": found.text}]
+        if said := found.text.removesuffix(self.speculator.turn_end.text):
+            self.messages = [*asked, {"role": "assistant", "content": said}]
             self.tokens = found.stats.prompt_tokens + found.stats.new_tokens
             self.last = found
         return whole

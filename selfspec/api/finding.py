@@ -1,0 +1,79 @@
+"""What drafts for a model: heads that were given or are known here, or text already seen.
+
+Comes in: a model and what the caller said of heads. Goes out: heads that fit it, or None, and the
+options that follow. Called by the facade.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from selfspec.api.given import check_fit
+from selfspec.config import SpeculationOptions
+from selfspec.heads import known
+from selfspec.heads.exit_heads import ExitHeads, logit_lens
+from selfspec.hub import models as hub
+from selfspec.model import fingerprint
+from selfspec.model.backbone import Backbone
+
+logger = logging.getLogger(__name__)
+
+LOGIT_LENS = "logit-lens"
+"""Name of the heads that any model has."""
+
+NO_HEADS = "none"
+"""Name for no heads, where some would be taken by themselves."""
+
+
+def heads_for(model: PreTrainedModel, files: hub.ModelFiles) -> str | Path | None:
+    """Heads of a model that was loaded just now, where the caller names none.
+
+    Those that come with the default model, else those that were fitted or pulled last on this
+    machine; a line in the log says so.
+    """
+    if files.is_default:
+        return hub.DEFAULT_HEADS
+    config = model.config.get_text_config()
+    sizes = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    folder = known.find(sizes, lambda: fingerprint.of_loaded(model, files.stamps))
+    if folder is not None:
+        logger.info("exit heads %s fit this model and are used; --heads none: without", folder)
+    return folder
+
+
+def find_heads(
+    backbone: Backbone, heads: str | Path | ExitHeads | None, label: str
+) -> ExitHeads | None:
+    """The heads that were asked for. Raises HeadsNotFound, InvalidHeads, HeadsMismatch."""
+    if isinstance(heads, ExitHeads):
+        check_fit(heads, backbone.num_layers, backbone.unembedding)
+    if heads is None or isinstance(heads, ExitHeads):
+        return heads
+    if heads == NO_HEADS:
+        return None
+    if heads == LOGIT_LENS:
+        return logit_lens(backbone.unembedding, backbone.num_layers, label)
+    folder = hub.resolve_heads(heads)
+    return ExitHeads.from_pretrained(
+        folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers
+    )
+
+
+def without_heads(
+    base: SpeculationOptions, label: str, options: Mapping[str, Any]
+) -> SpeculationOptions:
+    """Text already seen drafts for any model, under a rule of its own, unless `options` differ."""
+    said = None
+    if "drafter" not in options:
+        base, said = base.updated({"drafter": "ngram"}), "text already seen drafts"
+    drafting = base.updated(options)
+    if drafting.uses("exit"):
+        said = "plain decoding"
+    if said is not None and drafting.speculate:
+        logger.warning("no exit heads for %s: %s. Fit some: selfspec fit", label, said)
+    return base

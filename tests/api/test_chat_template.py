@@ -1,0 +1,196 @@
+"""Templates for models that bring none: what they write, how turns end, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from selfspec.api import chat_template as templates
+from selfspec.api.chat_template import NO_END, TurnEnd
+from selfspec.api.speculator import wrap
+from selfspec.errors import InvalidOption, InvalidPrompt
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.model.backbone import Backbone
+from tests.api.test_text import byte_level_bpe
+from tests.models import make_model
+
+TALK = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "A"},
+    {"role": "user", "content": "Q2"},
+]
+WRITTEN = {
+    "alpaca": "<s>S\n\n### Instruction:\nQ\n\n### Response:A</s>\n\n### Instruction:\nQ2\n\n"
+    "### Response:",
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n"
+    "<|im_start|>assistant\nA<|im_end|>\n<|im_start|>user\nQ2<|im_end|>\n<|im_start|>assistant\n",
+    "llama-2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nQ [/INST] A </s><s>[INST] Q2 [/INST]",
+    "vicuna": "<s>S USER: Q ASSISTANT: A</s>USER: Q2 ASSISTANT:",
+    "zephyr": "<|system|>\nS</s>\n<|user|>\nQ</s>\n<|assistant|>\nA</s>\n<|user|>\nQ2</s>\n"
+    "<|assistant|>\n",
+}
+"""By hand, from the sources that the files name."""
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Without a template, and with the tokens that templates of these years speak of."""
+    bare = byte_level_bpe()
+    bare.add_tokens(["<s>", "</s>"], special_tokens=True)
+    bare.bos_token, bare.eos_token = "<s>", "</s>"
+    assert bare.chat_template is None
+    return bare
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model("llama", vocab_size=300)
+
+
+@pytest.mark.parametrize("name", templates.NAMES)
+def test_turns_are_written_as_the_source_has_them_and_only_ever_grow(
+    name: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    own = templates.having(tokenizer, templates.read(name))
+
+    def text(count: int, *, asks: bool) -> str:
+        return str(
+            own.apply_chat_template(TALK[:count], tokenize=False, add_generation_prompt=asks)
+        )
+
+    assert text(4, asks=True) == WRITTEN[name]
+    assert text(3, asks=False).startswith(text(2, asks=True))
+    assert text(4, asks=True).startswith(text(3, asks=False))
+    assert "Source: " in templates.read(name)
+    assert templates.name_of(templates.read(name)) == name
+
+
+def test_a_turn_ends_with_the_end_token_with_one_of_the_template_or_with_text(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    chatml = templates.having(tokenizer, templates.read("chatml"))
+    alpaca = templates.having(tokenizer, templates.read("alpaca"))
+    assert templates.turn_end(alpaca) == NO_END
+    assert templates.turn_end(chatml) == TurnEnd(text="<|im_end|>")
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    assert templates.turn_end(chatml) == TurnEnd(token=len(tokenizer) - 1)
+    alpaca.eos_token = None
+    assert templates.turn_end(alpaca) == TurnEnd(text="### Instruction:")
+
+
+def test_a_template_is_for_this_speculator_alone_and_its_token_ends_answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(InvalidPrompt, match=r"no chat template|the tokenizer has none"):
+        wrap(model, tokenizer).generate(TALK)
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    end = len(tokenizer) - 1
+    speculator = wrap(model, tokenizer, chat_template="chatml")
+    call = speculator.call(TALK, {"max_new_tokens": 4})
+    assert tokenizer.decode(call.request.input_ids[0]) == WRITTEN["chatml"]
+    assert tokenizer.chat_template is None
+    assert call.request.end_tokens == {end}
+    assert speculator.call("a", {"raw": True}).request.end_tokens == frozenset()
+    said = speculator.call(TALK, {"eos_token_id": 5}).request.end_tokens
+    assert said == {5}
+
+
+def test_a_text_that_ends_turns_is_a_stop_string(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    shown = "{% for m in messages %}{{ m.content }}"
+    plain = wrap(model, tokenizer, chat_template=shown + "{% endfor %}")
+    answer = plain.generate("the cat", max_new_tokens=30).text
+    end = next(word for word in answer[4:].split() if word.isascii() and "'" not in word)
+    ending = "{% if m.role == 'assistant' %}" + repr(end)[1:-1] + "\n{% endif %}{% endfor %}"
+    speculator = wrap(model, tokenizer, chat_template=shown + ending)
+    assert speculator.turn_end == TurnEnd(text=end)
+    found = speculator.generate("the cat", max_new_tokens=30)
+    assert found.stop_reason == "stop"
+    assert found.text.endswith(end)
+    assert answer.startswith(found.text)
+    assert len(found.text) < len(answer)
+
+
+def test_heads_bring_the_template_of_their_text_and_another_is_named(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heads = wrap(model, heads="logit-lens").heads
+    assert isinstance(heads, ExitHeads)
+    heads.config = replace(heads.config, chat_template=templates.read("vicuna"))
+    speculator = wrap(model, tokenizer, heads=heads)
+    ids = speculator.call(TALK, {}).request.input_ids
+    assert tokenizer.decode(ids[0]) == WRITTEN["vicuna"]
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        other = wrap(model, tokenizer, heads=heads, chat_template="llama-2")
+    assert "fitted with the chat template vicuna, not llama-2" in caplog.text
+    assert tokenizer.decode(other.call(TALK, {}).request.input_ids[0]) == WRITTEN["llama-2"]
+    # kept in the folder
+    backbone = Backbone(model)
+    heads.save(tmp_path / "heads")
+    base = backbone.unembedding, backbone.fingerprint, "tiny", backbone.num_layers
+    kept = ExitHeads.from_pretrained(tmp_path / "heads", *base)
+    assert kept.config.chat_template == templates.read("vicuna")
+    assert torch.equal(wrap(model, tokenizer, heads=kept).call(TALK, {}).request.input_ids, ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{% for %}", "line 1 is no chat template: Expected an expression"),
+        ("{{ messages[0].content", "is no chat template: unexpected end of template"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
+        ("{{ raise_exception('no') }}", "is no chat template: no. Correct it"),
+        ("hello {{ bos_token }}", "does not show what the user says"),
+        ("{{ messages[0].content }}" + " " * (1 << 16), "characters, a chat template at most"),
+        (
+            "{% set r = range(100000) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+            "went on for more than",
+        ),
+        ("{{ messages[0].content * 99999999999 }}", "MemoryError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "is no chat template: "),
+    ],
+)
+def test_a_hostile_or_broken_template_is_refused_in_one_line_before_a_model_is_loaded(
+    text: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        templates.read(text)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "own.jinja").write_text(text)
+    with pytest.raises(InvalidOption, match=r"own\.jinja"):
+        templates.read(tmp_path / "own.jinja")
+
+
+def test_a_wrong_name_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="Did you mean vicuna"):
+        templates.read("vicunna")
+    with pytest.raises(InvalidOption, match="cannot read"):
+        templates.read(tmp_path / "none.jinja")
+    with pytest.raises(InvalidOption, match="is a folder"):
+        templates.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("lmsys/vicuna-7b-v1.5", "vicuna"),
+        ("meta-llama/Llama-2-13b-chat-hf", "llama-2"),
+        ("meta-llama/Llama-2-13b-hf", ""),
+        ("/zephyr/models/gpt2/", ""),
+        ("teknium/OpenHermes-2-Mistral-7B", "chatml"),
+    ],
+)
+def test_a_name_may_say_the_template(model: str, name: str) -> None:
+    assert templates.suggested(model) == name

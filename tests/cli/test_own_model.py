@@ -1,0 +1,140 @@
+"""A person's own model, which brings no chat template: from its first text to heads of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from selfspec.api import chat_template as templates
+from selfspec.api.speculator import load
+from selfspec.cli.main import main
+from selfspec.heads import known
+from selfspec.heads.exit_heads import HeadsConfig
+from tests.models import make_model
+from tests.talks import WORDS, make_tokenizer
+
+MODEL = ["--model", "tiny-vicuna", "--dtype", "float32"]
+FIT = ["fit", *MODEL, "--epochs", "1", "--draft-vocab-size", "10"]
+SAID = "{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> {% endfor %}"
+TEMPLATE = SAID + "{% if add_generation_prompt %}<start> assistant {% endif %}"
+INVENT = ["--tokens", "60", "--batch-size", "6", "--max-question-tokens", "12"]
+INVENT += ["--max-new-tokens", "20", "--question-temperature", "4,6", "--openings", "openings.txt"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of ten words, text that it wrote under a template, and heads."""
+    folder = tmp_path_factory.mktemp("own")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    make_model("llama", vocab_size=len(WORDS)).save_pretrained(folder / "tiny-vicuna")
+    tokenizer.save_pretrained(folder / "tiny-vicuna")
+    (folder / "own.jinja").write_text(TEMPLATE)
+    (folder / "openings.txt").write_text("a b\nc\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        asked = ["--chat-template", "own.jinja", "--output", "own.jsonl"]
+        assert main(["data", *MODEL, *INVENT, *asked]) == 0
+        fit = [*FIT, "--exit-layers", "2,4", "--output", "heads"]
+        assert main([*fit, "--data", "own.jsonl"]) == 0
+    return folder
+
+
+@pytest.fixture
+def workplace(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(made)
+    return made
+
+
+def test_the_template_of_the_text_is_kept_in_the_heads_and_used_with_them(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert HeadsConfig.read(workplace / "heads").chat_template == TEMPLATE
+    generate = ["generate", *MODEL, "--max-new-tokens", "3", "a b"]
+    assert main(generate) == 2
+    assert "Its name says: --chat-template vicuna" in capsys.readouterr().err
+    assert main([*generate, "--heads", "heads", "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert main([*generate, "--chat-template", "own.jinja", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == kept["token_ids"]
+    assert main([*generate, "--heads", "heads", "--chat-template", "vicuna"]) == 0
+    assert "fitted with the chat template" in capsys.readouterr().err
+
+
+def test_the_template_goes_through_a_cache_and_calibration_takes_that_of_the_heads(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    features, heads = str(tmp_path / "features"), str(tmp_path / "heads")
+    cache = ["cache", *MODEL, "--data", "own.jsonl", "--exit-layers", "2", "--output", features]
+    assert main([*cache, "--batch-tokens", "64"]) == 0
+    assert main([*FIT, "--cache", features, "--output", heads]) == 0
+    assert HeadsConfig.read(Path(heads)).chat_template == TEMPLATE
+    talk = [{"role": role, "content": "a b c a"} for role in ("user", "assistant")]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(4)))
+    calibrate = ["calibrate", *MODEL, "--heads", heads, "--data", str(other), "--dry-run"]
+    assert main(calibrate) == 0
+    capsys.readouterr()
+    assert main([*calibrate, "--chat-template", "vicuna"]) == 0
+    assert "was made with the chat template {% for m" in capsys.readouterr().err
+    assert main(["fit", *MODEL, "--data", str(other), "--output", "new"]) == 2
+    assert "no chat template. Its name says: --chat-template vicuna" in capsys.readouterr().err
+
+
+def test_other_commands_take_a_template(
+    workplace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = [*MODEL, "--chat-template", "own.jinja"]
+    (tmp_path / "suite.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b c"}\n')
+    suite = ["--suite", str(tmp_path / "suite.jsonl"), "--max-new-tokens", "3", "--repeats", "1"]
+    results = ["--methods", "plain,ngram", "--output", str(tmp_path / "results")]
+    assert main(["bench", *asked, *suite, *results]) == 0
+    monkeypatch.setattr("sys.stdin", (tmp_path / "suite.jsonl").open())
+    assert main(["chat", *asked, "--max-new-tokens", "3"]) == 0
+    assert "error" not in capsys.readouterr().err
+    assert main(["chat", *MODEL, "--chat-template", "none.jinja"]) == 2
+    assert "cannot read none.jinja" in capsys.readouterr().err
+
+
+def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
+    workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load("tiny-vicuna", dtype="float32").heads is None
+    known.remember(Path("heads"))
+    with caplog.at_level(logging.INFO):
+        found = load("tiny-vicuna", dtype="float32")
+    assert found.heads is not None
+    assert found.turn_end == templates.NO_END
+    assert f"exit heads {workplace / 'heads'} fit this model and are used" in caplog.text
+    assert load("tiny-vicuna", dtype="float32", heads="none").heads is None
+    assert load("tiny-vicuna", dtype="float32", draft_model="tiny-vicuna").heads is None
+    other = make_model("llama", vocab_size=len(WORDS))
+    other.lm_head.weight.data[0] += 1
+    other.save_pretrained(tmp_path / "other")
+    make_tokenizer().save_pretrained(tmp_path / "other")
+    assert load(tmp_path / "other", dtype="float32").heads is None
+    # pulled ones are known from then on, in place of others; what is gone is passed over
+    assert main(["heads", "pull", "heads"]) == 0
+    assert load("tiny-vicuna", dtype="float32").heads is not None
+    assert json.loads(next(known.place().glob("*.json")).read_text())["folder"].endswith(
+        "selfspec/heads/heads"
+    )
+    shutil.rmtree(known.place().parent / "heads" / "heads")
+    assert load("tiny-vicuna", dtype="float32").heads is None
+    next(known.place().glob("*.json")).write_text('{"sizes": [6, 32], "folder": 5}')
+    assert load("tiny-vicuna", dtype="float32").heads is None
+
+
+def test_fit_makes_its_heads_known(workplace: Path, tmp_path: Path) -> None:
+    fit = [*FIT, "--data", "own.jsonl", "--exit-layers", "2"]
+    assert main([*fit, "--output", str(tmp_path / "heads")]) == 0
+    found = load("tiny-vicuna", dtype="float32").heads
+    assert found is not None
+    assert found.config.exit_layers == (2,)
