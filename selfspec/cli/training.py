@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from selfspec.cli import early
 from selfspec.cli.flags import Flag
 from selfspec.errors import InvalidOption
 from selfspec.training.options import CacheOptions
@@ -49,6 +50,7 @@ def load_base(asked: dict[str, Any], *, writes: bool = False) -> Base:
 
     Where it `writes` text it runs on the best executor, else by its own modules, which give states.
     """
+    early.check({name: asked[name] for name in ("model", "dtype", "device") if name in asked})
     from selfspec.hub import models as hub
     from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
