@@ -266,6 +266,15 @@ def check(values: Mapping[str, Any]) -> None:
     SpeculationOptions().updated({**values, **rows_later})
 
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""Of weights, by torch's names."""
+
+ATTENTIONS = ("sdpa", "eager")
+"""Implementations of attention that models are loaded with."""
+
+EXECUTORS = ("auto", "fused", "packed", "cuda-graph", "generic")
+"""What runs layers: `auto` is the best of those behind it."""
+
 DEFAULT_MAX_NEW_TOKENS = 128
 """Tokens to generate where neither the caller nor the model says."""
 

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache folder of the tests' own: settings tuned on this machine must not decide a test.
+    """A cache folder of the tests' own, and no options of the user: neither may decide a test.
 
     De-quantised models and compiled loops are shared with it, because making them takes seconds.
     """
@@ -49,6 +49,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     _share(own, "models", "compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own))
+        patch.setenv("XDG_CONFIG_HOME", str(own / "config"))
         yield
 
 

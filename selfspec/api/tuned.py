@@ -76,7 +76,7 @@ def read(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
         reason = first_line(error)
         logger.warning("ignored %s: %s. Run selfspec tune again, or with --forget", file, reason)
         return {}
-    logger.info("settings tuned for this machine, from %s", file)
+    logger.debug("settings tuned for this machine, from %s", file)
     return options
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec import untrusted
-from selfspec.cli import streams
+from selfspec.cli import early, streams
 from selfspec.errors import CannotWrite, InvalidData, InvalidPrompt, SelfspecError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="YAML file of options; flags win over it.",
+        help="YAML file of options; flags win over it, it over the user's own (see env).",
         envvar="SELFSPEC_CONFIG",
         show_envvar=False,
     ),
@@ -69,6 +69,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard
 
 def load(settings: Settings) -> Speculator:
     """The speculator that the flags ask for; this is where torch is imported."""
+    early.check(settings.loading, settings.speculation)
     from selfspec.api import speculator as generate
 
     return generate.load(**settings.loading, **settings.speculation)

@@ -8,8 +8,8 @@ import platform
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from selfspec.cli import common
-from selfspec.cli.flags import with_flags
+from selfspec.cli import common, early
+from selfspec.cli.flags import default_file, with_flags
 from selfspec.cli.settings import LOADING
 from selfspec.errors import ModelNotFound
 from selfspec.files import cache_folder
@@ -27,6 +27,7 @@ FLAGS = tuple(flag for flag in LOADING if flag.name not in ("heads", "draft_mode
 @with_flags(*FLAGS)
 def env(*, as_json: common.AsJson = False, flags: dict[str, Any]) -> None:
     """Show versions, device, threads, folders; with --model how that model runs and how fast."""
+    early.check(flags)
     facts, speed = environment(), None
     if flags:
         about, speed = model_facts(flags)
@@ -49,6 +50,7 @@ def environment() -> dict[str, Any]:
         "default_model": _default_model(),
         "default_heads": hub.DEFAULT_HEADS,
         "cache_folder": str(cache_folder()),
+        "config": _config(),
         "tuned": [str(file) for file in tuned.files()],
     }
 
@@ -125,6 +127,15 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _config() -> str:
+    """The files of options that commands read here, the first one first."""
+    named = os.environ.get("SELFSPEC_CONFIG")
+    found = [f"{named} (SELFSPEC_CONFIG)"] if named else []
+    file = default_file()
+    found.append(f"{file}{'' if file.exists() else ' (not there)'}")
+    return ", then ".join(found)
 
 
 def _default_model() -> str:

@@ -2,21 +2,23 @@
 
 Comes in: option dataclasses. Goes out: `with_flags`, which gives a command their flags, and
 `merged`, which lays what was given over the keys of a file. Flags have no defaults of their own, so
-that the order flag > environment > YAML file > heads > built-in holds. Imports no torch.
+that the order flag > environment > YAML file > default file > heads > built-in holds. Imports no
+torch.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
 
-from selfspec.cli.help import docstrings, everything, metavar_of
+from selfspec.cli.help import docstrings, in_groups, metavar_of
 from selfspec.config import OPTION_NAMES, check
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.options.parts import Part
@@ -26,6 +28,9 @@ from selfspec.typed import annotations_of, check_keys
 from selfspec.untrusted import read_yaml
 
 Command = Callable[..., None]
+
+_known: set[str] = set()
+"""Names of all commands' flags: keys that the default file may hold."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +105,17 @@ def grouped(group: str, flags: Iterable[Flag], usual: Collection[str] = ()) -> t
 
 def with_flags(*flags: Flag) -> Callable[[Command], Command]:
     """Give a command flags; it gets those that were given as one dict, its keyword `flags`."""
+    _known.update(flag.name for flag in flags)
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [entry for entry in signature.parameters.values() if entry.name != "flags"]
-        parameters = [*own, *(flag.parameter() for flag in flags), _help_all(flags)]
+        parameters = [*own, *(flag.parameter() for flag in flags), *_helps(flags)]
 
         @functools.wraps(command)
-        def wrapper(*, help_all: bool, **given: Any) -> None:  # noqa: ARG001  # typer's
+        def wrapper(**given: Any) -> None:
+            for name in _HELPS:
+                given.pop(name)
             values = {flag.name: given.pop(flag.name) for flag in flags}
             asked = {name: value for name, value in values.items() if value not in (None, [])}
             command(**given, flags=asked)
@@ -119,41 +127,70 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
     return decorate
 
 
-def _help_all(flags: Sequence[Flag]) -> inspect.Parameter:
-    """The flag that shows the help of all flags, and leaves."""
+_HELPS = {
+    "help_all": (["--help-all"], "Show all options."),
+    "help_usual": (["-h", "--help"], "Show this message and exit."),
+}
 
-    def shown(context: typer.Context, asked: bool) -> None:  # typer's
+
+def _helps(flags: Sequence[Flag]) -> Iterator[inspect.Parameter]:
+    """The flags that show the help of all flags, or of the usual ones, and leave."""
+    groups = {flag.name: flag.group for flag in flags}
+
+    def shown(context: typer.Context, parameter: typer.CallbackParam, asked: bool) -> None:
         if asked:
-            typer.echo(everything(context, {flag.name: flag.group for flag in flags}))
+            everything = parameter.name == "help_all"
+            typer.echo(in_groups(context, groups, everything=everything))
             raise typer.Exit
 
-    option = typer.Option("--help-all", help="Show all options.", is_eager=True, callback=shown)
-    return inspect.Parameter(
-        "help_all",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[bool, option],
-    )
+    for name, (names, text) in _HELPS.items():
+        option = typer.Option(*names, help=text, is_eager=True, callback=shown)
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False,
+            annotation=Annotated[bool, option],
+        )
 
 
-def merged(file: Path | None, given: dict[str, Any], flags: Sequence[Flag]) -> dict[str, Any]:
-    """What was given over the keys of a YAML file, typed; null in the file is a value.
+def merged(
+    file: Path | None, given: dict[str, Any], flags: Sequence[Flag], *, defaults: bool = True
+) -> dict[str, Any]:
+    """What was given over the keys of a YAML file, and these over the default file's, typed.
 
-    Options with settings are merged setting by setting. Raises InvalidOption for unknown keys,
-    wrong types and options that no model could make sense of.
+    Null in a file is a value. Without `defaults` the default file is left alone. Options with
+    settings are merged setting by setting. Raises InvalidOption for unknown keys, wrong types and
+    options that no model could make sense of.
     """
     hints = {flag.name: flag.hint for flag in flags}
-    found = [
-        {name: typed(name, value, hints[name]) for name, value in values.items()}
-        for values in (_read_yaml(file, hints) if file else {}, given)
-    ]
-    for values in found:
-        check({name: value for name, value in values.items() if name in OPTION_NAMES})
-    below, above = found
-    for name in below.keys() & above.keys():
-        if dict in members(hints[name]):
-            above[name] = laid_over(name, below[name], above[name])
-    return below | above
+    merged: dict[str, Any] = {}
+    for values in (
+        _defaults(hints) if defaults else {},
+        _read_yaml(file, hints) if file else {},
+        given,
+    ):
+        above = {name: typed(name, value, hints[name]) for name, value in values.items()}
+        check({name: value for name, value in above.items() if name in OPTION_NAMES})
+        for name in merged.keys() & above.keys():
+            if dict in members(hints[name]):
+                above[name] = laid_over(name, merged[name], above[name])
+        merged |= above
+    return merged
+
+
+def default_file() -> Path:
+    """The user's options for all commands: config.yaml in the folder for that on this system."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    folder = Path(base, "selfspec") if base else Path(typer.get_app_dir("selfspec"))
+    return folder / "config.yaml"
+
+
+def _defaults(hints: Collection[str]) -> dict[str, Any]:
+    """The default file's keys that this command has; there need be no such file."""
+    file = default_file()
+    if not file.exists():
+        return {}
+    return {name: value for name, value in _read_yaml(file, _known).items() if name in hints}
 
 
 def _read_yaml(file: Path, known: Iterable[str]) -> dict[str, Any]:

@@ -6,17 +6,15 @@ import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from selfspec import files
 from selfspec.cli import common
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
+from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
-
-if TYPE_CHECKING:
-    from selfspec.heads.exit_heads import HeadsConfig
 
 app = typer.Typer()
 
@@ -150,15 +148,13 @@ def incomplete(folder: Path) -> list[str]:
 
 def summary(folder: Path) -> dict[str, Any]:
     """One row of the list. Raises InvalidHeads."""
-    from selfspec.heads.exit_heads import HeadsConfig
-
-    config: HeadsConfig = HeadsConfig.read(folder)
+    config = read_config(folder)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     return {
         "name": folder.name,
-        "base_model": config.base_model,
-        "exit_layers": list(config.exit_layers),
-        "head_type": config.head_type,
+        "base_model": config["base_model"],
+        "exit_layers": list(config["exit_layers"]),
+        "head_type": config["head_type"],
         "size_bytes": size,
     }
 

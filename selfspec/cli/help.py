@@ -1,4 +1,4 @@
-"""What `--help-all` shows: all options of a command in groups, with the settings of those in parts.
+"""What `--help` and `--help-all` show: options of a command in groups, and settings of some.
 
 Comes in: option classes and typer's context. Goes out: text. Called by `flags`. Imports no torch.
 """
@@ -33,20 +33,25 @@ _PARTS: dict[str, Mapping[str, type[Part]]] = {
 }
 
 
-def everything(context: typer.Context, groups: Mapping[str, str]) -> str:
-    """The help of a command with all its options; `groups` by name of an option."""
+def in_groups(context: typer.Context, groups: Mapping[str, str], *, everything: bool) -> str:
+    """The help of a command; `groups` by name of an option.
+
+    With `everything` also rare options, and the settings of those that have some.
+    """
     command = context.command
     formatter = context.make_formatter()
     command.format_usage(context, formatter)
     command.format_help_text(context, formatter)
     sections: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(context):
-        parameter.hidden = False  # type: ignore[attr-defined]  # options have it
+        if everything:
+            parameter.hidden = False  # type: ignore[attr-defined]  # options have it
         if record := parameter.get_help_record(context):
-            heading = groups.get(parameter.name or "", "Options")
+            usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            heading = groups.get(parameter.name or "", usual)
             sections.setdefault(heading, []).append(record)
     for name in _PARTS:
-        if name in groups:
+        if everything and name in groups:
             sections[f"Settings of --{name}"] = list(_settings(_PARTS[name]))
     for heading, rows in sections.items():
         with formatter.section(heading):

@@ -55,10 +55,7 @@ def _run(arguments: list[str], *, debug: bool) -> int:
     try:
         from selfspec.cli.app import app
 
-        code = int(
-            app(args=_with_kind_of_stats(arguments), prog_name="selfspec", standalone_mode=False)
-            or 0
-        )
+        code = int(app(args=_ordered(arguments), prog_name="selfspec", standalone_mode=False) or 0)
     except typer.Abort:  # the end of input, where a line was asked for
         code = common.INTERRUPTED
     except SystemExit as error:  # typer's own, where its help is not read to the end
@@ -70,11 +67,19 @@ def _run(arguments: list[str], *, debug: bool) -> int:
     return _interrupted() if code == common.INTERRUPTED else code
 
 
-def _with_kind_of_stats(arguments: Sequence[str]) -> list[str]:
-    """A bare `--stats` takes no word from behind it: that may be the prompt."""
+_ANYWHERE = ("-q", "--quiet", "-v", "--verbose")
+
+
+def _ordered(arguments: Sequence[str]) -> list[str]:
+    """As typer reads them: what may stand anywhere first.
+
+    A bare `--stats` takes no word from behind it: that may be the prompt.
+    """
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    words = ("--stats=short" if word == "--stats" else word for word in arguments[:end])
-    return [*words, *arguments[end:]]
+    first = [word for word in arguments[:end] if word in _ANYWHERE]
+    words = [word for word in arguments[:end] if word not in _ANYWHERE]
+    words = ["--stats=short" if word == "--stats" else word for word in words]
+    return [*first, *words, *arguments[end:]]
 
 
 def _variable(error: object, arguments: Sequence[str]) -> str:

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+shown = True
+"""Whether bars are drawn; `--quiet` says no."""
+
 
 class Show(Protocol):
     """Moves a progress bar."""
@@ -33,13 +36,13 @@ def bar(name: str, unit: str) -> Iterator[Show]:
         TextColumn(unit + "  {task.fields[words]}"),
         Remaining(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(name, total=None, words="")
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as drawn:
+        task = drawn.add_task(name, total=None, words="")
 
         def show(done: int, total: int | None, words: str = "", *, found: bool = False) -> None:
             if found:  # or the time that is left would be reckoned from it
-                shown.reset(task, completed=done, total=total, words=words)
+                drawn.reset(task, completed=done, total=total, words=words)
             else:
-                shown.update(task, completed=done, total=total, words=words)
+                drawn.update(task, completed=done, total=total, words=words)
 
         yield show

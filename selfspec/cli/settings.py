@@ -16,8 +16,8 @@ from selfspec.untrusted import read_json, read_text
 
 _USUAL = frozenset(
     {
-        *("model", "heads", "dtype", "device", "speculate", "drafter", "max_new_tokens"),
-        *("temperature", "top_p", "seed", "stop_strings", "json_schema"),
+        *("model", "heads", "speculate", "drafter", "max_new_tokens"),
+        *("temperature", "seed", "stop_strings", "json_schema"),
     }
 )
 """Of the flags below, those that --help lists."""

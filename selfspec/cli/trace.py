@@ -75,18 +75,19 @@ def trace(
 
     With --record: decode plainly and record what every exit layer would have drafted.
     """
-    asked = merged(config, flags, FLAGS)
+    given = merged(config, flags, FLAGS, defaults=False)
+    asked = merged(config, flags, FLAGS) if kept is None else given
     if prompt is not None and kept is not None:
         raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
     if kept is not None:
         shown = (*PICTURES, OVERWRITE)
         others = tuple(flag for flag in FLAGS if flag not in shown and flag.name != "html")
-        refuse(asked, others, "with --from: the answer is written already")
+        refuse(given, others, "with --from: the answer is written already")
     if "record" in asked:
-        refuse(asked, ONLY_VIEW, "with --record")
+        refuse(given, ONLY_VIEW, "with --record")
         recording.keep(prompt, asked, as_json=as_json)
         return
-    refuse(asked, ONLY_RECORD, "without --record")
+    refuse(given, ONLY_RECORD, "without --record")
     check_targets(asked)
     with contextlib.ExitStack() as stack:
         for name in TARGETS & asked.keys():

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from selfspec.cli import common
+from selfspec.cli import common, early
 from selfspec.cli.flags import Flag
 from selfspec.cli.settings import CHAT_TEMPLATE
 from selfspec.errors import InvalidOption
@@ -54,6 +54,7 @@ def load_base(asked: dict[str, Any], *, writes: bool = False) -> Base:
 
     Where it `writes` text it runs on the best executor, else by its own modules, which give states.
     """
+    early.check({name: asked[name] for name in ("model", "dtype", "device") if name in asked})
     from selfspec.api import chat_template as templates
     from selfspec.hub import models as hub
     from selfspec.model import fingerprint

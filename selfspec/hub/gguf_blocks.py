@@ -82,7 +82,7 @@ def load(
     read = _Reader(_mapped(gguf), header, config, dtype)
     model = assembled(config, dtype, attention, read.weight)
     if read.others:
-        logger.info(
+        logger.debug(
             "%s keeps some weights as %s, which are de-quantised", gguf.name, ", ".join(read.others)
         )
     return model

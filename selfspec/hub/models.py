@@ -102,6 +102,12 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
     return _from_hub(str(name))
 
 
+def require_model(name: str | Path) -> None:
+    """Raise ModelNotFound for what is no model; nothing is read, fetched or made."""
+    if _gguf_file(name) is None:
+        resolve_model(name)
+
+
 def load_model(
     name: str | Path | None,
     *,

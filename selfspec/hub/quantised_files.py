@@ -63,7 +63,7 @@ def from_folder(
         raise ModelNotFound(f"cannot load {folder}: {error}") from error
     model.generation_config = generation or model.generation_config
     kept = "as blocks" if blocks else "as numbers"
-    logger.info("%s: weights are kept %s, products in %s", source, kept, dtype)
+    logger.debug("%s: weights are kept %s, products in %s", source, kept, dtype)
     return model, tokenizer
 
 
@@ -90,7 +90,7 @@ def from_gguf(
         description = _made_once(gguf, "description", pretrained.describe_gguf)
         config, tokenizer = pretrained.load_description(description)
         model = gguf_blocks.load(gguf, header, config, dtype, attention)
-    logger.info("%s: weights stay as blocks of the file, products in %s", gguf.name, dtype)
+    logger.debug("%s: weights stay as blocks of the file, products in %s", gguf.name, dtype)
     return model, tokenizer
 
 

@@ -86,7 +86,7 @@ def _copied(
         with evaluation(decoder.model):  # parts are asked what they compute
             packed = kind(decoder.parts, decoder.lm_head, done=pages.release)
         check_agreement(decoder, packed, passages)
-        logger.info(
+        logger.debug(
             "weights packed for the CPU: each token reads %d MB", packed.weight_bytes // 1_000_000
         )
         return packed
@@ -109,7 +109,7 @@ def _graphs(decoder: Decoder, passages: Sequence[Passage], asked: bool) -> Execu
         logger.warning("no CUDA device: segments run uncaptured, which gains nothing")
     if not (asked or graphs.captures):
         raise ValueError("segments cannot be captured")
-    logger.info("CUDA graphs: keys and values take %d MB", graphs.nbytes // 1_000_000)
+    logger.debug("CUDA graphs: keys and values take %d MB", graphs.nbytes // 1_000_000)
     return graphs
 
 

@@ -84,9 +84,9 @@ def _made_here(source: Path, constants: Mapping[str, int]) -> Path:
     library = cache_folder() / "compiled" / compiler.library_name(source, constants, target)
     if not library.exists():
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        logger.info("compiling for this processor, once, into %s", library.parent)
         with files.replacing(library) as new:
             compiler.make_library(new, source, constants, target)
-        logger.info("compiled %s", library)
     return library
 
 

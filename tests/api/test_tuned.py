@@ -95,7 +95,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_the_log_says_which_file_is_used(
     model: PreTrainedModel, heads: ExitHeads, kept: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "selfspec.api.tuned"):
+    with caplog.at_level(logging.DEBUG, "selfspec.api.tuned"):
         wrapped(model, heads)
     assert said(caplog) == [f"settings tuned for this machine, from {kept}"]
 

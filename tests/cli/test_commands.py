@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -18,9 +19,11 @@ from selfspec.api import speculator as facade
 from selfspec.cli import common
 from selfspec.cli.main import main
 from selfspec.cli.settings import SHARED
+from selfspec.config import EXECUTORS
 from selfspec.errors import HeadsMismatch, InvalidHeads, ModelNotFound
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.hub import models as hub
+from selfspec.model import choosing
 from selfspec.options import Prices
 from selfspec.options.controllers import CONTROLLERS
 from selfspec.options.drafters import DRAFTERS
@@ -226,6 +229,66 @@ def test_help_fits_a_screen_and_help_all_lists_everything(
     shown = capsys.readouterr().out.split()
     flags = importlib.import_module(f"selfspec.cli.{command}").__dict__.get("FLAGS", SHARED)
     assert {flag.long_name for flag in flags} <= {word.strip(",") for word in shown}
+
+
+def test_help_stands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("-h", "--help-all"):
+        assert main(["generate", flag]) == 0
+        headings = re.findall(r"^(\w+):$", capsys.readouterr().out, re.MULTILINE)
+        assert headings == ["Arguments", "Options", "Model", "Drafts", "Answer"]
+
+
+def test_quiet_and_verbose_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("selfspec.hub.models")
+    for arguments, heard in (
+        (["heads", "list"], ["notice", "error"]),
+        (["-q", "heads", "list"], ["error"]),
+        (["heads", "list", "--verbose"], ["how", "notice", "error"]),
+    ):
+        assert main(arguments) == 0
+        logger.debug("how")
+        logger.info("notice")
+        logger.error("error")
+        said = capsys.readouterr().err.splitlines()
+        assert said == [f"selfspec: {words}" for words in heard]
+    assert main(["-q", "heads", "list", "-v"]) == 2
+    assert "--quiet and --verbose at once" in capsys.readouterr().err
+
+
+def test_a_shell_completes_commands() -> None:
+    asked = {"_SELFSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "selfspec cha", "COMP_CWORD": "1"}
+    result = run(capture_output=True, env={**os.environ, **asked})
+    assert (result.returncode, result.stdout, result.stderr) == (0, "chat\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dtype", "float31"], "dtype is 'float31', expected float32, bfloat16"),
+        (["--executor", "quick"], "executor is 'quick', expected auto, fused"),
+        (["--attn-implementation", "none"], "expected sdpa or eager"),
+        (["--device", "0"], "device is '0', expected cpu"),
+        (["--heads", "nowhere"], "'nowhere' is neither a folder nor a known name"),
+        (["--model", "nowhere.gguf"], "'nowhere.gguf' is not there"),
+        (["--draft-model", "./nowhere/"], "is not there"),
+        (["--drafter", "ngram+draft-model"], "needs a second model"),
+    ],
+)
+def test_what_could_not_be_loaded_is_refused_before_anything_is(
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(facade, "load", lambda **options: loaded.append(options))
+    assert main(["generate", "hi", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not loaded
+
+
+def test_executors_are_those_that_there_are() -> None:
+    assert (choosing.AUTO, *choosing.EXECUTORS) == EXECUTORS
 
 
 def test_help_all_lists_all_settings_without_their_reasons(

@@ -162,6 +162,38 @@ def test_the_environment_stands_for_flags_between_these_and_a_file(
     }
 
 
+def test_the_default_file_stands_below_all_others(
+    speculator: FakeSpeculator,
+    config: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    file = tmp_path / "home" / "selfspec" / "config.yaml"
+    file.parent.mkdir(parents=True)
+    # of these, output is a key of other commands
+    file.write_text("seed: 1\ntop_k: 2\nmin_p: 0.5\noutput: x\ndrafter: ngram:size=2\n")
+    given = config("top_k: 3\nmin_p: 0.25\ndrafter: ngram:max_tokens=4\n")
+    assert main(["generate", "--config", str(given), "--min-p", "0.1", "hi"]) == 0
+    assert speculator.loaded is not None
+    found = speculator.loaded.generation
+    assert found == {"seed": 1, "top_k": 3, "min_p": 0.1, "raw": False}
+    both = {"ngram": {"size": "2", "max_tokens": "4"}}
+    assert speculator.loaded.speculation == {"drafter": both}
+    # what a mode has no use for is left out there, not refused
+    file.write_text("model: m\ntemperature: 0.5\n")
+    assert main(["trace", "--from", "nowhere"]) == 2
+    assert main(["trace", "--record", str(tmp_path), "--suite", "nowhere"]) == 2
+    refused = capsys.readouterr().err
+    assert "means nothing" not in refused
+    assert main(["env"]) == 0
+    assert f"{file}\n" in capsys.readouterr().out
+    file.write_text("seeed: 1\n")
+    assert main(["generate", "hi"]) == 2
+    assert f"unknown key in {file}: 'seeed'. Did you mean seed?" in capsys.readouterr().err
+
+
 def test_an_error_names_the_variable(
     speculator: FakeSpeculator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,7 +173,7 @@ class CudaGraphExecutor:
             self._slots = StaticSlots(self._samples, 0)
             self._replays.clear()
             self._slots = StaticSlots(self._samples, self._count(needed))
-            logger.info("keys and values now take %d MB", self.nbytes // 1_000_000)
+            logger.debug("keys and values now take %d MB", self.nbytes // 1_000_000)
         self._slots.lend(lease)
 
     def _count(self, needed: int) -> int:
