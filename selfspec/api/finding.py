@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from selfspec.api import tuned
 from selfspec.api.given import check_fit
 from selfspec.config import SpeculationOptions
 from selfspec.heads import known
@@ -65,12 +66,16 @@ def find_heads(
 
 
 def without_heads(
-    base: SpeculationOptions, label: str, options: Mapping[str, Any]
+    base: SpeculationOptions, backbone: Backbone, label: str, options: Mapping[str, Any]
 ) -> SpeculationOptions:
-    """Text already seen drafts for any model, under a rule of its own, unless `options` differ."""
+    """Text already seen drafts for any model, under a rule of its own, unless `options` differ.
+
+    As it was tuned on this machine, if it was.
+    """
     said = None
     if "drafter" not in options:
-        base, said = base.updated({"drafter": "ngram"}), "text already seen drafts"
+        base = base.updated({"drafter": "ngram"}).updated(tuned.read(backbone, None))
+        said = "text already seen drafts"
     drafting = base.updated(options)
     if drafting.uses("exit"):
         said = "plain decoding"

@@ -1,7 +1,8 @@
 """Settings that suit this machine: `selfspec tune` writes them, the facade reads them by itself.
 
 A JSON file in the user's cache folder for each combination of what a setting depends on: heads,
-model, dtype, executor, processor, threads. None is needed, and a broken one is ignored.
+model, dtype, executor, processor, threads. A model without heads, whose drafts are text already
+seen, has files too. None is needed, and a broken one is ignored.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ FORMAT_VERSION = 2
 TUNED_OPTIONS = ("speculate", "drafter", "prices")
 """What a file may set: options that change the speed and nothing else."""
 
+_NO_HEADS = "none"
+"""In place of their hash."""
+
 _CPU_FACTS = Path("/proc/cpuinfo")
 
 
@@ -45,11 +49,15 @@ def files() -> list[Path]:
     return sorted(folder().glob("*.json"))
 
 
-def conditions(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
+def conditions(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     """What a tuned setting holds for; another value of any of these needs another setting."""
+    if heads is None:
+        base = without_heads(backbone)
+    else:
+        base = heads.config.base_fingerprint or backbone.fingerprint
     return {
-        "heads": heads_hash(heads),
-        "base": heads.config.base_fingerprint or backbone.fingerprint,
+        "heads": _NO_HEADS if heads is None else heads_hash(heads),
+        "base": base,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "executor": backbone.executor_name,
         "processor": processor(backbone.device),
@@ -57,13 +65,20 @@ def conditions(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
     }
 
 
-def path(backbone: Backbone, heads: ExitHeads) -> Path:
+def without_heads(backbone: Backbone) -> str:
+    """A model's name and sizes: enough for text already seen, and no weights are read."""
+    sizes = backbone.num_layers, backbone.hidden_size, backbone.vocab_size
+    name = backbone.model.config.name_or_path or type(backbone.model).__name__
+    return f"{name}, {' x '.join(map(str, sizes))}"
+
+
+def path(backbone: Backbone, heads: ExitHeads | None) -> Path:
     """The file for these heads on this machine."""
     known = json.dumps(conditions(backbone, heads), sort_keys=True)
     return folder() / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
 
 
-def read(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
+def read(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     """SpeculationOptions for these heads on this machine; none where `tune` was not run.
 
     A file that cannot be used is named in the log and ignored.
@@ -81,7 +96,10 @@ def read(backbone: Backbone, heads: ExitHeads) -> dict[str, Any]:
 
 
 def write(
-    backbone: Backbone, heads: ExitHeads, options: Mapping[str, Any], found: Mapping[str, Any]
+    backbone: Backbone,
+    heads: ExitHeads | None,
+    options: Mapping[str, Any],
+    found: Mapping[str, Any],
 ) -> Path:
     """Keep `options`; `found` says how they were found, for people. Returns the file."""
     file = path(backbone, heads)
@@ -118,12 +136,15 @@ def processor(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def _checked(values: Any, heads: ExitHeads) -> dict[str, Any]:
+def _checked(values: Any, heads: ExitHeads | None) -> dict[str, Any]:
     """The options of a file. Raises what `read` catches."""
     if values["format_version"] != FORMAT_VERSION:
         raise InvalidOption(f"format version {values['format_version']}, not {FORMAT_VERSION}")
     found: dict[str, Any] = values["options"]
     check_keys(found, TUNED_OPTIONS, "option")
     options = SpeculationOptions().updated(found)
-    heads.layers_in_use(options)
+    if heads is not None:
+        heads.layers_in_use(options)
+    elif options.speculate and options.uses("exit"):
+        raise InvalidOption("its drafts are those of heads, and there are none")
     return found

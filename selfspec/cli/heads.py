@@ -12,9 +12,10 @@ import typer
 
 from selfspec import files
 from selfspec.cli import common
-from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
+from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
 from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
+from selfspec.hub import publish
 
 app = typer.Typer()
 
@@ -128,22 +129,53 @@ def pull(
     common.emit(f"{target.name}: {target}\n")
 
 
+@app.command()
+def push(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(metavar="ID", help="On the hub: NAME/HEADS.")],
+    *,
+    private: Annotated[bool, typer.Option("--private", help="Make a new one private.")] = False,
+    licence: Annotated[
+        str | None, typer.Option("--license", metavar="ID", help="For the card: apache-2.0.")
+    ] = None,
+    message: Annotated[
+        str, typer.Option("--message", help="Of the commit.")
+    ] = "Exit heads, fitted by selfspec",
+) -> None:
+    """Put fitted heads on the hub, with their card. Log in before: hf auth login."""
+    if "/" not in name or not hub.HUB_ID.fullmatch(name):
+        raise InvalidOption(f"{name!r} is no id on the hub, expected NAME/HEADS")
+    found = hub.resolve_heads(folder)
+    if problems := incomplete(found):
+        raise InvalidHeads(f"{found} is not complete: {problems[0]}. See: selfspec heads check")
+    from selfspec.training import records
+
+    address = publish.push(
+        records.for_others(found, licence), name, private=private, message=message
+    )
+    common.emit(f"{address}\n")
+
+
 def incomplete(folder: Path) -> list[str]:
     """What a folder of fitted heads should hold and does not, in words."""
-    from selfspec.heads.exit_heads import HeadsConfig
     from selfspec.training import records
 
     missing = [f"no {name}" for name in records.FILES if not (folder / name).is_file()]
     if missing:
         return missing
     try:
-        metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-        expected = records.card(HeadsConfig.read(folder), metrics)
-    except (InvalidHeads, ValueError, KeyError, TypeError) as error:
-        return [f"the records do not make a card: {type(error).__name__} {error}"]
-    if (folder / "README.md").read_text(encoding="utf-8") != expected:
+        expected = records.card_of(folder)
+    except (InvalidHeads, InvalidData) as error:
+        return [str(error)]
+    found = (folder / records.CARD).read_text(encoding="utf-8")
+    if _below_header(found) != _below_header(expected):
         return ["README.md is not the card that the records make"]
     return []
+
+
+def _below_header(card: str) -> str:
+    """Without what a push adds: a licence."""
+    return card[4:].partition("\n---\n")[2] if card.startswith("---\n") else card
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from selfspec.cli import common, progress, recording, training
 from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING
-from selfspec.errors import HeadsNotFound
 from selfspec.eval.trace_options import RecordOptions, TuneOptions
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ FLAGS = (
     *grouped("Record", option_flags(RecordOptions), ("max_new_tokens",)),
     *grouped("Choice", option_flags(TuneOptions), ("objective",)),
     Flag("dry_run", bool, "Report only."),
-    Flag("forget", bool, "Remove what was found for these heads on this machine."),
+    Flag("forget", bool, "Remove what was found for this model on this machine."),
 )
 
 
@@ -37,6 +36,8 @@ def tune(
     *, config: common.ConfigFile = None, as_json: common.AsJson = False, flags: dict[str, Any]
 ) -> None:
     """Find the settings that suit this machine; commands use them by themselves from then on.
+
+    Without exit heads those of text already seen.
 
     Layers and heads are timed, so nothing else should run meanwhile. Then thousands of settings are
     replayed on recorded prompts, and what is promised is measured on prompts held out.
@@ -54,8 +55,6 @@ def tune(
     speculator = recording.load(asked)
 
     backbone, heads = speculator.backbone, speculator.heads
-    if heads is None:
-        raise HeadsNotFound("without exit heads there is nothing to tune. Give --heads")
     if asked.get("forget", False):
         forget(tuned.path(backbone, heads))
         return
@@ -80,8 +79,7 @@ def read(folder: str, speculator: Speculator) -> Record:
     from selfspec.eval.record import Record
 
     record = Record.load(Path(folder))
-    if speculator.heads is not None:
-        record.require_heads(speculator.backbone, speculator.heads)
+    record.require_heads(speculator.backbone, speculator.heads)
     return record
 
 
@@ -91,7 +89,7 @@ def forget(file: Path) -> None:
         file.unlink()
         common.emit(f"removed {file}\n")
     else:
-        common.emit("nothing was tuned for these heads on this machine\n")
+        common.emit("nothing was tuned for this model and its heads on this machine\n")
 
 
 def described(found: Tuned, file: Path | None) -> str:

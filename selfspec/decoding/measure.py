@@ -46,13 +46,16 @@ _Part = tuple[str, int]
 @torch.inference_mode()
 def measure(
     backbone: Backbone,
-    heads: ExitHeads,
+    heads: ExitHeads | None,
     *,
     rows: int = _ROWS,
     context: int = _CONTEXT,
     now: Callable[[], float] = time.perf_counter,
 ) -> Costs:
-    """Medians of 15 passes, in turns, of 1..`rows` rows behind `context` tokens; a few seconds."""
+    """Medians of 15 passes, in turns, of 1..`rows` rows behind `context` tokens; a few seconds.
+
+    Without heads their cost is 0.
+    """
     bench = _Bench(backbone, heads, rows, min(context, backbone.max_positions // 2))
     return bench.costs(Clock(backbone.device, _REPEATS, now).laps(dict(bench.works())))
 
@@ -62,20 +65,21 @@ class _Bench:
     """Parts of a round."""
 
     backbone: Backbone
-    heads: ExitHeads
+    heads: ExitHeads | None
     rows: int
     context: int
 
     def __post_init__(self) -> None:
         """Fill a cache, and begin a plain decoding beside it."""
-        backbone, config = self.backbone, self.heads.config
+        backbone = self.backbone
+        exit_layers = () if self.heads is None else self.heads.config.exit_layers
         self._lease = Lease(backbone.num_layers)
         block = torch.zeros(self.context, dtype=torch.int64, device=backbone.device)
         self._token = block[:1]
         self._embedded = backbone.embed(block)
         self._outputs = self._run(self._embedded, backbone.num_layers)
-        self._judge = ExitJudge(backbone.num_layers, dict.fromkeys(config.exit_layers, 1.0))
-        self._layers = itertools.cycle(config.exit_layers)
+        self._judge = ExitJudge(backbone.num_layers, dict.fromkeys(exit_layers, 1.0))
+        self._layers = itertools.cycle(exit_layers)
         self._short = max(1, backbone.num_layers // _SHORT)
         greedy = Sampler(LogitsProcessorList())
         state = DecodeState(backbone, block[None])
@@ -94,7 +98,8 @@ class _Bench:
             yield ("short", rows), partial(self._run, part, self._short)
             if rows == 1:  # next to what is subtracted from it
                 yield ("round", rows), partial(next, self._rounds)
-            yield ("head", rows), self._judge_one
+            if self.heads is not None:
+                yield ("head", rows), partial(self._judge_one, self.heads)
 
     def costs(self, laps: Mapping[_Part, list[float]]) -> Costs:
         """Medians of the parts' laps, which were run in turns."""
@@ -108,6 +113,7 @@ class _Bench:
         )
         parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)
         rest = statistics.median(whole - run - read for whole, run, read in parts)
+        heads = [lap for rows in counts for lap in laps.get(("head", rows), ())]
         return Costs(
             num_layers=num_layers,
             layers=layers,
@@ -115,7 +121,7 @@ class _Bench:
                 min(max(start, 0.0), whole) for start, whole in zip(starts, layers, strict=True)
             ),
             logits=tuple(middle["logits", rows] for rows in counts),
-            head=statistics.median(lap for rows in counts for lap in laps["head", rows]),
+            head=statistics.median(heads) if heads else 0.0,
             round=max(rest, 0.0),
         )
 
@@ -127,11 +133,11 @@ class _Bench:
         self._lease.truncate(max(held, self.context))
         return output
 
-    def _judge_one(self) -> None:
+    def _judge_one(self, heads: ExitHeads) -> None:
         """What the exit drafter does for one token at one exit layer, layers left out."""
         layer = next(self._layers)
-        head = self.heads[layer]
+        head = heads[layer]
         self.backbone.embed(self._token)
         newest = self._outputs[-1:]
-        deep = newest if self.heads.reads_deep else None
+        deep = newest if heads.reads_deep else None
         answer(head, newest, deep, temperature=self._judge.temperature(layer), count=1)

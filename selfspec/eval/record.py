@@ -138,7 +138,7 @@ class Record:
         contexts = (entry.prompt_tokens + entry.new_tokens / 2 for entry in self.prompts)
         return round(sum(contexts) / len(self.prompts))
 
-    def require_heads(self, backbone: Backbone, heads: ExitHeads) -> None:
+    def require_heads(self, backbone: Backbone, heads: ExitHeads | None) -> None:
         """Raise HeadsMismatch if the record was made with another model, other heads or dtype."""
         found = conditions(backbone, heads)
         words = {"base": "model", "heads": "set of heads", "dtype": "dtype", "executor": "executor"}

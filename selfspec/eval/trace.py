@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from selfspec.api.speculator import Speculator
+from selfspec.api.stream import Call
 from selfspec.api.text import Prompt
 from selfspec.api.tuned import conditions
 from selfspec.decoding import prices
@@ -220,8 +221,9 @@ def record(
 ) -> Record:
     """Decode all turns of `questions` greedily and note what any setting would do there.
 
-    Raises HeadsNotFound without heads, InvalidOption for layers that they lack and for a model
-    whose own settings make greedy decoding more than the most likely token.
+    Without heads that is drafts from text already seen, for which nothing is noted but the text.
+    Raises HeadsNotFound for exit layers without heads, InvalidOption for those that heads lack, and
+    for a model whose own settings make greedy decoding more than the most likely token.
     """
     recorder = Recorder(speculator, options)
     for done, question in enumerate(questions):
@@ -235,29 +237,23 @@ class Recorder:
     """Collects prompts into one Record."""
 
     def __init__(self, speculator: Speculator, options: RecordOptions) -> None:
-        """Raises HeadsNotFound without heads, InvalidOption for exit layers that they lack."""
-        heads = speculator.heads
-        if heads is None:
-            raise HeadsNotFound("a record needs exit heads. Give --heads")
-        layers = options.exit_layers or heads.config.exit_layers
-        check_exit_layers(layers, heads.config.exit_layers)
+        """Raises HeadsNotFound for exit layers without heads, InvalidOption where they lack one."""
+        heads, layers = speculator.heads, options.exit_layers or ()
+        if heads is not None:
+            layers = layers or heads.config.exit_layers
+            check_exit_layers(layers, heads.config.exit_layers)
+        elif layers:
+            raise HeadsNotFound(
+                f"exit layers {list(layers)} without exit heads. Give --heads, or leave them out"
+            )
         self.nodes = Nodes()
         self._speculator = speculator
         self._heads = heads
         floor = options.min_threshold or _FLOORS[len(layers) == 1]
         self._options = options
-        trees = layers[0] == 0 and speculator.backbone.runs_trees
+        trees = layers[:1] == (0,) and speculator.backbone.runs_trees
         self._reach = Reach(options.max_draft_tokens, floor, trees)
         self._layers = layers
-        self._judges = [
-            ExitJudge(
-                speculator.backbone.num_layers,
-                dict.fromkeys(layers, 1.0),
-                alpha,
-                {int(layer): value for layer, value in heads.config.temperatures.items()},
-            )
-            for alpha in options.anneal_strengths
-        ]
         self._end_tokens: set[int] = set()
         self._prompts: list[PromptInfo] = []
         self._contexts: list[int] = []
@@ -285,32 +281,54 @@ class Recorder:
                 "replayed. Leave it out there"
             )
         plain = speculator.generate(prompt, **options, speculate=False)
-        looking = replace(
-            call.speculation,
-            speculate=True,
-            exit=Exit(layers=self._layers),
-        )
-        state = speculator.runtime.state(asked, looking)
-        start = state.length
         answer, ends = plain.token_ids, asked.stop.end_tokens
-        explorer = Explorer(self._heads, self._judges, self._reach, self.nodes, answer, ends)
-        for _ in rounds(state, explorer, GreedyMatch(asked.sampler), asked.stop, Stopwatch()):
-            pass
-        self._contexts += state.ids[0, state.pad : start].tolist()
+        start = asked.ids.shape[1]
+        self._contexts += asked.ids[0, asked.pad :].tolist()
         self._answers += answer
-        self._roots += [*explorer.roots, NONE]
+        self._roots += self._explored(call, answer)
         self._end_tokens |= set(ends)
         self._prompts.append(
             PromptInfo(
                 id=name,
                 task=task,
                 turn=turn,
-                prompt_tokens=start - state.pad,
+                prompt_tokens=start - asked.pad,
                 new_tokens=len(answer),
                 max_new_tokens=asked.stop.max_length - start,
             )
         )
         return plain.text
+
+    def _explored(self, call: Call, answer: Sequence[int]) -> list[int]:
+        """The root of each place of an answer, its nodes noted; without heads there are none."""
+        if self._heads is None:
+            return [NONE] * len(answer)
+        asked = call.request.only()
+        looking = replace(call.speculation, speculate=True, exit=Exit(layers=self._layers))
+        state = self._speculator.runtime.state(asked, looking)
+        explorer = Explorer(
+            self._heads,
+            self._judges(self._heads),
+            self._reach,
+            self.nodes,
+            answer,
+            asked.stop.end_tokens,
+        )
+        for _ in rounds(state, explorer, GreedyMatch(asked.sampler), asked.stop, Stopwatch()):
+            pass
+        return [*explorer.roots, NONE]
+
+    def _judges(self, heads: ExitHeads) -> list[ExitJudge]:
+        """One per alpha."""
+        return [
+            ExitJudge(
+                self._speculator.backbone.num_layers,
+                dict.fromkeys(self._layers, 1.0),
+                alpha,
+                {int(layer): value for layer, value in heads.config.temperatures.items()},
+            )
+            for alpha in self._options.anneal_strengths
+        ]
 
     def record(self) -> Record:
         """Everything so far."""

@@ -2,8 +2,9 @@
 
 Thousands of exit settings are replayed on the recorded prompts without the never-slower rule, which
 learns from round to round. The best of them are followed one by one under it, alone and behind text
-already seen. What is promised is held out: each part of the prompts is judged by the setting that
-the same search finds on the other parts. Called by `selfspec tune`.
+already seen; without heads, drafts from text already seen of several lengths. What is promised is
+held out: each part of the prompts is judged by the setting that the same search finds on the other
+parts. Called by `selfspec tune`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _SHORTLIST = 4
 
 _LONGEST_PATH = 4
 """Of trees; longer ones gained less than 0.1 % on 36 Spec-Bench questions, whatever a row cost."""
+
+_NGRAMS, _LENGTHS = (2, 3, 4, 6), (2, 4)
+"""Sizes of n-grams and lengths of drafts to be tried without heads; the longest is the built-in."""
 
 _PERCENTILE = 5.0
 """Of the prompts' own speed-ups: what `latency` looks at."""
@@ -209,8 +213,10 @@ class _Search:
 
     def best(self, prompts: Prompts) -> SpeculationOptions:
         """Of the few that are best without the never-slower rule, followed with it."""
-        first = self._score(self._seconds, prompts).argsort()[::-1][:_SHORTLIST]
-        exits = [self.screened[one] for one in first]
+        exits = []
+        if self.screened:
+            first = self._score(self._seconds, prompts).argsort()[::-1][:_SHORTLIST]
+            exits = [self.screened[one] for one in first]
         settings = _to_follow(self._record, exits, self._costs)
         seconds = np.stack([self.seconds(setting) for setting in settings])
         return settings[int(self._score(seconds, prompts).argmax())]
@@ -238,7 +244,7 @@ def _screened(
         seconds.append(predicted_seconds(totals(record, chunk), costs))
         done += len(chunk)
     show(done, len(settings), "")
-    return np.concatenate(seconds)
+    return np.concatenate(seconds) if seconds else np.empty((0, len(record.prompts)))
 
 
 def _to_follow(
@@ -256,13 +262,24 @@ def _to_follow(
         prices=Prices(head=_rounded(costs.head_cost)),
     )
     ways = itertools.product(("exit", "ngram+exit"), exits)
-    kinds = [seen, *(replace(seen, exit=s.exit, drafter=drafter) for drafter, s in ways)]
+    kinds = [seen] if record.info.exit_layers else _seen(seen)
+    kinds += [replace(seen, exit=s.exit, drafter=drafter) for drafter, s in ways]
     kinds += [
         replace(seen, exit=tree, drafter="ngram+exit") for tree in _trees(record, len(costs.layers))
     ]
     rows = dict.fromkeys((tuple(map(_rounded, costs.row_costs)), built_in.prices.row))
     prices = [replace(seen.prices, row=row) for row in rows]
     return [replace(kind, prices=price) for kind in kinds for price in prices]
+
+
+def _seen(built_in: SpeculationOptions) -> list[SpeculationOptions]:
+    """Text already seen where nothing else drafts: n-grams and drafts of several lengths."""
+    most = built_in.ngram.max_tokens
+    lengths = sorted({min(length, most) for length in (*_LENGTHS, most)})
+    return [
+        replace(built_in, ngram=Ngram(size=size, max_tokens=length))
+        for size, length in itertools.product(_NGRAMS, lengths)
+    ]
 
 
 def _trees(record: Record, rows: int) -> list[Exit]:

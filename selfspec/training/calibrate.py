@@ -19,6 +19,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.options import Exit, Ngram, NoDrafts
+from selfspec.training import records
 from selfspec.training.cost_model import Exits, Setting, best_setting, exits
 from selfspec.training.measure import coverage
 from selfspec.training.reliability import Reliability, Scores, reliability, score, threshold
@@ -32,8 +33,6 @@ _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _GUESSES = 8
 """Of heads that read embeddings, for a place: the right token is among so many in 68 % of places of
 SmolLM2-135M's own, the first in 39 %. Prices say how many are proposed."""
-
-RECORD = "calibration.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +146,7 @@ def calibrate(
 def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any]) -> None:
     """Put temperatures and defaults into the heads' config, and the record beside it.
 
-    The weights stay as they are. Raises CannotWrite.
+    The card follows; the weights stay as they are. Raises CannotWrite.
     """
     options = SpeculationOptions().updated(heads.config.defaults)
     heads.config = replace(
@@ -155,8 +154,10 @@ def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any
         temperatures={str(k): entry.temperature for k, entry in found.reliabilities.items()},
         defaults=found.defaults(options).differing(),
     )
-    files.write(folder / RECORD, json.dumps({"run": run, **found.record()}, indent=2) + "\n")
-    heads.config.write(folder)
+    files.write(
+        folder / records.CALIBRATION, json.dumps({"run": run, **found.record()}, indent=2) + "\n"
+    )
+    records.redescribe(folder, heads.config)
 
 
 def _candidates(confidence: Tensor, right: Tensor, precision: float | None) -> list[float]:

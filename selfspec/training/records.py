@@ -17,38 +17,24 @@ import torch
 import yaml
 
 from selfspec import files
+from selfspec.errors import InvalidData
 from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.training import curves
+from selfspec.training.card import card
 from selfspec.training.fit import Fitted
-from selfspec.untrusted import read_json
+from selfspec.untrusted import read_json, read_yaml
 
 FILES = ("README.md", "config.json", "metrics.json", "model.safetensors", "run.yaml")
 """What a folder of fitted heads holds at least."""
 
+CARD, METRICS, RUN = "README.md", "metrics.json", "run.yaml"
+CALIBRATION = "calibration.json"
+
+_PATHS = ("data", "cache", "output", "validation", "heads", "config", "chat_template", "model")
+"""Options that may name files; a model's hub id stands in the config."""
+
 _PACKAGES = ("torch", "transformers", "safetensors")
-
-_CARD = """\
-# Exit heads for {base_model}
-
-{kind} heads at exit layers {layers} of {num_layers}, drafting from {vocabulary}. For
-speculative decoding with selfspec, whose output they never change. Weights: {dtype}.
-
-Fitted with `selfspec fit` (loss: {loss}; learning rate {learning_rate}, {epochs} epoch(s), {steps}
-steps, seed {seed}) on {answer_tokens:,} answer tokens of {conversations:,} conversations
-({data}); `run.yaml` holds all options, `metrics.jsonl` the course of it. Base fingerprint:
-`{fingerprint}`.
-
-## Agreement on held-out text
-
-Share of {positions:,} answer positions ({validation}) where a head's top token is the
-model's own, over the full vocabulary, and the same among the positions where the head is most
-confident (`metrics.json`). {coverage:.1%} of the model's tokens are in the draft vocabulary.
-Text of another kind than the conversations has lower shares.
-
-| exit layer | all | most confident 25 % | most confident 10 % |{second_head}
-|---|---|---|---|{second_rule}
-{rows}
-"""
 
 
 def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
@@ -64,44 +50,58 @@ def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
         "metrics.jsonl": "".join(json.dumps(entry) + "\n" for entry in fitted.epochs),
         "metrics.json": json.dumps(fitted.metrics, indent=2) + "\n",
     }
+    (folder / CALIBRATION).unlink(missing_ok=True)  # of the heads that these replace
     fitted.heads.save(folder, others if picture is None else others | {curves.FILE: picture})
 
 
 def redescribe(folder: Path, config: HeadsConfig) -> None:
     """Give the folder another config, and the card that follows from it. Raises CannotWrite."""
     config.write(folder)
-    if (folder / "metrics.json").is_file():
-        files.write(folder / "README.md", card(config, read_json(folder / "metrics.json")))
+    if (folder / METRICS).is_file():
+        files.write(folder / CARD, card_of(folder))
 
 
-def card(config: HeadsConfig, metrics: Mapping[str, Any]) -> str:
-    """The README of a heads folder, from its records."""
-    size = config.draft_vocab_size
-    layers = metrics["layers"]
-    second = any(shares["agreement_second"] is not None for shares in layers.values())
-    return _CARD.format(
-        **config.training,
-        base_model=config.base_model,
-        kind=config.head_type.capitalize(),
-        layers=", ".join(map(str, config.exit_layers)),
-        num_layers=config.num_layers,
-        vocabulary="the whole vocabulary" if size is None else f"{size:,} tokens",
-        fingerprint=config.base_fingerprint,
-        loss=_loss(config.training["ce_share"]),
-        positions=next(iter(layers.values()))["positions"],
-        coverage=metrics["coverage"],
-        second_head=" second draft |" if second else "",
-        second_rule="---|" if second else "",
-        rows="\n".join(_row(layer, shares) for layer, shares in layers.items()),
-    )
+def card_of(folder: Path, licence: str | None = None) -> str:
+    """The card that the records of a folder make. Raises InvalidData, InvalidHeads."""
+    metrics, calibration = folder / METRICS, folder / CALIBRATION
+    try:
+        return card(
+            HeadsConfig.read(folder),
+            read_json(metrics),
+            read_json(calibration) if calibration.is_file() else None,
+            licence,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        raise InvalidData(
+            f"the records do not make a card: {type(error).__name__} {error}"
+        ) from error
 
 
-def _loss(ce_share: float) -> str:
-    """In words."""
-    if ce_share == 1.0:
-        return "cross-entropy on the next token"
-    own = "divergence from the model's own distribution"
-    return own if ce_share == 0.0 else f"{own}, {ce_share:g} of it cross-entropy on the next token"
+def for_others(folder: Path, licence: str | None = None) -> dict[str, str | bytes]:
+    """The files that `fit` and `calibrate` wrote, for the hub: paths lose their folders.
+
+    Raises InvalidData, InvalidHeads.
+    """
+    found: dict[str, str | bytes] = {}
+    for name in (*FILES_OF_A_FIT, CALIBRATION):
+        if (folder / name).is_file():
+            found[name] = (folder / name).read_bytes()
+    if CALIBRATION in found:
+        values = read_json(folder / CALIBRATION)
+        found[CALIBRATION] = json.dumps(_without_folders(values), indent=2) + "\n"
+    run = _without_folders(read_yaml(folder / RUN))
+    return found | {CARD: card_of(folder, licence), RUN: yaml.safe_dump(run, sort_keys=False)}
+
+
+def _without_folders(record: Any) -> Any:
+    """A record with a `run`, whose files are named without the places where they are."""
+    if not isinstance(record, dict) or not isinstance(record.get("run"), dict):
+        return record
+    run = {
+        name: Path(value).name if isinstance(value, str) and name in _PATHS else value
+        for name, value in record["run"].items()
+    }
+    return record | {"run": run}
 
 
 def machine() -> dict[str, Any]:
@@ -116,9 +116,3 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "accelerator": accelerator,
     }
-
-
-def _row(layer: str, shares: Mapping[str, float | None]) -> str:
-    names = ("agreement", "agreement_top_25", "agreement_top_10", "agreement_second")
-    known = [value for name in names if (value := shares[name]) is not None]
-    return " | ".join([f"| {layer}", *(f"{100 * value:.1f} %" for value in known)]) + " |"

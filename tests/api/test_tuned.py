@@ -15,6 +15,7 @@ from selfspec.api import tuned
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.flags import merged
 from selfspec.cli.settings import SPECULATION
+from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit, Ngram, Prices
@@ -179,3 +180,17 @@ def test_a_broken_file_is_named_in_one_line_and_ignored(
     assert reason in line
     assert "\n" not in line
     assert line.endswith("Run selfspec tune again, or with --forget")
+
+
+def test_a_model_without_heads_has_a_file_of_its_own(
+    model: PreTrainedModel, backbone: Backbone, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert wrap(model).options == SpeculationOptions(drafter="ngram")
+    assert tuned.write(backbone, None, {"speculate": False}, {}) != kept
+    caplog.clear()
+    assert not wrap(model).options.speculate
+    assert "heads" not in caplog.text
+    assert wrap(model, drafter="ngram:size=2").options.ngram == Ngram(size=2)
+    tuned.write(backbone, None, OPTIONS, {})  # of heads
+    assert wrap(model).options == SpeculationOptions(drafter="ngram")
+    assert "its drafts are those of heads" in caplog.text

@@ -20,7 +20,7 @@ from selfspec.cli import common
 from selfspec.cli.main import main
 from selfspec.cli.settings import SHARED
 from selfspec.config import EXECUTORS
-from selfspec.errors import HeadsMismatch, InvalidHeads, ModelNotFound
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidPrompt, ModelNotFound
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.hub import models as hub
 from selfspec.model import choosing
@@ -71,8 +71,7 @@ def heads_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shares = {"positions": 9, "agreement": 0.5, "agreement_top_25": 0.6, "agreement_top_10": 0.7}
     metrics = {"layers": {"2": shares | {"agreement_second": None}}, "coverage": 1.0}
     (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
-    card = records.card(HeadsConfig.read(folder), metrics)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(records.card_of(folder), encoding="utf-8")
     monkeypatch.setattr(hub, "__file__", str(tmp_path / "selfspec" / "hub" / "models.py"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return folder

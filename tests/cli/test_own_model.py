@@ -6,12 +6,15 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from selfspec.api import chat_template as templates
 from selfspec.api.speculator import load
+from selfspec.cli.heads import incomplete
 from selfspec.cli.main import main
+from selfspec.decoding.prices import Costs
 from selfspec.heads import known
 from selfspec.heads.exit_heads import HeadsConfig
 from tests.models import make_model
@@ -21,6 +24,7 @@ MODEL = ["--model", "tiny-vicuna", "--dtype", "float32"]
 FIT = ["fit", *MODEL, "--epochs", "1", "--draft-vocab-size", "10"]
 SAID = "{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> {% endfor %}"
 TEMPLATE = SAID + "{% if add_generation_prompt %}<start> assistant {% endif %}"
+ONES = (1.0,) * 8
 INVENT = ["--tokens", "60", "--batch-size", "6", "--max-question-tokens", "12"]
 INVENT += ["--max-new-tokens", "20", "--question-temperature", "4,6", "--openings", "openings.txt"]
 
@@ -138,3 +142,55 @@ def test_fit_makes_its_heads_known(workplace: Path, tmp_path: Path) -> None:
     found = load("tiny-vicuna", dtype="float32").heads
     assert found is not None
     assert found.config.exit_layers == (2,)
+
+
+class Hub:
+    """In place of HfApi: keeps what it is given."""
+
+    asked: ClassVar[dict[str, Any]] = {}
+    files: ClassVar[dict[str, str]] = {}
+
+    def create_repo(self, name: str, **options: Any) -> str:
+        self.asked.update(name=name, **options)
+        return f"https://hub/{name}"
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
+        assert repo_id == self.asked["name"]
+        self.asked["message"] = commit_message
+        for file in Path(folder_path).iterdir():
+            self.files[file.name] = file.read_text(errors="replace")
+
+
+def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
+    workplace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    heads = tmp_path / "heads"
+    shutil.copytree("heads", heads)
+    data = str(workplace / "own.jsonl")
+    costs = Costs(num_layers=6, layers=ONES, start=ONES, logits=ONES, head=0.1, round=0.0)
+    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: costs)
+    assert main(["calibrate", *MODEL, "--heads", str(heads), "--data", data]) == 0
+    push = ["heads", "push", str(heads), "me/own", "--license", "mit", "--private"]
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.HfApi", Hub)
+        capsys.readouterr()
+        assert main(push) == 0
+    assert capsys.readouterr().out == "https://hub/me/own\n"
+    assert (Hub.asked["private"], Hub.asked["exist_ok"]) == (True, True)
+    assert {"README.md", "config.json", "model.safetensors", "run.yaml"} <= Hub.files.keys()
+    assert "license: mit" in Hub.files["README.md"]
+    assert "## Calibration" in Hub.files["README.md"]
+    assert not any(str(tmp_path.parent) in text for text in Hub.files.values())
+    # who pulls them finds them whole, a licence in the card or not
+    (heads / "README.md").write_text(Hub.files["README.md"])
+    assert incomplete(heads) == []
+    assert main(push) == 2  # tests are offline
+    assert "cannot put heads at me/own: " in capsys.readouterr().err
+    assert main(["heads", "push", str(heads), "own"]) == 2
+    assert "'own' is no id on the hub" in capsys.readouterr().err
+    (heads / "run.yaml").unlink()
+    assert main(push) == 2
+    assert "is not complete: no run.yaml" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from selfspec.api import tuned
 from selfspec.api.speculator import load, wrap
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.measure import measure
+from selfspec.decoding.prices import Costs
 from selfspec.eval.record import Record
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
@@ -123,6 +125,37 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert not (workplace / "new").exists()
 
 
-def test_tuning_needs_heads(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "--model", "model", "--record", "record"]) == 2
-    assert "without exit heads there is nothing to tune" in capsys.readouterr().err
+def test_a_model_without_heads_is_tuned_for_text_already_seen(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cheap = (1.0,) * 8  # rows for nothing, so that drafts pay wherever one is right
+    costs = Costs(num_layers=6, layers=cheap, start=cheap, logits=cheap, head=0.0, round=0.0)
+    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: costs)
+    bare = ["--model", "model", "--dtype", "float32"]
+    suite = ["--suite", "suite.jsonl", "--max-new-tokens", "40"]
+    assert main(["tune", *bare, *suite, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["options"]["drafter"].startswith("ngram:size=")
+    assert "exit" not in found["options"]["drafter"]
+    assert found["settings"] == 12 * 2  # n-grams by lengths, at two prices of rows
+    assert found["speed_up"] > 1.0
+    options = load("model", dtype="float32").options
+    assert options == SpeculationOptions().updated(found["options"])
+    assert load("model", dtype="float32", heads="heads").options.drafter == "exit"
+    assert main(["tune", *bare, *suite, "--forget"]) == 0
+    assert load("model", dtype="float32").options == SpeculationOptions(drafter="ngram")
+    kept = str(workplace / "plain")
+    assert main(["trace", *bare, *suite, "--record", kept]) == 0
+    capsys.readouterr()
+    assert main(["tune", *bare, "--record", kept, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"] == found["options"]
+    assert main(["tune", *bare, *suite, "--exit-layers", "2"]) == 2
+    assert "exit layers [2] without exit heads" in capsys.readouterr().err
+    assert main(["tune", *bare, "--record", "record"]) == 2
+    assert "made with another model" in capsys.readouterr().err
+
+
+def test_without_heads_their_cost_is_not_measured(workplace: Path) -> None:
+    costs = measure(load("model", dtype="float32").backbone, None, rows=2)
+    assert costs.head == 0.0
+    assert costs.plain_step() > 0.0

@@ -212,8 +212,8 @@ def wrap_recorder(**options: Any) -> Recorder:
 
 def test_what_cannot_be_recorded_is_refused() -> None:
     model = make_model("llama")
-    with pytest.raises(HeadsNotFound, match="needs exit heads"):
-        Recorder(wrap(model), RecordOptions())
+    with pytest.raises(HeadsNotFound, match="without exit heads"):
+        Recorder(wrap(model), RecordOptions(exit_layers=(2,)))
     speculator = wrap(model, heads="logit-lens")
     with pytest.raises(InvalidOption, match="exit layer 6 is not among"):
         Recorder(speculator, RecordOptions(exit_layers=(2, 6)))

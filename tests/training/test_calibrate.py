@@ -158,7 +158,7 @@ def test_calibrated_heads_carry_settings_that_the_runtime_takes(
     assert loaded.config.temperatures == {
         str(layer): entry.temperature for layer, entry in found.reliabilities.items()
     }
-    record = json.loads((tmp_path / calibrate.RECORD).read_text())
+    record = json.loads((tmp_path / records.CALIBRATION).read_text())
     assert record["run"] == {"data": "talks"}
     assert record["positions"] == found.positions == 210
     assert record["setting"]["speed_up"] == found.setting.speed_up > 1.0

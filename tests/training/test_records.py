@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from selfspec.api.chat_template import read
 from selfspec.errors import HeadsMismatch
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
-from selfspec.training import curves, records
+from selfspec.training import card, curves, records
 from selfspec.training.data import Conversation
 from tests.models import make_model
 from tests.talks import make_talks
@@ -81,10 +83,26 @@ def test_the_card_of_heads_that_read_deep_states_shows_second_drafts(
     backbone: Backbone, talks: list[Conversation]
 ) -> None:
     result = fitted(backbone, talks, head_type="deep-fused", ce_share=0.5)
-    card = records.card(result.heads.config, result.metrics)
+    text = card.card(result.heads.config, result.metrics)
     share = result.metrics["layers"]["2"]["agreement_second"]
-    assert f"| {100 * share:.1f} % |" in card
-    assert "0.5 of it cross-entropy" in card
+    assert f"| {100 * share:.1f} % |" in text
+    assert "0.5 of it cross-entropy" in text
+
+
+def test_the_header_names_a_model_of_the_hub_and_the_card_how_to_use_the_heads(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    result = fitted(backbone, talks)
+    known = replace(result.heads.config, base_model="lmsys/vicuna-7b", chat_template=read("vicuna"))
+    text = card.card(known, result.metrics, licence="apache-2.0")
+    header = yaml.safe_load(text.split("---\n")[1])
+    assert header["base_model"] == "lmsys/vicuna-7b"
+    assert (header["license"], header["library_name"]) == ("apache-2.0", "selfspec")
+    assert "selfspec generate --model lmsys/vicuna-7b --heads HEADS" in text
+    assert "chat template that the model does not bring, `vicuna`" in text
+    local = card.card(result.heads.config, result.metrics)
+    assert "base_model" not in yaml.safe_load(local.split("---\n")[1])
+    assert "--model MODEL --heads HEADS" in local
 
 
 def test_curves_hold_every_epoch_of_every_layer(
