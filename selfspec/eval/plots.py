@@ -18,6 +18,7 @@ from selfspec.decoding.stats import PARTS
 from selfspec.eval.suites import OVERALL
 from selfspec.eval.summary import ALL, BASES
 from selfspec.eval.tables import shown
+from selfspec.pages import palette
 
 Summary = Mapping[str, Any]
 
@@ -28,7 +29,7 @@ SYMBOLS = {
     "exit.max_depth": "deepest exit layer (D_max)",
     "exit.max_tokens": "most drafts per round (W_max)",
 }
-BLUE, ORANGE = "tab:blue", "tab:orange"
+BLUE, ORANGE = palette.RAMP[1], palette.SEEN
 
 
 class Gains(NamedTuple):
