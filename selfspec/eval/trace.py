@@ -291,12 +291,12 @@ class Recorder:
             exit=Exit(layers=self._layers),
         )
         state = speculator.runtime.state(asked, looking)
-        start = state.length
+        start, context = state.length, state.committed(0)
         answer, ends = plain.token_ids, asked.stop.end_tokens
         explorer = Explorer(self._heads, self._judges, self._reach, self.nodes, answer, ends)
         for _ in rounds(state, explorer, GreedyMatch(asked.sampler), asked.stop, Stopwatch()):
             pass
-        self._contexts += state.ids[0, state.pad : start].tolist()
+        self._contexts += context
         self._answers += answer
         self._roots += [*explorer.roots, NONE]
         self._end_tokens |= set(ends)
