@@ -4,7 +4,7 @@
 set -e
 asked="Explain in two sentences how a rainbow forms."
 out=eval/results/visualise
-selfspec trace "$asked" --pinned --max-new-tokens 20 \
+selfspec trace "$asked" --pinned --max-new-tokens 20 --rejected \
     --output "$out/rainbow.jsonl" --png "$out/rainbow.png" --overwrite > "$out/rainbow.txt"
 selfspec trace "$asked" --pinned --max-new-tokens 20 \
     --heads smollm2-135m-instruct-translator --png "$out/rainbow-translator.png" --overwrite > "$out/rainbow-translator.txt"

@@ -34,11 +34,12 @@ ONLY_RECORD = grouped(
 )
 """Flags that mean something with --record only."""
 PICTURES = (
-    Flag("png", str, "File for a picture of the answer, of any length."),
+    Flag("png", str, "Picture of the answer, of any length."),
     Flag("svg", str, "The same as SVG."),
-    Flag("card", str, "PNG file to share: the answer and one number."),
+    Flag("card", str, "PNG to share: the answer and one number."),
 )
 PICTURE_NAMES = {flag.name for flag in PICTURES}
+REJECTED = Flag("rejected", bool, "Show rejected drafts, too.")
 OVERWRITE = Flag("overwrite", bool, "Replace what an earlier trace wrote there.")
 VIEW = (
     Flag("html", str, "File for a page to explore."),
@@ -48,10 +49,11 @@ VIEW = (
 )
 TARGETS = {flag.name for flag in VIEW} - {"all_layers"}
 """Flags that name files to write."""
-ONLY_VIEW = (*VIEW, *(flag for flag in _LOOKING if flag.name not in _SHARED_NAMES))
+ONLY_VIEW = (*VIEW, REJECTED, *(flag for flag in _LOOKING if flag.name not in _SHARED_NAMES))
 """Flags that mean nothing with --record."""
 FLAGS = (
     *VIEW,
+    REJECTED,
     OVERWRITE,
     Flag("record", str, "Folder for a record of a prompt or suite, which selfspec tune reads."),
     *LOADING,
@@ -82,7 +84,7 @@ def trace(
     if prompt is not None and kept is not None:
         raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
     if kept is not None:
-        shown = (*PICTURES, OVERWRITE)
+        shown = (*PICTURES, REJECTED, OVERWRITE)
         others = tuple(flag for flag in FLAGS if flag not in shown and flag.name != "html")
         refuse(asked, others, "with --from: the answer is written already")
     if "record" in asked:
@@ -96,7 +98,7 @@ def trace(
             stack.enter_context(files.locked(asked[name]))
         found = read(kept) if kept is not None else looked(prompt, asked)
         write(found, asked)
-    show(found.trace, as_json=as_json)
+    show(found.trace, as_json=as_json, rejected=asked.get("rejected", False))
 
 
 def refuse(asked: dict[str, Any], flags: tuple[Flag, ...], where: str) -> None:
@@ -211,11 +213,13 @@ def write(seen: Seen, asked: dict[str, Any]) -> None:
         files.write(asked["html"], render(*seen))
 
 
-def show(found: LayerTrace, *, as_json: bool) -> None:
+def show(found: LayerTrace, *, as_json: bool, rejected: bool) -> None:
     """The trace on standard output."""
     if as_json:
         common.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
     else:
         from selfspec.visualise import terminal
 
-        common.emit(common.printed(lambda console: terminal.show(found, console)))
+        common.emit(
+            common.printed(lambda console: terminal.show(found, console, rejected=rejected))
+        )

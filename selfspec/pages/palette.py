@@ -37,6 +37,9 @@ TONES = {
 SEEN, GRAMMAR, SECOND = "#c98600", "#c2418f", "#5b6f8c"
 """Text already seen, the grammar, a draft model."""
 
+REJECTED = "#e5484d"
+"""A draft that was not kept, where the paper is not known: on a terminal."""
+
 RAMP = ("#1b9e77", "#3a7ce7", "#a054de")
 """Exit layers: the embedding, the middle, the last layer."""
 
