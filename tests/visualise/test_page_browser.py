@@ -19,7 +19,7 @@ from selfspec.visualise.gain import gain, right_from
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.page import render
 from selfspec.visualise.texts import visible
-from tests.browsers import Browser, Page, chromium, expect
+from tests.browsers import Browser, Page, axe_findings, chromium, expect
 from tests.pages import (
     COSTS,
     USED,
@@ -34,6 +34,7 @@ from tests.records import OPTIONS, recorded
 from tests.traces import alone, make_trace, some_costs
 
 PROMPT = 1
+PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
 
 Open = Callable[..., Page]
 
@@ -345,8 +346,21 @@ def test_it_comes_in_light_and_dark(opened: Open, trace: LayerTrace, record: Rec
     assert page.evaluate(paper) == light
 
 
+@pytest.mark.parametrize(
+    "look", [{}, {"color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"]
+)
+def test_axe_finds_nothing(
+    opened: Open, trace: LayerTrace, record: Record, look: dict[str, Any]
+) -> None:
+    page = opened(render(trace, record, COSTS), **look)
+    unfold(page)
+    page.get_by_label("show rejected drafts").check()
+    page.locator("#depth [role=option]").nth(2).click()
+    assert axe_findings(page) == []
+
+
 def test_it_fits_a_phone(opened: Open, trace: LayerTrace, record: Record) -> None:
-    page = opened(render(trace, record, COSTS), viewport={"width": 360, "height": 740})
+    page = opened(render(trace, record, COSTS), **PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     unfold(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
