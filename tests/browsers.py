@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402  # after the check
 
-__all__ = ["Browser", "Page", "chromium", "expect"]
+__all__ = ["Browser", "Page", "axe_findings", "chromium", "expect"]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -26,3 +27,15 @@ def chromium() -> Iterator[Browser]:
         started = driver.chromium.launch(executable_path=found)
         yield started
         started.close()
+
+
+def axe_findings(page: Page) -> list[str]:
+    """What axe-core has against a page: rule, place, why. Skips where the package is missing."""
+    package = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python")
+    page.evaluate((files(package) / "axe.min.js").read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    return [
+        f"{rule['id']} {node['target']}: {node['failureSummary']}"
+        for rule in found["violations"]
+        for node in rule["nodes"]
+    ]

@@ -36,7 +36,7 @@ INFO = TraceInfo(
     thresholds=(0.5, 0.9, 0.8),
     settings=SETTINGS,
     prompt="Why?",
-    prompt_tokens=3,
+    prompt_texts=("<user>", "Why", "?"),
 )
 RIGHT, WRONG = 7, 8
 """Ids of every final token and of every wrong guess."""
@@ -72,6 +72,7 @@ def place(
         kind=kind,
         round=number,
         exit_layer=exit_layer,
+        copied_from=None,
         final_top_tokens=(RIGHT, WRONG),
         final_top_texts=("yes", "no"),
         final_top_probs=(0.75, 0.25),

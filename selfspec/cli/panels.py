@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.cli import common
-from selfspec.visualise import palette
+from selfspec.visualise.givers import Giver
 
 Show = Callable[[str, str, int], None]
 """Takes text, and who gave it: a source, and an exit layer."""
@@ -61,9 +61,10 @@ class _Side:
         self._began[title] = time.perf_counter()
 
         def show(text: str, source: str, layer: int) -> None:
-            style = palette.style(source, layer, self._num_layers)
+            giver = Giver(source, layer)
+            style = giver.colour(self._num_layers) or ""
             self._texts[title].append(text, style)
-            self._sources.setdefault(palette.words(source, layer), style)
+            self._sources.setdefault(giver.words, style)
 
         yield show
         self._took[title] = time.perf_counter() - self._began[title]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -33,22 +34,26 @@ ONLY_RECORD = grouped(
 )
 """Flags that mean something with --record only."""
 PICTURES = (
-    Flag("png", str, "File for the heat map, tokens by layers; a long answer takes several."),
+    Flag("png", str, "Picture of the answer, of any length."),
     Flag("svg", str, "The same as SVG."),
+    Flag("card", str, "PNG to share: the answer and one number."),
 )
+PICTURE_NAMES = {flag.name for flag in PICTURES}
+REJECTED = Flag("rejected", bool, "Show rejected drafts, too.")
 OVERWRITE = Flag("overwrite", bool, "Replace what an earlier trace wrote there.")
 VIEW = (
     Flag("html", str, "File for a page to explore."),
     Flag("output", str, "File to keep the trace in, one JSON record per line."),
     *PICTURES,
-    Flag("all_layers", bool, "Look at layers without heads too, through the logit lens."),
+    Flag("all_layers", bool, "Layers without heads too. Built in: on."),
 )
 TARGETS = {flag.name for flag in VIEW} - {"all_layers"}
 """Flags that name files to write."""
-ONLY_VIEW = (*VIEW, *(flag for flag in _LOOKING if flag.name not in _SHARED_NAMES))
+ONLY_VIEW = (*VIEW, REJECTED, *(flag for flag in _LOOKING if flag.name not in _SHARED_NAMES))
 """Flags that mean nothing with --record."""
 FLAGS = (
     *VIEW,
+    REJECTED,
     OVERWRITE,
     Flag("record", str, "Folder for a record of a prompt or suite, which selfspec tune reads."),
     *LOADING,
@@ -80,7 +85,7 @@ def trace(
     if prompt is not None and kept is not None:
         raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
     if kept is not None:
-        shown = (*PICTURES, OVERWRITE)
+        shown = (*PICTURES, REJECTED, OVERWRITE)
         others = tuple(flag for flag in FLAGS if flag not in shown and flag.name != "html")
         refuse(given, others, "with --from: the answer is written already")
     if "record" in asked:
@@ -94,7 +99,7 @@ def trace(
             stack.enter_context(files.locked(asked[name]))
         found = read(kept) if kept is not None else looked(prompt, asked)
         write(found, asked)
-    show(found.trace, as_json=as_json)
+    show(found.trace, as_json=as_json, rejected=asked.get("rejected", False))
 
 
 def refuse(asked: dict[str, Any], flags: tuple[Flag, ...], where: str) -> None:
@@ -112,12 +117,6 @@ def check_targets(asked: dict[str, Any]) -> None:
         if path in asked.values():
             raise InvalidOption(f"{path} is named for two outputs. Name another file")
         asked[name] = path
-    most = min(asked.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS), _MOST_CHECKED)
-    for name in {flag.name for flag in PICTURES} & asked.keys():
-        from selfspec.visualise import heat_map
-
-        for page in heat_map.possible_pages(asked[name], most):
-            files.check_file(page, overwrite=asked.get("overwrite", False))
 
 
 def check_target(name: str, path: Path) -> None:
@@ -127,14 +126,11 @@ def check_target(name: str, path: Path) -> None:
         raise InvalidOption(f"{flag} {path}: there is no folder {path.parent}. Make it first")
     if name == "output":
         return
-    if path.suffix != f".{name}":
-        raise InvalidOption(f"{flag} {path}: expected a name that ends in .{name}")
+    suffix = ".png" if name == "card" else f".{name}"
+    if path.suffix != suffix:
+        raise InvalidOption(f"{flag} {path}: expected a name that ends in {suffix}")
     if name != "html" and importlib.util.find_spec("matplotlib") is None:
         raise InvalidOption(f"{flag} needs matplotlib. Install it: pip install 'selfspec[eval]'")
-
-
-_MOST_CHECKED = 10_000
-"""Tokens: pages of longer answers are looked at when they are drawn."""
 
 
 class Seen(NamedTuple):
@@ -143,6 +139,8 @@ class Seen(NamedTuple):
     trace: LayerTrace
     record: Record | None = None
     costs: Costs | None = None
+    texts: Mapping[int, str] | None = None
+    """Of tokens that a replay may draft."""
 
 
 def read(kept: Path) -> Seen:
@@ -159,9 +157,7 @@ def looked(prompt: str | None, asked: dict[str, Any]) -> Seen:
     speculator = common.load(chosen)
     from selfspec.visualise.inspect import inspect
 
-    found = inspect(
-        speculator, text, all_layers=asked.get("all_layers", False), **chosen.generation
-    )
+    found = inspect(speculator, text, all_layers=asked.get("all_layers", True), **chosen.generation)
     if "html" not in asked or speculator.heads is None:
         return Seen(found)
     return replayable(speculator, text, found, asked)
@@ -172,8 +168,12 @@ def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict
 
     Says so where plain decoding gives another answer: then nothing can be replayed.
     """
+    import numpy as np
+
     from selfspec.decoding.measure import measure
     from selfspec.visualise.inspect import branches
+    from selfspec.visualise.page import most_rows
+    from selfspec.visualise.texts import TokenTexts
 
     most = asked.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     try:
@@ -189,9 +189,12 @@ def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict
         return Seen(found)
     costs = None
     if (heads := speculator.heads) is not None:
-        rows, context = record.info.max_draft_tokens + 1, record.mean_context
+        rows = max(record.info.max_draft_tokens + 1, most_rows(found.rounds))
+        context = record.mean_context
         costs = measure(speculator.backbone, heads, rows=rows, context=context)
-    return Seen(found, record, costs)
+    texts = TokenTexts(speculator.tokenizer)
+    drafts = {token: texts.of(token) for token in np.unique(record.tokens).tolist()}
+    return Seen(found, record, costs, drafts)
 
 
 def write(seen: Seen, asked: dict[str, Any]) -> None:
@@ -199,34 +202,25 @@ def write(seen: Seen, asked: dict[str, Any]) -> None:
     found = seen.trace
     if "output" in asked:
         found.save(asked["output"])
-    for flag in PICTURES:
-        if flag.name in asked:
-            draw(found, asked[flag.name], overwrite=asked.get("overwrite", False))
+    if PICTURE_NAMES & asked.keys():
+        from selfspec.visualise import picture
+
+        for name in sorted(PICTURE_NAMES & asked.keys()):
+            draw = picture.save_card if name == "card" else picture.save
+            draw(found, asked[name], seen.costs)
     if "html" in asked:
         from selfspec.visualise.page import render
 
         files.write(asked["html"], render(*seen))
 
 
-def show(found: LayerTrace, *, as_json: bool) -> None:
+def show(found: LayerTrace, *, as_json: bool, rejected: bool) -> None:
     """The trace on standard output."""
     if as_json:
         common.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
     else:
         from selfspec.visualise import terminal
 
-        common.emit(common.printed(lambda console: terminal.show(found, console)))
-
-
-def draw(found: LayerTrace, path: Path, *, overwrite: bool) -> None:
-    """The heat map; says which files it took. None is written if one may not be."""
-    from selfspec.visualise import heat_map
-
-    for page in heat_map.pages(len(found.places), path):
-        files.check_file(page, overwrite=overwrite)
-    made = heat_map.save(found, path)
-    if len(made) > 1:
-        common.note(
-            f"selfspec: {len(found.places)} tokens take {len(made)} pages: "
-            f"{made[0]} to {made[-1].name}"
+        common.emit(
+            common.printed(lambda console: terminal.show(found, console, rejected=rejected))
         )

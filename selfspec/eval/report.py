@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from selfspec import files
+from selfspec import files, pages
 from selfspec.errors import InvalidData
 from selfspec.eval import tables
 from selfspec.eval.results import Results
@@ -38,12 +38,7 @@ DEFINITIONS = (
     "says so."
 )
 
-_STYLE = (
-    "body{font:15px/1.5 sans-serif;max-width:75em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse;font-size:13px}td,th{border:1px solid #ccc;padding:.2em .5em}"
-    "th{background:#f3f3f3}img{max-width:100%}"
-)
-
+_HOME = "selfspec.eval"
 
 MARKDOWN, HTML = "report.md", "report.html"
 
@@ -62,6 +57,7 @@ class Section(NamedTuple):
     """One run."""
 
     title: str
+    verdict: str
     paragraphs: Sequence[str]
     tables: Sequence[Table]
     pictures: Sequence[Picture]
@@ -73,10 +69,10 @@ def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
     Raises InvalidData for results that lack what a report shows, CannotWrite.
     """
     sections = [section(run, folder, number) for number, run in enumerate(runs, start=1)]
-    pages = folder / MARKDOWN, folder / HTML
-    files.write(pages[0], as_markdown(sections))
-    files.write(pages[1], as_html(sections))
-    return pages
+    made = folder / MARKDOWN, folder / HTML
+    files.write(made[0], as_markdown(sections))
+    files.write(made[1], as_html(sections))
+    return made
 
 
 def check_free(folder: str | Path, runs: int, *, overwrite: bool) -> Path:
@@ -94,7 +90,8 @@ def section(run: Results, folder: Path, number: int) -> Section:
     """A run's words and tables; its pictures are written. Raises InvalidData."""
     try:
         made = tables.tables(run.summary)
-        return Section(run.name, described(run), made, pictures(run, folder, number))
+        drawn = pictures(run, folder, number)
+        return Section(run.name, tables.verdict(run.summary), described(run), made, drawn)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InvalidData(
             f"the results {run.name} lack what a report shows: {type(error).__name__} {error}. "
@@ -132,7 +129,7 @@ def pictures(run: Results, folder: Path, number: int) -> list[Picture]:
     except ImportError:
         logger.info("no pictures: they need matplotlib (pip install 'selfspec[eval]')")
         return []
-    summary, base = run.summary, plots.base_of(run.summary)
+    summary, base = run.summary, tables.base_of(run.summary)
     made: list[Picture] = []
 
     def path(title: str, name: str) -> Path:
@@ -163,34 +160,49 @@ def pictures(run: Results, folder: Path, number: int) -> list[Picture]:
 
 
 def as_markdown(sections: Sequence[Section]) -> str:
-    """Pictures are named, not included."""
-    parts = [f"# {TITLE}", DEFINITIONS]
+    """Each run begins with its verdict and a chart. Pictures are named, not included."""
+    parts = [f"# {TITLE}"]
     for section in sections:
-        parts += [f"## {section.title}", *section.paragraphs]
+        first, *others = [f"![{each.title}]({each.path.name})" for each in section.pictures] or [""]
+        parts += [f"## {section.title}", f"**{section.verdict}**", first, *section.paragraphs]
         parts += [f"#{tables.markdown(table)}".rstrip() for table in section.tables if table.rows]
-        for picture in section.pictures:
-            parts += [f"### {picture.title}", f"![{picture.title}]({picture.path.name})"]
-    return "\n\n".join(parts) + "\n"
+        for picture, words in zip(section.pictures[1:], others, strict=True):
+            parts += [f"### {picture.title}", words]
+    return "\n\n".join(filter(None, [*parts, "## How to read this", DEFINITIONS])) + "\n"
 
 
 def as_html(sections: Sequence[Section]) -> str:
     """One file with everything in it; all words are escaped."""
-    parts = [_tag("h1", TITLE), _tag("p", DEFINITIONS)]
-    for section in sections:
-        parts.append(_tag("h2", section.title))
-        parts += [_tag("p", words) for words in section.paragraphs]
-        for table in section.tables:
-            if table.rows:
-                parts += [_tag("h3", table.title), _html_table(table)]
-        for picture in section.pictures:
-            data = base64.b64encode(picture.path.read_bytes()).decode()
-            alt = html.escape(picture.title)
-            parts += [_tag("h3", picture.title)]
-            parts += [f'<p><img alt="{alt}" src="data:image/png;base64,{data}"></p>']
-    head = '<meta charset="utf-8"><meta name="generator" content="selfspec">'
-    head += f"{_tag('title', TITLE)}<style>{_STYLE}</style>"
-    body = "\n".join(parts)
+    style = pages.style_of(_HOME, "report.css")
+    head = (
+        '<meta charset="utf-8"><meta name="generator" content="selfspec">'
+        f'<meta http-equiv="Content-Security-Policy" content="{pages.policy("", style)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{_tag('title', TITLE)}<style>{style}</style>"
+    )
+    told = "\n".join(map(_html_section, sections))
+    end = f"<section>{_tag('h2', 'How to read this')}{_tag('p', DEFINITIONS)}</section>"
+    body = f"<header>{_tag('h1', TITLE)}</header>\n<main>\n{told}\n{end}\n</main>"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+def _html_section(section: Section) -> str:
+    """The verdict and a chart come first."""
+    parts = [_tag("h2", section.title), f'<p class="verdict">{html.escape(section.verdict)}</p>']
+    parts += map(_html_picture, section.pictures[:1])
+    parts += [_tag("p", words) for words in section.paragraphs]
+    for table in section.tables:
+        if table.rows:
+            parts += [_tag("h3", table.title), _html_table(table)]
+    for picture in section.pictures[1:]:
+        parts += [_tag("h3", picture.title), _html_picture(picture)]
+    return "\n".join(["<section>", *parts, "</section>"])
+
+
+def _html_picture(picture: Picture) -> str:
+    data = base64.b64encode(picture.path.read_bytes()).decode()
+    alt = html.escape(picture.title)
+    return f'<p><img alt="{alt}" src="data:image/png;base64,{data}"></p>'
 
 
 def _html_table(table: Table) -> str:

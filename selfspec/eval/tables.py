@@ -51,6 +51,32 @@ def shown(summary: Summary, label: str) -> str:
     return f"{label} (lossy)" if lossy else label
 
 
+def base_of(summary: Summary) -> str | None:
+    """What speed-ups are shown over: plain decoding on our runtime, where it was measured."""
+    return next((base for base in BASES if _has(summary, base)), None)
+
+
+def verdict(summary: Summary) -> str:
+    """What was found, in a sentence: the fastest of the methods whose texts are those of plain."""
+    base, overall = base_of(summary), summary[ALL].get(OVERALL, {})
+    gains = {
+        label: overall[label][f"over_{base}"]
+        for label, entry in summary["methods"].items()
+        if label == entry["method"] and label not in BASES and not entry.get("lossy", False)
+        if label in overall and overall[label].get(f"over_{base}")
+    }
+    if base is None or not gains:
+        return "No speed-up can be told: plain decoding or a lossless method was not measured."
+    best = max(gains, key=lambda label: float(gains[label]["ratio"]))
+    gain, wrote = gains[best], overall[best]["answers"]
+    unequal = summary["unequal"].get(best, 0)
+    same = f"all {wrote} texts equal" if not unequal else f"{unequal} of {wrote} texts differ"
+    faster = f"Fastest of {len(gains)}, {best}: {gain['ratio']:.2f} times as fast as {NAMES[base]}"
+    if gain["ratio"] <= 1.0:
+        faster = f"Nothing was faster than {NAMES[base]}; {best}: {gain['ratio']:.2f} times"
+    return f"{faster} (95 %: {_interval(gain)}), {gain['prompts']} prompts, {same}."
+
+
 def speed_table(summary: Summary, base: str, group: str) -> Table:
     """CR and SD by method and task, the interval overall: the paper's Table 1."""
     figures = summary[group]

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
+from selfspec.pages import palette
+
 LOOK, DOM = "look.css", "dom.js"
 """Shared by all pages: they come before a page's own."""
 
@@ -23,8 +25,8 @@ def assets(package: str, names: Sequence[str]) -> str:
 
 
 def style_of(package: str, *names: str) -> str:
-    """The look of all pages, and a page's own."""
-    return "\n".join((assets(__name__, [LOOK]), assets(package, names)))
+    """Colours, the look of all pages, and a page's own."""
+    return "\n".join((palette.as_css(), assets(__name__, [LOOK]), assets(package, names)))
 
 
 def script_of(package: str, *names: str) -> str:

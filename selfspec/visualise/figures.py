@@ -17,8 +17,10 @@ from matplotlib.figure import Figure
 
 from selfspec import files
 from selfspec.decoding.stats import GenerationStats
+from selfspec.pages import palette
 from selfspec.training.reliability import calibration_error
-from selfspec.visualise.layers import LayerTrace, Place
+from selfspec.visualise.gain import right_from
+from selfspec.visualise.layers import LayerTrace
 
 KINDS = ("word", "number", "punctuation", "special")
 
@@ -31,8 +33,9 @@ NEVER = None
 _CONTROL = re.compile(r"<[^<>\s]+>|\s*")
 """Tokens like <|im_end|>, ends of lines and spaces."""
 
-_BLUE, _ORANGE, _GREY, _RED = "#3a7ce7", "#f2a900", "#c3ccd5", "#d7263d"
-_EXITS = ("#1b9e77", _BLUE, "#a054de", _ORANGE, _RED)
+_GREY, _RED = (palette.TONES[name].light for name in ("other", "bad"))
+_ORANGE, _BLUE = palette.SEEN, palette.RAMP[1]
+_EXITS = (*palette.RAMP, _ORANGE, _RED)
 
 
 class Shares(NamedTuple):
@@ -141,19 +144,7 @@ def save_exits(shares: Sequence[Shares], path: Path) -> None:
 
 def saturation_data(traces: Iterable[LayerTrace]) -> list[int | None]:
     """Of each token the first layer from which on every first guess is this token."""
-    return [saturation(trace, place) for trace in traces for place in trace.places]
-
-
-def saturation(trace: LayerTrace, place: Place) -> int | None:
-    """The layer, num_layers at the latest; NEVER if not even the whole model prefers the token."""
-    if place.final_top_tokens[0] != place.token:
-        return NEVER
-    first = trace.info.num_layers
-    for said in reversed(place.layers):
-        if said.top_tokens[0] != place.token:
-            break
-        first = said.layer
-    return first
+    return [right_from(trace, place) for trace in traces for place in trace.places]
 
 
 def saturation_statistic(layers: Sequence[int | None], shown: Sequence[int]) -> Saturation:

@@ -1,6 +1,6 @@
 """What matplotlib can draw with the fonts of this machine: text comes in, drawable text goes out.
 
-Called by `heat_map`.
+Called by `picture`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from selfspec.training.data import Batch
 from selfspec.training.features import FeatureSpec, features
 from selfspec.visualise.layers import Kind, LayerTrace, Place, TraceInfo, TraceSettings
 from selfspec.visualise.lenses import Lens, Reader, chained
+from selfspec.visualise.origins import origins
 from selfspec.visualise.texts import TokenTexts
 
 _ROWS = 128
@@ -41,21 +42,21 @@ def inspect(
     speculator: Speculator,
     prompt: Prompt,
     *,
-    all_layers: bool = False,
+    all_layers: bool = True,
     **options: Unpack[GenerateOptions],
 ) -> LayerTrace:
     """The same answer as `speculator.generate(prompt, **options)`, with what each layer made of it.
 
-    Layers are those that have heads; with `all_layers` all others too, read by the logit lens.
+    Layers are those that have heads; without `all_layers` no others, which the logit lens reads.
     Raises HeadsNotFound where that leaves none, and what `generate` raises.
     """
     lenses = _lenses(speculator, all_layers=all_layers)
     call = speculator.call(prompt, options)
     request, speculation = call.request.only(), call.speculation
     stream = call.stream(speculator.engine().add(request, speculation))
-    answer = stream.drain()
+    lossless = stream.drain().stats.lossless
     asked = request.ids[0, request.pad :]
-    settings = _settings(speculator, speculation, lossless=answer.stats.lossless)
+    settings = _settings(speculator, speculation, lossless=lossless)
     thresholds = _thresholds(settings, lenses)
     judge = ExitJudge(
         speculator.backbone.num_layers,
@@ -64,8 +65,8 @@ def inspect(
         {layer: lens.temperature for layer, lens in lenses.items()},
     )
     texts = TokenTexts(speculator.tokenizer)
-    reader = Reader(lenses, judge, texts)
-    steps = _steps(stream.rounds, texts)
+    seen_at = origins(asked.tolist(), stream.rounds, speculation.ngram.size)
+    steps = _steps(stream.rounds, texts, seen_at)
     return LayerTrace(
         info=TraceInfo(
             base_model=speculator.label,
@@ -79,13 +80,13 @@ def inspect(
             thresholds=tuple(thresholds.values()),
             settings=settings,
             prompt=_words(prompt, asked, texts),
-            prompt_tokens=len(asked),
+            prompt_texts=tuple(texts.pieces(asked.tolist())),
         ),
-        places=tuple(_places(speculator.backbone, lenses, reader, asked, steps)),
+        places=tuple(
+            _places(speculator.backbone, lenses, Reader(lenses, judge, texts), asked, steps)
+        ),
         rounds=tuple(stream.rounds),
-        draft_texts=tuple(
-            tuple(texts.of(token) for token in entry.draft_tokens) for entry in stream.rounds
-        ),
+        draft_texts=tuple(tuple(map(texts.of, entry.draft_tokens)) for entry in stream.rounds),
     )
 
 
@@ -108,6 +109,7 @@ class _Step(NamedTuple):
     kind: Kind
     round: int
     exit_layer: int | None
+    copied_from: int | None
     behind: int
     """How many drafts of exit heads stand before it in its round."""
 
@@ -116,7 +118,7 @@ def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:
     """By layer, rising: fitted heads, and logit lenses where there are none and all are asked."""
     heads, backbone = speculator.heads, speculator.backbone
     if heads is None and not all_layers:
-        raise HeadsNotFound("no exit heads to look through. Give --heads or --all-layers")
+        raise HeadsNotFound("no exit heads to look through. Give --heads, or drop --no-all-layers")
     found: dict[int, Lens] = {}
     if all_layers:
         untrained = logit_lens(backbone.unembedding, backbone.num_layers, speculator.label)
@@ -159,10 +161,12 @@ def _thresholds(settings: TraceSettings, lenses: Mapping[int, Lens]) -> dict[int
     return {layer: used.get(layer, built_in) for layer in lenses}
 
 
-def _steps(rounds: Sequence[Round], texts: TokenTexts) -> list[_Step]:
-    """The tokens of all rounds, in order."""
+def _steps(
+    rounds: Sequence[Round], texts: TokenTexts, seen_at: Sequence[int | None]
+) -> list[_Step]:
+    """The tokens of all rounds, in order; `seen_at`: where each was copied from."""
     pieces = iter(texts.pieces([token for entry in rounds for token in entry.tokens]))
-    steps = []
+    steps: list[_Step] = []
     for number, entry in enumerate(rounds):
         behind = 0  # drafts of heads that lead here without a break
         for index, token in enumerate(entry.tokens):
@@ -171,7 +175,8 @@ def _steps(rounds: Sequence[Round], texts: TokenTexts) -> list[_Step]:
             left = None
             if draft is not None and entry.sources[draft] == "exit":
                 left = entry.exit_layers[draft]
-            steps.append(_Step(token, next(pieces), kind, number, left, behind))
+            copied = seen_at[len(steps)]
+            steps.append(_Step(token, next(pieces), kind, number, left, copied, behind))
             behind = 0 if left is None else behind + 1
     return steps
 
@@ -209,6 +214,7 @@ def _places(
                     kind=step.kind,
                     round=step.round,
                     exit_layer=step.exit_layer,
+                    copied_from=step.copied_from,
                     final_top_tokens=best.tokens,
                     final_top_texts=best.texts,
                     final_top_probs=best.probs,

@@ -1,6 +1,6 @@
 """What every exit layer foretold at every token of one answer, and the file that keeps it.
 
-Made by `inspect`, drawn by `terminal`, `heat_map`, `figures` and `page`. A file has one JSON record
+Made by `inspect`, drawn by `terminal`, `picture`, `figures` and `page`. A file has one JSON record
 per line: the `info`, then a `place` per token, then a `round` per verification.
 """
 
@@ -18,7 +18,7 @@ from selfspec.errors import InvalidData
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Kind = Literal["prefill", "accepted", "bonus"]
 """Where a token comes from: the prompt's pass, a draft that stayed, verification itself."""
@@ -57,6 +57,8 @@ class Place:
     """Index in `LayerTrace.rounds`; 0 is the prompt's pass."""
     exit_layer: int | None
     """Where an accepted draft of the exit heads left."""
+    copied_from: int | None
+    """Where an accepted draft from text already seen was found: counted in prompt and answer."""
     final_top_tokens: tuple[int, ...]
     """The whole model's five likeliest, before any processor."""
     final_top_texts: tuple[str, ...]
@@ -106,7 +108,13 @@ class TraceInfo:
     settings: TraceSettings
     prompt: str
     """As it was asked, before any chat template."""
-    prompt_tokens: int
+    prompt_texts: tuple[str, ...]
+    """Of the prompt's tokens, the chat template's too."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many the prompt has."""
+        return len(self.prompt_texts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import html
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,19 +19,37 @@ import numpy as np
 
 from selfspec import pages
 from selfspec.decoding.prices import Costs
+from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval.record import NONE, Record
-from selfspec.visualise.layers import LayerTrace, TraceInfo
+from selfspec.visualise.gain import gain, head_right, right_from
+from selfspec.visualise.givers import NAMES
+from selfspec.visualise.layers import LayerSays, LayerTrace, TraceInfo
 from selfspec.visualise.start import Start, start
 
 _HOME = "selfspec.visualise"
 
-_SCRIPTS = ("replay.js", "story.js", "readout.js", "settings.js", "map.js", "stairs.js", "main.js")
+_SCRIPTS = (
+    "replay.js",
+    "story.js",
+    "readout.js",
+    "settings.js",
+    "answer.js",
+    "depth.js",
+    "map.js",
+    "lanes.js",
+    "main.js",
+)
 """In this order: one module in the page."""
 
 
-def render(trace: LayerTrace, record: Record | None, costs: Costs | None) -> str:
-    """The whole file as text.
+def render(
+    trace: LayerTrace,
+    record: Record | None,
+    costs: Costs | None,
+    texts: Mapping[int, str] | None = None,
+) -> str:
+    """The whole file as text; `texts`: of tokens that a replay may draft.
 
     Without `record` nothing can be replayed, without `costs` no speed-up is predicted; the page
     says so. Raises InvalidData for a record of another answer, InvalidOption for costs of another
@@ -41,7 +59,7 @@ def render(trace: LayerTrace, record: Record | None, costs: Costs | None) -> str
     if record is not None and trace.info.settings.lossless:
         _check(trace, record, costs)
         begin = start(trace.info, record.info, trace.rounds)
-    data = page_data(trace, record if begin else None, costs, begin)
+    data = page_data(trace, record if begin else None, costs, begin, texts)
     style = pages.style_of(_HOME, "page.css")
     script = pages.script_of(_HOME, *_SCRIPTS)
     return pages.filled(
@@ -49,6 +67,7 @@ def render(trace: LayerTrace, record: Record | None, costs: Costs | None) -> str
         {
             "policy": pages.policy(script, style),
             "title": html.escape(_title(trace.info)),
+            "headline": html.escape(gain(trace, costs).headline),
             "style": style,
             "script": script,
             "data": _json(data),
@@ -57,7 +76,11 @@ def render(trace: LayerTrace, record: Record | None, costs: Costs | None) -> str
 
 
 def page_data(
-    trace: LayerTrace, record: Record | None, costs: Costs | None, begin: Start | None
+    trace: LayerTrace,
+    record: Record | None,
+    costs: Costs | None,
+    begin: Start | None,
+    texts: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
     """Everything the page shows, ready for JSON; a token with its text is an index into `words`."""
     words: dict[tuple[int, str], int] = {}
@@ -70,17 +93,13 @@ def page_data(
             "word": word(place.token, place.text),
             "kind": place.kind,
             "round": place.round,
-            "exit_layer": place.exit_layer,
+            "copied_from": place.copied_from,
+            "right_from": right_from(trace, place),
+            "head_right": head_right(trace, place),
             "final": list(map(word, place.final_top_tokens, place.final_top_texts)),
             "final_probs": _numbers(place.final_top_probs),
             "layers": [
-                {
-                    "top": list(map(word, said.top_tokens, said.top_texts)),
-                    "probs": _numbers(said.top_probs),
-                    "sure": _number(said.confidence),
-                    "rank": said.rank,
-                    "kl": _number(said.divergence),
-                }
+                {"top": list(map(word, said.top_tokens, said.top_texts)), **_said(said)}
                 for said in place.layers
             ],
         }
@@ -90,14 +109,27 @@ def page_data(
         asdict(entry) | {"drafts": list(map(word, entry.draft_tokens, texts))}
         for entry, texts in zip(trace.rounds, trace.draft_texts, strict=True)
     ]
+    for token, text in (texts or {}).items():
+        word(token, text)
     return {
         "info": asdict(trace.info),
+        "names": NAMES,
         "places": places,
         "rounds": rounds,
         "words": list(words),
         "record": None if record is None else _packed(record),
         "prices": None if costs is None else _prices(costs),
         "start": None if begin is None else asdict(begin),
+    }
+
+
+def _said(said: LayerSays) -> dict[str, Any]:
+    """Numbers of a layer's guesses."""
+    return {
+        "probs": _numbers(said.top_probs),
+        "sure": _number(said.confidence),
+        "rank": said.rank,
+        "kl": _number(said.divergence),
     }
 
 
@@ -111,12 +143,18 @@ def _check(trace: LayerTrace, record: Record, costs: Costs | None) -> None:
         )
     if record.answers.tolist() != [place.token for place in trace.places]:
         raise InvalidData("the record is of another answer than the trace. Trace both again")
-    rows = info.max_draft_tokens + 1
+    rows = max(info.max_draft_tokens + 1, most_rows(trace.rounds))
     if costs is not None and (len(costs.layers) < rows or costs.num_layers != info.num_layers):
         raise InvalidOption(
             f"costs are of {costs.num_layers} layers and up to {len(costs.layers)} rows, the "
             f"record needs {info.num_layers} layers and {rows} rows. Measure them again"
         )
+
+
+def most_rows(rounds: Iterable[Round]) -> int:
+    """Of a pass, the prompt's left out."""
+    later = (entry for entry in rounds if not entry.prefill)
+    return max((len(entry.draft_tokens) + 1 for entry in later), default=1)
 
 
 def _prices(costs: Costs) -> dict[str, Any]:
@@ -165,8 +203,9 @@ def _number(value: float) -> float | None:
     return float(f"{value:.9g}") if math.isfinite(value) else None
 
 
-def _numbers(values: tuple[float, ...]) -> list[float | None]:
-    return [_number(value) for value in values]
+def _numbers(values: tuple[float, ...]) -> list[float]:
+    """Probabilities: they are shown with four digits."""
+    return [round(value, 6) for value in values]
 
 
 def _title(info: TraceInfo) -> str:

@@ -1,6 +1,6 @@
-"""The answer itself, each token marked by where it left: a LayerTrace comes in, rich text goes out.
+"""The answer itself, each token by who gave it: a LayerTrace comes in, rich text goes out.
 
-Called by `selfspec trace`. Colour adds to the marks and is never needed to read them.
+Called by `selfspec trace`. Where there are no colours, and beside rejected drafts, marks say it.
 """
 
 from __future__ import annotations
@@ -12,29 +12,28 @@ from itertools import groupby
 from rich.console import Console, Group
 from rich.text import Text
 
-from selfspec.decoding.sources import EXIT
 from selfspec.decoding.stats import GenerationStats, Round
-from selfspec.visualise import palette
+from selfspec.pages import palette
+from selfspec.visualise.gain import counted, gain
+from selfspec.visualise.givers import Giver
 from selfspec.visualise.layers import LayerTrace, Place
 from selfspec.visualise.texts import visible
 
 _SUPERSCRIPT = str.maketrans("0123456789ndg", "⁰¹²³⁴⁵⁶⁷⁸⁹ⁿᵈᵍ")
 _SOURCES = {"ngram": "n", "draft-model": "d", "grammar": "g"}
 """Marks of drafts that ran through no layer."""
-_OF_MARK = {mark: source for source, mark in _SOURCES.items()}
-_WORDS = {
-    "n": "copied from text already seen",
-    "d": "from the draft model",
-    "g": "forced by the grammar",
-}
-"""What a mark says."""
 
 
-def show(trace: LayerTrace, console: Console) -> None:
-    """Print the view; wrapped on a terminal, in whole lines elsewhere."""
+def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None:
+    """Print the view; wrapped on a terminal, in whole lines elsewhere.
+
+    `rejected`: with the drafts that were not kept, and where rounds end.
+    """
     plain = not console.is_terminal or console.no_color or console.color_system is None
-    marks = _Marks(trace, plain=plain, ascii_only=console.options.ascii_only)
-    parts = Group(marks.answer(), Text(), *marks.legend(), Text(summary(trace), style="dim"))
+    marks = _Marks(trace, plain=plain, ascii_only=console.options.ascii_only, rejected=rejected)
+    headline = Text(marks.plain_text(gain(trace).headline), style="bold")
+    last = Text(summary(trace), style="dim")
+    parts = Group(marks.answer(), Text(), headline, *marks.legend(), last)
     console.print(parts, soft_wrap=not console.is_terminal, highlight=False)
 
 
@@ -55,10 +54,12 @@ def summary(trace: LayerTrace) -> str:
 class _Marks:
     """How a trace looks on one kind of console."""
 
-    def __init__(self, trace: LayerTrace, *, plain: bool, ascii_only: bool) -> None:
-        """`plain`: a struck line cannot be relied on. `ascii_only`: nor can signs beyond ASCII."""
+    def __init__(self, trace: LayerTrace, *, plain: bool, ascii_only: bool, rejected: bool) -> None:
+        """`plain`: neither colours nor struck lines. `ascii_only`: no signs beyond ASCII."""
         self._trace = trace
         self._ascii = ascii_only
+        self._rejected = rejected
+        self._marked = plain or rejected
         self._struck = ("[-", "-]") if plain else ("", "")
         self._between = "|" if ascii_only else "·"
 
@@ -67,34 +68,37 @@ class _Marks:
         text = Text()
         places = groupby(self._trace.places, key=lambda place: place.round)
         for number, entry in places:
-            if number > 0:
+            if number > 0 and self._rejected:
                 text.append(self._between, style="dim")
             for piece in self._round(number, list(entry)):
                 text.append_text(piece)
         return text
 
     def legend(self) -> Iterator[Text]:
-        """What the marks mean; only those that occur."""
-        drafted, kept = Counter[str](), Counter[str]()
+        """Who drafted, in the look of its tokens; only those that did."""
+        drafted, kept = Counter[Giver](), Counter[Giver]()
         for entry in self._trace.rounds:
-            names = [*map(self._name, entry.sources, entry.exit_layers)]
-            drafted.update(names)
-            kept.update(names[index] for index in entry.kept)
-        for name in sorted(drafted, key=lambda name: (not name.isdigit(), name.zfill(4))):
-            line = Text().append("token", self._style(name)).append(self._raised(name))
-            yield line.append(f" {_where(name)}: {kept[name]} of {drafted[name]} drafts kept")
-        line = Text("token checked and emitted by the whole model")
-        if drafted.total() > kept.total():
-            line.append("   ").append_text(self._crossed("token")).append(" draft not kept")
-        yield line.append("   ").append(self._between, style="dim").append(" next round")
+            found = [*map(Giver, entry.sources, entry.exit_layers)]
+            drafted.update(found)
+            kept.update(found[index] for index in entry.kept)
+        for giver, count in counted([*drafted.elements()]):
+            line = Text().append(giver.words, self._style(giver)).append(self._mark(giver))
+            yield line.append(f": {kept[giver]} of {count} drafts kept")
+        if self._rejected:
+            line = self._crossed("token").append(": a draft that was rejected   ")
+            yield line.append(self._between, style="dim").append(": the next round")
+
+    def plain_text(self, text: str) -> str:
+        """As the console can show it."""
+        return text.replace("×", "x") if self._ascii else text
 
     def _round(self, number: int, places: list[Place]) -> Iterator[Text]:
         """Kept drafts, then what was drafted in vain, then verification's own token."""
         entry = self._trace.rounds[number]
         for place, index in zip(places, entry.kept, strict=False):
-            name = self._name(entry.sources[index], entry.exit_layers[index])
-            yield self._token(place.text, self._style(name), self._raised(name))
-        for branch in _rejected(entry):
+            giver = Giver(entry.sources[index], entry.exit_layers[index])
+            yield self._token(place.text, self._style(giver), self._mark(giver))
+        for branch in _branches(entry) if self._rejected else ():
             yield self._crossed("".join(self._trace.draft_texts[number][i] for i in branch))
         for place in places[entry.accepted :]:
             yield self._token(place.text, "default", "")
@@ -107,31 +111,30 @@ class _Marks:
 
     def _crossed(self, text: str) -> Text:
         opening, closing = self._struck
-        shown = self._shown(text).replace("\n", "")
+        shown = self._shown(text, ends="⏎").replace("\n", "")
         body = shown.lstrip(" ")  # a struck space would join two words
         spaces = " " * (len(shown) - len(body))
-        return Text(spaces).append(f"{opening}{body}{closing}", style="strike red")
+        return Text(spaces).append(f"{opening}{body}{closing}", style=f"strike {palette.REJECTED}")
 
-    def _shown(self, text: str) -> str:
-        """Line ends visible and kept; nothing that could move the cursor."""
+    def _shown(self, text: str, ends: str = "") -> str:
+        """Line ends kept, and visible as `ends`; nothing that could move the cursor."""
+        ends = "⏎" if self._marked else ends
         lines = ["" if line == "" else visible(line).replace("␣", " ") for line in text.split("\n")]
-        shown = "⏎\n".join(lines)
+        shown = f"{ends}\n".join(lines)
         return shown.encode("ascii", "backslashreplace").decode() if self._ascii else shown
 
-    def _name(self, source: str, layer: int) -> str:
-        return str(layer) if source == "exit" else _SOURCES[source]
-
-    def _raised(self, name: str) -> str:
+    def _mark(self, giver: Giver) -> str:
+        if not self._marked:
+            return ""
+        name = _SOURCES.get(giver.source, str(giver.layer))
         return f"^{name}" if self._ascii else name.translate(_SUPERSCRIPT)
 
-    def _style(self, name: str) -> str:
-        source = EXIT if name.isdigit() else _OF_MARK[name]
-        layer = int(name) if name.isdigit() else 0
-        return f"bold {palette.style(source, layer, self._trace.info.num_layers)}"
+    def _style(self, giver: Giver) -> str:
+        return f"bold {giver.colour(self._trace.info.num_layers) or ''}".strip()
 
 
-def _rejected(entry: Round) -> list[list[int]]:
-    """Drafts that were not kept, by branch: each follows the one before in its list."""
+def _branches(entry: Round) -> list[list[int]]:
+    """Drafts that were not kept: each follows the one before in its list."""
     parents = entry.parents or range(-1, len(entry.draft_tokens) - 1)
     branches: list[list[int]] = []
     for index, parent in enumerate(parents):
@@ -142,12 +145,3 @@ def _rejected(entry: Round) -> list[list[int]]:
         else:
             branches.append([index])
     return branches
-
-
-def _where(name: str) -> str:
-    """In words, the mark of a draft."""
-    if name == "0":
-        return "drafted from its embedding, before any layer"
-    if name.isdigit():
-        return f"left behind layer {name}"
-    return _WORDS[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +16,6 @@ from selfspec.api.stream import Stream
 from selfspec.cli.main import main
 from selfspec.decoding.stats import GenerationStats, Round
 from selfspec.errors import InvalidPrompt
-from selfspec.pages import LOOK, assets
-from selfspec.visualise import palette
 from tests.cli.fakes import FakeSpeculator, user
 
 ROOT = Path(__file__).parents[2]
@@ -163,14 +160,6 @@ def test_a_stream_says_who_gave_each_token() -> None:
     stream = Stream(Running(), None, Listener())  # type: ignore[arg-type]  # as much as it needs
     list(stream)
     assert heard == [("exit", 4), ("ngram", 0), ("model", 0)]
-
-
-def test_sources_have_the_colours_of_the_pages() -> None:
-    look = assets("selfspec.pages", [LOOK])
-    for name, source in (("seen", "ngram"), ("grammar", "grammar"), ("second", "draft-model")):
-        found = re.search(rf"--{name}: light-dark\((#\w+)", look)
-        assert found is not None
-        assert palette.style(source, 0, 8) == found[1]
 
 
 # --- a terminal

@@ -20,8 +20,7 @@ from selfspec.cli import common
 from selfspec.cli.main import main
 from selfspec.cli.settings import SHARED
 from selfspec.config import EXECUTORS
-from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidPrompt, ModelNotFound
-from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.errors import HeadsMismatch, InvalidHeads, ModelNotFound
 from selfspec.hub import models as hub
 from selfspec.model import choosing
 from selfspec.options import Prices

@@ -26,7 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tokenizer().save_pretrained(folder / "model")
     long_trace([f"t{number} " for number in range(45)]).save(folder / "long.jsonl")
     other = (
-        (folder / "long.jsonl").read_text().replace('"format_version": 2', '"format_version": 9')
+        (folder / "long.jsonl").read_text().replace('"format_version": 3', '"format_version": 9')
     )
     (folder / "future.jsonl").write_text(other)
     return folder
@@ -42,8 +42,8 @@ def workplace(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept, png, svg = (str(tmp_path / name) for name in ("t.jsonl", "map.png", "map.svg"))
-    assert main([*COMMAND, "a b c", "--output", kept, "--png", png, "--svg", svg]) == 0
+    kept, png, card = (str(tmp_path / name) for name in ("t.jsonl", "a.png", "card.png"))
+    assert main([*COMMAND, "a b c", "--output", kept, "--png", png, "--card", card]) == 0
     shown = capsys.readouterr().out
     found = LayerTrace.load(Path(kept))
     plain = load("model", dtype="float32", heads="logit-lens")
@@ -53,7 +53,7 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     assert found.info.settings.exit_layers == (2, 4)
     assert "6 tokens" in shown
     assert "\x1b" not in shown
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["map.png", "map.svg", "t.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "card.png", "t.jsonl"]
     assert main(["trace", "--from", kept]) == 0
     assert capsys.readouterr().out == shown
 
@@ -62,18 +62,10 @@ def test_json_is_what_a_file_holds(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "t.jsonl"
-    assert main([*COMMAND, "a b", "--all-layers", "--json", "--output", str(kept)]) == 0
+    assert main([*COMMAND, "a b", "--json", "--output", str(kept)]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert printed == [json.loads(line) for line in kept.read_text().splitlines()]
     assert printed[0]["exit_layers"] == [1, 2, 3, 4, 5]
-
-
-def test_a_long_answer_is_drawn_on_pages_and_says_so(
-    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", "--from", "long.jsonl", "--svg", str(tmp_path / "map.svg")]) == 0
-    assert "45 tokens take 3 pages: " in capsys.readouterr().err
-    assert len(list(tmp_path.glob("map-?.svg"))) == 3
 
 
 @pytest.mark.parametrize(
@@ -109,6 +101,7 @@ def test_a_page_of_a_kept_trace_replays_nothing(workplace: Path, tmp_path: Path)
         (["a", "--output", "nowhere/t.jsonl"], "there is no folder nowhere. Make it first"),
         (["a", "--output", "model"], "model is a folder. Name a file"),
         (["a", "--svg", "map.png"], "expected a name that ends in .svg"),
+        (["a", "--card", "card.jpg"], "--card card.jpg: expected a name that ends in .png"),
         (["a", "--drafter", "exit:layers=2/9"], "exit layer 9 is not among"),
         (["a", "--heads", "nowhere"], "nowhere"),
         (["a", "--suite", "six-tasks"], "--suite means nothing without --record"),
@@ -134,7 +127,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["future.jsonl"], "future.jsonl, line 1: format version 9, this selfspec reads 2"),
+        (["future.jsonl"], "future.jsonl, line 1: format version 9, this selfspec reads 3"),
         (["nowhere.jsonl"], "cannot read nowhere.jsonl"),
         (["model/config.json"], "model/config.json, line 1 is no line of a trace: it is not JSON"),
         (["long.jsonl", "--all-layers"], "--all-layers means nothing with --from"),
@@ -153,9 +146,9 @@ def test_a_model_without_heads_is_looked_at_through_the_logit_lens(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["trace", "a", "--model", "model", "--dtype", "float32", "--max-new-tokens", "3"]
-    assert main(command) == 2
-    assert "no exit heads to look through. Give --heads or --all-layers" in capsys.readouterr().err
-    assert main([*command, "--all-layers"]) == 0
+    assert main([*command, "--no-all-layers"]) == 2
+    assert "no exit heads to look through. Give --heads, or drop" in capsys.readouterr().err
+    assert main(command) == 0
     assert "3 tokens, 2 rounds" in capsys.readouterr().out
 
 

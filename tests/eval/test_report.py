@@ -18,6 +18,11 @@ from selfspec.eval.results import Results
 from selfspec.eval.summary import summarise
 from selfspec.eval.tables import Table
 
+READ = "How to read this"
+BEST = (
+    "Fastest of 2, speculation: 2.00 times as fast as plain decoding on our runtime "
+    "(95 %: 2.00 to 2.00), 2 prompts, all 2 texts equal."
+)
 PNG = b"\x89PNG"
 SWEPT = [f"speculation(exit.threshold={tau})" for tau in (0.9, 0.1)]
 LABELS = ["plain", "speculation", "no-width-bound", *SWEPT]
@@ -141,11 +146,23 @@ def test_acceptance_in_percent_of_what_was_drafted(summary: dict[str, Any]) -> N
 def test_speed_ups_are_shown_over_plain_decoding_where_it_was_measured(
     summary: dict[str, Any],
 ) -> None:
-    assert plots.base_of(summary) == "plain"
+    assert tables.base_of(summary) == "plain"
     for found in summary["all"]["overall"].values():
         found["over_plain"] = None
-    assert plots.base_of(summary) is None
-    assert plots.base_of({"all": {}}) is None
+    assert tables.base_of(summary) is None
+    assert tables.base_of({"all": {}}) is None
+
+
+def test_the_verdict_is_the_fastest_lossless_method_or_says_that_none_is(
+    summary: dict[str, Any],
+) -> None:
+    assert tables.verdict(summary) == BEST
+    summary["unequal"]["speculation"] = 1
+    assert tables.verdict(summary).endswith("1 of 2 texts differ.")
+    summary["methods"]["speculation"]["lossy"] = True
+    words = "Nothing was faster than plain decoding on our runtime; no-width-bound: 0.80 times"
+    assert tables.verdict(summary).startswith(words)
+    assert tables.verdict({**summary, "all": {}}).startswith("No speed-up can be told")
 
 
 def test_values_that_are_lists_are_words_on_the_axis(summary: dict[str, Any]) -> None:
@@ -182,7 +199,8 @@ def test_the_report_holds_every_table_and_picture(run: Results, tmp_path: Path) 
         "report.html",
     }
     markdown = pages[0].read_text(encoding="utf-8")
-    assert re.findall(r"^## (.*)", markdown, re.MULTILINE) == ["first", "second"]
+    assert re.findall(r"^## (.*)", markdown, re.MULTILINE) == ["first", "second", READ]
+    assert markdown.split("\n\n")[2:4] == [f"**{BEST}**", "![Methods](1-methods.png)"]
     assert re.findall(r"\]\((.*?)\)", markdown) == pictures
     assert "chosen on 1 questions that are not among those reported: x." in markdown
     for table in tables.tables(run.summary):
@@ -204,8 +222,8 @@ def test_names_of_tables_and_pictures_are_escaped_too(tmp_path: Path) -> None:
     picture = report.Picture('"><i>', tmp_path / "p.png")
     picture.path.write_bytes(PNG)
     table = Table("<t>", ["<h>"], [["<c>"]])
-    text = report.as_html([report.Section("<s>", ["<w>"], [table], [picture])])
-    for letter in "itchsw":
+    text = report.as_html([report.Section("<s>", "<v>", ["<w>"], [table], [picture])])
+    for letter in "itchsvw":
         assert f"<{letter}>" not in text
         assert f"&lt;{letter}&gt;" in text
 
@@ -241,7 +259,7 @@ def test_the_command_reads_folders_of_bench_and_names_its_pages(
     assert main(["report", *folders, "--output", str(tmp_path / "out")]) == 0
     pages = capsys.readouterr().out.split()
     assert [Path(page).name for page in pages] == ["report.md", "report.html"]
-    assert re.findall(r"^## (.*)", Path(pages[0]).read_text(), re.MULTILINE) == ["one", "two"]
+    assert re.findall(r"^## (.*)", Path(pages[0]).read_text(), re.MULTILINE) == ["one", "two", READ]
 
 
 def test_a_folder_without_a_finished_run_is_refused(

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from selfspec.api.speculator import Speculator
-from tests.browsers import Browser, Page, chromium, expect
+from tests.browsers import Browser, Page, axe_findings, chromium, expect
 from tests.serve.live import Running, running
 from tests.serve.test_protocol import wait_until
 
@@ -122,6 +122,7 @@ def test_an_answer_shows_what_the_api_says(opened: Open, server: Running) -> Non
     rejected = [d for entry in rounds for d in entry["drafts"] if not d["accepted"]]
     assert page.locator(".reject").count() == len(rejected) > 0
     assert not page.locator(".reject").first.is_visible()
+    assert axe_findings(page) == []
 
 
 def test_the_keyboard_is_enough(opened: Open, server: Running) -> None:
@@ -177,6 +178,7 @@ def test_side_by_side_writes_the_same_text_on_a_phone_in_the_dark(
     assert list(plain) == ["model"]
     page.get_by_label("rejected drafts").check()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert axe_findings(page) == []
     page.get_by_role("button", name="dark").click()
     assert page.evaluate(PAPER) != dark
     page.get_by_role("button", name="New chat").click()

@@ -11,6 +11,7 @@ import pytest
 
 from selfspec.visualise import figures
 from selfspec.visualise.figures import VERIFIED, Shares, token_kind
+from selfspec.visualise.gain import right_from
 from selfspec.visualise.layers import LayerTrace
 from tests.hand_traces import RIGHT, WRONG, long_trace, place, said, small_trace
 from tests.models import make_model
@@ -61,12 +62,12 @@ def test_a_token_saturates_where_no_later_layer_doubts_it(
 ) -> None:
     guesses = zip((2, 3, 4), right, strict=True)
     layers = tuple(said(layer, 0.5, right=agrees) for layer, agrees in guesses)
-    assert figures.saturation(small_trace(), replace(place(0, "a"), layers=layers)) == layer
+    assert right_from(small_trace(), replace(place(0, "a"), layers=layers)) == layer
 
 
 def test_a_sampled_token_may_saturate_nowhere() -> None:
     found = replace(place(0, "a"), final_top_tokens=(WRONG, RIGHT))
-    assert figures.saturation(small_trace(), found) is figures.NEVER
+    assert right_from(small_trace(), found) is figures.NEVER
 
 
 def test_shares_of_saturation_count_all_tokens() -> None:

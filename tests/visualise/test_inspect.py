@@ -31,8 +31,9 @@ def eagerly(options: dict[str, Any]) -> dict[str, Any]:
     return {"max_new_tokens": NEW_TOKENS, **EAGER, **options, "drafter": drafter}
 
 
-def looked(kind: str, **options: Any) -> LayerTrace:
-    return inspect(recorded(kind).speculator, PROMPT, **eagerly(options))
+def looked(kind: str, *, all_layers: bool = False, **options: Any) -> LayerTrace:
+    speculator = recorded(kind).speculator
+    return inspect(speculator, PROMPT, all_layers=all_layers, **eagerly(options))
 
 
 def hooks(speculator: Speculator) -> int:
@@ -160,9 +161,9 @@ def test_depth_and_thresholds_by_layer_are_kept() -> None:
 
 def test_a_model_without_heads_needs_all_layers() -> None:
     speculator = wrap(make_model("qwen3"), executor="generic")
-    with pytest.raises(HeadsNotFound, match="Give --heads or --all-layers"):
-        inspect(speculator, PROMPT)
-    found = inspect(speculator, PROMPT, all_layers=True, max_new_tokens=4)
+    with pytest.raises(HeadsNotFound, match="Give --heads, or drop --no-all"):
+        inspect(speculator, PROMPT, all_layers=False)
+    found = inspect(speculator, PROMPT, max_new_tokens=4)
     assert found.info.exit_layers == (1, 2, 3, 4, 5)
     assert (found.info.heads, found.info.settings.drafter) == ("", "ngram")
     assert [place.kind for place in found.places] == ["prefill", "bonus", "bonus", "bonus"]
@@ -222,6 +223,23 @@ def test_texts_and_rejected_drafts_are_kept() -> None:
 
 def test_branches_hold_the_answer_of_plain_decoding() -> None:
     speculator = recorded("translator").speculator
-    found = branches(speculator, PROMPT, 8)
-    plain = speculator.generate(PROMPT, max_new_tokens=8, speculate=False)
+    tokens = 270  # more than the first buffer of a sequence holds
+    found = branches(speculator, PROMPT, tokens)
+    plain = speculator.generate(PROMPT, max_new_tokens=tokens, speculate=False)
     assert found.answers.tolist() == plain.token_ids
+
+
+def test_copied_tokens_stand_where_they_were_seen() -> None:
+    prompt = PROMPT.repeat(1, 4)
+    speculator = recorded("translator").speculator
+    found = inspect(speculator, prompt, all_layers=False, **eagerly({"drafter": "ngram"}))
+    text = prompt[0].tolist() + [place.token for place in found.places]
+    drafted = [place.index for place in found.places if place.kind == "accepted"]
+    copied = {
+        place.index: place.copied_from for place in found.places if place.copied_from is not None
+    }
+    assert drafted == [*copied]
+    assert copied
+    for index, origin in copied.items():
+        assert origin < prompt.shape[1] + index
+        assert text[origin] == found.places[index].token

@@ -15,10 +15,11 @@ from selfspec.config import SpeculationOptions
 from selfspec.eval import replay
 from selfspec.eval.record import Record
 from selfspec.options import Exit
+from selfspec.visualise.gain import gain, right_from
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.page import render
 from selfspec.visualise.texts import visible
-from tests.browsers import Browser, Page, chromium
+from tests.browsers import Browser, Page, axe_findings, chromium, expect
 from tests.pages import (
     COSTS,
     USED,
@@ -33,6 +34,7 @@ from tests.records import OPTIONS, recorded
 from tests.traces import alone, make_trace, some_costs
 
 PROMPT = 1
+PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
 
 Open = Callable[..., Page]
 
@@ -83,7 +85,16 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
 
 @pytest.fixture
 def page(opened: Open, trace: LayerTrace, record: Record) -> Page:
-    return opened(render(trace, record, COSTS))
+    shown = opened(render(trace, record, COSTS))
+    unfold(shown)
+    return shown
+
+
+def unfold(page: Page) -> None:
+    """The table of guesses, and the sliders."""
+    for name in ("guesses", "settings"):
+        page.locator(f"#{name} > summary").click()
+    page.locator("#map td").first.wait_for(state="attached")
 
 
 def cell(page: Page, trace: LayerTrace, place: int, layer: int) -> Any:
@@ -130,25 +141,22 @@ def test_hover_shows_the_numbers_of_the_trace(page: Page, trace: LayerTrace) -> 
 
 
 def test_frames_and_marks_are_where_they_belong(page: Page, trace: LayerTrace) -> None:
-    left = rejected = wrong = 0
+    left = rejected = 0
     for place in trace.places:
         entry = trace.rounds[place.round]
         bad = place.kind == "bonus" and entry.accepted < len(entry.draft_tokens)
         rejected_at = entry.exit_layers[entry.accepted] if bad else None
-        for index, says in enumerate(place.layers):
+        for says in place.layers:
             classes = set(
                 (cell(page, trace, place.index, says.layer).get_attribute("class")).split()
             )
             right = says.top_tokens[0] == place.token
-            confident = says.confidence >= trace.info.thresholds[index]
             assert ("right" in classes) == right
-            assert ("wrong" in classes) == (confident and not right)
             assert ("left" in classes) == (place.exit_layer == says.layer)
             assert ("rejected" in classes) == (rejected_at == says.layer)
             left += "left" in classes
             rejected += "rejected" in classes
-            wrong += "wrong" in classes
-    assert min(left, rejected, wrong) > 0
+    assert min(left, rejected) > 0
 
 
 def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
@@ -187,14 +195,14 @@ def test_sliders_give_the_counts_of_python(page: Page, record: Record) -> None:
     assert result(page, "rounds", "used") == str(used["rounds"])
     for _ in range(8):
         taus = []
-        set_slider(page, page.locator("#depth"), len(info.exit_layers) - 1)
+        set_slider(page, page.locator("#depth-max"), len(info.exit_layers) - 1)
         for layer in info.exit_layers:
             slider = page.get_by_role("slider", name=f"tau, exit threshold of layer {layer}")
             set_slider(page, slider, dice.uniform(info.min_threshold, 0.8))
             taus.append(float(slider.input_value()))
         alpha, width = dice.randrange(len(info.anneal_strengths)), dice.randint(1, 4)
         depth = dice.randrange(len(info.exit_layers))
-        for name, value in (("#alpha", alpha), ("#width", width), ("#depth", depth)):
+        for name, value in (("#alpha", alpha), ("#width", width), ("#depth-max", depth)):
             set_slider(page, page.locator(name), value)
         options = SpeculationOptions(
             exit=Exit(
@@ -211,9 +219,9 @@ def test_sliders_give_the_counts_of_python(page: Page, record: Record) -> None:
         assert result(page, "accepted") == str(expected["accepted"])
         assert result(page, "cr") == f"{expected['compression_rate']:.2f}"
         assert result(page, "speed") == f"{expected['speed_up']:.3f}"
-        boxes = sum(len(entry.passes) for entry in replay.rounds(record, 0, options))
-        assert page.locator("#stairs .box").count() == boxes
-    page.get_by_role("button", name="as decoded").click()
+        rounds = len(replay.rounds(record, 0, options)) - 1
+        assert page.locator("#lanes .verify").count() == rounds
+    page.locator("#controls .reset").click()
     assert result(page, "rounds") == str(used["rounds"])
 
 
@@ -245,9 +253,14 @@ def test_one_threshold_can_move_all(page: Page, record: Record) -> None:
     assert page.locator(f"[data-layer='{layers[-1]}']").input_value() == "0.5"
 
 
-def test_keys_walk_over_cells_and_rounds(page: Page, trace: LayerTrace) -> None:
-    page.locator("#map [tabindex='0']").focus()
+def test_keys_walk_over_tokens_and_cells(page: Page, trace: LayerTrace) -> None:
     heading = page.locator("#readout h3")
+    page.locator("#depth [tabindex='0']").focus()
+    page.keyboard.press("ArrowRight")
+    assert "token 2 · whole model" in heading.inner_text()
+    page.keyboard.press("End")
+    assert f"token {len(trace.places)} ·" in heading.inner_text()
+    page.locator("#map [tabindex='0']").focus()
     assert "token 1 · whole model" in heading.inner_text()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         page.keyboard.press(key)
@@ -259,28 +272,39 @@ def test_keys_walk_over_cells_and_rounds(page: Page, trace: LayerTrace) -> None:
     )
     assert focused[0].startswith(f"layer {deepest} says")
     assert focused[1] == "solid"
-    page.keyboard.press("End")
-    assert f"token {len(trace.places)} ·" in heading.inner_text()
-    page.locator("#stairs [tabindex='0']").focus()
-    page.keyboard.press("ArrowRight")
-    assert heading.inner_text().startswith("Round 1: ")
 
 
-def test_the_staircase_can_be_walked_pass_by_pass(page: Page, trace: LayerTrace) -> None:
-    passes = [run for entry in trace.rounds for run in entry.passes]
-    assert page.locator("#stairs .box").count() == len(passes)
-    step = page.get_by_role("slider", name="pass")
-    set_slider(page, step, 4)
-    assert page.locator("#stairs .box:not(.later)").count() == 4
-    assert 0 < page.locator("#answer .later").count() < len(trace.places)
-    page.get_by_role("button", name="play").click()
-    page.locator("#stairs .box:not(.later)").nth(5).wait_for(state="attached")
-    page.get_by_role("button", name="pause").click()
+def test_bars_stand_where_guesses_stay_right(page: Page, trace: LayerTrace) -> None:
+    shares = page.locator("#depth [role=option]").evaluate_all(
+        "nodes => nodes.map(node => Number(node.style.getPropertyValue('--share')))"
+    )
+    layers = [right_from(trace, place) for place in trace.places]
+    total = trace.info.num_layers
+    assert shares == [(total if layer is None else layer) / total for layer in layers]
+    assert len(set(layers)) > 2
+
+
+def test_the_race_ends_as_the_costs_say(page: Page, trace: LayerTrace, record: Record) -> None:
+    found = gain(trace, COSTS)
+    assert page.locator("h1").inner_text() == found.headline
+    seconds, plain = COSTS.seconds_of(trace.rounds), COSTS.plain_step() * (found.tokens - 1)
+    words = f"With drafts {seconds:.2f} s, plain decoding {plain:.2f} s"
+    assert page.locator("#lanes-hint").inner_text().startswith(words)
+    set_slider(page, page.get_by_role("slider", name="time"), 500)
+    there = int(max(seconds, plain) / 2 / COSTS.plain_step() + 1e-6) + 1
+    shown = "".join(place.text for place in trace.places[:there])
+    spans = page.locator("#plain-text span:not([hidden])")
+    assert "".join(spans.all_text_contents()) == shown
+    page.get_by_role("button", name="play the race").click()
+    full = f"{len(trace.places)} of {len(trace.places)}"
+    expect(page.locator("#plain-count")).to_have_text(full)
+    expect(page.get_by_role("button", name="play the race")).to_be_visible()
 
 
 def test_a_long_answer_is_paged(opened: Open, record: Record) -> None:
     trace, long = long_trace(record, 150)
     page = opened(render(trace, long, None))
+    unfold(page)
     assert page.get_by_text("tokens 1–128 of 150").is_visible()
     assert page.get_by_text("no cost table").is_visible()
     page.locator("#map td").nth(127).click()  # the deepest layer's last one
@@ -291,17 +315,24 @@ def test_a_long_answer_is_paged(opened: Open, record: Record) -> None:
     assert page.get_by_text("tokens 1–128 of 150").is_visible()
 
 
-def test_drafts_without_layers_are_shown(opened: Open, trace: LayerTrace) -> None:
+def test_copied_tokens_say_where_they_were_seen(opened: Open, trace: LayerTrace) -> None:
     rounds = tuple(
         replace(e, sources=["ngram"] * len(e.sources), exit_layers=[0] * len(e.exit_layers))
         for e in trace.rounds
     )
-    places = tuple(replace(place, exit_layer=None) for place in trace.places)
+    places = tuple(
+        replace(place, exit_layer=None, copied_from=2 if place.kind == "accepted" else None)
+        for place in trace.places
+    )
     page = opened(render(replace(trace, rounds=rounds, places=places), None, None))
+    unfold(page)
     accepted = next(place.index for place in places if place.kind == "accepted")
-    page.locator("#map thead [role=columnheader]").nth(accepted).hover()
-    assert page.get_by_text("a draft of ngram that stayed").is_visible()
-    assert page.locator("#map td.left, #map td.rejected, #stairs circle").count() == 0
+    piece = page.locator("#answer .piece").nth(accepted)
+    assert "in the prompt: … p0 p1 [p2 ]p3" in (piece.get_attribute("title") or "")
+    piece.hover()
+    assert page.get_by_text("a draft of text already seen that was kept").is_visible()
+    assert page.locator("#readout mark").inner_text() == "p2 "
+    assert page.locator("#map td.left, #map td.rejected").count() == 0
 
 
 def test_it_comes_in_light_and_dark(opened: Open, trace: LayerTrace, record: Record) -> None:
@@ -315,8 +346,23 @@ def test_it_comes_in_light_and_dark(opened: Open, trace: LayerTrace, record: Rec
     assert page.evaluate(paper) == light
 
 
+@pytest.mark.parametrize(
+    "look", [{}, {"color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"]
+)
+def test_axe_finds_nothing(
+    opened: Open, trace: LayerTrace, record: Record, look: dict[str, Any]
+) -> None:
+    page = opened(render(trace, record, COSTS), **look)
+    unfold(page)
+    page.get_by_label("show rejected drafts").check()
+    page.locator("#depth [role=option]").nth(2).click()
+    assert axe_findings(page) == []
+
+
 def test_it_fits_a_phone(opened: Open, trace: LayerTrace, record: Record) -> None:
-    page = opened(render(trace, record, COSTS), viewport={"width": 360, "height": 740})
+    page = opened(render(trace, record, COSTS), **PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    unfold(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     cell(page, trace, 0, 1).click()
     assert page.locator("#readout h3").is_visible()
@@ -324,9 +370,10 @@ def test_it_fits_a_phone(opened: Open, trace: LayerTrace, record: Record) -> Non
 
 def test_without_a_record_there_are_no_sliders(opened: Open, trace: LayerTrace) -> None:
     page = opened(render(trace, None, None))
+    unfold(page)
     assert page.get_by_text("The trace came without a record").is_visible()
     assert not page.locator("#alpha").is_visible()
-    assert page.locator("#stairs .box").count() > 0
+    assert page.locator("#lanes .verify").count() == len(trace.rounds) - 1
 
 
 def test_128_tokens_and_30_layers_stay_small_and_quick(
@@ -337,6 +384,7 @@ def test_128_tokens_and_30_layers_stay_small_and_quick(
     html = render(trace, long, some_costs(31, OPTIONS.max_draft_tokens + 1))
     assert len(html.encode("utf-8")) < 1_500_000
     page = opened(html)
+    unfold(page)
     slider = page.locator("[data-layer]").first
     times = sorted(slider.evaluate(MOVE, tau) for tau in (0.3, 0.5, 0.7, 0.9, 0.25, 0.6))
     with capsys.disabled():

@@ -7,37 +7,56 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
+from selfspec.pages import palette
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.terminal import show, summary
 from tests.hand_traces import entry, long_trace, place, small_trace
 
-STRUCK, RED = "\x1b[9", "31m"
+STRUCK, RED = "\x1b[9", "38;2;{};{};{}m".format(*palette.rgb(palette.REJECTED))
 
 
-def printed(trace: LayerTrace, **console: Any) -> str:
+def printed(trace: LayerTrace, *, rejected: bool = True, **console: Any) -> str:
     """What a console shows; not a terminal unless asked."""
     out = io.StringIO()
-    show(trace, Console(file=out, _environ={}, **console))
+    show(trace, Console(file=out, _environ={}, **console), rejected=rejected)
     return out.getvalue()
 
 
 def terminal(trace: LayerTrace, width: int = 80, **console: Any) -> str:
-    options = {"force_terminal": True, "color_system": "truecolor", "width": width}
+    options: dict[str, Any] = {"force_terminal": True, "color_system": "truecolor", "width": width}
     return printed(trace, **options | console)
 
 
 def test_a_pipe_gets_text_with_marks_and_no_escapes() -> None:
-    assert printed(small_trace(), width=20) == (
-        "A· line⏎\n"
-        "· kept² [-dropped-] checked· deep⁴<end>\n"
+    words = (
         "\n"
-        "token² left behind layer 2: 1 of 1 drafts kept\n"
-        "token⁴ left behind layer 4: 1 of 2 drafts kept\n"
-        "token checked and emitted by the whole model   [-token-] draft not kept   · next round\n"
+        "33 % of this answer came for nothing, 1.7 tokens per verification\n"
+        "exit layer 2²: 1 of 1 drafts kept\n"
+        "exit layer 4⁴: 1 of 2 drafts kept\n"
+    )
+    counts = (
         "6 tokens, 3 rounds, 1.67 tokens per verification, 2 of 3 drafts kept; drafting ended by "
         "width 2, depth 1\n"
     )
+    answer = "A line⏎\n kept² checked deep⁴<end>\n"
+    assert printed(small_trace(), rejected=False, width=20) == answer + words + counts
+    assert printed(small_trace(), width=20) == (
+        "A· line⏎\n· kept² [-dropped-] checked· deep⁴<end>\n"
+        + words
+        + "[-token-]: a draft that was rejected   ·: the next round\n"
+        + counts
+    )
+
+
+def test_a_terminal_shows_the_answer_alone_in_colours() -> None:
+    shown = Text.from_ansi(terminal(small_trace(), rejected=False))
+    assert shown.plain.startswith("A line\n kept checked deep<end>\n\n33 % of this answer")
+    looks = {shown.plain[s.start : s.end].strip(): str(s.style) for s in shown.spans}
+    for words, layer in ((("kept", "exit layer 2"), 2), (("deep", "exit layer 4"), 4)):
+        for word in words:
+            assert palette.of_layer(layer, 6) in looks[word]
 
 
 def test_a_terminal_gets_colours_by_depth_and_a_struck_draft() -> None:
@@ -78,8 +97,8 @@ def test_lines_fit_a_narrow_terminal(width: int) -> None:
 def test_a_console_that_knows_ascii_only_gets_ascii() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
-    show(long_trace(["A", " \u4f60", "\n"]), Console(file=out, _environ={}))
-    show(small_trace(), Console(file=out, _environ={}))
+    show(long_trace(["A", " \u4f60", "\n"]), Console(file=out, _environ={}), rejected=True)
+    show(small_trace(), Console(file=out, _environ={}), rejected=True)
     out.flush()
     shown = raw.getvalue().decode("ascii")
     assert "A| \\u4f60|\\u23ce" in shown
@@ -106,7 +125,7 @@ def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
     )
     shown = printed(found)
     assert "A· bⁿ [-x⏎-] c\n" in shown
-    assert "tokenⁿ copied from text already seen: 1 of 2 drafts kept" in shown
+    assert "text already seenⁿ: 1 of 2 drafts kept" in shown
 
 
 def test_the_summary_says_what_the_stats_say() -> None:

@@ -10,9 +10,10 @@ from selfspec import files
 from selfspec.cli import common
 from selfspec.cli.talk.conversation import Conversation
 from selfspec.cli.talk.writer import Writer
+from selfspec.decoding.sources import EXIT
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.typed import check_keys
-from selfspec.visualise import palette
+from selfspec.visualise.givers import NAMES, Giver
 
 KEYS = (
     "Enter sends, Alt-Enter or a backslash at the end of a line begins a new one. A pasted text is "
@@ -80,8 +81,9 @@ class Talk:
             speculator = self.conversation.speculator
             heads = speculator.heads
             layers = () if heads is None else heads.layers_in_use(speculator.options)
-            for words, style in palette.legend(tuple(layers), speculator.backbone.num_layers):
-                self.writer.line(f"  {words}", style)
+            for giver in (*map(Giver, NAMES), *(Giver(EXIT, layer) for layer in layers)):
+                style = giver.colour(speculator.backbone.num_layers) or ""
+                self.writer.line(f"  {giver.words}", style)
 
     def figures(self, _: str) -> None:
         """Of the last answer."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from selfspec.cli import common
-from selfspec.visualise import palette
+from selfspec.visualise.givers import Giver
 
 
 class Writer:
@@ -46,7 +46,7 @@ class Writer:
         if not self._console.is_terminal:
             common.emit(text)
             return
-        style = palette.style(source, layer, self._num_layers)
+        style = Giver(source, layer).colour(self._num_layers) or ""
         for part in re.findall(r"\n|[^\S\n]+|\S+", text):
             self._take(part, style)
         self._show()

@@ -38,9 +38,11 @@ function signed(value, digits) {
   return `${value < 0 ? "−" : "+"}${text}`;
 }
 
-/** Shallow layers are green, deep ones violet. */
+/** Shallow layers are green, deep ones violet: palette.py's of_layer. */
 function layerColour(layer, numLayers) {
-  return `hsl(${Math.round(140 + 150 * (layer / numLayers))} 52% 57%)`;
+  const place = 2 * Math.min(layer / numLayers, 0.999);
+  const [from, to] = place < 1 ? ["shallow", "middle"] : ["middle", "deep"];
+  return `color-mix(in srgb, var(--${to}) ${(100 * (place % 1)).toFixed(1)}%, var(--${from}))`;
 }
 
 /** Light or dark as the reader's system is, until the button says otherwise. */

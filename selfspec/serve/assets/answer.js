@@ -60,7 +60,7 @@ class AnswerView {
     this.node = el(
       "div",
       { class: "answer", "aria-busy": "true" },
-      ...(heading ? [el("h3", {}, heading)] : []),
+      ...(heading ? [el("h2", {}, heading)] : []),
       this.blocks.node,
       this.note,
       this.box.node,

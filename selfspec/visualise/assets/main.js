@@ -26,74 +26,27 @@ const view = {
     if (!this.choice) return info.settings.exit_layers.includes(layer) && layer <= info.settings.max_draft_depth;
     return settingOf(this.choice).layers.includes(layer);
   },
-
-  /** Mark a token in the answer. */
-  point(place) {
-    document.querySelector("#answer .pointed")?.classList.remove("pointed");
-    answer[place].classList.add("pointed");
-  },
 };
 
-const answer = [];
 const decoded = tell(data.rounds);
 const used = record && summary(replayRounds(record, settingOf(data.start)), data.prices);
 
 /** Show the decode itself (null), or what another choice would have done. */
 function apply(choice) {
-  stop();
+  stopRace();
   view.choice = choice;
   const replayed = choice && replayRounds(record, settingOf(choice));
   view.story = replayed ? tell(replayed) : decoded;
   if (record) {
     placeSettings(choice ?? data.start);
     showResults(used, replayed ? summary(replayed, data.prices) : used);
-    $("reset").hidden = !choice;
+    document.querySelectorAll(".reset").forEach((button) => (button.hidden = !choice));
   }
   paintAnswer();
+  paintDepth();
   paintMap();
-  drawStairs();
-}
-
-/** The text, each token in the colour of the layer where it left. */
-function buildAnswer() {
-  for (const place of places.keys()) {
-    const token = el("span", { class: "piece" });
-    token.addEventListener("pointerover", () => {
-      readPlace(place);
-      view.point(place);
-    });
-    token.addEventListener("click", () => goTo(place));
-    answer.push(token);
-  }
-  $("answer").append(...answer);
-  $("rejects").addEventListener("change", paintAnswer);
-}
-
-function paintAnswer() {
-  const layers = new Set();
-  view.story.places.forEach((told, place) => {
-    const token = answer[place];
-    const struck = $("rejects").checked && told.rejected.length
-      ? [el("del", {}, told.rejected.join("").replaceAll("\n", "⏎"))]
-      : [];
-    token.replaceChildren(...struck, finalText(place));
-    setClass(token, told.exit !== null ? "piece left" : told.kind === "accepted" ? "piece seen" : "piece");
-    if (told.exit !== null) {
-      layers.add(told.exit);
-      token.style.setProperty("--exit", layerColour(told.exit, info.num_layers));
-    }
-  });
-  const swatches = [...layers].sort((a, b) => a - b).map((layer) => {
-    const swatch = el("i", { class: "swatch" });
-    swatch.style.background = layerColour(layer, info.num_layers);
-    return el("span", {}, swatch, layer ? ` left at layer ${layer}` : " drafted from the embedding");
-  });
-  $("answer-legend").replaceChildren(...swatches, el("span", {}, "plain: given by the whole model"));
-}
-
-/** Only tokens that the first `step` passes have given; part of playing the staircase. */
-function showUntil(step) {
-  view.story.places.forEach((told, place) => answer[place].classList.toggle("later", told.step > step));
+  paintRace();
+  paintLanes();
 }
 
 function describe() {
@@ -119,11 +72,16 @@ function describe() {
     : "The trace came without a record, so other settings cannot be tried here.";
 }
 
+function setClass(node, classes) {
+  if (node.className !== classes) node.className = classes;
+}
+
 describe();
 startTheme();
 buildAnswer();
+buildDepth();
 startMap();
-startStairs();
+buildLanes();
 if (record) buildSettings(apply);
 view.story = decoded;
 apply(null);

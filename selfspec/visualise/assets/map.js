@@ -1,4 +1,5 @@
-// The heat map, tokens by layers: a grid that arrow keys walk over. Deep layers stand above.
+// The table of guesses, tokens by layers: a grid that arrow keys walk over. Deep layers stand above.
+// It is built when it is first opened.
 
 const PAGE = 128; // columns at once
 const map = { from: 0, cells: [], at: [0, 0], pointed: null };
@@ -13,7 +14,7 @@ function buildMap(place = 0) {
   map.cells = mapRows.map((index) =>
     Array.from({ length: until - map.from }, (_, column) => mapCell(map.from + column, index)),
   );
-  const rows = mapRows.map((index, row) => el("tr", { role: "row" }, layerName(index), ...map.cells[row]));
+  const rows = mapRows.map((index, row) => el("tr", { role: "row" }, rowName(index), ...map.cells[row]));
   const [head, ...body] = rows;
   $("map").replaceChildren(el("thead", {}, head), el("tbody", {}, ...body));
   $("pages").hidden = places.length <= PAGE;
@@ -24,7 +25,7 @@ function buildMap(place = 0) {
   map.cells[0][0].tabIndex = 0;
 }
 
-function layerName(index) {
+function rowName(index) {
   const name = index < 0 ? info.num_layers : info.exit_layers[index];
   const kind = index < 0 ? "emitted" : info.head_kinds[index];
   return el("th", { scope: "row", role: "rowheader", title: kind }, String(name), el("small", {}, kind));
@@ -40,6 +41,7 @@ function mapCell(place, index) {
 
 /** Shades, frames and marks under the settings shown; only what differs is touched. */
 function paintMap() {
+  if (!map.cells.length) return;
   map.cells.forEach((row, number) => row.forEach((cell) => {
     const told = view.story.places[cell.place];
     if (number === 0) paintToken(cell, told);
@@ -61,15 +63,10 @@ function paintCell(cell, told) {
   const right = tokenOf(says.top[0]) === tokenOf(places[cell.place].word);
   const sure = view.sureOf(cell.place, cell.index);
   const classes = [right ? "right" : "other"];
-  if (!right && sure >= view.tauOf(layer)) classes.push("wrong");
   if (told.exit === layer) classes.push("left");
-  if (told.rejectedAt === layer) classes.push("rejected");
+  else if (told.rejectedAt.includes(layer)) classes.push("rejected");
   setClass(cell, classes.join(" "));
   if (cell.sure !== sure) cell.style.setProperty("--sure", (cell.sure = sure));
-}
-
-function setClass(node, classes) {
-  if (node.className !== classes) node.className = classes;
 }
 
 /** Put the keyboard's place on a cell, and say what it holds. */
@@ -96,14 +93,7 @@ function cellWords(cell) {
 function readMap(cell) {
   if (cell.index < 0) readPlace(cell.place);
   else readCell(cell.place, cell.index);
-  view.point(cell.place);
-}
-
-/** Show a token's column, on whichever page it is. */
-function goTo(place, options) {
-  if (place < map.from || place >= map.from + PAGE) turnTo(place);
-  enterCell(0, place - map.from, options);
-  map.cells[0][place - map.from].scrollIntoView({ block: "nearest", inline: "center" });
+  markToken(cell.place);
 }
 
 function turnTo(place) {
@@ -156,5 +146,7 @@ function startMap() {
   $("words").addEventListener("change", (event) => table.classList.toggle("narrow", !event.target.checked));
   $("previous").addEventListener("click", () => turnTo(map.from - PAGE));
   $("next").addEventListener("click", () => turnTo(map.from + PAGE));
-  buildMap();
+  $("guesses").addEventListener("toggle", () => {
+    if ($("guesses").open && !map.cells.length) turnTo(0);
+  });
 }

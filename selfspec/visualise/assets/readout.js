@@ -1,4 +1,4 @@
-// The box that says everything about what is pointed at: a cell, a token, a round.
+// The box that says everything about what is pointed at: a cell or a token.
 
 /** What one layer's head foretold of one place. */
 function readCell(place, index) {
@@ -11,7 +11,7 @@ function readCell(place, index) {
     heading(`layer ${layer}`, info.head_kinds[index], place),
     bars(says.top, says.probs, place),
     facts({
-      confidence: [decimal(sure), `τ ${decimal(tau)}: ${sure >= tau ? "sure enough to leave" : "not sure enough"}`],
+      confidence: [decimal(sure), `τ ${decimal(tau)}: ${sure >= tau ? "sure enough for a draft" : "not sure enough"}`],
       rank: says.rank ? [String(says.rank), "of the emitted token here"] : ["–", "not in the draft vocabulary"],
       KL: [decimal(says.kl), "nats away from the whole model"],
     }),
@@ -21,10 +21,10 @@ function readCell(place, index) {
 
 function verdict(place, layer, right, confident) {
   const told = view.story.places[place];
-  if (told.exit === layer) return "● It left here as a draft, and the draft stayed.";
-  if (told.rejectedAt === layer) return "✕ A draft left here, and verification rejected it.";
+  if (told.exit === layer) return "● A draft was made here, and it was kept.";
+  if (told.rejectedAt.includes(layer)) return "✕ A draft was made here, and verification rejected it.";
   if (right) return confident ? "Right, and sure enough." : "Right, but not sure enough.";
-  return confident ? "Sure enough to leave, and wrong." : "Another token, but not sure of it.";
+  return confident ? "Sure enough for a draft, and wrong." : "Another token, but not sure of it.";
 }
 
 /** What the whole model said, and how the token came to be. */
@@ -33,27 +33,29 @@ function readPlace(place) {
   const from = {
     prefill: "given by the prompt's own pass",
     bonus: `given by verification, round ${told.round}`,
-    accepted: told.exit === null
-      ? `a draft of ${told.source} that stayed, round ${told.round}`
-      : `a draft that left at layer ${told.exit} and stayed, round ${told.round}`,
+    accepted: `a draft of ${giverWords(told)} that was kept, round ${told.round}`,
   }[told.kind];
+  const layer = rightFrom(place);
+  const known = layer === null ? "Drawn: the model's likeliest is another." : `Right from ${layerName(layer)} on.`;
   const rejected = told.rejected.length
-    ? [el("p", { class: "bad" }, "rejected here: ", el("del", {}, told.rejected.map(visible).join(" ")))]
+    ? [el("p", { class: "bad" }, "rejected here: ", ...told.rejected.flatMap((text) => [el("del", {}, visible(text)), " "]))]
     : [];
   show(
     heading("whole model", `layer ${info.num_layers}`, place),
     bars(places[place].final, places[place].final_probs, place),
     el("p", {}, from),
+    ...origin(place),
+    el("p", {}, known),
     ...rejected,
   );
 }
 
-/** What a round did, pass by pass. */
-function readRound(group) {
-  show(
-    el("h3", {}, describeRound(group)),
-    el("ol", {}, ...group.boxes.map((box) => el("li", {}, describePass(box)))),
-  );
+/** The words that a token was copied from. */
+function origin(place) {
+  const found = view.choice ? null : originWords(place);
+  if (!found) return [];
+  const quoted = [`from ${found.where}: … ${found.before}`, el("mark", {}, found.token), `${found.after} …`];
+  return [el("p", { class: "quote" }, ...quoted)];
 }
 
 function heading(where, kind, place) {

@@ -178,9 +178,12 @@ function predictedSeconds(rounds, prices) {
   let seconds = 0;
   for (const entry of rounds) {
     for (const [rows, first, last] of entry.passes) {
-      seconds += prices.pass[rows - 1] + prices.layer[rows - 1] * (last - first);
+      seconds += passSeconds(prices, rows, last - first);
     }
     seconds += prices.verdict[entry.draft_tokens.length] + entry.heads * prices.head;
   }
   return seconds;
 }
+
+/** One pass of so many rows through so many layers. */
+const passSeconds = (prices, rows, layers) => prices.pass[rows - 1] + prices.layer[rows - 1] * layers;

@@ -39,7 +39,7 @@ function buildSettings(changed) {
       changed(next);
     });
   on("alpha", (next, value) => (next.alpha = value));
-  on("depth", (next, value) => (next.depth = layersIn(next)[value]));
+  on("depth-max", (next, value) => (next.depth = layersIn(next)[value]));
   on("width", (next, value) => (next.width = value));
   const same = new Set(data.start.thresholds.filter((_, column) => data.start.used[column])).size === 1;
   $("one-tau").checked = same;
@@ -48,7 +48,7 @@ function buildSettings(changed) {
   $("width").max = record.max_draft_tokens;
   $("controls").hidden = false;
   $("controls").addEventListener("submit", (event) => event.preventDefault());
-  $("reset").addEventListener("click", () => changed(null));
+  document.querySelectorAll(".reset").forEach((button) => button.addEventListener("click", () => changed(null)));
 }
 
 /** One exit layer: whether it is asked, and its tau. */
@@ -96,11 +96,11 @@ function placeSettings(choice) {
   $("alpha").value = choice.alpha;
   $("alpha").setAttribute("aria-valuetext", record.anneal_strengths[choice.alpha]);
   $("alpha-value").textContent = record.anneal_strengths[choice.alpha];
-  $("depth").max = layers.length - 1;
-  $("depth").value = layers.indexOf(choice.depth);
-  $("depth").disabled = layers.length === 1;
-  $("depth").setAttribute("aria-valuetext", `layer ${choice.depth}`);
-  $("depth-value").textContent = choice.depth;
+  $("depth-max").max = layers.length - 1;
+  $("depth-max").value = layers.indexOf(choice.depth);
+  $("depth-max").disabled = layers.length === 1;
+  $("depth-max").setAttribute("aria-valuetext", `layer ${choice.depth}`);
+  $("depth-max-value").textContent = choice.depth;
   $("width").value = choice.width;
   $("width-value").textContent = choice.width;
 }

@@ -1,0 +1,84 @@
+"""Pictures hold the whole answer at any length, in the colours of who gave it; a card fits."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from xml.etree import ElementTree
+
+from matplotlib.image import imread
+
+from selfspec.pages import palette
+from selfspec.visualise import picture
+from selfspec.visualise.flow import flow
+from selfspec.visualise.gain import counted, gain, givers, head_right, right_from
+from tests.hand_traces import long_trace, place, small_trace
+from tests.traces import some_costs
+
+ODD = [
+    "你好世界你好世界",
+    "🎉",
+    "",
+    "\ufffd",
+    "שלום",
+    "\u0301",
+    "\x00",
+    "$x^2$",
+    "x" * 300,
+    " ",
+    "\n",
+]
+
+
+def width(text: str) -> float:
+    return float(len(text))
+
+
+def test_lines_break_before_words_and_hold_all_text() -> None:
+    texts = ["One", " two", "two", " three\n\n  ", "four", " " + "x" * 25]
+    runs = flow(texts, width, 10)
+    lines = {run.line: "" for run in runs}
+    for run in runs:
+        assert run.left + run.width <= 10
+        lines[run.line] += run.text
+    assert list(lines.values()) == ["One twotwo", "three", "  four", "x" * 9, "x" * 9, "x" * 7]
+    assert [*lines] == [0, 1, 3, 4, 5, 6]  # one line is empty
+    assert {run.place for run in runs} == {*range(6)}
+
+
+def test_a_gain_is_what_rounds_and_costs_say() -> None:
+    trace = small_trace()
+    found = gain(trace)
+    assert (found.tokens, found.drafted) == (6, 2)
+    assert found.headline == "33 % of this answer came for nothing, 1.7 tokens per verification"
+    costs = some_costs(6, 3)
+    speed_up = 5 * costs.plain_step() / costs.seconds_of(trace.rounds)
+    assert gain(trace, costs).headline.endswith(f", {speed_up:.1f}× plain decoding")
+    assert gain(long_trace(["a", "b"])).headline.startswith("No draft was kept")
+    words = [(giver.words, count) for giver, count in counted(givers(trace))]
+    assert words == [("the model", 4), ("exit layer 2", 1), ("exit layer 4", 1)]
+    assert (right_from(trace, place(0, "a")), head_right(trace, place(0, "a"))) == (4, 4)
+
+
+def test_a_picture_holds_each_draft_in_its_colour(tmp_path: Path) -> None:
+    picture.save(small_trace(), tmp_path / "a.svg")
+    picture.save(small_trace(), tmp_path / "b.svg")
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    ElementTree.fromstring(text)
+    for layer in (2, 4):
+        assert palette.of_layer(layer, 6) in text
+    assert palette.SEEN not in text
+    assert text == (tmp_path / "b.svg").read_text(encoding="utf-8")
+
+
+def test_any_text_of_any_length_takes_one_picture_without_warning(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        picture.save(long_trace(ODD), tmp_path / "short.png")
+        picture.save(long_trace([*ODD, *["\nline"] * 90]), tmp_path / "long.png")
+        picture.save_card(long_trace(ODD * 20), tmp_path / "card.png")
+    short, long = (imread(tmp_path / f"{name}.png").shape for name in ("short", "long"))
+    assert short[1] == 1800
+    assert long[0] / long[1] > 4
+    assert imread(tmp_path / "card.png").shape[:2] == (675, 1200)
+    assert len(list(tmp_path.iterdir())) == 3
