@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.api.coloured import Piece, html
 from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.engine import Running
 from selfspec.decoding.likely import Logprob
+from selfspec.decoding.sources import EXIT
 from selfspec.decoding.stats import GenerationStats, Round, StopReason
 from selfspec.typed import shown
 
@@ -30,6 +33,8 @@ class Generation:
     """None if the stream was closed before its end."""
     logprobs: list[Logprob] | None = None
     """Of each token, where `logprobs` was asked for."""
+    pieces: list[Piece] = field(default_factory=list)
+    """What each token added to the text, and who gave it."""
 
     def __str__(self) -> str:
         """The text."""
@@ -38,6 +43,10 @@ class Generation:
     def __repr__(self) -> str:
         """How the text begins, and what it took."""
         return f"<Generation {shown(self.text)}: {self.stats.line()}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the text, each piece in the colour of who gave it."""
+        return html(self.text, self.pieces, self.stats.num_layers, self.stats.line())
 
 
 class Stream:
@@ -61,11 +70,33 @@ class Stream:
         self._tokenizer = tokenizer
         self._streamer = streamer
         self._tokens: list[int] = []
+        self._given: list[Piece] = []
         self._pieces = self._decode()
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text that join to `result.text`."""
         return self._pieces
+
+    def __repr__(self) -> str:
+        """How much there is."""
+        return f"<Stream: {len(self._tokens)} tokens so far. Iterate for its text>"
+
+    def show(self) -> None:
+        """Write the answer as it comes: in a notebook with colours, elsewhere to standard output.
+
+        The answer itself is in `result` then.
+        """
+        notebook = sys.modules.get("IPython")
+        shell = notebook.get_ipython() if notebook else None
+        if not hasattr(shell, "kernel"):
+            for piece in self._pieces:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
+            return
+        handle = notebook.display.display(self.result, display_id=True)  # type: ignore[union-attr]  # there is a shell
+        for _ in self._pieces:
+            handle.update(self.result)
 
     def close(self) -> None:
         """Stop decoding."""
@@ -87,6 +118,7 @@ class Stream:
             stats=self._stats,
             stop_reason=self._stats.stop_reason if handed_out else None,
             logprobs=self._entries.logprobs[: len(self._tokens)] or None,
+            pieces=self._with_rest(text),
         )
 
     def drain(self) -> Generation:
@@ -95,17 +127,27 @@ class Stream:
             pass
         return self.result
 
+    def _with_rest(self, text: str) -> list[Piece]:
+        """Pieces that join to `text`: what is held back of a character is the last token's."""
+        shown = "".join(piece.text for piece in self._given)
+        if not self._given or not text.startswith(shown):
+            return list(self._given)
+        last = self._given[-1]
+        return [*self._given[:-1], last._replace(text=last.text + text[len(shown) :])]
+
     def _decode(self) -> Generator[str, None, None]:
         text = TextDecoder(self._tokenizer)
         try:
             for entry in self._entries:
                 self.rounds.append(entry)
                 self._stats.add(entry)
-                for token in entry.tokens:
+                for token, (source, layer) in zip(entry.tokens, entry.givers, strict=True):
                     self._tokens.append(token)
                     if self._streamer is not None:
                         self._streamer.put(torch.tensor([token]))
-                    if piece := text.push([token]):
+                    piece = text.push([token])
+                    self._given.append(Piece(piece, source, layer if source == EXIT else None))
+                    if piece:
                         yield piece
             if piece := text.push([], last=True):
                 yield piece
@@ -122,9 +164,11 @@ class Call:
     speculation: SpeculationOptions
     tokenizer: PreTrainedTokenizerBase | None
     streamer: BaseStreamer | None
+    greeted: bool = False
+    """Whether the streamer has the prompt already."""
 
     def stream(self, running: Running) -> Stream:
         """An answer of this call; its streamer gets the prompt first."""
-        if self.streamer is not None:
+        if self.streamer is not None and not self.greeted:
             self.streamer.put(running.state.ids.cpu())
         return Stream(running, self.tokenizer, self.streamer)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from selfspec.decoding.sources import MODEL
 from selfspec.model.rows import depths
 
 Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]
@@ -71,6 +72,12 @@ class Round:
     def accepted(self) -> int:
         """How many drafts are among `tokens`."""
         return len(self.kept)
+
+    @property
+    def givers(self) -> list[tuple[str, int]]:
+        """Who gave each of `tokens`, and where: kept drafts first, then the whole model."""
+        kept = [(self.sources[index], self.exit_layers[index]) for index in self.kept]
+        return kept + [(MODEL, 0)] * (len(self.tokens) - len(kept))
 
     @property
     def depths(self) -> list[int]:

@@ -7,6 +7,7 @@ A page is a template with a style and a script in it; it loads nothing. Called b
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,20 @@ def style_of(package: str, *names: str) -> str:
 def script_of(package: str, *names: str) -> str:
     """One module: words for elements, and a page's own files in this order."""
     return "\n".join((assets(__name__, [DOM]), assets(package, names)))
+
+
+@functools.cache
+def colour(name: str) -> str:
+    """A colour of the shared look, as CSS: light and dark."""
+    found = re.search(rf"--{name}: (.*?);", assets(__name__, [LOOK]))
+    if found is None:
+        raise KeyError(name)
+    return found[1]
+
+
+def layer_colour(layer: int, num_layers: int) -> str:
+    """As `layerColour` in dom.js: shallow layers are green, deep ones violet."""
+    return f"hsl({round(140 + 150 * layer / num_layers)} 52% 57%)"
 
 
 def policy(script: str, style: str, *more: str) -> str:

@@ -18,9 +18,6 @@ from selfspec.decoding.runtime import Runtime
 from selfspec.decoding.sources import EXIT
 from selfspec.decoding.stats import Round
 
-MODEL = "model"
-"""The source of tokens that no drafter gave: a verification did, or the prompt's pass."""
-
 Told = dict[str, Any]
 """A round, ready for JSON."""
 
@@ -52,13 +49,11 @@ class Explanation:
 
     def add(self, entry: Round, texts: Sequence[str]) -> None:
         """A round; `texts` of its tokens join to the answer."""
-        sources = [*zip(entry.sources, entry.exit_layers, strict=True)]
-        given = [sources[index] for index in entry.kept]
-        given += [(MODEL, 0)] * (len(entry.tokens) - len(given))
         self._waiting.append(
             {
                 "tokens": [
-                    {"text": text, **_giver(*by)} for text, by in zip(texts, given, strict=True)
+                    {"text": text, **_giver(*by)}
+                    for text, by in zip(texts, entry.givers, strict=True)
                 ],
                 "drafts": self._drafts(entry),
                 "steps": 0.0 if entry.prefill else round(self._cost.steps(_draft(entry)), 4),

@@ -21,6 +21,8 @@ from prometheus_client import (
 )
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from selfspec.decoding.sources import MODEL
+
 if TYPE_CHECKING:
     from selfspec.decoding.engine import Running
     from selfspec.decoding.stats import Round
@@ -30,9 +32,6 @@ PREFIX = "selfspec_"
 
 NOBODY = 499
 """Status in place of an answer that nobody reads; no refusal."""
-
-MODEL = "model"
-"""The source of tokens that nobody drafted."""
 
 _GAPS_S = tuple(0.005 * 2**step for step in range(12))
 """Between rounds: 5 ms to 10 s."""

@@ -1,0 +1,93 @@
+"""An answer in a notebook: coloured by who gave each token, text unchanged, shown as it comes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html import unescape
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from selfspec import pages
+from selfspec.api.coloured import Piece, html
+from selfspec.api.speculator import Speculator
+from selfspec.api.stream import Generation
+from tests.bad_calls import small_model, speaking
+
+
+@pytest.fixture(scope="module")
+def speculator() -> Speculator:
+    return speaking(small_model())
+
+
+def text_of(shown: str) -> str:
+    """What a reader sees of the answer itself."""
+    (body,) = re.findall(r"pre-wrap[^>]*>(.*?)</div>", shown, re.DOTALL)
+    return unescape(re.sub(r"<[^>]*>", "", body))
+
+
+def test_pieces_join_to_the_text_and_say_who_gave_them(speculator: Speculator) -> None:
+    answer = speculator.generate("the cat", max_new_tokens=24, do_sample=False)
+    assert "".join(piece.text for piece in answer.pieces) == answer.text
+    assert len(answer.pieces) == len(answer.token_ids)
+    drafted = [piece for piece in answer.pieces if piece.source != "model"]
+    assert len(drafted) == answer.stats.accepted
+    assert text_of(answer._repr_html_()) == answer.text
+
+
+def test_text_is_only_ever_text_and_each_giver_has_its_look() -> None:
+    pieces = [
+        Piece("<script>alert(1)</script>", "exit", 0),
+        Piece(" & ", "ngram", None),
+        Piece('"\n', "grammar", None),
+        Piece("<b>", "model", None),
+    ]
+    text = "".join(piece.text for piece in pieces)
+    shown = html(text, pieces, 6, "1 < 2")
+    assert text_of(shown) == text
+    assert not re.search("<script|<b>|1 < 2", shown)
+    assert {"solid", "dotted", "dashed"} <= set(re.findall(r"underline 2px (\w+)", shown))
+    assert "the exit head on the embedding" in shown
+
+
+def test_layers_have_the_colours_of_all_pages() -> None:
+    script = pages.assets("selfspec.pages", [pages.DOM])
+    formula = r"hsl\(\$\{Math\.round\((\d+) \+ (\d+) \* \(layer / numLayers\)\)\} (.*?)\)"
+    ((base, span, rest),) = re.findall(formula, script)
+    for layer in (0, 3, 6):
+        assert pages.layer_colour(layer, 6) == f"hsl({int(base) + int(span) * layer // 6} {rest})"
+
+
+class Notebook(SimpleNamespace):
+    """What a cell shows, time by time."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.display = SimpleNamespace(display=lambda answer, display_id: self.updating(answer))
+        self.get_ipython = lambda: SimpleNamespace(kernel=True)
+
+    def updating(self, answer: Generation) -> Any:
+        """One place in the page."""
+        self.shown.append(answer.text)
+        return SimpleNamespace(update=lambda newer: self.shown.append(newer.text))
+
+
+def test_a_stream_shows_itself_as_it_comes(
+    speculator: Speculator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: Any = {"max_new_tokens": 12, "do_sample": False}
+    text = speculator.generate("the cat", **options).text
+    stream = speculator.stream("the cat", **options)
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    stream.show()
+    assert capsys.readouterr().out == f"{text}\n"
+    assert stream.result.text == text
+    page = Notebook()
+    monkeypatch.setitem(sys.modules, "IPython", page)
+    speculator.stream("the cat", **options).show()
+    assert page.shown[-1] == text
+    assert len(page.shown) > 2
+    assert all(newer.startswith(older) for older, newer in pairwise(page.shown))
