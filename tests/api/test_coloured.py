@@ -15,6 +15,7 @@ from selfspec import pages
 from selfspec.api.coloured import Piece, html
 from selfspec.api.speculator import Speculator
 from selfspec.api.stream import Generation
+from selfspec.errors import InvalidPrompt
 from tests.bad_calls import small_model, speaking
 
 
@@ -59,6 +60,15 @@ def test_layers_have_the_colours_of_all_pages() -> None:
     ((base, span, rest),) = re.findall(formula, script)
     for layer in (0, 3, 6):
         assert pages.layer_colour(layer, 6) == f"hsl({int(base) + int(span) * layer // 6} {rest})"
+
+
+def test_an_error_shows_the_callers_lines_and_its_sentence(speculator: Speculator) -> None:
+    with pytest.raises(InvalidPrompt) as caught:
+        speculator.generate(["the cat", "the mat"])  # type: ignore[arg-type]  # the mistake
+    *lines, sentence = caught.value._render_traceback_()
+    assert sentence == f"InvalidPrompt: {caught.value}"
+    assert 'speculator.generate(["the cat", "the mat"])' in lines[1]
+    assert not any("selfspec/api/" in line for line in lines)
 
 
 class Notebook(SimpleNamespace):
