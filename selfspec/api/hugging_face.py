@@ -6,7 +6,7 @@ Made by `Speculator.hf`, called by transformers in place of its loop.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec.api.request import Request, from_prepared
 from selfspec.api.stream import Call, Generation
-from selfspec.config import SpeculationOptions
+from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions
 from selfspec.errors import InvalidOption
 from selfspec.model.backbone import Backbone
 
@@ -63,6 +63,13 @@ class Loop:
         )
         call = Call(request, self.options(), self.tokenizer, streamer, greeted=True)
         return sequences(request, self.answered(call))
+
+
+def check_drafting(keywords: Iterable[str]) -> None:
+    """Raise InvalidOption for keywords of `generate` that are not about drafts."""
+    for name in keywords:
+        if name in GenerateOptions.__annotations__ and name not in OPTION_NAMES:
+            raise InvalidOption(f"{name} is for model.generate itself. Give it there")
 
 
 def sequences(request: Request, answers: list[Generation]) -> Tensor | GenerateDecoderOnlyOutput:

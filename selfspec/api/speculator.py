@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypeIs, Unpack
 
 from selfspec.api import tuned
-from selfspec.api.given import check_fit, check_loading, check_wrapping
-from selfspec.api.hugging_face import Loop
+from selfspec.api.given import LOADING, WRAPPING, check_fit, check_loading, check_wrapping
+from selfspec.api.hugging_face import Loop, check_drafting
 from selfspec.api.many import Answered, check_many, each
 from selfspec.api.request import check_options, prepare, stop_strings
 from selfspec.api.session import Session
@@ -176,6 +176,7 @@ class Speculator:
         Give stop `strings` here: `generate` refuses its own beside a callable. `speculation`
         overrides this speculator's options.
         """
+        check_drafting(speculation)
         options = self.options.updated(speculation)
         ends_at = stop_strings(self.tokenizer, strings) if strings else None
         allowed = partial(self._allowed, options)
@@ -252,7 +253,7 @@ def load(
     InvalidOption.
     """
     check_loading(model, draft_model, heads, attn_implementation, device)
-    check(options)
+    check(options, beside=LOADING)
     read = partial(
         hub.load_model,
         dtype=dtype,
@@ -292,7 +293,7 @@ def wrap(
     DraftModelMismatch, InvalidOption.
     """
     check_wrapping(tokenizer, heads, draft_model)
-    check(options)
+    check(options, beside=WRAPPING)
     backbone = Backbone(model, executor=executor)
     drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
     label = label or model.config.name_or_path or type(model).__name__

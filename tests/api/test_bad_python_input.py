@@ -264,6 +264,13 @@ def test_the_name_that_was_meant_is_named(option: str, meant: str, speculator: S
         speculator.call(IDS, {option: 5})  # type: ignore[misc]  # the mistake
 
 
+def test_keywords_of_another_call_are_told_apart(model: Any, speculator: Speculator) -> None:
+    with pytest.raises(InvalidOption, match="Did you mean heads"):
+        wrap(model, head="logit-lens")
+    with pytest.raises(InvalidOption, match=r"streamer is for model\.generate itself"):
+        speculator.hf(streamer=None)
+
+
 def test_numbers_of_numpy_are_numbers(speculator: Speculator) -> None:
     plain: Any = {"max_new_tokens": 4, "temperature": 0.5, "seed": 3}
     numpy: Any = {"max_new_tokens": np.int64(4), "temperature": np.float32(0.5), "seed": np.int8(3)}
