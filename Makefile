@@ -1,4 +1,5 @@
 # make demo: Hugging Face's answer and ours.  make test: lint, types, tests.  All of it inside .venv.
+# make docs: the site.
 # make test-oldest: the tests again, with the oldest versions that pyproject.toml allows.
 # Needs python3 (3.10 or newer, with venv and pip). Variables, for instance
 # `make demo TORCH_INDEX=URL PROMPT="Why is the sky blue?"`; URL: an index of torch wheels.
@@ -12,7 +13,7 @@ PROMPT ?= Explain in a few sentences how a rainbow forms.
 BIN := .venv/bin
 READY := .venv/.ready
 INSTALL := $(BIN)/uv pip install --python
-EXTRAS := train,eval,serve,ray,dev
+EXTRAS := train,eval,serve,ray,docs,dev
 # Files stay whole, because their tests share what they made; tests/conftest.py gives the order.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -25,7 +26,7 @@ export UV_SYSTEM_CERTS ?= true
 # Python's compiled files are kept: without them each program compiles transformers for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-oldest fuzz hostile wheel lint browser clean
+.PHONY: setup demo test docs test-oldest fuzz hostile wheel lint browser clean
 
 setup: $(READY)
 
@@ -51,6 +52,10 @@ lint: setup
 
 test: lint browser
 	$(BIN)/pytest $(PARALLEL)
+
+# The site, in build/site; a link that leads nowhere ends it.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # 2,100 random requests against Hugging Face's own answers. SEED=NUMBER repeats a run.
 fuzz: setup

@@ -256,12 +256,13 @@ OPTION_NAMES = tuple(
 """Keywords of `generate`, flags and keys of a YAML file. The other fields are reached by these."""
 
 
-def check(values: Mapping[str, Any]) -> None:
+def check(values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> None:
     """Raise InvalidOption for keywords that do not exist, or values that they cannot have.
 
-    For use before anything is loaded: what depends on the heads' defaults is not looked at.
+    For use before anything is loaded: what depends on the heads' defaults is not looked at. Names
+    that stand `beside` these may have been meant.
     """
-    check_keys(values, OPTION_NAMES, "option")
+    check_keys(values, [*OPTION_NAMES, *beside], "option")
     rows_later = {"pinned": None} if values.get("pinned") is True else {}
     SpeculationOptions().updated({**values, **rows_later})
 

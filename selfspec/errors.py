@@ -6,9 +6,23 @@ it and exits with code 2; nothing else in the package prints errors.
 
 from __future__ import annotations
 
+import traceback
+from itertools import takewhile
+from pathlib import Path
+
+_OURS = str(Path(__file__).parent)
+
 
 class SelfspecError(Exception):
     """Base of all errors that selfspec raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the caller's own lines, and the sentence."""
+        frames = traceback.extract_tb(self.__traceback__)
+        own = takewhile(lambda frame: not frame.filename.startswith(_OURS), frames)
+        shown = [frame for frame in own if "IPython" not in Path(frame.filename).parts]
+        lines = "".join(traceback.format_list(shown)).splitlines()
+        return [*lines, f"{type(self).__name__}: {self}"]
 
 
 class ModelNotFound(SelfspecError):

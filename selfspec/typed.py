@@ -53,13 +53,19 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
     names = sorted(known)
     for key in values:
         if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1)
+            near = _near(str(key), names)
             hint = f"Known: {', '.join(names[:_MOST_LISTED])}"
             if len(names) > _MOST_LISTED:
                 hint = f"Leave it out: it is like none of the {len(names)} known ones"
             if near:
-                hint = f"Did you mean {near[0]}?"
+                hint = f"Did you mean {' or '.join(near)}?"
             raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
+
+
+def _near(key: str, names: list[str]) -> list[str]:
+    """Names that a person may have meant: those that begin as `key`, else alike ones."""
+    longer = [name for name in names if len(key) > 2 and name.startswith(f"{key}_")]
+    return longer or difflib.get_close_matches(key, names, n=1)
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
@@ -106,6 +112,11 @@ def fits(value: Any, hint: Any) -> bool:
     return hint is Any or isinstance(value, origin)
 
 
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with Python's own numbers for those of numpy, which transformers does not take."""
+    return {name: _plain(value) for name, value in values.items()}
+
+
 def described(hint: Any) -> str:
     """A hint in words."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
@@ -127,6 +138,14 @@ def shown(value: object) -> str:
     except Exception:  # noqa: BLE001  # the value may be of any class, with a repr that fails
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def _is_kind(origin: Any, kind: type) -> bool:

@@ -1,4 +1,8 @@
-"""What README tells people to type is run as it stands there."""
+"""What README and docs/ tell people to type: run as it stands there, or read by its command.
+
+Blocks of `sh` and `python` are run. Other blocks say what they need, a file or an hour: of these
+each command line is read by the command, which is not run.
+"""
 
 from __future__ import annotations
 
@@ -7,85 +11,114 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from selfspec.cli.main import main
+import selfspec
+from selfspec.cli.app import app
 from tests.api.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-GUIDE = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
+README, GUIDE = ROOT / "README.md", ROOT / "training" / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def fenced(language: str, page: str = README) -> list[str]:
+def fenced(language: str, page: str) -> list[str]:
     """Contents of a page's blocks in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
-COMMANDS = [
+def text_of(pages: list[Path]) -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in pages)
+
+
+def commands_of(page: str) -> list[str]:
+    """Lines that call selfspec, joined where they go on, without what stands in front."""
+    lines = [line.strip() for line in page.replace("\\\n", " ").splitlines()]
+    found = (
+        re.match(r"(?:[A-Z_]+=\S+ |accelerate \S.*? -m )*(selfspec .*)", line) for line in lines
+    )
+    return [match[1] for match in found if match]
+
+
+RUN = dict.fromkeys(
     line
-    for block in fenced("sh")
+    for block in fenced("sh", text_of(PAGES))
     for line in block.splitlines()
     if not line.startswith("make")  # this very test runs inside of one of those
+)
+"""Each once, wherever it stands."""
+
+READ = dict.fromkeys(
+    line
+    for page in (re.sub(r"^```(?:sh|python|text)\n.*?^```", "", text_of(PAGES), flags=re.S | re.M),)
+    for block in [*fenced("", page), *re.findall(r"(?:^    .*\n)+", page, re.MULTILINE)]
+    for line in commands_of(block)
+) | dict.fromkeys(line for block in fenced("sh", text_of([GUIDE])) for line in commands_of(block))
+
+PROGRAMS = [
+    pytest.param(program, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, program in enumerate(fenced("python", text_of([page])))
 ]
 
 
-GUIDE_COMMANDS = [
-    line.split("#")[0][line.index("selfspec ") :]
-    for block in fenced("sh", GUIDE)
-    for line in block.replace("\\\n", " ").splitlines()
-    if "selfspec " in line
-]
-
-BENCH_COMMANDS = [line for line in README.splitlines() if line.startswith("selfspec bench")]
-
-
-def run(command: list[str]) -> str:
+def run(command: str) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_readme_shows_commands() -> None:
-    assert len(COMMANDS) >= 8
-    assert len(fenced("python")) == 3
+def test_there_is_something_to_type() -> None:
+    assert len(RUN) >= 8
+    assert len(READ) >= 20
+    assert len(PROGRAMS) >= 8
+    assert sum(line.startswith("selfspec bench") for line in READ) >= 4
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "--pinned" not in c])
+@pytest.mark.parametrize("command", [line for line in RUN if "--pinned" not in line])
 def test_command_succeeds_and_prints(command: str) -> None:
-    assert run(["bash", "-c", command]).strip()
-
-
-@pytest.mark.parametrize("program", fenced("python"), ids=["facade", "many", "hugging-face"])
-def test_program_succeeds_and_prints(program: str) -> None:
-    assert run([sys.executable, "-c", program]).strip()
+    assert run(command).strip()
 
 
 def test_pinned_commands_print_the_same_text() -> None:
-    texts = [run(["bash", "-c", c]) for c in COMMANDS if c.startswith("selfspec generate --pinned")]
+    texts = [run(line) for line in RUN if "--pinned" in line]
     assert len(texts) == 3
     assert len(set(texts)) == 1
     assert len(texts[0]) > 40
 
 
-def test_the_training_guide_shows_commands() -> None:
-    assert len(GUIDE_COMMANDS) >= 6
+@pytest.fixture(scope="module")
+def load() -> Callable[..., Any]:
+    """`selfspec.load` that reads the default model once."""
+    plain, found = selfspec.load, selfspec.load()
+    return lambda *given, **options: plain(*given, **options) if given or options else found
 
 
-def test_readme_shows_how_to_measure() -> None:
-    assert len(BENCH_COMMANDS) >= 4
-
-
-@pytest.mark.parametrize("command", GUIDE_COMMANDS + BENCH_COMMANDS)
-def test_commands_that_take_long_are_understood(
-    command: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program_runs(
+    program: str, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would run for hours: this stops behind the flags, at the first thing that is missing."""
-    words = shlex.split(command)[1:]
-    assert main([*words, "--config", "nowhere.yaml"]) == 2
-    assert "nowhere.yaml" in capsys.readouterr().err
+    monkeypatch.setattr(selfspec, "load", load)
+    exec(compile(program, "page", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("command", READ)
+def test_a_command_that_is_not_run_is_understood(command: str) -> None:
+    words = shlex.split(command, comments=True)[1:]
+    found: Any = typer.main.get_command(app)
+    context = found.make_context("selfspec", [*words])
+    while hasattr(found, "commands"):
+        name, found, words = found.resolve_command(context, words)
+    found.make_context(name, words)

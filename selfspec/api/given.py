@@ -15,6 +15,12 @@ from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.given import check_model, kind_of
 from selfspec.model.unembedding import Unembedding
 
+LOADING = ("heads", "dtype", "device", "attn_implementation", "executor", "draft_model")
+"""Keywords of `load` that are no options."""
+
+WRAPPING = ("tokenizer", "heads", "label", "executor", "draft_model")
+"""Keywords of `wrap` that are none."""
+
 
 def check_loading(
     model: object, draft_model: object, heads: object, attention: object, device: object

@@ -5,14 +5,15 @@ Prompts are read as places become free, so there may be any number of them. Call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice, repeat
 
 from selfspec.api.stream import Call, Generation, Stream
 from selfspec.api.text import Prompt
 from selfspec.config import GenerateOptions
 from selfspec.decoding.engine import Engine, Running
-from selfspec.errors import InvalidOption, SelfspecError
+from selfspec.errors import InvalidOption, InvalidPrompt, SelfspecError
+from selfspec.typed import shown
 
 Answered = tuple[int, Generation | SelfspecError]
 """The number of a prompt, from 0, and its answer, or why there is none."""
@@ -59,6 +60,18 @@ def each(
     finally:
         for one in running:
             one.close()
+
+
+def check_many(prompts: object, seeds: object) -> None:
+    """Raise for one prompt in place of many, and for seeds that are no list."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise InvalidPrompt(
+            f"the prompts are {shown(prompts)}, expected a list of prompts. For one use generate"
+        )
+    if seeds is not None and (isinstance(seeds, str) or not isinstance(seeds, Iterable)):
+        raise InvalidOption(
+            f"seeds are {shown(seeds)}, expected one for each prompt. For the first give seed"
+        )
 
 
 def _drained(stream: Stream) -> Generation | SelfspecError:

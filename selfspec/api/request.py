@@ -148,19 +148,19 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     config = given.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise InvalidOption(f"generation_config is {shown(config)}, expected a GenerationConfig")
-    check_streamer(given.get("streamer"))
+    _check_streamer(given.get("streamer"))
     for name in ("logits_processor", "stopping_criteria"):
         for entry in given.get(name, ()):
             _check_function(name, entry)
     _check_tokens(given, vocab_size)
 
 
-def check_streamer(streamer: object) -> None:
+def _check_streamer(streamer: object) -> None:
     """Raise InvalidOption for what is no streamer, and not None."""
-    if streamer is not None and not (
-        callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))
-    ):
-        raise InvalidOption(f"streamer is {shown(streamer)}, expected put and end. Leave it out")
+    parts = [getattr(streamer, name, None) for name in ("put", "end")]
+    if streamer is not None and not all(map(callable, parts)):
+        expected = "expected a TextStreamer or the like. Leave it out, or use stream"
+        raise InvalidOption(f"streamer is {shown(streamer)}, {expected}")
 
 
 def prepare(

@@ -31,6 +31,11 @@ class Session:
         self._stream: Stream | None = None
         self._draft_cache = runtime.draft_cache()
 
+    def __repr__(self) -> str:
+        """How much it keeps."""
+        kept = 0 if self._state is None else len(self._state.committed(0))
+        return f"<Session: {kept} tokens so far>"
+
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """The answer to `prompt`: the whole conversation so far and the new turn."""
         return self.stream(prompt, **options).drain()

@@ -7,7 +7,7 @@ drains the stream. Keywords are Hugging Face's; `selfspec.config.GenerateOptions
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,24 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.streamers import BaseStreamer
 from typing_extensions import TypeIs, Unpack
 
 from selfspec.api import chat_template as templates
 from selfspec.api import tuned
 from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.api.finding import NO_HEADS, find_heads, heads_for, without_heads
-from selfspec.api.given import check_loading, check_wrapping
-from selfspec.api.many import Answered, each
-from selfspec.api.request import (
-    Request,
-    check_options,
-    check_streamer,
-    from_prepared,
-    prepare,
-    stop_strings,
-)
+from selfspec.api.given import LOADING, WRAPPING, check_loading, check_wrapping
+from selfspec.api.hugging_face import Loop, check_drafting
+from selfspec.api.many import Answered, check_many, each
+from selfspec.api.request import check_options, prepare, stop_strings
 from selfspec.api.session import Session
 from selfspec.api.shaping import Grammars, penalised, with_choice
 from selfspec.api.stream import Call, Generation, Stream
@@ -53,6 +45,7 @@ from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.options import structure
+from selfspec.typed import plain_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +142,8 @@ class Speculator:
         answered at once, as far as `kv_memory` goes (see `Engine`). Each draws with one of `seeds`,
         or with the `seed` plus its number.
         """
+        check_many(prompts, seeds)
+        self._sorted(options)
         engine = self.engine(most=most, kv_memory=kv_memory)
         return each(engine, self.call, prompts, options, ahead=most, seeds=seeds)
 
@@ -180,52 +175,21 @@ class Speculator:
         finally:
             self._disabled = before
 
-    def hf(
-        self,
-        *,
-        streamer: BaseStreamer | None = None,
-        strings: str | list[str] | None = None,
-        **speculation: Any,
-    ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
+    def hf(self, *, strings: str | list[str] | None = None, **speculation: Any) -> Loop:
         """A `custom_generate` for Hugging Face's own `model.generate`.
 
-        Give a streamer and stop `strings` here: `generate` does not pass its own on to a callable.
-        `speculation` overrides this speculator's options.
+        Give stop `strings` here: `generate` refuses its own beside a callable. `speculation`
+        overrides this speculator's options.
         """
+        check_drafting(speculation)
         options = self.options.updated(speculation)
-        check_streamer(streamer)
         ends_at = stop_strings(self.tokenizer, strings) if strings else None
-
-        def custom_generate(
-            model: PreTrainedModel,
-            input_ids: Tensor,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            **model_kwargs: Any,
-        ) -> Tensor | GenerateDecoderOnlyOutput:
-            if model is not self.model:
-                raise InvalidOption("this custom_generate belongs to another model")
-            if ends_at is not None:
-                stopping_criteria.append(ends_at)
-            request = from_prepared(
-                self.backbone,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                model_kwargs,
-            )
-            call = Call(request, self._allowed(options), self.tokenizer, streamer)
-            return sequences(request, self._drained(call))
-
-        return custom_generate
+        allowed = partial(self._allowed, options)
+        return Loop(self.backbone, self.tokenizer, allowed, self._drained, ends_at)
 
     def call(self, prompt: Prompt, options: GenerateOptions) -> Call:
         """One call's keywords, sorted: for Hugging Face, for speculation, and who listens."""
-        check_options(options, self.backbone.vocab_size)
-        rest: dict[str, Any] = dict(options)
-        speculation = self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest})
+        speculation, rest = self._sorted(options)
         streamer = rest.pop("streamer", None)
         raw = rest.pop("raw", False)
         ids = encode(self.tokenizer, prompt, raw=raw)
@@ -237,6 +201,12 @@ class Speculator:
         if grammar is not None:
             request = request.under(self._grammars.mask(grammar, request))
         return Call(request, self._allowed(speculation), self.tokenizer, streamer)
+
+    def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
+        """Ours, and the other keywords. Raises InvalidOption."""
+        check_options(options, self.backbone.vocab_size)
+        rest = plain_numbers(options)
+        return self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest}), rest
 
     def read_grammar(self, options: GenerateOptions) -> None:
         """Read the grammar of a call ahead of it, in any thread: a large one takes seconds.
@@ -256,6 +226,8 @@ class Speculator:
         """The answers to all rows of a call, which are written together."""
         engine = self.engine()
         rows = range(len(call.request.pads))
+        if call.streamer is not None and len(rows) > 1:
+            raise InvalidOption(f"a streamer shows one text, these are {len(rows)}. Leave it out")
         running = [engine.add(call.request.row(row), call.speculation) for row in rows]
         streams = [call.stream(one) for one in running]
         try:
@@ -292,7 +264,7 @@ def load(
     HeadsMismatch, DraftModelMismatch, InvalidOption.
     """
     check_loading(model, draft_model, heads, attn_implementation, device)
-    check(options)
+    check(options, beside=LOADING)
     template = None if chat_template is None else templates.read(chat_template)
     read = partial(
         hub.load_model,
@@ -336,7 +308,7 @@ def wrap(
     DraftModelMismatch, InvalidOption.
     """
     check_wrapping(tokenizer, heads, draft_model)
-    check(options)
+    check(options, beside=WRAPPING)
     template = None if chat_template is None else templates.read(chat_template)
     backbone = Backbone(model, executor=executor)
     drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
@@ -367,17 +339,6 @@ def _speculator(
         base = base.updated({"drafter": "draft-model"})
     chosen = base.updated(options)
     return Speculator(backbone, tokenizer, fitted, label, chosen, second, turn_end)
-
-
-def sequences(request: Request, answers: list[Generation]) -> Tensor | GenerateDecoderOnlyOutput:
-    """Prompts and answers as Hugging Face returns them: [B, longest], padded on the right."""
-    longest = max(len(answer.token_ids) for answer in answers)
-    padded = [
-        answer.token_ids + [request.pad_token_id] * (longest - len(answer.token_ids))
-        for answer in answers
-    ]
-    ids = torch.cat([request.input_ids, request.input_ids.new_tensor(padded)], dim=1)
-    return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
 
 
 def _are_many(prompts: Prompt | Sequence[Prompt]) -> TypeIs[Sequence[Prompt]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.api.coloured import Piece, html
+from selfspec.api.givers import Giver
 from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder
 from selfspec.config import SpeculationOptions
@@ -44,6 +47,8 @@ class Generation:
     """Of each token, where `logprobs` was asked for."""
     estimate: Estimate | None = None
     """None where nothing was drafted."""
+    pieces: list[Piece] = field(default_factory=list)
+    """What each token added to the text, and who gave it."""
 
     def __str__(self) -> str:
         """The text."""
@@ -61,6 +66,10 @@ class Generation:
         speed_up, measured = self.estimate
         prices = "prices measured here" if measured else "usual prices"
         return f"{words}, about {speed_up:.1f}x plain (estimated from {prices})"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the text, each piece in the colour of who gave it."""
+        return html(self.text, self.pieces, self.stats.num_layers, self.stats.line())
 
 
 class Stream:
@@ -82,8 +91,8 @@ class Stream:
         """
         self.rounds: list[Round] = []
         """So far, the prompt's pass first."""
-        self.giver: tuple[str, int] = (MODEL, 0)
-        """Who gave the newest token, the last of the newest piece, and the layer it left at."""
+        self.giver = Giver(MODEL)
+        """Of the newest token, the last of the newest piece."""
         self._entries = running
         self._stats = running.stats
         self._watch = running.watch
@@ -91,11 +100,33 @@ class Stream:
         self._streamer = streamer
         self._tokens: list[int] = []
         self._options = options
+        self._given: list[Piece] = []
         self._pieces = self._decode()
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text that join to `result.text`."""
         return self._pieces
+
+    def __repr__(self) -> str:
+        """How much there is."""
+        return f"<Stream: {len(self._tokens)} tokens so far. Iterate for its text>"
+
+    def show(self) -> None:
+        """Write the answer as it comes: in a notebook with colours, elsewhere to standard output.
+
+        The answer itself is in `result` then.
+        """
+        notebook = sys.modules.get("IPython")
+        shell = notebook.get_ipython() if notebook else None
+        if not hasattr(shell, "kernel"):
+            for piece in self._pieces:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
+            return
+        handle = notebook.display.display(self.result, display_id=True)  # type: ignore[union-attr]  # there is a shell
+        for _ in self._pieces:
+            handle.update(self.result)
 
     def close(self) -> None:
         """Stop decoding."""
@@ -118,6 +149,7 @@ class Stream:
             stop_reason=self._stats.stop_reason if handed_out else None,
             logprobs=self._entries.logprobs[: len(self._tokens)] or None,
             estimate=self._estimate(),
+            pieces=self._with_rest(text),
         )
 
     def drain(self) -> Generation:
@@ -135,17 +167,28 @@ class Stream:
         tokens = sum(len(entry.tokens) for entry in behind)
         return Estimate(tokens / steps, self._options.prices.rows is not None)
 
+    def _with_rest(self, text: str) -> list[Piece]:
+        """Pieces that join to `text`: what is held back of a character is the last token's."""
+        shown = "".join(piece.text for piece in self._given)
+        if not self._given or not text.startswith(shown):
+            return list(self._given)
+        last = self._given[-1]
+        return [*self._given[:-1], last._replace(text=last.text + text[len(shown) :])]
+
     def _decode(self) -> Generator[str, None, None]:
         text = TextDecoder(self._tokenizer)
         try:
             for entry in self._entries:
                 self.rounds.append(entry)
                 self._stats.add(entry)
-                for token, self.giver in zip(entry.tokens, entry.givers, strict=True):
+                for token, giver in zip(entry.tokens, entry.givers, strict=True):
                     self._tokens.append(token)
+                    self.giver = Giver(*giver)
                     if self._streamer is not None:
                         self._streamer.put(torch.tensor([token]))
-                    if piece := text.push([token]):
+                    piece = text.push([token])
+                    self._given.append(Piece(piece, self.giver))
+                    if piece:
                         yield piece
             if piece := text.push([], last=True):
                 yield piece
@@ -162,9 +205,11 @@ class Call:
     speculation: SpeculationOptions
     tokenizer: PreTrainedTokenizerBase | None
     streamer: BaseStreamer | None
+    greeted: bool = False
+    """Whether the streamer has the prompt already."""
 
     def stream(self, running: Running) -> Stream:
         """An answer of this call; its streamer gets the prompt first."""
-        if self.streamer is not None:
+        if self.streamer is not None and not self.greeted:
             self.streamer.put(running.state.ids.cpu())
         return Stream(running, self.tokenizer, self.streamer, self.speculation)

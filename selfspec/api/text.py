@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypeIs
 
 from selfspec.api.chat_template import advice
 from selfspec.api.template import templated
 from selfspec.errors import InvalidPrompt
 from selfspec.typed import shown
 
-Prompt = str | list[dict[str, str]] | list[int] | Tensor
+Prompt = str | list[dict[str, str]] | list[int] | Tensor | np.ndarray[Any, Any]
 """A question in words, a conversation, or token ids ([P] or [B, P])."""
+
+_ADVICE: tuple[tuple[Any, str], ...] = (
+    (PurePath, "Give what is in the file: path.read_text()"),
+    (bytes, "Make text of it: prompt.decode()"),
+    (Iterator, "Give many prompts to generate_each"),
+)
+"""For what people give in place of a prompt."""
+
+_SEVERAL = "Give several prompts to generate_batch"
 
 
 def encode(
@@ -31,11 +44,12 @@ def encode(
     `raw` tokenises words as they are. Raises InvalidPrompt for empty prompts, for what is no
     prompt, and for words without a tokenizer.
     """
-    if isinstance(prompt, Tensor):
-        return _checked_ids(prompt)
+    if isinstance(prompt, Tensor) or _whole(prompt):
+        return _checked_ids(torch.as_tensor(prompt))
     if not isinstance(prompt, str | list | tuple):
         raise InvalidPrompt(
             f"the prompt is {shown(prompt)}, expected a question, messages or token ids"
+            + _advice(prompt)
         )
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise InvalidPrompt("the prompt is empty. Give a question, messages or token ids")
@@ -67,6 +81,11 @@ def encode(
     )
 
 
+def _whole(prompt: object) -> TypeIs[np.ndarray[Any, Any]]:
+    """Whether it is an array of numpy's that may hold ids."""
+    return isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu"
+
+
 def _checked_ids(ids: Tensor) -> Tensor:
     """Ids [P] or [B, P] of any whole type as [B, P], int64. Raises InvalidPrompt."""
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
@@ -83,13 +102,22 @@ def _checked_ids(ids: Tensor) -> Tensor:
 def _listed_ids(ids: Sequence[Any]) -> Tensor:
     """A list of ids, [1, P]. Raises InvalidPrompt for a list of anything else."""
     for place, token in enumerate(ids):
-        if not isinstance(token, int) or isinstance(token, bool) or not -(2**63) <= token < 2**63:
-            hint = "For a batch give a tensor [B, P]" if isinstance(token, str | list) else ""
+        whole = isinstance(token, Integral) and not isinstance(token, bool)
+        if not whole or not -(2**63) <= token < 2**63:
+            hint = _SEVERAL if isinstance(token, str | list | tuple | Tensor) else "Give one kind"
             raise InvalidPrompt(
                 f"item {place} of the prompt is {shown(token)}, expected token ids alone, or "
-                f"messages alone. {hint or 'Give one kind'}"
+                f"messages alone. {hint}"
             )
-    return torch.tensor([list(ids)])
+    return torch.tensor([[int(token) for token in ids]])
+
+
+def _advice(prompt: object) -> str:
+    """What to do with something that is no prompt, as the end of an error."""
+    if isinstance(prompt, Mapping):
+        named = "Give its input_ids" if "input_ids" in prompt else "Give a list of messages"
+        return f". {named}"
+    return next((f". {words}" for kind, words in _ADVICE if isinstance(prompt, kind)), "")
 
 
 def _checked_messages(messages: Sequence[Any]) -> list[Any]:

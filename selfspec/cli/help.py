@@ -25,12 +25,13 @@ from selfspec.typed import annotations_of
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", list[str]: "TEXT"}
 
-_PARTS: dict[str, Mapping[str, type[Part]]] = {
+PARTS: dict[str, Mapping[str, type[Part]]] = {
     "drafter": DRAFTERS,
     "controller": CONTROLLERS,
     "acceptance": ACCEPTANCE,
     "prices": {"": Prices},
 }
+"""Options in parts: their kinds by name."""
 
 
 def in_groups(context: typer.Context, groups: Mapping[str, str], *, everything: bool) -> str:
@@ -50,9 +51,9 @@ def in_groups(context: typer.Context, groups: Mapping[str, str], *, everything: 
             usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
             heading = groups.get(parameter.name or "", usual)
             sections.setdefault(heading, []).append(record)
-    for name in _PARTS:
+    for name in PARTS:
         if everything and name in groups:
-            sections[f"Settings of --{name}"] = list(_settings(_PARTS[name]))
+            sections[f"Settings of --{name}"] = list(settings(PARTS[name]))
     for heading, rows in sections.items():
         with formatter.section(heading):
             formatter.write_dl(rows)
@@ -82,8 +83,8 @@ def metavar_of(hint: Any, separator: str) -> str | None:
     return f"{one}[{separator}{one}..]" if many else one
 
 
-def _settings(kinds: Mapping[str, type[Part]]) -> Iterator[tuple[str, str]]:
-    """Kinds, and their settings below them."""
+def settings(kinds: Mapping[str, type[Part]]) -> Iterator[tuple[str, str]]:
+    """Kinds, and their settings below them: a term and what it means."""
     for kind, made in kinds.items():
         if kind:
             yield kind, " ".join((made.__doc__ or "").split())

@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from selfspec.api.givers import Giver
 from selfspec.cli import common
-from selfspec.visualise.givers import Giver
 
 Show = Callable[[str, str, int], None]
 """Takes text, and who gave it: a source, and an exit layer."""

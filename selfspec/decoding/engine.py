@@ -35,6 +35,7 @@ from selfspec.errors import InvalidOption
 from selfspec.model.kv_memory import KVStore, Memory, PooledLease
 from selfspec.model.kv_pages import POSITIONS
 from selfspec.model.kv_store import Lease
+from selfspec.typed import check_types
 
 MOST_TEXTS = 32
 """Texts of a round unless asked otherwise: from here on one more adds few tokens on two cores."""
@@ -110,7 +111,12 @@ class Engine:
         what is free, and a longer text runs alone. Raises InvalidOption for numbers that nothing
         could be written with.
         """
-        for name, value, least in (("most", most, 1), ("patience", patience, 0)):
+        for name, value, kind, least in (
+            ("most", most, int, 1),
+            ("patience", patience, float, 0),
+            ("kv_memory", kv_memory, int, 0),
+        ):
+            check_types({name: value}, {name: kind | None})
             if value is not None and value < least:
                 raise InvalidOption(f"{name} is {value}, expected at least {least}")
         self.runtime = runtime

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from selfspec.api.givers import Giver
 from selfspec.decoding.prices import Costs
 from selfspec.decoding.sources import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM
 from selfspec.decoding.stats import GenerationStats
-from selfspec.visualise.givers import Giver
 from selfspec.visualise.layers import LayerTrace, Place
 
 LOGIT_LENS = "logit-lens"

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from selfspec import pages
+from selfspec.api.givers import NAMES
 from selfspec.decoding.prices import Costs
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval.record import NONE, Record
 from selfspec.visualise.gain import gain, head_right, right_from
-from selfspec.visualise.givers import NAMES
 from selfspec.visualise.layers import LayerSays, LayerTrace, TraceInfo
 from selfspec.visualise.start import Start, start
 

@@ -12,10 +12,10 @@ from itertools import groupby
 from rich.console import Console, Group
 from rich.text import Text
 
+from selfspec.api.givers import Giver
 from selfspec.decoding.stats import GenerationStats, Round
 from selfspec.pages import palette
 from selfspec.visualise.gain import counted, gain
-from selfspec.visualise.givers import Giver
 from selfspec.visualise.layers import LayerTrace, Place
 from selfspec.visualise.texts import visible
 

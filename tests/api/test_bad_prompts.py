@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ PROMPTS: dict[str, Any] = {
     "generator": (token for token in IDS),
     "function": len,
     "object": Strange(),
-    "numpy": np.array(IDS),
+    "path": Path("prompt.txt"),
     "numpy floats": np.array([1.0]),
     "empty text": "",
     "blanks": " \n\t ",
@@ -140,6 +141,25 @@ def test_what_is_several_prompts_is_answered_by_a_batch(name: str, speculator: S
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("several texts", "generate_batch"),
+        ("lists of ids", "generate_batch"),
+        ("generator", "generate_each"),
+        ("path", "path.read_text()"),
+        ("bytes", "prompt.decode()"),
+        ("dict", "Give its input_ids"),
+    ],
+)
+def test_a_mistake_that_is_often_made_has_its_own_advice(
+    name: str, advice: str, speculator: Speculator
+) -> None:
+    with pytest.raises(InvalidPrompt) as caught:
+        speculator.generate(PROMPTS[name])
+    assert advice in str(caught.value)
+
+
 @pytest.mark.parametrize("prompt", ["hello", user("hi"), "x" * 50])
 def test_words_without_a_tokenizer_are_refused_in_one_line(prompt: Any, model: Any) -> None:
     with pytest.raises(InvalidPrompt) as caught:
@@ -160,6 +180,9 @@ def test_raw_is_for_text(speculator: Speculator) -> None:
         torch.tensor(IDS),
         torch.tensor([IDS], dtype=torch.int32),
         torch.tensor([IDS], dtype=torch.uint8),
+        np.array(IDS),
+        np.array([IDS], dtype=np.uint16),
+        list(np.array(IDS)),
     ],
     ids=addressless,
 )

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
-from selfspec.errors import InvalidOption, SelfspecError
+from selfspec.errors import InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.options import Exit, Fixed
 from tests.bad_calls import IDS, VOCAB, check, small_model, speaking
 from tests.models import addressless, random_ids
@@ -180,7 +180,7 @@ def test_a_config_that_makes_no_sense_is_refused_in_one_line(
 # What holds for a whole speculator
 
 LOOPS: list[dict[str, Any]] = [
-    {"streamer": 5},
+    {"streamer": 5},  # it is for `generate` itself
     {"strings": 5},
     {"strings": [5]},
     {"strings": [""]},
@@ -234,6 +234,48 @@ def test_more_pinned_positions_than_memory_could_hold_are_refused(model: Any) ->
     with pytest.raises(InvalidOption, match="pinned passes would look at") as caught:
         pinned.generate(IDS, max_new_tokens=10**9)
     check(caught.value)
+
+
+MANY: list[dict[str, Any]] = [
+    *({"prompts": prompts} for prompts in (None, 5, "one prompt", b"x", {"role": "user"})),
+    *({"most": value} for value in ("x", 0, 1.5)),
+    *({"kv_memory": value} for value in ("1GB", -1)),
+    *({"seeds": value} for value in (5, "x")),
+    {"temprature": 0.5},
+    {"drafter": "ngrm"},
+]
+
+
+@pytest.mark.parametrize("values", MANY, ids=addressless)
+def test_many_prompts_are_refused_before_the_first_is_answered(
+    values: dict[str, Any], speculator: Speculator
+) -> None:
+    given: dict[str, Any] = {"prompts": [IDS], "max_new_tokens": 2} | values
+    with pytest.raises((InvalidOption, InvalidPrompt)) as caught:
+        speculator.generate_each(**given)
+    check(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"), [("stop", "stop_strings"), ("max_tokens", "max_new_tokens")]
+)
+def test_the_name_that_was_meant_is_named(option: str, meant: str, speculator: Speculator) -> None:
+    with pytest.raises(InvalidOption, match=f"Did you mean {meant}"):
+        speculator.call(IDS, {option: 5})  # type: ignore[misc]  # the mistake
+
+
+def test_keywords_of_another_call_are_told_apart(model: Any, speculator: Speculator) -> None:
+    with pytest.raises(InvalidOption, match="Did you mean heads"):
+        wrap(model, head="logit-lens")
+    with pytest.raises(InvalidOption, match=r"streamer is for model\.generate itself"):
+        speculator.hf(streamer=None)
+
+
+def test_numbers_of_numpy_are_numbers(speculator: Speculator) -> None:
+    plain: Any = {"max_new_tokens": 4, "temperature": 0.5, "seed": 3}
+    numpy: Any = {"max_new_tokens": np.int64(4), "temperature": np.float32(0.5), "seed": np.int8(3)}
+    answers = [speculator.generate(IDS, **options).token_ids for options in (plain, numpy)]
+    assert answers[0] == answers[1]
 
 
 # Nothing is lost by it

@@ -202,8 +202,11 @@ def test_a_streamer_hears_the_prompt_then_single_tokens_then_the_end(
     answer = speculator.generate(ids, max_new_tokens=9, streamer=listener)
     assert listener.heard == [ids[0].tolist(), *([token] for token in answer.token_ids)]
     assert listener.ended == 1
-    exact.generate(ids, max_new_tokens=9, custom_generate=speculator.hf(streamer=second))
+    exact.generate(
+        ids, max_new_tokens=9, custom_generate=speculator.hf(), do_sample=False, streamer=second
+    )
     assert second.heard == listener.heard
+    assert second.ended == 1
 
 
 def test_a_streamer_hears_the_end_after_an_error_too(speculator: Speculator) -> None:
@@ -213,6 +216,16 @@ def test_a_streamer_hears_the_end_after_an_error_too(speculator: Speculator) -> 
             random_ids(13), streamer=listener, stopping_criteria=[lambda *_: 1 // 0]
         )
     assert listener.ended == 1
+
+
+def test_a_streamer_takes_one_text(speculator: Speculator, exact: Any) -> None:
+    ids = torch.cat([random_ids(9), random_ids(9)])
+    for call in (
+        lambda: speculator.generate_batch(ids, max_new_tokens=2, streamer=Listener()),
+        lambda: exact.generate(ids, custom_generate=speculator.hf(), streamer=Listener()),
+    ):
+        with pytest.raises(InvalidOption, match="a streamer shows one text"):
+            call()
 
 
 def test_a_stream_keeps_its_rounds_the_prompts_first(speculator: Speculator) -> None:

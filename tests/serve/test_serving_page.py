@@ -7,7 +7,6 @@ import configparser
 import json
 import re
 import shlex
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,9 @@ from selfspec.serve.gate import OPEN
 from selfspec.serve.keys import VARIABLE
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.sessions import NAME
-from tests.serve.flags_page import PAGE, table, with_flags
 from tests.test_readme import fenced
 
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 (UNIT,) = fenced("ini", TEXT)
 (DOCKERFILE,) = fenced("Dockerfile", TEXT)
@@ -30,14 +29,6 @@ def step(name: str) -> str:
     """What stands behind an instruction."""
     (found,) = [rest for word, rest in STEPS if word == name]
     return found
-
-
-def test_the_table_has_each_option_as_it_is() -> None:
-    """If not: python -m tests.serve.flags_page."""
-    assert with_flags(TEXT) == TEXT
-    assert table() in TEXT
-    for entry in fields(ServeOptions):
-        assert f"| `--{entry.name.replace('_', '-')}` |" in TEXT
 
 
 def test_each_flag_that_is_named_exists() -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from selfspec import files
+from selfspec.api.givers import NAMES, Giver
 from selfspec.cli import common
 from selfspec.cli.talk.conversation import Conversation
 from selfspec.cli.talk.writer import Writer
 from selfspec.decoding.sources import EXIT
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.typed import check_keys
-from selfspec.visualise.givers import NAMES, Giver
 
 KEYS = (
     "Enter sends, Alt-Enter or a backslash at the end of a line begins a new one. A pasted text is "

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from selfspec.api.givers import Giver
 from selfspec.cli import common
-from selfspec.visualise.givers import Giver
 
 
 class Writer:

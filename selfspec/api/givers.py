@@ -1,11 +1,11 @@
 """Who gave a token, in words and in its colour: the same on pages, in pictures and on a terminal.
 
-Called by `gain`, and by `selfspec chat` and `demo`. Imports no torch.
+Called by `coloured`, `visualise`, and by `selfspec chat` and `demo`. Imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from selfspec.decoding.sources import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM
 from selfspec.pages import palette
@@ -18,8 +18,7 @@ NAMES = {
 }
 
 
-@dataclass(frozen=True, order=True)
-class Giver:
+class Giver(NamedTuple):
     """Who gave a token."""
 
     source: str

@@ -1,0 +1,65 @@
+"""The site builds strictly, has what it should have made, and loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from html import unescape
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from selfspec.cli.app import app
+from selfspec.config import OPTION_NAMES
+from selfspec.serve.options import ServeOptions
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        made = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder))
+        assert made.strict
+        made.plugins.on_startup(command="build", dirty=False)
+        build(made)
+    return folder
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 25
+    for page in pages:
+        shown = page.read_text(encoding="utf-8")
+        assert not re.search(r'<(?!a )\w+[^>]*(?:src|href)="(?:https?:)?//', shown), page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style
+
+
+def test_pages_have_what_the_code_has(site: Path) -> None:
+    def text(page: str) -> str:
+        return unescape(re.sub(r"<[^>]*>", "", (site / page).read_text(encoding="utf-8")))
+
+    options, commands = text("reference/options.html"), text("reference/commands.html")
+    for name in (*OPTION_NAMES, *(entry.name for entry in fields(ServeOptions))):
+        assert f"--{name.replace('_', '-')}" in options
+    assert "Answers that are written at once." in text("serving.html")
+    for command in app.registered_commands:
+        assert command.callback is not None
+        assert f"Usage: selfspec {command.callback.__name__} " in commands
+    assert "generate_batch(" in text("reference/python.html")
+    assert "<script" in (site / "gallery" / "rainbow.html").read_text(encoding="utf-8")
+
+
+def test_the_picture_says_the_same_in_light_and_in_dark() -> None:
+    light, dark = (
+        re.findall(r">([^<>]+)<", (IMAGES / f"how-{name}.svg").read_text(encoding="utf-8"))
+        for name in ("light", "dark")
+    )
+    assert light == dark
