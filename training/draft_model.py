@@ -1,8 +1,7 @@
 r"""A draft model for `--draft-model`, cut from a larger model and fitted to text that it wrote.
 
     python training/draft_model.py --output draft-model \
-        --data ../shared/data/self_generated/train.jsonl.gz \
-        --validation ../shared/data/self_generated/validation.jsonl.gz
+        --data train.jsonl.gz --validation validation.jsonl.gz
     selfspec generate --draft-model draft-model --stats "Name three rivers."
 
 Writes a folder that Hugging Face's `from_pretrained` reads, in bfloat16 (two layers of the default
