@@ -1,18 +1,24 @@
-"""Pictures of the chat page for the docs, from a server of its own.
+"""Pictures of the pages for the docs: the chat, from a server of its own, and a trace.
 
-    python -m eval.page_pictures docs/images
+    python -m eval.page_pictures docs/images          both
+    python -m eval.page_pictures docs/images --trace-only
 
 Needs the packages of `serve`, playwright and a Chromium.
 """
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Annotated
 
 import typer
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 QUESTION = "Write a Python function that counts the words in a file."
@@ -20,9 +26,57 @@ WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
 PATIENCE_MS = 120_000
 
 
-def main(folder: Path) -> None:
-    """chat.png, chat-dark.png and chat-phone.png into `folder`."""
+def main(
+    folder: Path,
+    *,
+    trace_only: Annotated[bool, typer.Option(help="Leave the chat's as they are.")] = False,
+) -> None:
+    """chat.png, trace.png, each with -dark and -phone, and card.png into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
+    trace(folder)
+    if not trace_only:
+        chat(folder)
+
+
+def trace(folder: Path) -> None:
+    """The page of an answer, and its card; from a kept trace, so that no seconds are in them."""
+    with tempfile.TemporaryDirectory() as scratch:
+        kept, html = Path(scratch, "trace.jsonl"), Path(scratch, "trace.html")
+        run = functools.partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "selfspec", "trace"]
+        run([*command, QUESTION, "--max-new-tokens", "90", "--output", str(kept)])
+        card = str(folder / "card.png")
+        run([*command, "--from", str(kept), "--html", str(html), "--card", card, "--overwrite"])
+        with sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=shutil.which("chromium"))
+            for name, scheme, size in (
+                ("trace", "light", WIDE),
+                ("trace-dark", "dark", WIDE),
+                ("trace-phone", "light", PHONE),
+            ):
+                page = opened(browser, html.as_uri(), scheme, size)
+                page.locator("#answer .seen").nth(4).dispatch_event("pointerover")
+                if scheme == "dark":
+                    page.locator("#lanes-title").evaluate("node => node.scrollIntoView()")
+                    page.locator("#time").fill("300")
+                page.wait_for_timeout(500)  # colours fade in
+                page.screenshot(path=folder / f"{name}.png")
+            browser.close()
+    for name in ("trace", "trace-dark", "trace-phone", "card"):
+        small(folder / f"{name}.png")
+
+
+def small(picture: Path) -> None:
+    """With 256 colours: of paper and words that is enough."""
+    with Image.open(picture) as found:
+        made = found.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    note = PngInfo()
+    note.add_text("Software", "selfspec")  # else the next run would not replace it
+    made.save(picture, optimize=True, pnginfo=note)
+
+
+def chat(folder: Path) -> None:
+    """chat.png, chat-dark.png and chat-phone.png."""
     command = [sys.executable, "-m", "selfspec", "serve", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None  # noqa: S101  # asked for

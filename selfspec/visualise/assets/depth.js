@@ -38,14 +38,20 @@ function buildDepth() {
   box.addEventListener("keydown", walkDepth);
 }
 
+/** What the bar and the dot of a token say. */
+function knownWords(place) {
+  const layer = rightFrom(place);
+  const head = places[place].head_right;
+  const said = head === null ? "" : `; a fitted head says it at ${layerName(head)}`;
+  return (layer === null ? "drawn: the model's likeliest is another" : `right from ${layerName(layer)} on`) + said;
+}
+
 function paintDepth() {
   view.story.places.forEach((told, place) => {
     const node = depth.nodes[place];
     for (const name of Object.values(CLASSES)) if (name) node.classList.toggle(name, CLASSES[told.source] === name);
     if (told.exit !== null) node.style.setProperty("--exit", giverColour(told));
-    const layer = rightFrom(place);
-    const known = layer === null ? "drawn against the model's likeliest" : `right from ${layerName(layer)} on`;
-    node.setAttribute("aria-label", `${visible(finalText(place))}, token ${place + 1}, ${known}, given by ${giverWords(told)}`);
+    node.setAttribute("aria-label", `${visible(finalText(place))}, token ${place + 1}, ${knownWords(place)}, given by ${giverWords(told)}`);
   });
   const known = [...places.keys()].map(rightFrom).filter((layer) => layer !== null).sort((a, b) => a - b);
   const half = known[Math.floor((known.length - 1) / 2)];

@@ -35,8 +35,6 @@ function readPlace(place) {
     bonus: `given by verification, round ${told.round}`,
     accepted: `a draft of ${giverWords(told)} that was kept, round ${told.round}`,
   }[told.kind];
-  const layer = rightFrom(place);
-  const known = layer === null ? "Drawn: the model's likeliest is another." : `Right from ${layerName(layer)} on.`;
   const rejected = told.rejected.length
     ? [el("p", { class: "bad" }, "rejected here: ", ...told.rejected.flatMap((text) => [el("del", {}, visible(text)), " "]))]
     : [];
@@ -45,7 +43,7 @@ function readPlace(place) {
     bars(places[place].final, places[place].final_probs, place),
     el("p", {}, from),
     ...origin(place),
-    el("p", {}, known),
+    el("p", {}, `${knownWords(place)}.`),
     ...rejected,
   );
 }
