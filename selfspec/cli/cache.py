@@ -34,12 +34,14 @@ def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
     """
     asked = merged(config, flags, FLAGS)
     training.require(asked, "data", "output")
+    training.check_given(asked)
     options = training.options_of(CacheOptions, asked)
     from selfspec.training import cache as store
 
     store.check_output(asked["output"])
     with training.writing(asked["output"]):
         run(asked, options)
+    training.say_next("fit", asked, "--cache", asked["output"], "--output", "heads")
 
 
 def run(asked: dict[str, Any], options: CacheOptions) -> None:

@@ -10,6 +10,7 @@ from selfspec.cli import common, training
 from selfspec.cli.entropy import calibrate_entropy
 from selfspec.cli.flags import Flag, merged, with_flags
 from selfspec.errors import InvalidOption
+from selfspec.heads.folder import CONFIG_FILE
 from selfspec.hub import models as hub
 
 if TYPE_CHECKING:
@@ -53,12 +54,16 @@ def calibrate(
     if not 0.0 < asked.get("precision", 1.0) <= 1.0:
         raise InvalidOption(f"precision is {asked['precision']}, expected in (0, 1]")
     folder = hub.resolve_heads(asked["heads"])
+    training.check_given(asked)
     if asked.get("dry_run", False):
         found = run(asked, folder)
     else:
         with training.writing_heads(folder):
             found = run(asked, folder)
     common.emit(json.dumps(found.record()) + "\n" if as_json else described(found))
+    if not asked.get("dry_run", False):
+        common.note(f"wrote {folder / CONFIG_FILE}")
+        training.say_next("tune", asked, "--heads", str(folder))
 
 
 def run(asked: dict[str, Any], folder: Path) -> Calibration:

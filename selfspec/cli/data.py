@@ -52,7 +52,9 @@ def data(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
             raise InvalidOption("regenerate without --from: there is nothing to answer. Give both")
         if options.tokens is None:
             raise InvalidOption("no --tokens. Say how many answer tokens the model should write")
+    training.check_given(asked)
     common.emit(f"{asked['output']}: {described(run(asked, options))}\n")
+    training.say_next("fit", asked, "--data", asked["output"], "--output", "heads")
 
 
 def run(asked: dict[str, Any], options: DataOptions) -> Counts:

@@ -12,6 +12,7 @@ from typing import Any
 
 from selfspec.config import ATTENTIONS, DTYPES, EXECUTORS, SpeculationOptions
 from selfspec.errors import InvalidOption
+from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
 
 _DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
@@ -37,8 +38,21 @@ def check(loading: Mapping[str, Any], speculation: Mapping[str, Any] | None = No
     for name in ("model", "draft_model"):
         if name in loading:
             _check_model(name, loading[name])
-    if loading.get("heads", _NO_FOLDER) != _NO_FOLDER:
-        hub.resolve_heads(loading["heads"])
+    _check_heads(loading, speculation or {})
+
+
+def _check_heads(loading: Mapping[str, Any], speculation: Mapping[str, Any]) -> None:
+    """That they are there, and have the layers that the drafter names."""
+    own = not loading.keys() & {"model", "draft_model"}
+    name = loading.get("heads", hub.DEFAULT_HEADS if own else _NO_FOLDER)
+    if name == _NO_FOLDER or not ("heads" in loading or "drafter" in speculation):
+        return
+    config = read_config(hub.resolve_heads(name))
+    asked = SpeculationOptions().updated(config.get("defaults", {})).updated(dict(speculation))
+    for layer in asked.exit.layers or ():
+        if layer not in config["exit_layers"]:
+            known = ", ".join(map(str, config["exit_layers"]))
+            raise InvalidOption(f"exit layer {layer} is not among those of {name}: {known}")
 
 
 def _check_drafter(loading: Mapping[str, Any], speculation: Mapping[str, Any]) -> None:

@@ -47,6 +47,7 @@ def fit(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
         check_keys([asked["preset"]], PRESETS, "preset")
         asked = PRESETS[asked["preset"]] | asked
     training.require(asked, "output", "cache" if "cache" in asked else "data")
+    training.check_given(asked)
     fitted = run(asked, training.options_of(FitOptions, asked))
     for layer, shares in fitted.metrics["layers"].items():
         second = shares["agreement_second"]
@@ -55,6 +56,16 @@ def fit(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
             f"{shares['agreement_top_25']:.1%}  10 % {shares['agreement_top_10']:.1%}"
             + ("\n" if second is None else f"  second draft {second:.1%}\n")
         )
+    common.emit(f"{asked['output']}: exit heads at {len(fitted.metrics['layers'])} layers\n")
+    _say_next(asked)
+
+
+def _say_next(asked: dict[str, Any]) -> None:
+    """Calibration takes text that the heads were not fitted to; where there is none, make some."""
+    text = asked.get("validation", "held-out.jsonl")
+    if "validation" not in asked:
+        training.say_next("data", asked, "--output", text, "--tokens", "20000", "--seed", "1")
+    training.say_next("calibrate", asked, "--heads", asked["output"], "--data", text)
 
 
 def run(asked: dict[str, Any], options: FitOptions) -> Fitted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -14,6 +15,7 @@ from selfspec.cli.flags import Flag
 from selfspec.cli.settings import CHAT_TEMPLATE
 from selfspec.errors import InvalidOption
 from selfspec.training.options import CacheOptions
+from selfspec.training.places import check_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,23 +51,41 @@ class Base(NamedTuple):
     """Where it is not the model's own."""
 
 
+def check_given(asked: dict[str, Any]) -> None:
+    """Refuse a model or a text that cannot be read, before torch is imported."""
+    early.check({name: asked[name] for name in ("model", "dtype", "device") if name in asked})
+    for name in ("data", "validation", "source"):
+        if name in asked:
+            check_source(asked[name])
+
+
+def say_next(command: str, asked: dict[str, Any], *words: str) -> None:
+    """The command that goes on from here, ready to paste; of several processes the first says it.
+
+    It names the same model.
+    """
+    if int(os.environ.get("RANK", "0")):
+        return
+    model = [word for name in ("model", "dtype") if name in asked for word in _flag(name, asked)]
+    common.note(f"next: {shlex.join(['selfspec', command, *words, *model])}")
+
+
+def _flag(name: str, asked: dict[str, Any]) -> tuple[str, str]:
+    return f"--{name}", str(asked[name])
+
+
 def load_base(asked: dict[str, Any], *, writes: bool = False) -> Base:
     """The model that the flags ask for, once the files that they name are there.
 
     Where it `writes` text it runs on the best executor, else by its own modules, which give states.
     """
-    early.check({name: asked[name] for name in ("model", "dtype", "device") if name in asked})
     from selfspec.api import chat_template as templates
     from selfspec.hub import models as hub
     from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
     from selfspec.training.cache import read_manifest
-    from selfspec.training.formats import check_source
     from selfspec.training.processes import Processes
 
-    for text in (asked.get(name) for name in ("data", "validation", "source")):
-        if text is not None:
-            check_source(text)
     if "cache" in asked:
         read_manifest(Path(asked["cache"]))
     template = chat_template(asked)

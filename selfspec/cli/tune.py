@@ -72,6 +72,9 @@ def tune(
         common.emit(json.dumps(values) + "\n")
     else:
         common.emit(described(found, file))
+    if file is not None:
+        own = ["--heads", str(asked["heads"])] if "heads" in asked else []
+        training.say_next("generate", asked, "--stats", *own, "Name three rivers.")
 
 
 def read(folder: str, speculator: Speculator) -> Record:

@@ -7,7 +7,6 @@ A page is a template with a style and a script in it; it loads nothing. Called b
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

@@ -7,24 +7,20 @@ and `selfgen`.
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import logging
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.chat_template import advice
 from selfspec.api.template import templated
 from selfspec.errors import InvalidData, InvalidPrompt, first_line
-from selfspec.files import local_path
-from selfspec.hub.models import HUB_ID
+from selfspec.training.places import file_of, opened
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +30,6 @@ Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
 _SHAREGPT_ROLES = _ROLES | {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
-_FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".txt")
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the mark that some editors put in front, and white space
 _EXPECTED = "input_ids and answer_start, messages, conversations, turns or text"
 
@@ -88,7 +83,7 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
 
     Raises InvalidData if the source cannot be read at all.
     """
-    path = _file_of(source)
+    path = file_of(source)
     if path is None:
         yield from _data_set(str(source))
     elif path.name.endswith((".json", ".json.gz")):
@@ -152,25 +147,6 @@ def rendered(
 # --- sources --------------------------------------------------------------------------------------
 
 
-def check_source(source: str | Path) -> None:
-    """Raise InvalidData for a file that cannot be read, before anything long begins."""
-    if (path := _file_of(source)) is not None:
-        with _opened(path):
-            pass
-
-
-def _file_of(source: str | Path) -> Path | None:
-    """The file that a source names; None: it is a data set. Raises InvalidData for odd names."""
-    path = local_path(source)
-    known_suffix = path.name.endswith(_FILE_SUFFIXES)
-    try:
-        named = path.exists() or known_suffix or not HUB_ID.fullmatch(str(source))
-        return None if path.is_dir() or not named else path
-    except (OSError, ValueError) as error:  # a name too long, a zero byte
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidData(f"cannot read {str(path)!r}: {reason}") from error
-
-
 def _record(row: Any) -> dict[str, Any]:
     """A row as an object; bytes are parsed. Raises InvalidData with the reason."""
     if isinstance(row, bytes):
@@ -185,7 +161,7 @@ def _record(row: Any) -> dict[str, Any]:
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Lines that hold anything. Raises InvalidData if the file cannot be read."""
-    with _opened(path) as file:
+    with opened(path) as file:
         blank = 0
         for number in itertools.count(1):
             line = file.readline(_MOST_LINE + 1)
@@ -200,23 +176,9 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"line {number}", line
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Raises InvalidData for what is no file, cannot be read, or is damaged further on."""
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        if path.exists() and not path.is_file():
-            raise InvalidData(f"cannot read {path}: it is a device or a pipe, expected a file")
-        with opened(path, "rb") as file:
-            yield file
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise InvalidData(f"cannot read {path}: {reason}") from error
-
-
 def _json_file(path: Path) -> Iterator[tuple[str, Any]]:
     """The items of one array, as ShareGPT comes; many files named .json hold lines instead."""
-    with _opened(path) as file:
+    with opened(path) as file:
         begin = file.read(_MOST_LINE)
         if not begin.lstrip(_BLANK).startswith(b"["):
             whole = b""

@@ -11,6 +11,7 @@ from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.model.backbone import Backbone
+from tests.cli.nexts import nexts
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
 from tests.training.test_calibrate import FLAT
@@ -48,9 +49,12 @@ def test_defaults_are_written_into_the_heads(
     layers = SpeculationOptions().updated(after.defaults).exit.layers
     assert layers is not None
     assert set(layers) <= {0, 2, 4}
-    output = capsys.readouterr().out
-    assert f"exit layers {list(layers)}" in output
-    assert "210 held-out positions" in output
+    said = capsys.readouterr()
+    assert f"exit layers {list(layers)}" in said.out
+    assert "210 held-out positions" in said.out
+    assert "wrote heads/config.json" in said.err
+    (tune,) = nexts(said.err, capsys)
+    assert tune == "selfspec tune --heads heads --model model --dtype float32"
 
 
 def test_a_dry_run_only_reports_and_a_cache_serves_as_text(

@@ -16,6 +16,7 @@ from selfspec.cli.main import main
 from selfspec.training import selfgen
 from selfspec.training.writer import Counts
 from tests.authors import read
+from tests.cli.nexts import nexts
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
 
@@ -63,6 +64,9 @@ def test_the_model_writes_conversations_and_the_last_line_counts_them(
     assert counts.conversations == len(lines)
     assert counts.answer_tokens >= 60
     assert "tokens/s" in output.err
+    assert nexts(output.err, capsys) == [
+        "selfspec fit --data out.jsonl --output heads --model model --dtype float32"
+    ]
     recorded = run_record()
     assert recorded["options"]["max_new_tokens"] == 20
     assert recorded["options"]["model"] == "model"

@@ -23,6 +23,7 @@ from selfspec.cli.progress import bar
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.model.backbone import Backbone
 from selfspec.training import cache
+from tests.cli.nexts import nexts
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
 
@@ -67,7 +68,9 @@ def test_the_command_fits_as_recipe_and_flags_say(
     assert 60 <= config.training["answer_tokens"] < 80
     output = capsys.readouterr()
     assert output.out.count("agreement") == 2
-    assert "fit" in output.err
+    assert output.out.endswith("\nout: exit heads at 2 layers\n")
+    (calibrate,) = nexts(output.err, capsys)
+    assert "calibrate --heads out --data talks.jsonl --model model" in calibrate
     run = yaml.safe_load((workplace / "out" / "run.yaml").read_text())["run"]
     assert (run["exit_layers"], run["batch_tokens"], run["epochs"]) == ([2, 3], 64, 1)
     assert (run["data"], run["dtype"]) == ("talks.jsonl", "float32")
@@ -88,10 +91,16 @@ def test_features_are_cached_and_fitted_to(
     output = capsys.readouterr()
     assert "210 answer tokens at" in output.err
     assert "features: 210 answer tokens" in output.out
+    (fit,) = nexts(output.err, capsys)
+    assert fit == "selfspec fit --cache features --output heads --model model --dtype float32"
     shared = ["fit", "--model", "model", "--dtype", "float32", "--draft-vocab-size", "90"]
     shared += ["--exit-layers", "0,3", "--head-type", "deep-fused"]
     assert main([*shared, "--cache", "features", "--output", "cached"]) == 0
-    assert capsys.readouterr().out.count("second draft") == 2
+    output = capsys.readouterr()
+    assert output.out.count("second draft") == 2
+    make, calibrate = nexts(output.err, capsys)
+    assert make.startswith("selfspec data --output held-out.jsonl --tokens ")
+    assert "calibrate --heads cached --data held-out.jsonl" in calibrate
     more = ["--validation", "talks.jsonl", "--batch-tokens", "64"]
     for folder, text in (("a", ["--cache", "features"]), ("b", ["--data", "talks.jsonl"])):
         assert main([*shared, *text, *more, "--output", folder]) == 0

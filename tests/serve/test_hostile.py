@@ -184,6 +184,7 @@ def test_whatever_a_body_says_it_gets_an_answer(target: Running, path: str) -> N
             assert error["message"]
             assert "\n" not in error["message"]
         answers(target)
+        level.look()
 
     with client:
         check()
@@ -208,6 +209,7 @@ def test_whatever_comes_the_connection_ends_and_others_are_served(target: Runnin
                 event(outcome(found))
                 assert all(100 <= status < 500 for status in statuses(found))
         answers(target)
+        level.look()
 
     check()
     level.returns()
