@@ -102,6 +102,7 @@ WRITERS: dict[str, list[str]] = {
     "trace --html": ["trace", "--model", "missing", "a", "--html", "@.html"],
     "trace --png": ["trace", "--model", "missing", "a", "--png", "@.png"],
     "trace --svg": ["trace", "--model", "missing", "a", "--svg", "@.svg"],
+    "trace --card": ["trace", "--model", "missing", "a", "--card", "@.png"],
     "trace --from --html": ["trace", "--from", "trace.jsonl", "--html", "@.html"],
     "trace --from --png": ["trace", "--from", "trace.jsonl", "--png", "@.png"],
     "trace --record": ["trace", "--model", "missing", "a", "--record", "@"],

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.api.chat_template import having, read
 from selfspec.errors import InvalidData
 from selfspec.training.turns import Turns, end_ids
+from tests.api.test_text import byte_level_bpe
 from tests.authors import prompt_ids
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
@@ -102,3 +104,19 @@ def test_end_tokens_are_the_models_and_the_tokenizers(
     tokenizer.eos_token = None
     with pytest.raises(InvalidData, match="no end token"):
         end_ids(model, tokenizer)
+
+
+def test_a_user_turn_ends_where_a_template_without_end_tokens_begins_the_answer() -> None:
+    tokenizer = having(byte_level_bpe(), read("vicuna"))
+    turns = Turns.of(tokenizer)
+    header = turns.header()
+    said = turns.ids("What is a cat? ASSISTANT: It is")
+    assert turns.question(header, said) == "What is a cat? "
+    assert turns.question(header, turns.ids("What is a cat?")) is None
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int)
+    assert turns.question(header, [*turns.ids("What is a cat?"), end]) == "What is a cat?"
+    prompt = turns.first_prompt("Q")
+    assert str(turns.tokenizer.decode(prompt)).endswith(" USER: Q ASSISTANT:")
+    more = turns.next_prompt([*prompt, *turns.ids(" A"), end], "R")
+    assert str(turns.tokenizer.decode(more)).endswith("ASSISTANT: A<end>USER: R ASSISTANT:")
