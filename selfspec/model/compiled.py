@@ -84,10 +84,16 @@ def _made_here(source: Path, constants: Mapping[str, int]) -> Path:
     library = cache_folder() / "compiled" / compiler.library_name(source, constants, target)
     if not library.exists():
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        logger.info("compiling for this processor, once, into %s", library.parent)
+        _announce(library.parent)
         with files.replacing(library) as new:
             compiler.make_library(new, source, constants, target)
     return library
+
+
+@cache
+def _announce(folder: Path) -> None:
+    """Once, however many libraries are made."""
+    logger.info("compiling for this processor, once, into %s", folder)
 
 
 def _load(library: Path) -> ctypes.CDLL:

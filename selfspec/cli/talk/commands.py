@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,6 +42,10 @@ class Talk:
                 self._reply(line)
         except SelfspecError as error:
             common.complain(error)
+        except KeyboardInterrupt:  # beside an answer: a command is stopped, the chat goes on
+            if not sys.stdin.isatty():
+                raise
+            self.writer.end(" …\n")
 
     def status(self) -> str:
         """The line below the editor."""
