@@ -53,6 +53,10 @@ def show(folder: Folder, *, as_json: common.AsJson = False) -> None:
     if as_json:
         common.emit(json.dumps(values) + "\n")
         return
+    if (template := values["chat_template"]) is not None:
+        from selfspec.api.chat_template import name_of
+
+        values["chat_template"] = name_of(template)
     width = max(map(len, values))
     common.emit("".join(f"{name:<{width}}  {_words(value)}\n" for name, value in values.items()))
 

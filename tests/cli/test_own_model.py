@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,6 +60,10 @@ def test_the_template_of_the_text_is_kept_in_the_heads_and_used_with_them(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert HeadsConfig.read(workplace / "heads").chat_template == TEMPLATE
+    assert main(["heads", "show", "heads"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^chat_template +\{% for m in messages", shown, re.MULTILINE)
+    assert len(shown.splitlines()) == len(fields(HeadsConfig))
     generate = ["generate", *MODEL, "--max-new-tokens", "3", "a b"]
     assert main(generate) == 2
     assert "Its name says: --chat-template vicuna" in capsys.readouterr().err
