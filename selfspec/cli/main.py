@@ -55,7 +55,7 @@ def _run(arguments: list[str], *, debug: bool) -> int:
     try:
         from selfspec.cli.app import app
 
-        code = int(app(args=_ordered(arguments), prog_name="selfspec", standalone_mode=False) or 0)
+        code = int(app(args=ordered(arguments), prog_name="selfspec", standalone_mode=False) or 0)
     except typer.Abort:  # the end of input, where a line was asked for
         code = common.INTERRUPTED
     except SystemExit as error:  # typer's own, where its help is not read to the end
@@ -70,7 +70,7 @@ def _run(arguments: list[str], *, debug: bool) -> int:
 _ANYWHERE = ("-q", "--quiet", "-v", "--verbose")
 
 
-def _ordered(arguments: Sequence[str]) -> list[str]:
+def ordered(arguments: Sequence[str]) -> list[str]:
     """As typer reads them: what may stand anywhere first.
 
     A bare `--stats` takes no word from behind it: that may be the prompt.
