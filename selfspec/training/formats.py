@@ -286,10 +286,12 @@ def _from_text(text: Any, tokenizer: PreTrainedTokenizerBase | None) -> Encoded:
 
 def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase | None) -> Encoded:
     """Messages through the chat template; every assistant turn is an answer."""
-    if tokenizer is None or tokenizer.chat_template is None:
-        name = "" if tokenizer is None else tokenizer.name_or_path
+    if tokenizer is None:
+        raise InvalidData("holds messages, but there is no tokenizer. Give input_ids")
+    if tokenizer.chat_template is None:
         raise InvalidData(
-            f"holds messages, but the model has no chat template. {advice(name)}; or give input_ids"
+            "holds messages, but the model has no chat template. "
+            f"{advice(tokenizer.name_or_path)}; or give input_ids"
         )
     answers, ids = [], _templated(tokenizer, messages)
     for index, message in enumerate(messages):

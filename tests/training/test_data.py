@@ -99,8 +99,13 @@ def test_every_assistant_turn_is_an_answer_up_to_its_end_token(
 
 
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidData, match="no chat template"):
-        read(tmp_path / "a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}')
+    line = '{"messages": [{"role": "user", "content": "a"}]}'
+    with pytest.raises(InvalidData, match="there is no tokenizer"):
+        read(tmp_path / "a.jsonl", line)
+    bare = make_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(InvalidData, match="Give --chat-template"):
+        read(tmp_path / "a.jsonl", line, tokenizer=bare)
 
 
 def test_reading_stops_behind_max_tokens(tmp_path: Path) -> None:
