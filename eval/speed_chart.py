@@ -1,6 +1,6 @@
 """Bars for README from a result of `against_llama_cpp`: how fast each way answers.
 
-    python -m eval.speed_chart eval/results/llama-cpp-bf16/summary.json docs/images
+    python -m eval.speed_chart eval/results/llama-cpp-fp32-avx2/summary.json docs/images
 
 Writes speed-light.svg and speed-dark.svg: times as fast as `model.generate`, prompt included.
 """
@@ -32,7 +32,7 @@ def main(summary: Path, folder: Path) -> None:
     """Read, then draw. Raises KeyError for a result without Hugging Face (`--numbers`)."""
     tables = json.loads(summary.read_text(encoding="utf-8"))["tables"]
     whole = {name: float(table["whole"]["ratio"]) for name, table in tables.items()}
-    times = {name: whole[name] / whole[THEIRS] for name in NAMES}
+    times = {name: whole[name] / whole[THEIRS] for name in NAMES if name in whole}
     folder.mkdir(parents=True, exist_ok=True)
     for name, look in LOOKS.items():
         write(folder / f"speed-{name}.svg", drawn(times, look))

@@ -52,7 +52,7 @@ FLAGS = (
 def bench(
     *, config: common.ConfigFile = None, as_json: common.AsJson = False, flags: dict[str, Any]
 ) -> None:
-    """Measure methods side by side: the same prompts, the same tokens, in random order.
+    """Measure methods side by side. All answer the same prompts, in random order.
 
     Nothing else should run on the machine meanwhile. Exit code 1 where a method failed.
     """

@@ -27,7 +27,7 @@ FLAGS = (
 
 @with_flags(*FLAGS)
 def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
-    """Run the frozen model once over conversations and keep what exit heads are fitted to.
+    """Keep what heads are fitted to. The frozen model runs once over conversations.
 
     A killed run goes on where it was. With `accelerate launch -m selfspec cache ...` several
     processes share the shards.

@@ -42,7 +42,7 @@ _INSTEAD = {
 def calibrate(
     *, config: common.ConfigFile = None, as_json: common.AsJson = False, flags: dict[str, Any]
 ) -> None:
-    """Calibrate heads: trust in their confidence, thresholds, and the settings that should pay.
+    """Find the settings of exit heads. Their confidence is scaled, thresholds are chosen.
 
     Costs of layers and heads are measured on this machine; nothing else should run meanwhile.
     """

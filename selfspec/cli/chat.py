@@ -28,7 +28,7 @@ def chat(
     colour: Colour = None,
     flags: dict[str, Any],
 ) -> None:
-    """Talk with a model; it remembers the conversation. /help lists what else it understands."""
+    """Talk with a model. It remembers the conversation; /help lists what else it understands."""
     asked = settings(config, flags)
     from selfspec.cli.talk.commands import COMMANDS, Talk
     from selfspec.cli.talk.conversation import Conversation

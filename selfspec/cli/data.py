@@ -39,7 +39,7 @@ FLAGS = (
 
 @with_flags(*FLAGS)
 def data(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
-    """Write conversations to fit exit heads to: the model's own, or those of a file.
+    """Write the text that heads are fitted to. It is the model's own, or that of a file.
 
     The same command continues a killed run where it was. On several machines, give each its own
     --shard and --output.

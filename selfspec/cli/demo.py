@@ -44,7 +44,7 @@ def demo(
     config: common.ConfigFile = None,
     flags: dict[str, Any],
 ) -> None:
-    """Answer a prompt with Hugging Face's generate, then with selfspec, and compare.
+    """Compare with Hugging Face's generate. Both answer one prompt, one after the other.
 
     In float32 unless --dtype says otherwise: with fewer digits, near ties between tokens may fall
     otherwise in two programs. Exit code 1 if the texts differ.

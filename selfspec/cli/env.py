@@ -26,7 +26,7 @@ FLAGS = tuple(flag for flag in LOADING if flag.name not in ("heads", "draft_mode
 
 @with_flags(*FLAGS)
 def env(*, as_json: common.AsJson = False, flags: dict[str, Any]) -> None:
-    """Show versions, device, threads, folders; with --model how that model runs and how fast."""
+    """Show versions, device, threads, folders. With --model: how it runs, and how fast."""
     early.check(flags)
     facts, speed = environment(), None
     if flags:

@@ -37,7 +37,7 @@ UNFINISHED = "unfinished"
 
 @with_flags(*FLAGS)
 def fit(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
-    """Fit exit heads to a model, measure them, and write their folder.
+    """Fit exit heads to a model. They are measured, and their folder is written.
 
     A killed run goes on where it was. With `accelerate launch -m selfspec fit ...` several
     processes share the batches of a step.

@@ -23,7 +23,7 @@ Overwrite = Annotated[
 
 
 def report(folders: Folders, *, output: Output, overwrite: Overwrite = False) -> None:
-    """Gather tables and figures of measured runs into one report."""
+    """Gather measured runs into one report. Writes one page and one Markdown file."""
     from selfspec import files
     from selfspec.eval import report as reporting
     from selfspec.eval import results

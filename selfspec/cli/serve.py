@@ -29,7 +29,7 @@ FLAGS = (
 
 @with_flags(*FLAGS)
 def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
-    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /metrics; a page at /.
+    """Serve a model over HTTP, as OpenAI does. The page at / is a chat; /metrics has counters.
 
     Answers are written together, each with the text that it has alone. Ctrl-C stops the server when
     running answers are complete.

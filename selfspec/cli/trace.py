@@ -76,7 +76,7 @@ def trace(
     as_json: common.AsJson = False,
     flags: dict[str, Any],
 ) -> None:
-    """Show what every layer made of each token of an answer: who drafted it, how sure, how right.
+    """Show who gave each token of an answer. And what each layer would have said, how sure.
 
     With --record: decode plainly and record what every exit layer would have drafted.
     """

@@ -35,7 +35,7 @@ FLAGS = (
 def tune(
     *, config: common.ConfigFile = None, as_json: common.AsJson = False, flags: dict[str, Any]
 ) -> None:
-    """Find the settings that suit this machine; commands use them by themselves from then on.
+    """Find the settings that suit this machine. Commands use them by themselves from then on.
 
     Without exit heads those of text already seen.
 
