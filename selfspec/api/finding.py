@@ -24,12 +24,6 @@ from selfspec.model.backbone import Backbone
 
 logger = logging.getLogger(__name__)
 
-LOGIT_LENS = "logit-lens"
-"""Name of the heads that any model has."""
-
-NO_HEADS = "none"
-"""Name for no heads, where some would be taken by themselves."""
-
 
 def heads_for(model: PreTrainedModel, files: hub.ModelFiles) -> str | Path | None:
     """Heads of a model that was loaded just now, where the caller names none.
@@ -55,9 +49,9 @@ def find_heads(
         check_fit(heads, backbone.num_layers, backbone.unembedding)
     if heads is None or isinstance(heads, ExitHeads):
         return heads
-    if heads == NO_HEADS:
+    if heads == hub.NO_HEADS:
         return None
-    if heads == LOGIT_LENS:
+    if heads == hub.LOGIT_LENS:
         return logit_lens(backbone.unembedding, backbone.num_layers, label)
     folder = hub.resolve_heads(heads)
     return ExitHeads.from_pretrained(

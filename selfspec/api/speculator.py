@@ -22,7 +22,7 @@ from typing_extensions import TypeIs, Unpack
 from selfspec.api import chat_template as templates
 from selfspec.api import tuned
 from selfspec.api.chat_template import NO_END, TurnEnd
-from selfspec.api.finding import NO_HEADS, find_heads, heads_for, without_heads
+from selfspec.api.finding import find_heads, heads_for, without_heads
 from selfspec.api.given import LOADING, WRAPPING, check_loading, check_wrapping
 from selfspec.api.hugging_face import Loop, check_drafting
 from selfspec.api.many import Answered, check_many, each
@@ -281,7 +281,7 @@ def load(
     if heads is None and second is None:
         heads = heads_for(loaded, files)
     known = None  # asked for here, where nobody can have changed the model since it was read
-    if heads not in (None, NO_HEADS) and not isinstance(heads, ExitHeads):
+    if heads not in (None, hub.NO_HEADS) and not isinstance(heads, ExitHeads):
         known = fingerprint.of_loaded(loaded, files.stamps)
     backbone = Backbone(loaded, executor=executor, fingerprint=known)
     drafting = None if second is None else Backbone(second, executor=executor)

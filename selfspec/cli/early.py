@@ -17,9 +17,6 @@ from selfspec.hub import models as hub
 
 _DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
 
-_NO_FOLDER = "logit-lens"
-"""Heads that any model has."""
-
 
 def check(loading: Mapping[str, Any], speculation: Mapping[str, Any] | None = None) -> None:
     """Raise InvalidOption, ModelNotFound, HeadsNotFound for what could never be loaded."""
@@ -44,8 +41,10 @@ def check(loading: Mapping[str, Any], speculation: Mapping[str, Any] | None = No
 def _check_heads(loading: Mapping[str, Any], speculation: Mapping[str, Any]) -> None:
     """That they are there, and have the layers that the drafter names."""
     own = not loading.keys() & {"model", "draft_model"}
-    name = loading.get("heads", hub.DEFAULT_HEADS if own else _NO_FOLDER)
-    if name == _NO_FOLDER or not ("heads" in loading or "drafter" in speculation):
+    name = loading.get("heads", hub.DEFAULT_HEADS if own else hub.NO_HEADS)
+    if name in (hub.LOGIT_LENS, hub.NO_HEADS) or not (
+        "heads" in loading or "drafter" in speculation
+    ):
         return
     config = read_config(hub.resolve_heads(name))
     asked = SpeculationOptions().updated(config.get("defaults", {})).updated(dict(speculation))

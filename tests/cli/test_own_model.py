@@ -107,7 +107,7 @@ def test_other_commands_take_a_template(
     results = ["--methods", "plain,ngram", "--output", str(tmp_path / "results")]
     assert main(["bench", *asked, *suite, *results]) == 0
     monkeypatch.setattr("sys.stdin", (tmp_path / "suite.jsonl").open())
-    assert main(["chat", *asked, "--max-new-tokens", "3"]) == 0
+    assert main(["chat", *asked, "--heads", "none", "--max-new-tokens", "3"]) == 0
     assert "error" not in capsys.readouterr().err
     assert main(["chat", *MODEL, "--chat-template", "none.jinja"]) == 2
     assert "cannot read none.jinja" in capsys.readouterr().err
