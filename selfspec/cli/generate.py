@@ -77,7 +77,7 @@ def generate(
     as_json: common.AsJson = False,
     flags: dict[str, Any],
 ) -> None:
-    """Answer a prompt, or a file of them. Drafts are checked, so they change no token."""
+    """Answer a prompt, or a file of them. Drafts change no token."""
     if raw and system is not None:
         raise InvalidOption("--raw and --system at once: a raw prompt has no messages")
     asked = settings(config, flags)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import html
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class Section(NamedTuple):
     verdict: str
     paragraphs: Sequence[str]
     tables: Sequence[Table]
-    pictures: Sequence[Picture]
+    pictures: Sequence[Picture] = ()
 
 
 def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
@@ -68,7 +69,11 @@ def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
 
     Raises InvalidData for results that lack what a report shows, CannotWrite.
     """
-    sections = [section(run, folder, number) for number, run in enumerate(runs, start=1)]
+    written = [section(run) for run in runs]  # all is read before anything is written
+    sections = []
+    for number, (run, words) in enumerate(zip(runs, written, strict=True), start=1):
+        with _whole(run):
+            sections.append(words._replace(pictures=pictures(run, folder, number)))
     made = folder / MARKDOWN, folder / HTML
     files.write(made[0], as_markdown(sections))
     files.write(made[1], as_html(sections))
@@ -86,12 +91,19 @@ def check_free(folder: str | Path, runs: int, *, overwrite: bool) -> Path:
     )
 
 
-def section(run: Results, folder: Path, number: int) -> Section:
-    """A run's words and tables; its pictures are written. Raises InvalidData."""
+def section(run: Results) -> Section:
+    """A run's words and tables. Raises InvalidData."""
+    with _whole(run):
+        return Section(
+            run.name, tables.verdict(run.summary), described(run), tables.tables(run.summary)
+        )
+
+
+@contextmanager
+def _whole(run: Results) -> Iterator[None]:
+    """Raises InvalidData where results lack what is looked for."""
     try:
-        made = tables.tables(run.summary)
-        drawn = pictures(run, folder, number)
-        return Section(run.name, tables.verdict(run.summary), described(run), made, drawn)
+        yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InvalidData(
             f"the results {run.name} lack what a report shows: {type(error).__name__} {error}. "

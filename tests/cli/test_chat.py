@@ -197,7 +197,8 @@ class Terminal:
     """A chat of a fake model, 40 columns wide; says where the cursor is when asked."""
 
     def __init__(self, state: Path, *arguments: str, **environment: str) -> None:
-        inherited = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+        set_here = ("NO_COLOR", "COLUMNS", "LINES")  # the latter two by pytest-xdist
+        inherited = {key: value for key, value in os.environ.items() if key not in set_here}
         own = {"TERM": "xterm-256color", "XDG_STATE_HOME": str(state)}
         self.process = pexpect.spawn(
             sys.executable,
@@ -205,7 +206,7 @@ class Terminal:
             cwd=ROOT,
             dimensions=(24, 40),
             encoding="utf-8",
-            timeout=10,
+            timeout=60,
             env={**inherited, **own, **environment},
         )
         self.expect(WAITS)

@@ -69,4 +69,4 @@ def test_on_a_terminal_both_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) 
                 show(f"text of {title}", "model", 0)
     shown = file.getvalue()
     assert any("text of one" in line and "text of two" in line for line in shown.splitlines())
-    assert "the whole model" in shown
+    assert "the model" in shown

@@ -100,7 +100,7 @@ def test_other_formats_are_de_quantised_and_named(
 ) -> None:
     monkeypatch.setattr(gguf_blocks, "FORMATS", {"Q4_1": FORMATS["Q4_1"]})
     write_model(tmp_path / "it.gguf", kinds={"ffn": "Q8_0"})
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG, "selfspec"):
         blocks, numbers = both(tmp_path / "it.gguf")
     assert "keeps some weights as Q8_0, which are de-quantised" in caplog.text
     found = blocks.model.layers[0].mlp.up_proj.weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def place(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine\n")
     (tmp_path / "mine.jsonl").write_text("mine\n")
+    shutil.copy(tmp_path / "mine.jsonl", tmp_path / "talks.jsonl")
     (tmp_path / "link.jsonl").symlink_to("mine.jsonl")
     (tmp_path / "dangling").symlink_to("nowhere")
     os.mkfifo(tmp_path / "pipe")
