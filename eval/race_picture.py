@@ -1,6 +1,6 @@
 """One answer appearing twice, as a moving picture for README: measured here, drawn as SVG.
 
-    python -m eval.race_picture docs/images
+    python -m eval.race_picture docs/images --dtype float32
 
 Writes race-light.svg and race-dark.svg: `model.generate` and selfspec write the same answer, each
 piece of text when it came, at true speed, over and over. Who wants no motion sees both texts whole.
@@ -64,7 +64,7 @@ def main(
     new_tokens: Annotated[int, typer.Option(min=2, help="At most.")] = 110,
     dtype: Annotated[str | None, typer.Option(help="Of both.")] = None,
 ) -> None:
-    """Measure, then draw. Raises ValueError if the two texts differ."""
+    """Measure, then draw."""
     torch.set_num_threads(2)
     speculator = selfspec.load(dtype=dtype)
     keep_numbers(speculator.model)  # theirs runs the model itself, at its best
@@ -74,7 +74,7 @@ def main(
         for name, method in (("selfspec", "ngram+exit"), ("model.generate", "hugging-face"))
     )
     if len({run.text for run in runs}) > 1:
-        raise ValueError("the texts differ: float32 has no near ties, try --dtype float32")
+        raise typer.BadParameter("the texts part at a near tie. Give --dtype float32")
     folder.mkdir(parents=True, exist_ok=True)
     for name, look in LOOKS.items():
         write(folder / f"race-{name}.svg", drawn(runs, look))
