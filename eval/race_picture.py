@@ -113,8 +113,9 @@ def lines(run: Run) -> Iterator[list[tuple[str, float]]]:
     timed = iter([second for piece, second in run.pieces for _ in piece])
     for paragraph in run.text.split("\n"):
         for line in textwrap.wrap(paragraph, LETTERS, drop_whitespace=False) or [""]:
-            letters = zip(line, timed)  # noqa: B905  # as many as there are
-            grouped = groupby([(letter, second) for letter, second in letters], lambda one: one[1])
+            letters = [*zip(line, timed)]  # noqa: B905  # as many as there are
+            shown = letters[1:] if line.startswith(" ") else letters
+            grouped = groupby(shown, lambda one: one[1])
             yield [("".join(letter for letter, _ in some), second) for second, some in grouped]
         next(timed, None)  # of the line's end
 
