@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from selfspec.errors import InvalidOption
 from selfspec.typed import shown
@@ -141,3 +142,20 @@ def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> 
             "position_ids, or an attention_mask of another length, are not those of the prompt: "
             "each row counts from 0 here. Leave them out"
         )
+
+
+def stop_strings(
+    tokenizer: PreTrainedTokenizerBase | None, strings: str | list[str]
+) -> StopStringCriteria:
+    """The criterion for `strings`. Raises InvalidOption for what can be none."""
+    if tokenizer is None:
+        raise InvalidOption("stop_strings need a tokenizer. Give one to selfspec.wrap")
+    listed = strings if isinstance(strings, list | tuple) else [strings]
+    if not all(isinstance(text, str) and text for text in listed):
+        raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")
+    try:
+        return StopStringCriteria(tokenizer=tokenizer, stop_strings=list(listed))
+    except ValueError as error:
+        raise InvalidOption(
+            f"stop_strings are {shown(strings)}: no token writes one of them. Leave it out"
+        ) from error

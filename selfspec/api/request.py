@@ -25,10 +25,9 @@ from transformers.generation.stopping_criteria import (
     ConfidenceCriteria,
     EosTokenCriteria,
     MaxLengthCriteria,
-    StopStringCriteria,
 )
 
-from selfspec.api.keywords import refuse_model_keywords, refuse_other_decoding
+from selfspec.api.keywords import refuse_model_keywords, refuse_other_decoding, stop_strings
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS, OPTION_NAMES, GenerateOptions
 from selfspec.decoding.decode import StopRule, remind
 from selfspec.decoding.one_row import called, criterion_for
@@ -263,18 +262,6 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
         if count == 0 or not bool(attention_mask[row, length - count :].all()):
             raise InvalidPrompt(f"row {row} of the batch is not left-padded. Pad on the left")
     return [length - count for count in counts]
-
-
-def stop_strings(
-    tokenizer: PreTrainedTokenizerBase | None, strings: str | list[str]
-) -> StopStringCriteria:
-    """The criterion for `strings`. Raises InvalidOption without a tokenizer, or for other types."""
-    if tokenizer is None:
-        raise InvalidOption("stop_strings need a tokenizer. Give one to selfspec.wrap")
-    listed = strings if isinstance(strings, list | tuple) else [strings]
-    if not all(isinstance(text, str) and text for text in listed):
-        raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")
-    return StopStringCriteria(tokenizer=tokenizer, stop_strings=list(listed))
 
 
 def _strings_of(model: PreTrainedModel, options: dict[str, Any]) -> Any:

@@ -25,8 +25,9 @@ from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.api.finding import find_heads, heads_for, without_heads
 from selfspec.api.given import LOADING, WRAPPING, check_loading, check_wrapping
 from selfspec.api.hugging_face import Loop, check_drafting
+from selfspec.api.keywords import stop_strings
 from selfspec.api.many import Answered, check_many, each
-from selfspec.api.request import check_options, prepare, stop_strings
+from selfspec.api.request import check_options, prepare
 from selfspec.api.session import Session
 from selfspec.api.shaping import Grammars, penalised, with_choice
 from selfspec.api.stream import Call, Generation, Stream
