@@ -93,15 +93,19 @@ def command(folder: Path) -> Iterator[Command]:
             [sys.executable, "-m", "selfspec", "serve", *flags], stderr=errors, text=True
         ) as process,
     ):
-        wait_until(lambda: " at http" in log.read_text() or process.poll() is not None)
-        said = re.search(r"2 copies, at (\S+)/v1", log.read_text())
-        assert said is not None, log.read_text()
-        found = Command(process, log, said[1])
         try:
-            yield found
+            wait_until(lambda: " at http" in log.read_text() or process.poll() is not None, 300)
+            said = re.search(r"2 copies, at (\S+)/v1", log.read_text())
+            assert said is not None, log.read_text()
+            yield Command(process, log, said[1])
         finally:
             process.terminate()
-            assert process.wait(40) == 0
+            try:
+                code = process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()  # else leaving the block waits for ever
+                raise
+        assert code == 0
 
 
 @pytest.fixture(scope="module")
