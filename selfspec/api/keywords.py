@@ -157,5 +157,5 @@ def stop_strings(
         return StopStringCriteria(tokenizer=tokenizer, stop_strings=list(listed))
     except ValueError as error:
         raise InvalidOption(
-            f"stop_strings are {shown(strings)}: no token writes one of them. Leave it out"
+            f"stop_strings are {shown(strings)}: no token writes that. Leave it out"
         ) from error

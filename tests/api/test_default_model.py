@@ -10,7 +10,7 @@ import torch
 import selfspec
 from selfspec.api.text import encode
 from selfspec.decoding.probe import PassShape
-from selfspec.errors import UnsupportedModel
+from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.hub.models import DEFAULT_MODEL_PACKAGE
 from selfspec.model.kv_store import fixed_slots
 from tests import ladder
@@ -71,6 +71,11 @@ def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
     assert answer.token_ids == plain.token_ids
     assert answer.stats.accepted > 0
     assert set(answer.stats.drafted_by_layer) == {0}
+
+
+def test_a_stop_string_that_no_token_writes_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="no token writes that"):
+        selfspec.load().generate("a", stop_strings="\x16")
 
 
 @pytest.mark.parametrize("executor", PACKED_EXECUTORS)

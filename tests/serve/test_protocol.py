@@ -207,7 +207,6 @@ def test_what_is_not_supported_is_refused_by_name(
         (b"[" * 100_000, 400),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
         (b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\ud800"}', 400),
-        (b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\u0016"}', 400),
         (b'{"messages": [{"role": "user", "content": "a"}], "model": "\\ud800"}', 400),
         (b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}", 400),
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400),

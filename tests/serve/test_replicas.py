@@ -53,7 +53,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 LOADING: dict[str, Any] = {
     **{"dtype": "float32", "heads": "logit-lens", "drafter": "exit:layers=2/5,threshold=0.05"},
 }
-SOON_S = 60.0
+SOON_S = 300.0
 
 
 class Command(NamedTuple):
@@ -94,7 +94,7 @@ def command(folder: Path) -> Iterator[Command]:
         ) as process,
     ):
         try:
-            wait_until(lambda: " at http" in log.read_text() or process.poll() is not None, 300)
+            wait_until(lambda: " at http" in log.read_text() or process.poll() is not None)
             said = re.search(r"2 copies, at (\S+)/v1", log.read_text())
             assert said is not None, log.read_text()
             yield Command(process, log, said[1])
