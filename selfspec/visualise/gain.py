@@ -34,16 +34,36 @@ class Gain:
     def headline(self) -> str:
         """What was gained, in a line."""
         if not self.drafted:
-            return "No draft was kept: each token took a pass of the whole model"
+            words = "No draft was kept: each token took a pass of the whole model"
+            return f"{words}, {self.rate}" if self._times is not None and self._times < 1 else words
         share = f"{self.drafted / self.tokens:.0%}".replace("%", " %")
-        return f"{share} of this answer came for nothing, {self.rate}"
+        verdict = f", which {self.verdict}:" if self.verdict else ","
+        return f"{share} of this answer {self.came}{verdict} {self.rate}"
+
+    @property
+    def came(self) -> str:
+        """How drafts came: for nothing only where the answer is known to be faster with them."""
+        gained = self._times is not None and self._times > 1
+        return "came for nothing" if gained else "came as drafts"
+
+    @property
+    def verdict(self) -> str:
+        """What drafts did that gained nothing; empty if they did, or nobody knows."""
+        if self._times is None or self._times > 1:
+            return ""
+        return "cost more than they gave" if self._times < 1 else "cost what they gave"
 
     @property
     def rate(self) -> str:
         """The one number beside the share."""
-        if self.speed_up is None:
+        if self._times is None:
             return f"{self.per_verification:.1f} tokens per verification"
-        return f"{self.speed_up:.1f}× plain decoding"
+        return f"{self._times:.1f}× plain decoding"
+
+    @property
+    def _times(self) -> float | None:
+        """The speed-up as it is read: words must fit the number beside them."""
+        return None if self.speed_up is None else round(self.speed_up, 1)
 
 
 def gain(trace: LayerTrace, costs: Costs | None = None) -> Gain:

@@ -59,7 +59,9 @@ def save(trace: LayerTrace, path: Path, costs: Costs | None = None) -> None:
         top = 164
         end = top + (1 + max((run.line for run in runs), default=0)) * _TEXT.leading
         sheet = _Sheet(WIDE, end + 92)
-        sheet.write(gain(trace, costs).headline, _MARGIN, 66, 30, weight="bold")
+        headline = gain(trace, costs).headline
+        size = min(30, 30 * (WIDE - 2 * _MARGIN) / _width(30, "bold")(drawable(headline)))
+        sheet.write(headline, _MARGIN, 66, size, weight="bold")
         sheet.write(_asked(trace), _MARGIN, 104, 17)
         sheet.write(_described(trace), _MARGIN, 132, 14, color=_DIM)
         sheet.bars(trace, runs, top, _MARGIN)
@@ -79,8 +81,10 @@ def save_card(trace: LayerTrace, path: Path, costs: Costs | None = None) -> None
         sheet.box(0, 0, 340, height, facecolor=palette.TONES["quiet"].light)
         sheet.write(f"{found.drafted / found.tokens:.0%}", 40, 206, 104, weight="bold")
         sheet.write("of this answer", 46, 262, 27)
-        sheet.write("came for nothing", 46, 300, 27)
+        sheet.write(found.came, 46, 300, 27)
         sheet.write(found.rate, 46, 344, 20, color=_DIM)
+        if found.verdict:
+            sheet.write(f"drafts {found.verdict}", 46, 374, 16, color=_DIM)
         sheet.write("selfspec", 46, height - 60, 26, weight="bold")
         sheet.write(fitting(_name(trace), 34), 46, height - 34, 14, color=_DIM)
         sheet.answer(trace, runs, left, 44, face)
@@ -185,10 +189,10 @@ def _style() -> Any:
     return mpl.rc_context(look)  # type: ignore[arg-type]  # its keys are literals
 
 
-def _width(size: float) -> Width:
+def _width(size: float, weight: str = "normal") -> Width:
     """How wide a text is, spaces at its ends included."""
     renderer = RendererAgg(1, 1, _DPI)  # type: ignore[no-untyped-call]  # matplotlib's own
-    font = FontProperties(family=families("DejaVu Sans"), size=size)
+    font = FontProperties(family=families("DejaVu Sans"), size=size, weight=weight)
 
     def ink(text: str) -> float:
         measure = renderer.get_text_width_height_descent

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from matplotlib.image import imread
 
 from selfspec.pages import palette
 from selfspec.visualise import picture
 from selfspec.visualise.flow import flow
-from selfspec.visualise.gain import counted, gain, givers, head_right, right_from
+from selfspec.visualise.gain import Gain, counted, gain, givers, head_right, right_from
 from tests.hand_traces import long_trace, place, small_trace
 from tests.traces import some_costs
 
@@ -50,7 +52,7 @@ def test_a_gain_is_what_rounds_and_costs_say() -> None:
     trace = small_trace()
     found = gain(trace)
     assert (found.tokens, found.drafted) == (6, 2)
-    assert found.headline == "33 % of this answer came for nothing, 1.7 tokens per verification"
+    assert found.headline == "33 % of this answer came as drafts, 1.7 tokens per verification"
     costs = some_costs(6, 3)
     speed_up = 5 * costs.plain_step() / costs.seconds_of(trace.rounds)
     assert gain(trace, costs).headline.endswith(f", {speed_up:.1f}× plain decoding")
@@ -58,6 +60,36 @@ def test_a_gain_is_what_rounds_and_costs_say() -> None:
     words = [(giver.words, count) for giver, count in counted(givers(trace))]
     assert words == [("the model", 4), ("exit layer 2", 1), ("exit layer 4", 1)]
     assert (right_from(trace, place(0, "a")), head_right(trace, place(0, "a"))) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "words"),
+    [
+        (None, "came as drafts, 1.5 tokens per verification"),
+        (1.06, "came for nothing, 1.1× plain decoding"),
+        (1.04, "came as drafts, which cost what they gave: 1.0× plain decoding"),
+        (0.94, "came as drafts, which cost more than they gave: 0.9× plain decoding"),
+    ],
+)
+def test_a_headline_says_for_nothing_only_where_drafts_gained(
+    speed_up: float | None, words: str
+) -> None:
+    found = Gain(tokens=50, drafted=22, per_verification=1.5, speed_up=speed_up)
+    assert found.headline == f"44 % of this answer {words}"
+    assert replace(found, drafted=0).headline.endswith(
+        ", 0.9× plain decoding" if speed_up == 0.94 else "of the whole model"
+    )
+
+
+def test_a_long_headline_stays_in_its_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loss = Gain(tokens=50, drafted=22, per_verification=1.5, speed_up=0.8)
+    monkeypatch.setattr(picture, "gain", lambda *_: loss)
+    picture.save(small_trace(), tmp_path / "a.png")
+    picture.save_card(small_trace(), tmp_path / "card.png")
+    assert (imread(tmp_path / "a.png")[:120, -60:, :3] > 0.97).all()
+    assert (imread(tmp_path / "card.png")[:, 320:336, :3].std(axis=(0, 1)) < 0.01).all()
 
 
 def test_a_picture_holds_each_draft_in_its_colour(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def terminal(trace: LayerTrace, width: int = 80, **console: Any) -> str:
 def test_a_pipe_gets_text_with_marks_and_no_escapes() -> None:
     words = (
         "\n"
-        "33 % of this answer came for nothing, 1.7 tokens per verification\n"
+        "33 % of this answer came as drafts, 1.7 tokens per verification\n"
         "exit layer 2²: 1 of 1 drafts kept\n"
         "exit layer 4⁴: 1 of 2 drafts kept\n"
     )
