@@ -5,15 +5,17 @@ Made by `Speculator.hf`, called by transformers in place of its loop.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -22,6 +24,8 @@ from selfspec.api.stream import Call, Generation
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions
 from selfspec.errors import InvalidOption
 from selfspec.model.backbone import Backbone
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,8 @@ class Loop:
         """Ids [B, longest]: prompts and answers."""
         if model is not self.backbone.model:
             raise InvalidOption("this custom_generate belongs to another model. Wrap that model")
-        if streamer is None:  # transformers hands it to its own loops only
-            streamer = sys._getframe(1).f_locals.get("streamer")
+        if streamer is None:
+            streamer = _callers_streamer()
         if self.ends_at is not None:
             stopping_criteria.append(self.ends_at)
         request = from_prepared(
@@ -63,6 +67,19 @@ class Loop:
         )
         call = Call(request, self.options(), self.tokenizer, streamer, greeted=True)
         return sequences(request, self.answered(call))
+
+
+def _callers_streamer() -> BaseStreamer | None:
+    """What the `generate` that runs now was given; None where no `generate` runs.
+
+    transformers (5.17 to 5.23) gives the prompt to the streamer, but the streamer to its own loops
+    alone: to a callable it hands only keywords that its loops do not have. Whatever else sees it
+    belongs to the model, which is never changed. Where this finds nothing, the answer comes whole.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("streamer")
 
 
 def check_drafting(keywords: Iterable[str]) -> None:
