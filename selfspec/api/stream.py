@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
     speed_up: float
     """Steps of plain decoding over what the rounds cost, in such steps, by their prices."""
     measured: bool
-    """Whether the prices were given, as `selfspec tune` finds them; else they are usual ones."""
+    """Whether the prices were given, as `selfspec tune` finds them; else they are built in."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -64,12 +64,12 @@ class Generation:
         if self.estimate is None:
             return words
         speed_up, measured = self.estimate
-        prices = "prices measured here" if measured else "usual prices"
-        return f"{words}, about {speed_up:.1f}x plain (estimated from {prices})"
+        grounds = "from costs measured here" if measured else "a guess; to measure: selfspec tune"
+        return f"{words}, about {speed_up:.1f}x plain decoding ({grounds})"
 
     def _repr_html_(self) -> str:
         """In a notebook: the text, each piece in the colour of who gave it."""
-        return html(self.text, self.pieces, self.stats.num_layers, self.stats.line())
+        return html(self.text, self.pieces, self.stats.num_layers, self.summary())
 
 
 class Stream:
