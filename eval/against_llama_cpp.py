@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ import typer
 from torch import Tensor
 
 import selfspec
+from eval.called import command
 from selfspec.api.text import encode
 from selfspec.cli import progress
 from selfspec.cli.env import machine
@@ -83,7 +82,7 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     write(output / "answers.jsonl", "".join(json.dumps(answer) + "\n" for answer in answers))
     summary = {
-        "command": shlex.join(["python", "-m", "eval.against_llama_cpp", *sys.argv[1:]]),
+        "command": command(),
         "machine": machine(),
         "threads": threads,
         "dtype": str(speculator.backbone.dtype),

@@ -14,8 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Annotated, Any
 import typer
 from torch import Tensor
 
+from eval.called import command
 from eval.side_by_side import loaded
 from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
@@ -165,7 +164,7 @@ def main(
                     found.append(entry | texts.differing(count, drafts=drafts))
                     print(found[-1], flush=True)
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": command(),
         "machine": machine(),
         "requests": len(prompts),
         "found": found,

@@ -11,8 +11,6 @@ the same with more kinds of drafts, and more besides, on fewer prompts.
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +18,7 @@ from typing import Annotated
 import typer
 
 import selfspec
+from eval.called import command
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
 from selfspec.cli.env import machine
@@ -52,7 +51,7 @@ def main(
             compare(speculator, question, new_tokens, found)
         show(len(asked), len(asked), "")
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": command(),
         "machine": machine(),
         "dtype": dtype,
         "executor": speculator.backbone.executor_name,

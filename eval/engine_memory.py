@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +19,7 @@ import psutil
 import torch
 import typer
 
+from eval.called import command
 from eval.side_by_side import loaded
 from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
@@ -49,7 +48,7 @@ def main(
     """Measure, then write."""
     speculator = loaded(model, None, dtype, "auto", numbers=False)
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": command(),
         "machine": machine(),
         "dtype": dtype,
         "shared": shared(speculator, texts, prefix, length),

@@ -9,9 +9,7 @@ Seconds of 64 tokens behind a short prompt, with and without drafts. Nothing els
 from __future__ import annotations
 
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +19,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from eval.called import command
 from eval.side_by_side import loaded
 from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
@@ -48,7 +47,7 @@ def main(
     for name, speculate in (("plain", False), ("default", True)):
         found[name] = compared(speculator, speculate, new_tokens, repeats)
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": command(),
         "machine": machine(),
         "seconds": found,
     }

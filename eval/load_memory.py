@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import shlex
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from eval.called import command
 from selfspec.cli.env import machine
 from selfspec.files import write
 
@@ -35,7 +34,7 @@ def main(
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         pool.starmap(loaded, [(model, *cases[0])], chunksize=1)  # a first use may convert the file
         found = pool.starmap(loaded, [(model, *case) for case in cases], chunksize=1)
-    summary = {"command": f"python {shlex.join(sys.argv)}", "machine": machine(), "cases": found}
+    summary = {"command": command(), "machine": machine(), "cases": found}
     output.mkdir(parents=True, exist_ok=True)
     write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
     write(output / "table.md", table(found))

@@ -9,8 +9,6 @@ token read back. Writes `summary.json` and `table.md`.
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 import typer
 from torch import Tensor
 
+from eval.called import command
 from eval.side_by_side import loaded
 from selfspec.cli.env import machine
 from selfspec.decoding.clock import Clock
@@ -48,7 +47,7 @@ def main(
             weights = "numbers" if numbers else "as in the file"
             found.append({"dtype": dtype, "weights": weights, "ms": seconds})
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": command(),
         "machine": machine(),
         "in_front": in_front,
         "found": found,

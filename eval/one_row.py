@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +20,7 @@ import torch
 import typer
 
 import selfspec
+from eval.called import command
 from eval.draft_invariance import table
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
@@ -59,7 +58,7 @@ def main(
             hashes[question.id] = compare(speculator, question, new_tokens, most_tokens, found)
         show(len(asked), len(asked), "")
     summary = {
-        "command": shlex.join(["python", "-m", "eval.one_row", *sys.argv[1:]]),
+        "command": command(),
         "machine": machine(),
         "dtype": dtype,
         "executor": name,

@@ -10,8 +10,6 @@ pass of one row reads. Nothing else should run. Writes `summary.json` and `table
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 import typer
 
 from eval.against_llama_cpp import LLAMA, worker
+from eval.called import command
 from selfspec.cli.env import machine
 from selfspec.decoding.clock import Clock
 from selfspec.decoding.speed import Passes, memory_rate
@@ -58,7 +57,7 @@ def main(
     rate = memory_rate(clock)
     bytes_read = {name: it.weight_bytes + passes[name].lease.nbytes for name, it in loaded.items()}
     summary = {
-        "command": shlex.join(["python", "-m", "eval.pass_times", *sys.argv[1:]]),
+        "command": command(),
         "machine": machine(),
         "dtype": str(loaded[BLOCKS].dtype),
         "in_front": in_front,

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +19,7 @@ import typer
 from rich.progress import track
 
 import selfspec
+from eval.called import command
 from selfspec.api.speculator import Speculator
 from selfspec.api.tuned import conditions
 from selfspec.cli import progress
@@ -119,7 +118,7 @@ def options_of(setting: SpeculationOptions) -> dict[str, Any]:
 def machine(speculator: Speculator) -> dict[str, Any]:
     """What the figures depend on."""
     known = conditions(speculator.backbone, speculator.heads)
-    return {**known, "torch": torch.__version__, "command": shlex.join(["python", *sys.argv])}
+    return {**known, "torch": torch.__version__, "command": command()}
 
 
 def table(results: list[dict[str, Any]]) -> str:

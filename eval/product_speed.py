@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from eval.called import command
 from selfspec.cli import progress
 from selfspec.cli.env import machine
 from selfspec.decoding.clock import Clock
@@ -114,7 +114,7 @@ def main(
             found.append(timed(model, part, dtype, cold_mb, repeats))
         show(len(asked), len(asked), "")
     summary = {
-        "command": shlex.join(["python", "-m", "eval.product_speed", *sys.argv[1:]]),
+        "command": command(),
         "machine": machine(),
         "memory_gb_s": memory,
         "float32_gflop_s": arithmetic,

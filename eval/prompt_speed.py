@@ -13,8 +13,6 @@ import ctypes
 import gc
 import json
 import multiprocessing
-import shlex
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -25,6 +23,7 @@ import torch
 import typer
 
 import selfspec
+from eval.called import command
 from eval.load_memory import memory
 from selfspec.cli.env import machine
 from selfspec.decoding.clock import Clock
@@ -60,7 +59,7 @@ def main(
             peak = pool.apply(peak_of, (model, dtype, name, entry["tokens"]))
             entry["peak_mb"][name] = peak
     summary = {
-        "command": shlex.join(["python", "-m", "eval.prompt_speed", *sys.argv[1:]]),
+        "command": command(),
         "machine": machine(),
         "dtype": dtype,
         "prompts": found,

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ import jsonschema
 import typer
 
 import selfspec
+from eval.called import command
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
 from selfspec.cli.env import machine
@@ -102,7 +101,7 @@ def main(
                 prompt = f"{question.turns[0][:600]}\n\nAnswer in JSON ({name})."
                 answer(speculator, prompt, schema, found[name])
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": command(),
         "machine": machine(),
         "dtype": str(speculator.backbone.dtype),
         "executor": speculator.backbone.executor_name,

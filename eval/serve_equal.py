@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,6 +21,7 @@ import httpx
 import typer
 
 import selfspec
+from eval.called import command
 from eval.served import Heard, Server, ask, clients, ours, question, served
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
@@ -65,15 +64,15 @@ def main(
             show(number, len(prompts))
             alone.append(without_server(speculator, number, prompt, tokens))
         show(len(prompts), len(prompts))
-    command = ours(*[part for name, value in flags.items() for part in (f"--{name}", value)])
+    asked = ours(*[part for name, value in flags.items() for part in (f"--{name}", value)])
     found = []
-    with served(command) as server:
+    with served(asked) as server:
         for speculation in (True, False):
             work = compared(server, prompts, alone, tokens, concurrency, speculation=speculation)
             found.append(asyncio.run(work))
             print(found[-1], flush=True)
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": command(),
         "machine": machine(),
         "requests": len(prompts),
         "concurrency": concurrency,

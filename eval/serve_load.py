@@ -16,7 +16,6 @@ import asyncio
 import json
 import platform
 import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from eval.called import command
 from eval.served import Heard, Server, ask, clients, ours, question, served, theirs
 from selfspec.cli import progress
 from selfspec.cli.common import rendered
@@ -83,7 +83,7 @@ def main(
         {name: commands[name] for name in wanted}, folder, prompts, plan, tokens, repeats
     )
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": command(),
         "machine": machine() | {name: metadata.version(name) for name in PACKAGES},
         "host": platform.processor(),
         "servers": {name: shlex.join(commands[name]) for name in wanted},

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 import selfspec
+from eval.called import command
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
 from selfspec.cli.env import machine
@@ -73,7 +72,7 @@ def main(
         show(len(asked), len(asked), "")
     tasks = [question.task for question in asked]
     summary = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": command(),
         "machine": machine(),
         "dtype": str(speculator.backbone.dtype),
         "executor": speculator.backbone.executor_name,

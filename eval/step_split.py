@@ -9,8 +9,6 @@ whole. Nothing else should run on the machine. Writes `summary.json` and `table.
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 import typer
 from torch import Tensor
 
+from eval.called import command
 from selfspec.cli.env import machine
 from selfspec.decoding.clock import Clock
 from selfspec.files import write
@@ -60,7 +59,7 @@ def main(
     counts = [int(count) for count in rows.split(",")]
     seconds = {count: split(backbone, count, in_front, repeats) for count in counts}
     summary = {
-        "command": shlex.join(["python", "-m", "eval.step_split", *sys.argv[1:]]),
+        "command": command(),
         "machine": machine(),
         "model": files.label,
         "dtype": str(backbone.dtype),

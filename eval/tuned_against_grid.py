@@ -14,8 +14,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +23,7 @@ import typer
 import yaml
 
 import selfspec
+from eval.called import command
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
 from selfspec.cli.env import machine
@@ -77,7 +76,7 @@ def main(
     settings = grid(speculator, points, seed)
     options = BenchOptions(suite=suite, max_new_tokens=new_tokens, repeats=repeats, seed=seed)
     facts = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "tuned_on": [question.id for question in tuning],
         "options": asdict(options),
         "tuned": asdict(tuned),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import selfspec
+from eval.called import command
 from eval.papers import prices
 from selfspec import files
 from selfspec.api.speculator import Speculator
@@ -62,12 +62,6 @@ def first_turns(suite: str, questions: Path | None, limit: int, *tasks: str) -> 
 def progress(name: str, unit: str = "questions") -> AbstractContextManager[Any]:
     """A bar on standard error."""
     return bar(name, unit)
-
-
-def command() -> str:
-    """As it was given; of a path elsewhere only the name."""
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return shlex.join(["python", "-m", f"eval.papers.{Path(sys.argv[0]).stem}", *words])
 
 
 def begin(output: Path, speculator: Speculator | None) -> None:

@@ -10,8 +10,6 @@ what they were made of.
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +17,7 @@ import typer
 from rich.progress import track
 
 import selfspec
+from eval.called import command
 from selfspec.eval.suites import SIX_TASKS, load_suite
 from selfspec.files import write
 from selfspec.visualise import figures
@@ -50,7 +49,7 @@ def main(
             traces[-1].save(output / "traces" / f"{question.id}.jsonl")
     info = traces[0].info
     made = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "prompts": len(traces),
         "model": info.base_model,
         "heads": info.heads,

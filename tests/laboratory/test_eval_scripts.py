@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -40,6 +40,18 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_a_record_says_how_it_was_made_without_this_machines_folders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "x.py"), "--model", str(tmp_path / "m b")])
+    made_by = script("called").command
+    spec = importlib.util.find_spec("eval.dialled.__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    assert made_by() == "python -m eval.dialled --model 'm b'"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert made_by() == "python x.py --model 'm b'"
 
 
 # --- tuned_against_grid
