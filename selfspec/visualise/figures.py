@@ -16,16 +16,15 @@ import torch
 from matplotlib.figure import Figure
 
 from selfspec import files
+from selfspec.api.givers import Giver
+from selfspec.decoding.sources import MODEL
 from selfspec.decoding.stats import GenerationStats
 from selfspec.pages import palette
 from selfspec.training.reliability import calibration_error
-from selfspec.visualise.gain import right_from
+from selfspec.visualise.gain import givers, right_from
 from selfspec.visualise.layers import LayerTrace
 
 KINDS = ("word", "number", "punctuation", "special")
-
-VERIFIED = "verification"
-"""In place of an exit layer: the whole model gave the token."""
 
 NEVER = None
 """In place of a layer: a sampled token that is not the model's likeliest saturates nowhere."""
@@ -35,7 +34,6 @@ _CONTROL = re.compile(r"<[^<>\s]+>|\s*")
 
 _GREY, _RED = (palette.TONES[name].light for name in ("other", "bad"))
 _ORANGE, _BLUE = palette.SEEN, palette.RAMP[1]
-_EXITS = (*palette.RAMP, _ORANGE, _RED)
 
 
 class Shares(NamedTuple):
@@ -43,8 +41,8 @@ class Shares(NamedTuple):
 
     kind: str
     tokens: int
-    percent: dict[str, float]
-    """By exit layer, rising, then VERIFIED."""
+    percent: dict[Giver, float]
+    """By who gave them: exit layers, rising, other drafts, the model."""
 
 
 class Saturation(NamedTuple):
@@ -91,51 +89,49 @@ def token_kind(text: str) -> str:
     return "number" if any(character.isnumeric() for character in text) else "punctuation"
 
 
-# --- where tokens of each kind leave -------------------------------------------------------------
+# --- who gave tokens of each kind -----------------------------------------------------------------
 
 
-def exits_data(traces: Iterable[LayerTrace]) -> list[tuple[str, str]]:
-    """Of each token but the prompt's own, its kind and the exit layer or VERIFIED."""
+def exits_data(traces: Iterable[LayerTrace]) -> list[tuple[str, Giver]]:
+    """Of each token but the prompt's own, its kind and who gave it."""
     return [
-        (token_kind(place.text), VERIFIED if place.exit_layer is None else str(place.exit_layer))
+        (token_kind(place.text), giver)
         for trace in traces
-        for place in trace.places
+        for place, giver in zip(trace.places, givers(trace), strict=True)
         if place.kind != "prefill"
     ]
 
 
-def exits_statistic(tokens: Sequence[tuple[str, str]]) -> list[Shares]:
+def exits_statistic(tokens: Sequence[tuple[str, Giver]]) -> list[Shares]:
     """By kind; those that do not occur are left out."""
     found = []
-    layers = sorted({place for _, place in tokens} - {VERIFIED}, key=int)
+    drafts = sorted({giver for _, giver in tokens} - {Giver(MODEL)})
     for kind in KINDS:
-        counts = Counter(place for name, place in tokens if name == kind)
+        counts = Counter(giver for name, giver in tokens if name == kind)
         if total := counts.total():
-            percent = {name: 100 * counts[name] / total for name in (*layers, VERIFIED)}
+            percent = {giver: 100 * counts[giver] / total for giver in (*drafts, Giver(MODEL))}
             found.append(Shares(kind, total, percent))
     return found
 
 
-def save_exits(shares: Sequence[Shares], path: Path) -> None:
-    """A bar per kind, divided by where its tokens left."""
+def save_exits(shares: Sequence[Shares], num_layers: int, path: Path) -> None:
+    """A bar per kind, divided by who gave its tokens."""
     figure = Figure(figsize=(6.4, 0.6 + 0.5 * len(shares)), layout="constrained")
     axes = figure.subplots()
-    names = list(shares[0].percent)
     labels = [f"{entry.kind}, n = {entry.tokens}" for entry in shares]
     left = [0.0] * len(shares)
-    for name in names:
-        widths = [entry.percent[name] for entry in shares]
-        verified = name == VERIFIED
-        label = "given by verification" if verified else f"left at layer {name}"
-        colour = _GREY if verified else _EXITS[names.index(name) % len(_EXITS)]
-        axes.barh(labels, widths, left=left, height=0.66, label=label, color=colour)
+    for giver in shares[0].percent:
+        widths = [entry.percent[giver] for entry in shares]
+        colour = giver.colour(num_layers) or _GREY
+        axes.barh(labels, widths, left=left, height=0.66, label=giver.words, color=colour)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("tokens [%]")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    figure.legend(loc="outside upper center", ncols=len(names), frameon=False, fontsize="small")
+    columns = len(shares[0].percent)
+    figure.legend(loc="outside upper center", ncols=columns, frameon=False, fontsize="small")
     _save(figure, path)
 
 
@@ -260,11 +256,11 @@ def save_acceptance(by_layer: Sequence[Kept], by_index: Sequence[Kept], path: Pa
     for axes, (bars, name) in zip(
         figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True
     ):
-        labels = [f"{bar.at}\nn = {bar.drafted}" for bar in bars]
+        labels = [f"{bar.at}\n{bar.drafted}" for bar in bars]
         axes.bar(labels, [bar.percent for bar in bars], color=_BLUE, width=0.6)
         axes.set_xlim(-0.5, max(len(bars), 3) - 0.5)  # a single bar is no wall
         axes.set_ylim(0, 100)
-        axes.set_xlabel(name)
+        axes.set_xlabel(f"{name}; below it: drafts")
         axes.set_ylabel("drafts kept [%]")
         axes.spines[["top", "right"]].set_visible(False)
     _save(figure, path)
@@ -281,14 +277,17 @@ def save_all(traces: Sequence[LayerTrace], folder: Path) -> dict[str, object]:
     saturated = saturation_statistic(saturation_data(traces), layers)
     agreed = agreement_statistic(agreement_data(traces), info.head_kinds)
     counts = acceptance_data(traces)
-    save_exits(exits, folder / "exits.png")
+    save_exits(exits, info.num_layers, folder / "exits.png")
     save_saturation(saturated, folder / "saturation.png")
     save_agreement(agreed, folder / "agreement.png")
     by_layer, by_index = (acceptance_statistic(counts[f"by_{name}"]) for name in ("layer", "index"))
     if by_index:
         save_acceptance(by_layer, by_index, folder / "acceptance.png")
     return {
-        "exits": [entry._asdict() for entry in exits],
+        "exits": [
+            {**entry._asdict(), "percent": {who.words: n for who, n in entry.percent.items()}}
+            for entry in exits
+        ],
         "saturation": saturated._asdict(),
         "agreement": [entry._asdict() for entry in agreed],
         "acceptance": {

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from selfspec.api.givers import Giver
+from selfspec.decoding.sources import EXIT, MODEL, NGRAM
 from selfspec.visualise import figures
-from selfspec.visualise.figures import VERIFIED, Shares, token_kind
+from selfspec.visualise.figures import Shares, token_kind
 from selfspec.visualise.gain import right_from
 from selfspec.visualise.layers import LayerTrace
 from tests.hand_traces import RIGHT, WRONG, long_trace, place, said, small_trace
@@ -34,17 +36,19 @@ def test_tokens_are_told_apart_by_their_text(text: str, kind: str) -> None:
     assert token_kind(text) == kind
 
 
-def test_where_tokens_of_each_kind_leave() -> None:
+def test_who_gave_tokens_of_each_kind() -> None:
     """The prompt's own pass is no choice of anybody, so its token does not count."""
+    second, fourth, model = Giver(EXIT, 2), Giver(EXIT, 4), Giver(MODEL)
     assert figures.exits_statistic(figures.exits_data([small_trace()])) == [
-        Shares("word", 4, {"2": 25.0, "4": 25.0, VERIFIED: 50.0}),
-        Shares("special", 1, {"2": 0.0, "4": 0.0, VERIFIED: 100.0}),
+        Shares("word", 4, {second: 25.0, fourth: 25.0, model: 50.0}),
+        Shares("special", 1, {second: 0.0, fourth: 0.0, model: 100.0}),
     ]
 
 
-def test_layers_are_ordered_by_number() -> None:
-    tokens = [("word", "12"), ("word", "4"), ("word", VERIFIED)]
-    assert list(figures.exits_statistic(tokens)[0].percent) == ["4", "12", VERIFIED]
+def test_exit_layers_are_ordered_by_number_and_the_model_is_last() -> None:
+    last = (Giver(EXIT, 4), Giver(EXIT, 12), Giver(NGRAM), Giver(MODEL))
+    tokens = [("word", giver) for giver in reversed(last)]
+    assert tuple(figures.exits_statistic(tokens)[0].percent) == last
 
 
 @pytest.mark.parametrize(
@@ -109,6 +113,7 @@ def test_all_pictures_are_drawn_and_their_numbers_returned(
     assert {path.name for path in tmp_path.iterdir()} == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
     assert found["agreement"][2]["right"] == 100.0
+    assert found["exits"][0]["percent"]["the model"] > 0
 
 
 def test_the_script_traces_a_suite(tmp_path: Path) -> None:
