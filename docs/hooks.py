@@ -1,4 +1,4 @@
-"""What the site makes of the project when it is built: options, commands, results, a trace page.
+"""What the site makes of the project when it is built: options, commands, results, the gallery.
 
 Called by mkdocs. In a page `<!-- options: MODULE.CLASS -->` becomes a table, `<!-- settings: OPTION
 -->` one of its kinds, `<!-- commands -->` the help of all commands. A file of the project that a
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import lzma
 import posixpath
 import re
 import tempfile
@@ -28,14 +29,15 @@ from selfspec.cli.main import main
 from selfspec.options.parts import Part
 
 ROOT = Path(__file__).parents[1]
-TRACE = "eval/results/visualise/rainbow.jsonl"
+TRACES = ROOT / "docs" / "gallery"
+"""What `python -m eval.gallery` keeps."""
 
 _MARK = re.compile(r"<!-- (options|settings|commands):? ?(\S*) -->")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages link to outside of docs/, and a trace as a page to explore."""
+    """Add what pages link to outside of docs/, and the gallery's traces as pages to explore."""
     waiting = [file for file in files if file.src_uri.endswith(".md")]
     while waiting:
         for uri in _linked(waiting.pop()):
@@ -43,7 +45,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 found = File.generated(config, uri, abs_src_path=str(ROOT / uri))
                 files.append(found)
                 waiting += [found] if uri.endswith(".md") else []
-    files.append(File.generated(config, "gallery/rainbow.html", content=_trace_page()))
+    for kept in sorted(TRACES.glob("*.jsonl.xz")):
+        place = f"gallery/{kept.name.removesuffix('.jsonl.xz')}.html"
+        files.append(File.generated(config, place, content=_trace_page(kept)))
     return files
 
 
@@ -122,10 +126,11 @@ def _paths(group: Any) -> Iterator[tuple[list[str], Any]]:
         yield from (([name, *rest], command) for rest, command in below)
 
 
-def _trace_page() -> str:
+def _trace_page(kept: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.html"
-        _said(["trace", "--from", str(ROOT / TRACE), "--html", str(page)])
+        trace, page = Path(folder, "trace.jsonl"), Path(folder, "page.html")
+        trace.write_bytes(lzma.decompress(kept.read_bytes()))
+        _said(["trace", "--from", str(trace), "--html", str(page)])
         return page.read_text(encoding="utf-8")
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from eval.pictures import small
 
 QUESTION = "Write a Python function that counts the words in a file."
 WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
@@ -64,15 +64,6 @@ def trace(folder: Path) -> None:
             browser.close()
     for name in ("trace", "trace-dark", "trace-phone", "card"):
         small(folder / f"{name}.png")
-
-
-def small(picture: Path) -> None:
-    """With 256 colours: of paper and words that is enough."""
-    with Image.open(picture) as found:
-        made = found.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    note = PngInfo()
-    note.add_text("Software", "selfspec")  # else the next run would not replace it
-    made.save(picture, optimize=True, pnginfo=note)
 
 
 def chat(folder: Path) -> None:

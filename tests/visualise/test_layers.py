@@ -101,9 +101,3 @@ def test_a_missing_file_and_another_encoding_are_refused(tmp_path: Path) -> None
     (tmp_path / "latin").write_bytes(b"\xe4")
     with pytest.raises(InvalidData, match=r"latin, line 1 is not UTF-8"):
         LayerTrace.load(tmp_path / "latin")
-
-
-def test_the_trace_in_the_repository_can_be_shown() -> None:
-    repository = Path(__file__).parents[2]
-    found = LayerTrace.load(repository / "eval" / "results" / "visualise" / "rainbow.jsonl")
-    assert sum(entry.accepted for entry in found.rounds) == 7
