@@ -67,7 +67,7 @@ def selfspec(
         bool, typer.Option("--debug", help="Show tracebacks.")
     ] = False,
 ) -> None:
-    """Faster generation from a frozen decoder: exit heads draft, the deep layers check.
+    """Make a Hugging Face model generate faster, with the same text and without a second model.
 
     --quiet, --verbose and --debug may stand anywhere. The environment may stand for flags:
     SELFSPEC_MODEL for --model, SELFSPEC_CONFIG for --config.

@@ -45,7 +45,8 @@ ConfigFile = Annotated[
     ),
 ]
 SystemPrompt = Annotated[
-    str | None, typer.Option("--system", help="System message ahead of the conversation.")
+    str | None,
+    typer.Option("--system", metavar="TEXT", help="System message ahead of the conversation."),
 ]
 
 

@@ -39,7 +39,7 @@ _NEAR = 0.05
 
 @with_flags(*FLAGS)
 def demo(
-    prompt: Annotated[str, typer.Argument(help="The question.")] = PROMPT,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The question.")] = PROMPT,
     *,
     config: common.ConfigFile = None,
     flags: dict[str, Any],

@@ -57,7 +57,10 @@ KvMemory = Annotated[
 @with_flags(*SHARED)
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The question; without it, --file or standard input.")
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", help="The question; without it, --file or standard input."
+        ),
     ] = None,
     *,
     file: Annotated[

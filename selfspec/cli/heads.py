@@ -67,7 +67,11 @@ def check(
     *,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Model to check against; without it the bundled default."),
+        typer.Option(
+            "--model",
+            metavar="TEXT",
+            help="Model to check against; without it the bundled default.",
+        ),
     ] = None,
 ) -> None:
     """Check a folder: complete, its card up to date, and fit for a model. Exit code 1 if not."""
@@ -92,7 +96,11 @@ def stamp(
     *,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="The model they were fitted to; else the bundled default."),
+        typer.Option(
+            "--model",
+            metavar="TEXT",
+            help="The model they were fitted to; else the bundled default.",
+        ),
     ] = None,
 ) -> None:
     """Say that heads of an earlier selfspec belong to a model: they knew its unembedding alone."""
@@ -143,7 +151,7 @@ def push(
         str | None, typer.Option("--license", metavar="ID", help="For the card: apache-2.0.")
     ] = None,
     message: Annotated[
-        str, typer.Option("--message", help="Of the commit.")
+        str, typer.Option("--message", metavar="TEXT", help="Of the commit.")
     ] = "Exit heads, fitted by selfspec",
 ) -> None:
     """Put fitted heads on the hub, with their card. Log in before: hf auth login."""

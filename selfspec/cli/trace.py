@@ -65,7 +65,8 @@ FLAGS = (
 @with_flags(*FLAGS)
 def trace(
     prompt: Annotated[
-        str | None, typer.Argument(help="The question; without it, standard input.")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The question; without it, standard input."),
     ] = None,
     *,
     kept: Annotated[
@@ -76,7 +77,7 @@ def trace(
     as_json: common.AsJson = False,
     flags: dict[str, Any],
 ) -> None:
-    """Show who gave each token of an answer. And what each layer would have said, how sure.
+    """Show who gave each token of an answer. And what each layer would have said, and how sure.
 
     With --record: decode plainly and record what every exit layer would have drafted.
     """

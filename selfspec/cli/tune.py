@@ -37,7 +37,7 @@ def tune(
 ) -> None:
     """Find the settings that suit this machine. Commands use them by themselves from then on.
 
-    Without exit heads those of text already seen. Layers and heads are timed, so nothing else
+    Without exit heads: how text already seen drafts. Layers and heads are timed, so nothing else
     should run meanwhile. Then thousands of settings are replayed on recorded prompts, and what is
     promised is measured on prompts held out.
     """

@@ -37,7 +37,7 @@ FLAGS = (
 def verify(
     *, config: common.ConfigFile = None, as_json: common.AsJson = False, flags: dict[str, Any]
 ) -> None:
-    """Check that drafts change nothing here. Six rungs; exit code 1 if one fails.
+    """Check that drafts change nothing here. Seven rungs; exit code 1 if one fails.
 
     Greedy decoding only; that samples keep their distribution is proved in the test suite.
     """
