@@ -1,4 +1,4 @@
-"""Pictures of the pages for the docs: the chat, from a server of its own, and a trace.
+"""Pictures of the pages for the docs: the chat, from a server of its own, and one of the gallery.
 
     python -m eval.page_pictures docs/images          both
     python -m eval.page_pictures docs/images --trace-only
@@ -8,7 +8,7 @@ Needs the packages of `serve`, playwright and a Chromium.
 
 from __future__ import annotations
 
-import functools
+import lzma
 import shutil
 import subprocess
 import sys
@@ -19,9 +19,12 @@ from typing import Annotated
 import typer
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from eval.gallery import TRACES, run
 from eval.pictures import small
 
 QUESTION = "Write a Python function that counts the words in a file."
+TRACE = TRACES / "code.jsonl.xz"
+"""Of the answer to this question."""
 WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
 PATIENCE_MS = 120_000
 
@@ -31,7 +34,7 @@ def main(
     *,
     trace_only: Annotated[bool, typer.Option(help="Leave the chat's as they are.")] = False,
 ) -> None:
-    """chat.png, trace.png, each with -dark and -phone, and card.png into `folder`."""
+    """chat.png and trace.png, each with -dark and -phone, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     trace(folder)
     if not trace_only:
@@ -39,14 +42,11 @@ def main(
 
 
 def trace(folder: Path) -> None:
-    """The page of an answer, and its card; from a kept trace, so that no seconds are in them."""
+    """The page of an answer; from a kept trace, so that no seconds are in it."""
     with tempfile.TemporaryDirectory() as scratch:
         kept, html = Path(scratch, "trace.jsonl"), Path(scratch, "trace.html")
-        run = functools.partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
-        command = [sys.executable, "-m", "selfspec", "trace"]
-        run([*command, QUESTION, "--max-new-tokens", "90", "--output", str(kept)])
-        card = str(folder / "card.png")
-        run([*command, "--from", str(kept), "--html", str(html), "--card", card, "--overwrite"])
+        kept.write_bytes(lzma.decompress(TRACE.read_bytes()))
+        run(["trace", "--from", str(kept), "--html", str(html)])
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"))
             for name, scheme, size in (
@@ -62,7 +62,7 @@ def trace(folder: Path) -> None:
                 page.wait_for_timeout(500)  # colours fade in
                 page.screenshot(path=folder / f"{name}.png")
             browser.close()
-    for name in ("trace", "trace-dark", "trace-phone", "card"):
+    for name in ("trace", "trace-dark", "trace-phone"):
         small(folder / f"{name}.png")
 
 
