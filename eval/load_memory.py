@@ -1,6 +1,9 @@
-"""How much memory loading a model takes at most, beyond what importing the libraries takes. Linux.
+r"""How much memory loading a model takes at most, beyond what importing the libraries takes. Linux.
 
     python -m eval.load_memory --output eval/results/load-memory
+    python -m eval.random_gguf --shape llama-3.2-3b random.gguf
+    python -m eval.load_memory --model random.gguf --dtypes bfloat16 --executors auto \
+        --output eval/results/load-memory-3b
 
 Each case runs in a process of its own, which loads the model and writes a few tokens; the peak is
 the kernel's (VmHWM). With the generic executor there is no packed copy. Writes `summary.json` and
@@ -21,16 +24,15 @@ from eval.called import command
 from selfspec.cli.env import machine
 from selfspec.files import write
 
-EXECUTORS = ("auto", "generic")
-
 
 def main(
     output: Annotated[Path, typer.Option(help="Results folder.")],
     model: Annotated[str | None, typer.Option(help="Folder or hub id; the default model.")] = None,
     dtypes: Annotated[str, typer.Option(help="With commas.")] = "bfloat16,float32",
+    executors: Annotated[str, typer.Option(help="With commas.")] = "auto,generic",
 ) -> None:
     """Load in every way, in turn."""
-    cases = list(product(dtypes.split(","), EXECUTORS))
+    cases = list(product(dtypes.split(","), executors.split(",")))
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         pool.starmap(loaded, [(model, *cases[0])], chunksize=1)  # a first use may convert the file
         found = pool.starmap(loaded, [(model, *case) for case in cases], chunksize=1)
