@@ -80,8 +80,8 @@ class Compared:
         return next((place for place, (one, other) in pairs if one != other), both + 1)
 
     def verdict(self) -> str:
-        """In two lines."""
-        return f"{self.ours.summary()}\n{self._sameness()}; {self._gain()}"
+        """In two lines; speeds were measured, so nothing is guessed."""
+        return f"{self.ours.stats.summary()}\n{self._sameness()}; {self._gain()}"
 
     def _sameness(self) -> str:
         if self.differs_at is None:

@@ -34,6 +34,7 @@ def test_the_same_text_is_said_to_be_the_same(
     assert text  # of twelve tokens one has text
     assert ours.splitlines()[1:-1] == text
     assert verdict.startswith("12 tokens, ")
+    assert "guess" not in verdict
     assert "\nsame text: yes; " in verdict
 
 
