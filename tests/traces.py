@@ -6,8 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs
+from selfspec.decoding.prices import Costs, Unmeasured
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record
@@ -45,14 +47,16 @@ def alone(record: Record, prompt: int) -> Record:
     return replace(
         record,
         prompts=(record.prompts[prompt],),
+        contexts=np.array(record.context(prompt), np.int32),
         answers=record.answers[span],
         roots=record.roots[span],
     )
 
 
-def settings_of(options: SpeculationOptions, fitted: Sequence[int]) -> TraceSettings:
+def settings_of(options: SpeculationOptions, record: Record) -> TraceSettings:
     """What a trace notes of options; layers below D_max are not in use."""
-    own = options.exit
+    own, fitted = options.exit, record.info.exit_layers
+    cost = Unmeasured(record.info.row_costs, record.info.head_cost).unless(options.prices)
     by_layer = spread(own.thresholds, own.layers or fitted)
     depth = max(by_layer) if own.max_depth is None else own.max_depth
     used = {layer: tau for layer, tau in by_layer.items() if layer <= depth}
@@ -62,6 +66,13 @@ def settings_of(options: SpeculationOptions, fitted: Sequence[int]) -> TraceSett
         anneal_strength=own.anneal_strength,
         max_draft_depth=depth,
         max_draft_tokens=own.max_tokens,
+        guesses=own.guesses if options.grows_trees else 1,
+        max_rows=options.most_drafts + 1,
+        ngram_size=options.ngram.size,
+        ngram_tokens=options.ngram.max_tokens,
+        never_slower=options.never_slower,
+        row_costs=cost.rows,
+        head_cost=cost.head,
         drafter=options.drafter,
         controller=options.controller.kind,
         lossless=True,
@@ -74,7 +85,7 @@ def make_trace(
     """The decode of a record's one prompt under `options`, looked at in `layers`."""
     fitted = record.info.exit_layers
     looked_at = tuple(fitted if layers is None else layers)
-    settings = settings_of(options, fitted)
+    settings = settings_of(options, record)
     taus = dict(zip(settings.exit_layers, settings.exit_thresholds, strict=True))
     rounds = replay.rounds(record, 0, options)
     return LayerTrace(
@@ -103,16 +114,17 @@ def _places(rounds: Sequence[Round], layers: Sequence[int]) -> list[Place]:
     found: list[Place] = []
     for number, entry in enumerate(rounds):
         for offset, token in enumerate(entry.tokens):
-            accepted = offset < entry.accepted
+            draft = entry.kept[offset] if offset < entry.accepted else None
+            from_exit = draft is not None and entry.sources[draft] == "exit"
             top, probs = _guesses(dice, token)
             found.append(
                 Place(
                     index=len(found),
                     token=token,
                     text=text_of(token),
-                    kind="prefill" if entry.prefill else "accepted" if accepted else "bonus",
+                    kind="prefill" if entry.prefill else "bonus" if draft is None else "accepted",
                     round=number,
-                    exit_layer=entry.exit_layers[offset] if accepted else None,
+                    exit_layer=entry.exit_layers[draft] if from_exit else None,
                     copied_from=None,
                     final_top_tokens=top,
                     final_top_texts=tuple(map(text_of, top)),

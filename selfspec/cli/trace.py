@@ -158,7 +158,7 @@ def looked(prompt: str | None, asked: dict[str, Any]) -> Seen:
     from selfspec.visualise.inspect import inspect
 
     found = inspect(speculator, text, all_layers=asked.get("all_layers", True), **chosen.generation)
-    if "html" not in asked or speculator.heads is None:
+    if "html" not in asked:
         return Seen(found)
     return replayable(speculator, text, found, asked)
 
@@ -177,7 +177,7 @@ def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict
 
     most = asked.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     try:
-        record = branches(speculator, text, most)
+        record = branches(speculator, text, most, found.info.settings)
     except InvalidOption as error:
         common.note(f"selfspec: the page cannot replay settings: {error}")
         return Seen(found)
@@ -187,13 +187,11 @@ def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict
             "another answer. Try --pinned, without sampling, penalties or a grammar"
         )
         return Seen(found)
-    costs = None
-    if (heads := speculator.heads) is not None:
-        rows = max(record.info.max_draft_tokens + 1, most_rows(found.rounds))
-        context = record.mean_context
-        costs = measure(speculator.backbone, heads, rows=rows, context=context)
+    rows, context = most_rows(found, record), record.mean_context
+    costs = measure(speculator.backbone, speculator.heads, rows=rows, context=context)
     texts = TokenTexts(speculator.tokenizer)
-    drafts = {token: texts.of(token) for token in np.unique(record.tokens).tolist()}
+    tokens = (record.contexts, record.tokens.ravel(), record.guesses.ravel())
+    drafts = {token: texts.of(token) for token in np.unique(np.concatenate(tokens)).tolist()}
     return Seen(found, record, costs, drafts)
 
 

@@ -26,7 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tokenizer().save_pretrained(folder / "model")
     long_trace([f"t{number} " for number in range(45)]).save(folder / "long.jsonl")
     other = (
-        (folder / "long.jsonl").read_text().replace('"format_version": 3', '"format_version": 9')
+        (folder / "long.jsonl").read_text().replace('"format_version": 4', '"format_version": 9')
     )
     (folder / "future.jsonl").write_text(other)
     return folder
@@ -127,7 +127,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["future.jsonl"], "future.jsonl, line 1: format version 9, this selfspec reads 3"),
+        (["future.jsonl"], "future.jsonl, line 1: format version 9, this selfspec reads 4"),
         (["nowhere.jsonl"], "cannot read nowhere.jsonl"),
         (["model/config.json"], "model/config.json, line 1 is no line of a trace: it is not JSON"),
         (["long.jsonl", "--all-layers"], "--all-layers means nothing with --from"),

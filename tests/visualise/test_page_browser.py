@@ -30,7 +30,7 @@ from tests.pages import (
     plain,
     python_results,
 )
-from tests.records import OPTIONS, recorded
+from tests.records import recorded
 from tests.traces import alone, make_trace, some_costs
 
 PROMPT = 1
@@ -381,7 +381,7 @@ def test_128_tokens_and_30_layers_stay_small_and_quick(
 ) -> None:
     """Size is limited; how long a slider takes is told, not asserted: it depends on the machine."""
     trace, long = long_trace(record)
-    html = render(trace, long, some_costs(31, OPTIONS.max_draft_tokens + 1))
+    html = render(trace, long, some_costs(31, 16))
     assert len(html.encode("utf-8")) < 1_500_000
     page = opened(html)
     unfold(page)

@@ -24,7 +24,7 @@ const view = {
   /** Whether a layer may be left at. */
   asks(layer) {
     if (!this.choice) return info.settings.exit_layers.includes(layer) && layer <= info.settings.max_draft_depth;
-    return settingOf(this.choice).layers.includes(layer);
+    return drafts(this.choice, "exit") && settingOf(this.choice).layers.includes(layer);
   },
 };
 
