@@ -115,7 +115,9 @@ def _places(rounds: Sequence[Round], layers: Sequence[int]) -> list[Place]:
     for number, entry in enumerate(rounds):
         for offset, token in enumerate(entry.tokens):
             draft = entry.kept[offset] if offset < entry.accepted else None
-            from_exit = draft is not None and entry.sources[draft] == "exit"
+            left = None
+            if draft is not None and entry.sources[draft] == "exit":
+                left = entry.exit_layers[draft]
             top, probs = _guesses(dice, token)
             found.append(
                 Place(
@@ -124,7 +126,7 @@ def _places(rounds: Sequence[Round], layers: Sequence[int]) -> list[Place]:
                     text=text_of(token),
                     kind="prefill" if entry.prefill else "bonus" if draft is None else "accepted",
                     round=number,
-                    exit_layer=entry.exit_layers[draft] if from_exit else None,
+                    exit_layer=left,
                     copied_from=None,
                     final_top_tokens=top,
                     final_top_texts=tuple(map(text_of, top)),

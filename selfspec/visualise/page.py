@@ -1,7 +1,8 @@
 """One HTML file that shows an answer layer by layer: a trace comes in, with it a record and costs.
 
 The file needs nothing else: no network, no framework. From the record it replays other settings in
-the reader's browser (assets/replay.js is eval/replay.py again, with the runtime's drafters). Called by `selfspec trace --html`.
+the reader's browser: assets/replay.js is eval/replay.py again, with scripts for the runtime's
+drafters. Called by `selfspec trace --html` and by `/trace` in a chat.
 """
 
 from __future__ import annotations
@@ -52,18 +53,21 @@ def render(
     record: Record | None,
     costs: Costs | None,
     texts: Mapping[int, str] | None = None,
+    why: str = "",
 ) -> str:
     """The whole file as text; `texts`: of tokens that a replay may draft.
 
-    Without `record` nothing can be replayed, without `costs` no speed-up is predicted; the page
-    says so. Raises InvalidData for a record of another answer, InvalidOption for costs of another
-    model or of too few rows.
+    Without `record` nothing can be replayed, for a reason that `why` gives; without `costs` no
+    speed-up is predicted; the page says so. Raises InvalidData for a record of another answer,
+    InvalidOption for costs of another model or of too few rows.
     """
     begin = None
-    if record is not None and trace.info.settings.lossless:
+    if not trace.info.settings.lossless:
+        why = "Decoded by a lossy rule: with other drafts the answer would have been another one."
+    elif record is not None:
         _check(trace, record, costs)
         begin = start(trace, record)
-    data = page_data(trace, record if begin else None, costs, begin, texts)
+    data = page_data(trace, record if begin else None, costs, begin, texts) | {"why": why}
     style = pages.style_of(_HOME, "page.css")
     script = pages.script_of(_HOME, *_SCRIPTS)
     return pages.filled(

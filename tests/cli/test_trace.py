@@ -84,12 +84,15 @@ def test_the_page_replays_the_very_answer_or_nothing(
     text = page.read_text()
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert (data["record"] is not None, data["prices"] is not None) == (replays, replays)
+    assert ("greedy decoding without drafts gives another answer" in data["why"]) != replays
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_a_page_of_a_kept_trace_replays_nothing(workplace: Path, tmp_path: Path) -> None:
     assert main(["trace", "--from", "long.jsonl", "--html", str(tmp_path / "page.html")]) == 0
-    assert "t44" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "t44" in page
+    assert "has sliders: selfspec trace --html PAGE.html PROMPT" in page
 
 
 @pytest.mark.parametrize(
@@ -131,6 +134,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
         (["nowhere.jsonl"], "cannot read nowhere.jsonl"),
         (["model/config.json"], "model/config.json, line 1 is no line of a trace: it is not JSON"),
         (["long.jsonl", "--all-layers"], "--all-layers means nothing with --from"),
+        (["long.jsonl", "--no-all-layers"], "--no-all-layers means nothing with --from"),
         (["long.jsonl", "--max-new-tokens", "3"], "--max-new-tokens means nothing with --from"),
     ],
 )

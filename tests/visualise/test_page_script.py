@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import selfspec
 from selfspec import pages
 from selfspec.config import SpeculationOptions
+from selfspec.eval import replay
 from selfspec.eval.record import Record
-from selfspec.visualise.page import page_data
+from selfspec.visualise.gain import gain
+from selfspec.visualise.inspect import branches, inspect
+from selfspec.visualise.page import most_rows, page_data
+from selfspec.visualise.start import Start, start
+from tests.api.test_default_model import pytestmark as default_model
 from tests.pages import (
     COSTS,
     USED,
@@ -22,12 +30,14 @@ from tests.pages import (
     check_replayed,
     learning_settings,
     many_settings,
+    plain,
     tiled,
 )
 from tests.records import KINDS, recorded
-from tests.traces import alone, make_trace
+from tests.traces import alone, make_trace, some_costs
 
 PROMPT = 1
+QUESTION = "Write a line of thanks to Ann Miller of Miller & Son, then write the same line again."
 
 DRIVER = """
 import { readFileSync } from "node:fs";
@@ -94,3 +104,50 @@ def test_the_script_replays_what_python_replays(kind: str, node: str, tmp_path: 
         if setting.drafter == "exit"
     ]
     assert any(True in off and False in off[off.index(True) :] for off in pauses)
+
+
+@pytest.mark.parametrize("heads", [pytest.param("smollm2-135m-instruct", marks=default_model)])
+def test_the_sliders_of_the_default_model_begin_at_the_decode(
+    heads: str, node: str, tmp_path: Path
+) -> None:
+    """Trees around text already seen, under the never-slower rule: what the default drafts by."""
+    speculator, tokens = selfspec.load(heads=heads), 40
+    trace = inspect(speculator, QUESTION, all_layers=False, max_new_tokens=tokens)
+    record = branches(speculator, QUESTION, tokens, trace.info.settings)
+    begin = start(trace, record)
+    assert begin.notes == ()
+    costs = some_costs(30, most_rows(trace, record))
+    page = page_data(trace, record, costs, begin)
+    choices = default_choices(begin)
+    (made, *others) = replayed(node, tmp_path, page, [asdict(choice) for choice in choices])
+    assert made["rounds"] == [plain(entry) for entry in trace.rounds]
+    assert {source for entry in made["rounds"] for source in entry["sources"]} == {"exit", "ngram"}
+    assert made["summary"]["speed_up"] == pytest.approx(gain(trace, costs).speed_up, rel=1e-12)
+    for choice, other in zip(choices[1:], others, strict=True):
+        options = choice.options(record.info)
+        expected = [plain(entry) for entry in replay.rounds(record, 0, options)]
+        assert other["rounds"] == expected, choice
+    assert any(entry["ended"] == "off" for other in others for entry in other["rounds"][20:])
+
+
+def default_choices(begin: Start) -> list[Start]:
+    """The decode's setting, then others around it: trees and chains, with pauses and without."""
+    dice = random.Random(0)
+    found = [
+        replace(
+            begin,
+            drafter=drafter,
+            thresholds=(dice.choice([0.01, 0.05, dice.uniform(0.02, 0.6)]),),
+            alpha=dice.randrange(4),
+            width=dice.randint(1, 7),
+            guesses=dice.choice([1, 2, 8]),
+            max_rows=dice.randint(2, 16),
+            ngram_width=dice.randint(1, 15),
+            never_slower=dice.random() < 0.6,
+            row_costs=dice.choice([begin.row_costs, (0.3,), (0.05, 0.3), (0.78, 0.08)]),
+            head_cost=dice.choice([begin.head_cost, 0.34]),
+        )
+        for drafter in ("ngram+exit", "exit", "ngram", "none")
+        for _ in range(1 if drafter == "none" else 12)
+    ]
+    return [begin, *found]

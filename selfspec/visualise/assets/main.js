@@ -69,7 +69,7 @@ function describe() {
   $("no-replay").hidden = false;
   $("no-replay").textContent = data.record
     ? "This browser cannot unpack the record, so other settings cannot be tried here."
-    : "The trace came without a record, so other settings cannot be tried here.";
+    : data.why || "The trace came without a record, so other settings cannot be tried here.";
 }
 
 function setClass(node, classes) {
