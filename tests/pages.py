@@ -13,7 +13,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Unmeasured
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
-from selfspec.eval.record import Ints, Record
+from selfspec.eval.record import NONE, Ints, Record
 from selfspec.options import Exit, Fixed, Prices
 from selfspec.visualise.layers import LayerTrace
 from tests.eval.test_replay import learning_setting, random_setting
@@ -83,7 +83,7 @@ def as_choice(record: Record, options: SpeculationOptions) -> dict[str, Any]:
         "used": [layer in layers for layer in info.exit_layers],
         "thresholds": [by_layer.get(layer, 1.0) for layer in info.exit_layers],
         "alpha": info.anneal_strengths.index(own.anneal_strength),
-        "depth": layers[-1] if own.max_depth is None else own.max_depth,
+        "depth": max(layers, default=0) if own.max_depth is None else own.max_depth,
         "width": own.max_tokens,
         "guesses": own.guesses,
         "max_rows": own.max_rows,
@@ -136,6 +136,22 @@ def tiled(record: Record, places: int) -> Record:
         guesses=np.tile(record.guesses, (copies, 1)),
         chances=np.tile(record.chances, (copies, 1, 1)),
         behind=shifted(record.behind),
+    )
+
+
+def without_heads(record: Record) -> Record:
+    """The same answer of a model that has none: text already seen alone drafts."""
+    nodes, chances = np.zeros((0, 0), np.int32), np.zeros((0, 3, 0), np.float32)
+    return replace(
+        record,
+        info=replace(record.info, exit_layers=()),
+        roots=np.full_like(record.roots, NONE),
+        tokens=nodes,
+        children=nodes,
+        confidence=chances.reshape(0, 0, 3),
+        guesses=nodes,
+        chances=chances,
+        behind=nodes,
     )
 
 

@@ -58,7 +58,7 @@ def settings_of(options: SpeculationOptions, record: Record) -> TraceSettings:
     own, fitted = options.exit, record.info.exit_layers
     cost = Unmeasured(record.info.row_costs, record.info.head_cost).unless(options.prices)
     by_layer = spread(own.thresholds, own.layers or fitted)
-    depth = max(by_layer) if own.max_depth is None else own.max_depth
+    depth = max(by_layer, default=0) if own.max_depth is None else own.max_depth
     used = {layer: tau for layer, tau in by_layer.items() if layer <= depth}
     return TraceSettings(
         exit_layers=tuple(used),
@@ -98,7 +98,9 @@ def make_trace(
             num_layers=record.info.num_layers,
             exit_layers=looked_at,
             head_kinds=tuple("translator" if e in fitted else "logit-lens" for e in looked_at),
-            thresholds=tuple(taus.get(layer, max(taus.values())) for layer in looked_at),
+            thresholds=tuple(
+                taus.get(layer, max(taus.values(), default=1.0)) for layer in looked_at
+            ),
             settings=settings,
             prompt="Say </script> and <script>hacked = 1</script>.",
             prompt_texts=tuple(f"p{n} " for n in range(record.prompts[0].prompt_tokens)),

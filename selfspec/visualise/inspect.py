@@ -57,10 +57,9 @@ def inspect(
     call = speculator.call(prompt, options)
     request, speculation = call.request.only(), call.speculation
     stream = call.stream(speculator.engine().add(request, speculation))
-    lossless = stream.drain().stats.lossless
     asked = request.ids[0, request.pad :]
     taus = _taus(speculator, speculation)
-    settings = _settings(speculator, speculation, taus, lossless=lossless)
+    settings = _settings(speculator, speculation, taus, lossless=stream.drain().stats.lossless)
     thresholds = _thresholds(taus, lenses)
     judge = ExitJudge(
         speculator.backbone.num_layers,

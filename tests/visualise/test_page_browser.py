@@ -14,7 +14,7 @@ import pytest
 from selfspec.config import SpeculationOptions
 from selfspec.eval import replay
 from selfspec.eval.record import Record
-from selfspec.options import Exit
+from selfspec.options import Exit, Prices
 from selfspec.visualise.gain import gain, right_from
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.page import render
@@ -223,6 +223,54 @@ def test_sliders_give_the_counts_of_python(page: Page, record: Record) -> None:
         assert page.locator("#lanes .verify").count() == rounds
     page.locator("#controls .reset").click()
     assert result(page, "rounds") == str(used["rounds"])
+
+
+def test_sliders_of_trees_begin_at_the_decode_and_give_the_counts_of_python(opened: Open) -> None:
+    record = alone(recorded("deep-fused-0").record, PROMPT)
+    options = SpeculationOptions(
+        drafter="ngram+exit",
+        exit=Exit(threshold=0.2, anneal_strength=0.5, max_tokens=3, guesses=4, max_rows=9),
+        prices=Prices(row=0.02, head=0.1),
+    )
+    trace = make_trace(record, options)
+    page = opened(render(trace, record, COSTS), **PHONE)
+    assert page.evaluate("selfspec.replay(selfspec.data.start)") == [plain(e) for e in trace.rounds]
+    unfold(page)
+    assert page.locator("#notes li").count() == 0
+    assert float(result(page, "speed")) == pytest.approx(gain(trace, COSTS).speed_up, abs=5e-4)
+    changes: list[tuple[str, Any, dict[str, Any]]] = [
+        ("#per-place", 2, {"exit": {"guesses": 2}}),
+        ("#rows", 4, {"exit": {"max_rows": 4}}),
+        ("#ngram-width", 3, {"ngram": {"max_tokens": 3}}),
+        ("#never-slower", False, {"never_slower": False}),
+        ("#drafter", "exit", {"drafter": "exit"}),
+        ("#per-place", 1, {"exit": {"guesses": 1}}),
+        ("#drafter", "ngram", {"drafter": "ngram"}),
+        ("#drafter", "none", {"drafter": "none"}),
+    ]
+    found = []
+    for name, value, change in changes:
+        control = page.locator(name)
+        if isinstance(value, str):
+            control.select_option(value)
+        elif isinstance(value, bool):
+            control.set_checked(value)
+        else:
+            set_slider(page, control, value)
+        options = options.updated(change)
+        expected = python_results(record, options)
+        found.append(expected["drafted"])
+        assert result(page, "rounds") == str(expected["rounds"])
+        assert result(page, "drafted") == str(expected["drafted"])
+        assert result(page, "speed") == f"{expected['speed_up']:.3f}"
+        assert page.locator("#rows").is_visible() == (options.grows_trees)
+        assert page.locator("#ngram-width").is_visible() == options.uses("ngram")
+        assert page.locator("#never-slower").is_visible() == options.uses("exit")
+    assert len(set(found)) > 4
+    page.locator("#controls .reset").click()
+    assert page.locator("#rows").input_value() == "9"
+    assert axe_findings(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 def test_another_alpha_shades_by_recorded_confidence(

@@ -18,6 +18,7 @@ from selfspec import pages
 from selfspec.config import SpeculationOptions
 from selfspec.eval import replay
 from selfspec.eval.record import Record
+from selfspec.options import Exit, Ngram
 from selfspec.visualise.gain import gain
 from selfspec.visualise.inspect import branches, inspect
 from selfspec.visualise.page import most_rows, page_data
@@ -32,6 +33,7 @@ from tests.pages import (
     many_settings,
     plain,
     tiled,
+    without_heads,
 )
 from tests.records import KINDS, recorded
 from tests.traces import alone, make_trace, some_costs
@@ -80,9 +82,15 @@ def replayed(
     return json.loads(result.stdout)
 
 
-def check(record: Record, options: Sequence[SpeculationOptions], node: str, folder: Path) -> Any:
+def check(
+    record: Record,
+    options: Sequence[SpeculationOptions],
+    node: str,
+    folder: Path,
+    used: SpeculationOptions = USED,
+) -> Any:
     """What the scripts make of a record, which is what Python makes of it; a list per setting."""
-    page = page_data(make_trace(record, USED), record, COSTS, None)
+    page = page_data(make_trace(record, used), record, COSTS, None)
     found = replayed(node, folder, page, [as_choice(record, setting) for setting in options])
     for setting, made in zip(options, found, strict=True):
         check_replayed(record, setting, made["rounds"], made["summary"])
@@ -104,6 +112,15 @@ def test_the_script_replays_what_python_replays(kind: str, node: str, tmp_path: 
         if setting.drafter == "exit"
     ]
     assert any(True in off and False in off[off.index(True) :] for off in pauses)
+
+
+def test_a_record_without_heads_is_replayed_too(node: str, tmp_path: Path) -> None:
+    record = without_heads(tiled(alone(recorded("translator").record, PROMPT), 60))
+    plainly = SpeculationOptions(drafter="none", exit=Exit(anneal_strength=0.5))
+    widths = [replace(plainly, drafter="ngram", ngram=Ngram(max_tokens=n)) for n in (2, 9)]
+    assert all(start(make_trace(record, options), record).notes == () for options in widths)
+    one, other, none = check(record, [*widths, plainly], node, tmp_path, used=widths[0])
+    assert len(other) < len(one) < len(none)
 
 
 @pytest.mark.parametrize("heads", [pytest.param("smollm2-135m-instruct", marks=default_model)])

@@ -41,10 +41,10 @@ const NUMBERS = {
 };
 
 const DRAFTERS = {
-  "ngram+exit": "text already seen, exit heads",
+  "ngram+exit": "text seen, exit heads",
   exit: "exit heads",
   ngram: "text already seen",
-  none: "nothing: plain decoding",
+  none: "nothing",
 };
 
 /** Exit layers that are switched on, rising. */
