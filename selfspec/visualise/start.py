@@ -131,8 +131,8 @@ def _notes(begin: Start, trace: LayerTrace, record: Record) -> Iterator[str]:
         # the prompt's pass may have been made in pieces
         if found[1:] != list(trace.rounds[1:]):
             yield (
-                "decoded in other rounds than these settings make here: sampling, penalties or a "
-                "grammar had a say in the drafts"
+                "decoded in other rounds than these settings make here: penalties, a grammar, or "
+                "kernels that round by the rows of a pass had a say in the drafts"
             )
 
 

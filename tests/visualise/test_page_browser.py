@@ -238,6 +238,7 @@ def test_sliders_of_trees_begin_at_the_decode_and_give_the_counts_of_python(open
     unfold(page)
     assert page.locator("#notes li").count() == 0
     assert float(result(page, "speed")) == pytest.approx(gain(trace, COSTS).speed_up, abs=5e-4)
+    painted = [page.locator(name).inner_html() for name in ("#answer", "#depth")]
     changes: list[tuple[str, Any, dict[str, Any]]] = [
         ("#per-place", 2, {"exit": {"guesses": 2}}),
         ("#rows", 4, {"exit": {"max_rows": 4}}),
@@ -269,6 +270,8 @@ def test_sliders_of_trees_begin_at_the_decode_and_give_the_counts_of_python(open
     assert len(set(found)) > 4
     page.locator("#controls .reset").click()
     assert page.locator("#rows").input_value() == "9"
+    after = [page.locator(name).inner_html() for name in ("#answer", "#depth")]
+    assert [html.replace(' style=""', "") for html in after] == painted
     assert axe_findings(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
