@@ -26,6 +26,12 @@ USED = SpeculationOptions(
 )
 
 
+PROMPT = 1
+"""Of a record's."""
+PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
+"""Of a browser."""
+
+
 def many_settings(record: Record) -> list[SpeculationOptions]:
     """By chance; in some a threshold equals a confidence to the last bit."""
     options = [random_setting(record, seed) for seed in range(40)]
@@ -160,3 +166,28 @@ def long_trace(record: Record, places: int = 128) -> tuple[LayerTrace, Record]:
     long = tiled(record, places)
     long = replace(long, info=replace(long.info, num_layers=31, exit_layers=(4, 12, 20)))
     return make_trace(long, USED, range(1, 31)), long
+
+
+def unfold(page: Any) -> None:
+    """The table of guesses, and the sliders."""
+    for name in ("guesses", "settings"):
+        page.locator(f"#{name} > summary").click()
+    page.locator("#map td").first.wait_for(state="attached")
+
+
+def cell(page: Any, trace: LayerTrace, place: int, layer: int) -> Any:
+    """A cell of the map; deep layers stand above."""
+    row = len(trace.info.exit_layers) - 1 - trace.info.exit_layers.index(layer)
+    return page.locator("#map tbody tr").nth(row).locator("td").nth(place)
+
+
+def result(page: Any, name: str, column: str = "now") -> str:
+    return page.locator(f"#results [data-{column}={name}]").inner_text()
+
+
+def set_slider(page: Any, slider: Any, value: float) -> None:
+    slider.evaluate(
+        "(node, value) => { node.value = value; "
+        "node.dispatchEvent(new Event('input', { bubbles: true })); }",
+        value,
+    )

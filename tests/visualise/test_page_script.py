@@ -26,6 +26,7 @@ from selfspec.visualise.start import Start, start
 from tests.api.test_default_model import pytestmark as default_model
 from tests.pages import (
     COSTS,
+    PROMPT,
     USED,
     as_choice,
     check_replayed,
@@ -38,7 +39,6 @@ from tests.pages import (
 from tests.records import KINDS, recorded
 from tests.traces import alone, make_trace, some_costs
 
-PROMPT = 1
 QUESTION = "Write a line of thanks to Ann Miller of Miller & Son, then write the same line again."
 
 DRIVER = """
