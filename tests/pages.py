@@ -42,16 +42,25 @@ def many_settings(record: Record) -> list[SpeculationOptions]:
 
 
 def learning_settings(record: Record) -> list[SpeculationOptions]:
-    """By chance: text already seen, pauses, and trees where the record has them."""
+    """By chance: text already seen, pauses, and trees where the record has them.
+
+    In some a threshold equals a confidence to the last bit.
+    """
     found = []
+    met = record.confidence[record.roots[record.roots != NONE]]
     for seed in range(60):
         dice = random.Random(seed)
         drafter = dice.choice(["ngram", "exit", "ngram+exit", "ngram+exit", "none"])
         options = learning_setting(record, seed, drafter)
         if record.guesses.size and dice.random() < 0.7:
             options = replace(options, exit=_trees(options.exit, dice))
-        # dear as a whole, so that pauses come soon, but no single row: else nothing is tried
-        dear = Prices(row=(0.05, dice.choice([0.1, 0.9])), head=dice.choice([0.0, 0.2, 0.34]))
+        alpha = record.info.anneal_strengths.index(options.exit.anneal_strength)
+        taus = [tau for tau in met[..., alpha].ravel().tolist() if tau >= record.info.min_threshold]
+        if taus and dice.random() < 0.4:
+            options = replace(options, exit=replace(options.exit, threshold=dice.choice(taus)))
+        # dear as a whole, so that pauses come soon, but few single rows: else nothing is tried
+        heads = dice.choice([0.0, 0.2, 0.34, 0.6])
+        dear = Prices(row=(0.05, dice.choice([0.1, 0.9])), head=heads)
         prices = options.prices if dice.random() < 0.2 else dear
         found.append(replace(options, controller=Fixed(), prices=prices))
     return found

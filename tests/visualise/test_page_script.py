@@ -100,8 +100,8 @@ def check(
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_script_replays_what_python_replays(kind: str, node: str, tmp_path: Path) -> None:
     record = alone(recorded(kind).record, PROMPT)
-    check(record, many_settings(record), node, tmp_path)
     options = learning_settings(record)
+    check(record, [*many_settings(record), *options], node, tmp_path)
     found = check(tiled(record, 60), options, node, tmp_path)
     rounds = [entry for made in found for entry in made]
     assert {source for entry in rounds for source in entry["sources"]} == {"exit", "ngram"}
