@@ -112,28 +112,26 @@ def _drafter(settings: TraceSettings, info: RecordInfo) -> str:
     return "exit" if info.exit_layers and "ngram" not in settings.drafter else "ngram"
 
 
-def _notes(begin: Start, trace: LayerTrace, record: Record) -> Iterator[str]:
+def _notes(begin: Start, trace: LayerTrace, record: Record) -> list[str]:
     """In what the decode differs; none where it was replayed as it was."""
-    settings = trace.info.settings
-    said = 0
+    settings, notes = trace.info.settings, []
     if begin.drafter != settings.drafter:
-        said += 1
-        yield f"decoded with drafts by {settings.drafter}; what a draft model says was not recorded"
+        notes.append(
+            f"decoded with drafts by {settings.drafter}; what a draft model says was not recorded"
+        )
     elif settings.controller != "fixed" and settings.drafter != "none":
-        said += 1
-        yield f"decoded with controller {settings.controller}; here W_max is fixed"
+        notes.append(f"decoded with controller {settings.controller}; here W_max is fixed")
     if "exit" in begin.drafter:
-        for note in _exit_notes(begin, settings, record):
-            said += 1
-            yield note
-    if said == 0:
-        found = replay.rounds(record, 0, begin.options(record.info))
-        # the prompt's pass may have been made in pieces
-        if found[1:] != list(trace.rounds[1:]):
-            yield (
-                "decoded in other rounds than these settings make here: penalties, a grammar, or "
-                "kernels that round by the rows of a pass had a say in the drafts"
-            )
+        notes += _exit_notes(begin, settings, record)
+    if notes:
+        return notes
+    replayed = replay.rounds(record, 0, begin.options(record.info))
+    if replayed[1:] != list(trace.rounds[1:]):  # the prompt may have been read in several passes
+        notes.append(
+            "decoded in other rounds than these settings make here: penalties, a grammar, or "
+            "kernels that round by the rows of a pass had a say in the drafts"
+        )
+    return notes
 
 
 def _exit_notes(begin: Start, settings: TraceSettings, record: Record) -> Iterator[str]:
