@@ -10,21 +10,26 @@ import numpy as np
 import pytest
 
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.prices import Costs, Unmeasured
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
-from selfspec.eval.record import Record
-from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
-from selfspec.options import Exit
+from selfspec.eval.record import NONE, Ints, Record
+from selfspec.options import Exit, Fixed, Prices
 from selfspec.visualise.layers import LayerTrace
-from tests.eval.test_replay import random_setting
-from tests.records import OPTIONS
+from tests.eval.test_replay import learning_setting, random_setting
 from tests.traces import make_trace, some_costs
 
 RECORD_LAYERS = 6
-COSTS = some_costs(RECORD_LAYERS, OPTIONS.max_draft_tokens + 1)
+COSTS = some_costs(RECORD_LAYERS, 16)
 USED = SpeculationOptions(
     exit=Exit(threshold=0.2, anneal_strength=0.5, max_tokens=3), never_slower=False
 )
+
+
+PROMPT = 1
+"""Of a record's."""
+PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
+"""Of a browser."""
 
 
 def many_settings(record: Record) -> list[SpeculationOptions]:
@@ -36,13 +41,47 @@ def many_settings(record: Record) -> list[SpeculationOptions]:
     return [*options, *(everywhere.updated({"exit": {"threshold": tau}}) for tau in taus)]
 
 
+def learning_settings(record: Record) -> list[SpeculationOptions]:
+    """By chance: text already seen, pauses, and trees where the record has them.
+
+    In some a threshold equals a confidence to the last bit.
+    """
+    found = []
+    met = record.confidence[record.roots[record.roots != NONE]]
+    for seed in range(60):
+        dice = random.Random(seed)
+        drafter = dice.choice(["ngram", "exit", "ngram+exit", "ngram+exit", "none"])
+        options = learning_setting(record, seed, drafter)
+        if record.guesses.size and dice.random() < 0.7:
+            options = replace(options, exit=_trees(options.exit, dice))
+        alpha = record.info.anneal_strengths.index(options.exit.anneal_strength)
+        taus = [tau for tau in met[..., alpha].ravel().tolist() if tau >= record.info.min_threshold]
+        if taus and dice.random() < 0.4:
+            options = replace(options, exit=replace(options.exit, threshold=dice.choice(taus)))
+        # dear as a whole, so that pauses come soon, but few single rows: else nothing is tried
+        heads = dice.choice([0.0, 0.2, 0.34, 0.6])
+        dear = Prices(row=(0.05, dice.choice([0.1, 0.9])), head=heads)
+        prices = options.prices if dice.random() < 0.2 else dear
+        found.append(replace(options, controller=Fixed(), prices=prices))
+    return found
+
+
+def _trees(exits: Exit, dice: random.Random) -> Exit:
+    return replace(
+        exits,
+        layers=(0,),
+        max_depth=None,
+        threshold=exits.thresholds[0],
+        guesses=dice.randint(2, 8),
+        max_rows=dice.randint(2, 16),
+    )
+
+
 def check_replayed(
     record: Record, options: SpeculationOptions, rounds: list[Any], summary: dict[str, float]
 ) -> None:
-    """Every field of every round, the heads asked, and what is counted and predicted of them."""
-    judged = sum(entry["heads"] for entry in rounds)
+    """Every field of every round, and what is counted and predicted of them."""
     assert rounds == [plain(entry) for entry in replay.rounds(record, 0, options)], options
-    assert judged == totals(record, [options]).judged[0, 0]
     for name, value in python_results(record, options).items():
         assert summary[name] == pytest.approx(value, rel=1e-12), (name, options)
 
@@ -53,12 +92,21 @@ def as_choice(record: Record, options: SpeculationOptions) -> dict[str, Any]:
     layers = own.layers or info.exit_layers
     taus = own.thresholds if len(own.thresholds) > 1 else own.thresholds * len(layers)
     by_layer = dict(zip(layers, taus, strict=True))
+    cost = Unmeasured(info.row_costs, info.head_cost).unless(options.prices)
     return {
+        "drafter": options.drafter,
         "used": [layer in layers for layer in info.exit_layers],
         "thresholds": [by_layer.get(layer, 1.0) for layer in info.exit_layers],
         "alpha": info.anneal_strengths.index(own.anneal_strength),
-        "depth": layers[-1] if own.max_depth is None else own.max_depth,
+        "depth": max(layers, default=0) if own.max_depth is None else own.max_depth,
         "width": own.max_tokens,
+        "guesses": own.guesses,
+        "max_rows": own.max_rows,
+        "ngram_size": options.ngram.size,
+        "ngram_width": options.ngram.max_tokens,
+        "never_slower": options.never_slower,
+        "row_costs": cost.rows,
+        "head_cost": cost.head,
     }
 
 
@@ -67,44 +115,88 @@ def plain(entry: Round) -> dict[str, Any]:
     return asdict(entry) | {"passes": [list(run) for run in entry.passes]}
 
 
-def python_results(record: Record, options: SpeculationOptions) -> dict[str, float]:
+def python_results(
+    record: Record, options: SpeculationOptions, costs: Costs = COSTS
+) -> dict[str, float]:
     """What Python's replay counts and predicts."""
-    found = totals(record, [options])
-    seconds = predicted_seconds(found, COSTS)[0, 0]
+    later = replay.rounds(record, 0, options)[1:]
+    tokens, seconds = sum(len(entry.tokens) for entry in later), costs.seconds_of(later)
     return {
-        "rounds": int(found.rounds[0, 0]),
-        "drafted": int(found.drafted[0, 0]),
-        "accepted": int(found.accepted[0, 0]),
-        "compression_rate": float(found.tokens[0, 0] / found.rounds[0, 0]),
-        "seconds": float(seconds),
-        "speed_up": float(plain_seconds(record, COSTS)[0] / seconds),
+        "rounds": len(later),
+        "drafted": sum(len(entry.draft_tokens) for entry in later),
+        "accepted": sum(entry.accepted for entry in later),
+        "compression_rate": tokens / len(later),
+        "seconds": seconds,
+        "speed_up": tokens * costs.plain_step() / seconds,
     }
 
 
-def long_trace(record: Record, places: int = 128) -> tuple[LayerTrace, Record]:
-    """Many tokens and 30 layers: a short answer over and over, its heads at other depths."""
+def tiled(record: Record, places: int) -> Record:
+    """A short answer over and over: many places, and nodes of their own for each copy."""
     copies, nodes = -(-places // len(record.answers)), len(record.tokens)
-    shifted = [
-        np.where(record.roots >= 0, record.roots + nodes * copy, record.roots)
-        for copy in range(copies)
-    ]
-    roots = np.concatenate(shifted)[:places].astype(np.int32)
-    roots[roots < 0] = 0
-    children = np.concatenate(
-        [
-            np.where(record.children >= 0, record.children + nodes * copy, 0)
-            for copy in range(copies)
-        ]
-    ).astype(np.int32)
-    layers = (4, 12, 20)
-    long = replace(
+
+    def shifted(found: Ints) -> Ints:
+        each = [np.where(found >= 0, found + nodes * copy, nodes * copy) for copy in range(copies)]
+        return np.concatenate(each).astype(np.int32)
+
+    return replace(
         record,
-        info=replace(record.info, num_layers=31, exit_layers=layers, end_tokens=()),
+        info=replace(record.info, end_tokens=()),
         prompts=(replace(record.prompts[0], new_tokens=places, max_new_tokens=places),),
         answers=np.tile(record.answers, copies)[:places],
-        roots=roots,
+        roots=shifted(record.roots)[:places],
         tokens=np.tile(record.tokens, (copies, 1)),
-        children=children,
+        children=shifted(record.children),
         confidence=np.tile(record.confidence, (copies, 1, 1)),
+        guesses=np.tile(record.guesses, (copies, 1)),
+        chances=np.tile(record.chances, (copies, 1, 1)),
+        behind=shifted(record.behind),
     )
+
+
+def without_heads(record: Record) -> Record:
+    """The same answer of a model that has none: text already seen alone drafts."""
+    nodes, chances = np.zeros((0, 0), np.int32), np.zeros((0, 3, 0), np.float32)
+    return replace(
+        record,
+        info=replace(record.info, exit_layers=()),
+        roots=np.full_like(record.roots, NONE),
+        tokens=nodes,
+        children=nodes,
+        confidence=chances.reshape(0, 0, 3),
+        guesses=nodes,
+        chances=chances,
+        behind=nodes,
+    )
+
+
+def long_trace(record: Record, places: int = 128) -> tuple[LayerTrace, Record]:
+    """Many tokens and 30 layers, heads at other depths."""
+    long = tiled(record, places)
+    long = replace(long, info=replace(long.info, num_layers=31, exit_layers=(4, 12, 20)))
     return make_trace(long, USED, range(1, 31)), long
+
+
+def unfold(page: Any) -> None:
+    """The table of guesses, and the sliders."""
+    for name in ("guesses", "settings"):
+        page.locator(f"#{name} > summary").click()
+    page.locator("#map td").first.wait_for(state="attached")
+
+
+def cell(page: Any, trace: LayerTrace, place: int, layer: int) -> Any:
+    """A cell of the map; deep layers stand above."""
+    row = len(trace.info.exit_layers) - 1 - trace.info.exit_layers.index(layer)
+    return page.locator("#map tbody tr").nth(row).locator("td").nth(place)
+
+
+def result(page: Any, name: str, column: str = "now") -> str:
+    return page.locator(f"#results [data-{column}={name}]").inner_text()
+
+
+def set_slider(page: Any, slider: Any, value: float) -> None:
+    slider.evaluate(
+        "(node, value) => { node.value = value; "
+        "node.dispatchEvent(new Event('input', { bubbles: true })); }",
+        value,
+    )

@@ -6,8 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs
+from selfspec.decoding.prices import Costs, Unmeasured
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record
@@ -45,16 +47,18 @@ def alone(record: Record, prompt: int) -> Record:
     return replace(
         record,
         prompts=(record.prompts[prompt],),
+        contexts=np.array(record.context(prompt), np.int32),
         answers=record.answers[span],
         roots=record.roots[span],
     )
 
 
-def settings_of(options: SpeculationOptions, fitted: Sequence[int]) -> TraceSettings:
+def settings_of(options: SpeculationOptions, record: Record) -> TraceSettings:
     """What a trace notes of options; layers below D_max are not in use."""
-    own = options.exit
+    own, fitted = options.exit, record.info.exit_layers
+    cost = Unmeasured(record.info.row_costs, record.info.head_cost).unless(options.prices)
     by_layer = spread(own.thresholds, own.layers or fitted)
-    depth = max(by_layer) if own.max_depth is None else own.max_depth
+    depth = max(by_layer, default=0) if own.max_depth is None else own.max_depth
     used = {layer: tau for layer, tau in by_layer.items() if layer <= depth}
     return TraceSettings(
         exit_layers=tuple(used),
@@ -62,6 +66,13 @@ def settings_of(options: SpeculationOptions, fitted: Sequence[int]) -> TraceSett
         anneal_strength=own.anneal_strength,
         max_draft_depth=depth,
         max_draft_tokens=own.max_tokens,
+        guesses=own.guesses if options.grows_trees else 1,
+        max_rows=options.most_drafts + 1,
+        ngram_size=options.ngram.size,
+        ngram_tokens=options.ngram.max_tokens,
+        never_slower=options.never_slower,
+        row_costs=cost.rows,
+        head_cost=cost.head,
         drafter=options.drafter,
         controller=options.controller.kind,
         lossless=True,
@@ -74,7 +85,7 @@ def make_trace(
     """The decode of a record's one prompt under `options`, looked at in `layers`."""
     fitted = record.info.exit_layers
     looked_at = tuple(fitted if layers is None else layers)
-    settings = settings_of(options, fitted)
+    settings = settings_of(options, record)
     taus = dict(zip(settings.exit_layers, settings.exit_thresholds, strict=True))
     rounds = replay.rounds(record, 0, options)
     return LayerTrace(
@@ -87,7 +98,9 @@ def make_trace(
             num_layers=record.info.num_layers,
             exit_layers=looked_at,
             head_kinds=tuple("translator" if e in fitted else "logit-lens" for e in looked_at),
-            thresholds=tuple(taus.get(layer, max(taus.values())) for layer in looked_at),
+            thresholds=tuple(
+                taus.get(layer, max(taus.values(), default=1.0)) for layer in looked_at
+            ),
             settings=settings,
             prompt="Say </script> and <script>hacked = 1</script>.",
             prompt_texts=tuple(f"p{n} " for n in range(record.prompts[0].prompt_tokens)),
@@ -103,16 +116,19 @@ def _places(rounds: Sequence[Round], layers: Sequence[int]) -> list[Place]:
     found: list[Place] = []
     for number, entry in enumerate(rounds):
         for offset, token in enumerate(entry.tokens):
-            accepted = offset < entry.accepted
+            draft = entry.kept[offset] if offset < entry.accepted else None
+            left = None
+            if draft is not None and entry.sources[draft] == "exit":
+                left = entry.exit_layers[draft]
             top, probs = _guesses(dice, token)
             found.append(
                 Place(
                     index=len(found),
                     token=token,
                     text=text_of(token),
-                    kind="prefill" if entry.prefill else "accepted" if accepted else "bonus",
+                    kind="prefill" if entry.prefill else "bonus" if draft is None else "accepted",
                     round=number,
-                    exit_layer=entry.exit_layers[offset] if accepted else None,
+                    exit_layer=left,
                     copied_from=None,
                     final_top_tokens=top,
                     final_top_texts=tuple(map(text_of, top)),

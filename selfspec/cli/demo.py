@@ -124,22 +124,15 @@ def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[
     """By transformers' own generate."""
     from transformers import TextStreamer
 
+    from selfspec.eval.methods import METHODS
+
     class Shown(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002
             show(text, MODEL, 0)
 
     tokenizer: Any = speculator.tokenizer
-    streamer: Any = Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    model: Any = speculator.model
-    sequences = model.generate(
-        ids,
-        attention_mask=ids.new_ones(ids.shape),
-        max_new_tokens=count,
-        do_sample=False,
-        streamer=streamer,
-    )
-    found: list[int] = sequences[0, ids.shape[1] :].tolist()
-    return found
+    streamer = Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    return METHODS["hugging-face"].decode(speculator, ids, count, {}, streamer).token_ids
 
 
 def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> Generation:

@@ -55,6 +55,10 @@ class Flag:
         """As typed: `--max-new-tokens`."""
         return "--" + self.name.replace("_", "-")
 
+    def as_typed(self, value: Any) -> str:
+        """As typed for a value: of a switch that is off `--no-all-layers`."""
+        return f"--no-{self.long_name[2:]}" if value is False else self.long_name
+
     @property
     def variable(self) -> str:
         """Of the environment, in place of the flag: `SELFSPEC_MAX_NEW_TOKENS`."""

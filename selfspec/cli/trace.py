@@ -21,6 +21,7 @@ from selfspec.eval.trace_options import RecordOptions
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
+    from selfspec.api.text import Prompt
     from selfspec.decoding.prices import Costs
     from selfspec.eval.record import Record
     from selfspec.visualise.layers import LayerTrace
@@ -107,7 +108,8 @@ def refuse(asked: dict[str, Any], flags: tuple[Flag, ...], where: str) -> None:
     """Raise InvalidOption at the first of `flags` that was given."""
     for flag in flags:
         if flag.name in asked:
-            raise InvalidOption(f"{flag.long_name} means nothing {where}. Leave it out")
+            name = flag.as_typed(asked[flag.name])
+            raise InvalidOption(f"{name} means nothing {where}. Leave it out")
 
 
 def check_targets(asked: dict[str, Any]) -> None:
@@ -142,13 +144,19 @@ class Seen(NamedTuple):
     costs: Costs | None = None
     texts: Mapping[int, str] | None = None
     """Of tokens that a replay may draft."""
+    why: str = ""
+    """Why there is no record, and what to do; the page says so."""
 
 
 def read(kept: Path) -> Seen:
     """A trace from a file."""
     from selfspec.visualise.layers import LayerTrace
 
-    return Seen(LayerTrace.load(kept))
+    why = (
+        "This page was made from a kept trace, which does not hold what other settings would have "
+        "drafted. A page made with the answer has sliders: selfspec trace --html PAGE.html PROMPT"
+    )
+    return Seen(LayerTrace.load(kept), why=why)
 
 
 def looked(prompt: str | None, asked: dict[str, Any]) -> Seen:
@@ -159,15 +167,16 @@ def looked(prompt: str | None, asked: dict[str, Any]) -> Seen:
     from selfspec.visualise.inspect import inspect
 
     found = inspect(speculator, text, all_layers=asked.get("all_layers", True), **chosen.generation)
-    if "html" not in asked or speculator.heads is None:
+    if "html" not in asked:
         return Seen(found)
-    return replayable(speculator, text, found, asked)
+    return replayable(speculator, text, found, asked.get("max_new_tokens"))
 
 
-def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict[str, Any]) -> Seen:
+def replayable(speculator: Speculator, prompt: Prompt, found: LayerTrace, most: int | None) -> Seen:
     """With what other settings would have drafted, and what layers cost here.
 
-    Says so where plain decoding gives another answer: then nothing can be replayed.
+    `most`: the limit of new tokens that was asked for. Says so where plain decoding gives another
+    answer: then nothing can be replayed.
     """
     import numpy as np
 
@@ -176,25 +185,25 @@ def replayable(speculator: Speculator, text: str, found: LayerTrace, asked: dict
     from selfspec.visualise.page import most_rows
     from selfspec.visualise.texts import TokenTexts
 
-    most = asked.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+    why = ""
     try:
-        record = branches(speculator, text, most)
+        record = branches(speculator, prompt, most or DEFAULT_MAX_NEW_TOKENS, found.info.settings)
+        if record.answers.tolist() != [place.token for place in found.places]:
+            why = (
+                "greedy decoding without drafts gives another answer. Try --pinned, without "
+                "sampling, penalties or a grammar"
+            )
     except InvalidOption as error:
-        common.note(f"selfspec: the page cannot replay settings: {error}")
-        return Seen(found)
-    if record.answers.tolist() != [place.token for place in found.places]:
-        common.note(
-            "selfspec: the page cannot replay settings: greedy decoding without drafts gives "
-            "another answer. Try --pinned, without sampling, penalties or a grammar"
-        )
-        return Seen(found)
-    costs = None
-    if (heads := speculator.heads) is not None:
-        rows = max(record.info.max_draft_tokens + 1, most_rows(found.rounds))
-        context = record.mean_context
-        costs = measure(speculator.backbone, heads, rows=rows, context=context)
+        why = str(error)
+    if why:
+        why = f"the page cannot replay settings: {why}"
+        common.note(f"selfspec: {why}")
+        return Seen(found, why=f"{why[0].upper()}{why[1:]}.")
+    rows, context = most_rows(found, record), record.mean_context
+    costs = measure(speculator.backbone, speculator.heads, rows=rows, context=context)
     texts = TokenTexts(speculator.tokenizer)
-    drafts = {token: texts.of(token) for token in np.unique(record.tokens).tolist()}
+    tokens = (record.contexts, record.tokens.ravel(), record.guesses.ravel())
+    drafts = {token: texts.of(token) for token in np.unique(np.concatenate(tokens)).tolist()}
     return Seen(found, record, costs, drafts)
 
 

@@ -51,10 +51,11 @@ def _without_weights(
     """The model that a config describes; its parameters are nowhere yet."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     make: Any = AutoModelForCausalLM.from_config  # untyped
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), no_init_weights():
             model: PreTrainedModel = make(config, dtype=dtype, attn_implementation=attention)
     except Exception as error:  # an odd config makes transformers fail anywhere, with anything
         raise InvalidData(f"what it says makes no model: {first_line(error)}") from error

@@ -12,7 +12,8 @@ import ctypes
 import mmap
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from torch import nn
@@ -59,6 +60,12 @@ def _let_go(start: int, end: int) -> None:
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
     if size > 0:
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        madvise(first, size, mmap.MADV_DONTNEED)
+        _madvise()(first, size, mmap.MADV_DONTNEED)
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    """The C library's; looked up once, for it is called for each weight."""
+    found = ctypes.CDLL(None).madvise
+    found.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return found

@@ -8,6 +8,7 @@ there is no hook on the model. Called by `selfspec trace` and the scripts of `ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
+from selfspec.decoding.drafters import Sources
+from selfspec.decoding.prices import Unmeasured
 from selfspec.decoding.stats import Round
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.record import Record
@@ -54,10 +57,10 @@ def inspect(
     call = speculator.call(prompt, options)
     request, speculation = call.request.only(), call.speculation
     stream = call.stream(speculator.engine().add(request, speculation))
-    lossless = stream.drain().stats.lossless
     asked = request.ids[0, request.pad :]
-    settings = _settings(speculator, speculation, lossless=lossless)
-    thresholds = _thresholds(settings, lenses)
+    taus = _taus(speculator, speculation)
+    settings = _settings(speculator, speculation, taus, lossless=stream.drain().stats.lossless)
+    thresholds = _thresholds(taus, lenses)
     judge = ExitJudge(
         speculator.backbone.num_layers,
         thresholds,
@@ -90,13 +93,24 @@ def inspect(
     )
 
 
-def branches(speculator: Speculator, prompt: Prompt, max_new_tokens: int) -> Record:
-    """What any exit setting would have drafted on this prompt, for replays; greedy.
+def branches(
+    speculator: Speculator, prompt: Prompt, max_new_tokens: int, used: TraceSettings
+) -> Record:
+    """What other settings would have drafted on this prompt, for replays; greedy.
 
-    Raises HeadsNotFound without heads, InvalidOption where greedy decoding is more than the most
-    likely token.
+    The alpha `used` is among them, and W_max up to twice the usual. Raises InvalidOption where
+    greedy decoding is more than the most likely token.
     """
-    recorder = Recorder(speculator, RecordOptions(max_new_tokens=max_new_tokens))
+    usual = RecordOptions()
+    alphas = {*usual.anneal_strengths, used.anneal_strength}
+    width = max(usual.max_draft_tokens, min(used.max_draft_tokens, 2 * usual.max_draft_tokens))
+    options = replace(
+        usual,
+        max_new_tokens=max_new_tokens,
+        max_draft_tokens=width,
+        anneal_strengths=tuple(sorted(alphas)),
+    )
+    recorder = Recorder(speculator, options)
     recorder.prompt(prompt, "prompt", "prompts", 1)
     return recorder.record()
 
@@ -131,34 +145,53 @@ def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:
     return dict(sorted(found.items()))
 
 
+def _taus(speculator: Speculator, options: SpeculationOptions) -> dict[int, float]:
+    """By exit layer in use, or that would be if heads drafted."""
+    heads = speculator.heads
+    if heads is None:
+        return {}
+    by_layer = spread(options.exit.thresholds, options.exit.layers or heads.config.exit_layers)
+    return {layer: by_layer[layer] for layer in heads.layers_in_use(options)}
+
+
 def _settings(
-    speculator: Speculator, options: SpeculationOptions, *, lossless: bool
+    speculator: Speculator,
+    options: SpeculationOptions,
+    taus: Mapping[int, float],
+    *,
+    lossless: bool,
 ) -> TraceSettings:
     heads = speculator.heads
-    thresholds: dict[int, float] = {}
     drafter = options.drafter if options.speculate else "none"
     if drafter == "exit" and heads is None:
         drafter = "none"  # as `generate` has it
-    if heads is not None and options.speculate and options.uses("exit"):
-        by_layer = spread(options.exit.thresholds, options.exit.layers or heads.config.exit_layers)
-        thresholds = {layer: by_layer[layer] for layer in heads.layers_in_use(options)}
+    thresholds = taus if "exit" in drafter.split("+") else {}
+    # where heads drafted nothing: as they would have
+    trees = Sources(speculator.backbone, heads).runs_trees(replace(options, drafter="exit"))
+    cost = Unmeasured.of(speculator.backbone).unless(options.prices)
     return TraceSettings(
         exit_layers=tuple(thresholds),
         exit_thresholds=tuple(thresholds.values()),
         anneal_strength=options.exit.anneal_strength,
         max_draft_depth=max(thresholds, default=0),
         max_draft_tokens=options.exit.max_tokens,
+        guesses=options.exit.guesses if trees else 1,
+        max_rows=options.most_drafts + 1,
+        ngram_size=options.ngram.size,
+        ngram_tokens=options.ngram.max_tokens,
+        never_slower=options.never_slower,
+        row_costs=cost.rows,
+        head_cost=cost.head,
         drafter=drafter,
         controller=options.controller.kind,
         lossless=lossless,
     )
 
 
-def _thresholds(settings: TraceSettings, lenses: Mapping[int, Lens]) -> dict[int, float]:
-    """By layer: the one in use. Tuned to a layer, it means nothing elsewhere: the built-in one."""
-    used = dict(zip(settings.exit_layers, settings.exit_thresholds, strict=True))
+def _thresholds(taus: Mapping[int, float], lenses: Mapping[int, Lens]) -> dict[int, float]:
+    """By layer. Tuned to a layer, a threshold means nothing elsewhere: the built-in one."""
     (built_in,) = Exit().thresholds
-    return {layer: used.get(layer, built_in) for layer in lenses}
+    return {layer: taus.get(layer, built_in) for layer in lenses}
 
 
 def _steps(

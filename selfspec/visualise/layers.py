@@ -18,7 +18,7 @@ from selfspec.errors import InvalidData
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 Kind = Literal["prefill", "accepted", "bonus"]
 """Where a token comes from: the prompt's pass, a draft that stayed, verification itself."""
@@ -79,6 +79,20 @@ class TraceSettings:
     max_draft_depth: int
     """D_max: the deepest exit layer in use; 0 without exit heads."""
     max_draft_tokens: int
+    """W_max of exit heads."""
+    guesses: int
+    """Tokens that heads might propose for a place; 1: chains."""
+    max_rows: int
+    """Of a tree's verification at most, with the newest token's."""
+    ngram_size: int
+    """Longest n-gram that was looked up in text already seen."""
+    ngram_tokens: int
+    """W_max of text already seen."""
+    never_slower: bool
+    row_costs: tuple[float, ...]
+    """What drafters took a verification's second row to cost, its third and so on, in steps."""
+    head_cost: float
+    """And an exit head that is asked."""
     drafter: str
     """What proposed; none for plain decoding."""
     controller: str

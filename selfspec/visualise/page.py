@@ -1,7 +1,8 @@
 """One HTML file that shows an answer layer by layer: a trace comes in, with it a record and costs.
 
 The file needs nothing else: no network, no framework. From the record it replays other settings in
-the reader's browser (assets/replay.js is eval/replay.py again). Called by `selfspec trace --html`.
+the reader's browser: assets/replay.js is eval/replay.py again, with scripts for the runtime's
+drafters. Called by `selfspec trace --html` and by `/trace` in a chat.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import html
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +21,6 @@ import numpy as np
 from selfspec import pages
 from selfspec.api.givers import NAMES
 from selfspec.decoding.prices import Costs
-from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval.record import NONE, Record
 from selfspec.visualise.gain import gain, head_right, right_from
@@ -30,6 +30,11 @@ from selfspec.visualise.start import Start, start
 _HOME = "selfspec.visualise"
 
 _SCRIPTS = (
+    "prices.js",
+    "drafts.js",
+    "ngram.js",
+    "paying.js",
+    "tree.js",
     "replay.js",
     "story.js",
     "readout.js",
@@ -48,18 +53,21 @@ def render(
     record: Record | None,
     costs: Costs | None,
     texts: Mapping[int, str] | None = None,
+    why: str = "",
 ) -> str:
     """The whole file as text; `texts`: of tokens that a replay may draft.
 
-    Without `record` nothing can be replayed, without `costs` no speed-up is predicted; the page
-    says so. Raises InvalidData for a record of another answer, InvalidOption for costs of another
-    model or of too few rows.
+    Without `record` nothing can be replayed, for a reason that `why` gives; without `costs` no
+    speed-up is predicted; the page says so. Raises InvalidData for a record of another answer,
+    InvalidOption for costs of another model or of too few rows.
     """
     begin = None
-    if record is not None and trace.info.settings.lossless:
+    if not trace.info.settings.lossless:
+        why = "Decoded by a lossy rule: with other drafts the answer would have been another one."
+    elif record is not None:
         _check(trace, record, costs)
-        begin = start(trace.info, record.info, trace.rounds)
-    data = page_data(trace, record if begin else None, costs, begin, texts)
+        begin = start(trace, record)
+    data = page_data(trace, record if begin else None, costs, begin, texts) | {"why": why}
     style = pages.style_of(_HOME, "page.css")
     script = pages.script_of(_HOME, *_SCRIPTS)
     return pages.filled(
@@ -118,6 +126,7 @@ def page_data(
         "rounds": rounds,
         "words": list(words),
         "record": None if record is None else _packed(record),
+        "most_rows": 0 if record is None else most_rows(trace, record),
         "prices": None if costs is None else _prices(costs),
         "start": None if begin is None else asdict(begin),
     }
@@ -136,14 +145,16 @@ def _said(said: LayerSays) -> dict[str, Any]:
 def _check(trace: LayerTrace, record: Record, costs: Costs | None) -> None:
     """Raise InvalidData, InvalidOption if the parts do not belong together."""
     info = record.info
-    if len(record.prompts) != 1 or info.base != trace.info.base:
+    # without heads a record has no fingerprint; the answer below says enough
+    other = info.base != trace.info.base and bool(info.exit_layers)
+    if len(record.prompts) != 1 or other:
         raise InvalidData(
             f"the page needs a record of its one prompt on {trace.info.base_model}, found "
             f"{len(record.prompts)} prompts on {info.base_model}"
         )
     if record.answers.tolist() != [place.token for place in trace.places]:
         raise InvalidData("the record is of another answer than the trace. Trace both again")
-    rows = max(info.max_draft_tokens + 1, most_rows(trace.rounds))
+    rows = most_rows(trace, record)
     if costs is not None and (len(costs.layers) < rows or costs.num_layers != info.num_layers):
         raise InvalidOption(
             f"costs are of {costs.num_layers} layers and up to {len(costs.layers)} rows, the "
@@ -151,10 +162,12 @@ def _check(trace: LayerTrace, record: Record, costs: Costs | None) -> None:
         )
 
 
-def most_rows(rounds: Iterable[Round]) -> int:
-    """Of a pass, the prompt's left out."""
-    later = (entry for entry in rounds if not entry.prefill)
-    return max((len(entry.draft_tokens) + 1 for entry in later), default=1)
+def most_rows(trace: LayerTrace, record: Record) -> int:
+    """Of a pass that the page may show, the prompt's left out: costs are needed up to there."""
+    settings = trace.info.settings
+    made = (len(entry.draft_tokens) + 1 for entry in trace.rounds if not entry.prefill)
+    tree = settings.max_rows if settings.guesses > 1 else 1
+    return max(record.widest, settings.ngram_tokens + 1, tree, *made)
 
 
 def _prices(costs: Costs) -> dict[str, Any]:
@@ -176,11 +189,15 @@ def _packed(record: Record) -> dict[str, Any]:
     unsure[record.roots[record.roots != NONE]] = False  # but they are shown
     confidence = np.where(unsure, np.float32(0.0), record.confidence)
     parts = (
+        np.array(record.context(0), "<i4"),
         record.answers.astype("<i4"),
         record.roots.astype("<i4"),
         record.tokens.astype("<i4"),
         record.children.astype("<i4"),
         confidence.astype("<f4"),
+        record.guesses.astype("<i4"),
+        record.behind.astype("<i4"),
+        record.chances[:, :, 1:].astype("<f4"),  # the best guess has the first column's confidence
     )
     arrays = b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
     return {
@@ -194,6 +211,7 @@ def _packed(record: Record) -> dict[str, Any]:
         "max_new_tokens": prompt.max_new_tokens,
         "places": len(record.answers),
         "nodes": len(record.tokens),
+        "guesses": record.guesses.shape[-1],
         "arrays": base64.b64encode(zlib.compress(arrays, 9)).decode("ascii"),
     }
 

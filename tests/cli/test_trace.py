@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tokenizer().save_pretrained(folder / "model")
     long_trace([f"t{number} " for number in range(45)]).save(folder / "long.jsonl")
     other = (
-        (folder / "long.jsonl").read_text().replace('"format_version": 3', '"format_version": 9')
+        (folder / "long.jsonl").read_text().replace('"format_version": 4', '"format_version": 9')
     )
     (folder / "future.jsonl").write_text(other)
     return folder
@@ -68,6 +69,14 @@ def test_json_is_what_a_file_holds(
     assert printed[0]["exit_layers"] == [1, 2, 3, 4, 5]
 
 
+def page_data(page: Path) -> dict[str, Any]:
+    """What a page shows."""
+    found: dict[str, Any] = json.loads(
+        page.read_text().split('id="data">')[1].split("</script>")[0]
+    )
+    return found
+
+
 @pytest.mark.parametrize(
     ("more", "replays"), [([], True), (["--temperature", "9", "--seed", "1"], False)]
 )
@@ -81,15 +90,17 @@ def test_the_page_replays_the_very_answer_or_nothing(
     page = tmp_path / "page.html"
     assert main([*COMMAND, "a b c", *more, "--html", str(page)]) == 0
     assert ("cannot replay settings" in capsys.readouterr().err) != replays
-    text = page.read_text()
-    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    data = page_data(page)
     assert (data["record"] is not None, data["prices"] is not None) == (replays, replays)
+    assert ("greedy decoding without drafts gives another answer" in data["why"]) != replays
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_a_page_of_a_kept_trace_replays_nothing(workplace: Path, tmp_path: Path) -> None:
     assert main(["trace", "--from", "long.jsonl", "--html", str(tmp_path / "page.html")]) == 0
-    assert "t44" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "t44" in page
+    assert "has sliders: selfspec trace --html PAGE.html PROMPT" in page
 
 
 @pytest.mark.parametrize(
@@ -127,10 +138,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["future.jsonl"], "future.jsonl, line 1: format version 9, this selfspec reads 3"),
+        (["future.jsonl"], "future.jsonl, line 1: format version 9, this selfspec reads 4"),
         (["nowhere.jsonl"], "cannot read nowhere.jsonl"),
         (["model/config.json"], "model/config.json, line 1 is no line of a trace: it is not JSON"),
         (["long.jsonl", "--all-layers"], "--all-layers means nothing with --from"),
+        (["long.jsonl", "--no-all-layers"], "--no-all-layers means nothing with --from"),
         (["long.jsonl", "--max-new-tokens", "3"], "--max-new-tokens means nothing with --from"),
     ],
 )
@@ -143,13 +155,16 @@ def test_a_file_that_cannot_be_shown_is_one_line(
 
 
 def test_a_model_without_heads_is_looked_at_through_the_logit_lens(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["trace", "a", "--model", "model", "--dtype", "float32", "--max-new-tokens", "3"]
     assert main([*command, "--no-all-layers"]) == 2
     assert "no exit heads to look through. Give --heads, or drop" in capsys.readouterr().err
-    assert main(command) == 0
+    page = tmp_path / "page.html"
+    assert main([*command, "--html", str(page)]) == 0
     assert "3 tokens, 2 rounds" in capsys.readouterr().out
+    begin = page_data(page)["start"]
+    assert (begin["drafter"], begin["used"], begin["notes"]) == ("ngram", [], [])
 
 
 def test_pictures_need_matplotlib_and_say_so_first(

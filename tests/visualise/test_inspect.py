@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.options.text import laid_over
 from selfspec.visualise.inspect import branches, inspect
 from selfspec.visualise.layers import LayerTrace
+from tests.hand_traces import SETTINGS
 from tests.models import VOCAB_SIZE, make_model, random_ids
 from tests.records import KINDS, NEW_TOKENS, recorded
 from tests.talks import make_tokenizer
@@ -224,9 +226,12 @@ def test_texts_and_rejected_drafts_are_kept() -> None:
 def test_branches_hold_the_answer_of_plain_decoding() -> None:
     speculator = recorded("translator").speculator
     tokens = 270  # more than the first buffer of a sequence holds
-    found = branches(speculator, PROMPT, tokens)
+    settings = replace(SETTINGS, anneal_strength=0.3, max_draft_tokens=8)
+    found = branches(speculator, PROMPT, tokens, settings)
     plain = speculator.generate(PROMPT, max_new_tokens=tokens, speculate=False)
     assert found.answers.tolist() == plain.token_ids
+    assert 0.3 in found.info.anneal_strengths
+    assert found.info.max_draft_tokens == 8
 
 
 def test_copied_tokens_stand_where_they_were_seen() -> None:

@@ -15,7 +15,8 @@ from selfspec.eval.record import Record
 from selfspec.options import Exit
 from selfspec.visualise.page import render
 from selfspec.visualise.start import start
-from tests.records import OPTIONS, recorded
+from tests.pages import learning_settings
+from tests.records import recorded
 from tests.traces import alone, make_trace, some_costs
 
 USED = SpeculationOptions(
@@ -81,43 +82,54 @@ def test_a_record_of_another_answer_is_refused(record: Record) -> None:
 
 def test_costs_that_do_not_reach_are_refused(record: Record) -> None:
     trace, layers = make_trace(record, USED), record.info.num_layers
-    with pytest.raises(InvalidOption, match="up to 4 rows, the record needs"):
-        render(trace, record, some_costs(layers, OPTIONS.max_draft_tokens))
+    with pytest.raises(InvalidOption, match="up to 7 rows, the record needs 6 layers and 8 rows"):
+        render(trace, record, some_costs(layers, 7))
     with pytest.raises(InvalidOption, match="costs are of 7 layers"):
-        render(trace, record, some_costs(7, OPTIONS.max_draft_tokens + 1))
+        render(trace, record, some_costs(7, 8))
 
 
 def test_sliders_begin_at_the_settings_of_the_decode(record: Record) -> None:
     options = USED.updated({"drafter": "exit:layers=1/5,threshold=0.3125/0.7,max_depth=1"})
     trace = make_trace(record, options)
-    begin = start(trace.info, record.info)
+    begin = start(trace, record)
     assert begin.notes == ()
     assert begin.used == (True, False, False)  # 5 lies deeper than D_max = 1
     assert replay.rounds(record, 0, begin.options(record.info)) == list(trace.rounds)
 
 
-def test_pauses_of_the_decode_are_not_replayed(record: Record) -> None:
-    trace = make_trace(record, USED.updated({"never_slower": True, "prices": "head=9"}))
-    assert any(entry.ended == "off" for entry in trace.rounds[1:])
-    begin = start(trace.info, record.info, trace.rounds)
-    assert begin.notes == ("decoded with pauses where drafts did not pay; here none are made",)
+@pytest.mark.parametrize("kind", ["translator", "deep-fused-0"])
+def test_the_decode_is_where_sliders_begin_whatever_drafted(kind: str) -> None:
+    record = alone(recorded(kind).record, 1)
+    for options in learning_settings(record):
+        trace = make_trace(record, options)
+        begin = start(trace, record)
+        assert begin.notes == ()
+        assert replay.rounds(record, 0, begin.options(record.info)) == list(trace.rounds)
+
+
+def test_rounds_that_no_setting_makes_are_noticed(record: Record) -> None:
+    trace = make_trace(record, USED)
+    others = make_trace(record, USED.updated({"exit": {"threshold": 0.9}})).rounds
+    (note,) = start(replace(trace, rounds=others), record).notes
+    assert "decoded in other rounds than these settings make here" in note
 
 
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({"drafter": "ngram+exit"}, "decoded with drafts by ngram+exit"),
+        ({"drafter": "ngram+draft-model"}, "decoded with drafts by ngram+draft-model"),
         ({"controller": "gammatune"}, "decoded with controller gammatune"),
         ({"exit_layers": (1, 4), "exit_thresholds": (0.3, 0.3)}, "exit layers not recorded: 4"),
         ({"exit_thresholds": (0.3, 0.01, 0.3)}, "tau was below 0.15"),
         ({"anneal_strength": 0.6}, "alpha was 0.6"),
         ({"max_draft_tokens": 9}, "W_max was 9, recorded were 4"),
-        ({"drafter": "none", "exit_layers": (), "exit_thresholds": ()}, "drafts by none"),
+        ({"guesses": 3}, "decoded with second guesses beside drafts"),
     ],
 )
 def test_what_cannot_be_replayed_is_said(record: Record, changes: dict, note: str) -> None:
-    info = make_trace(record, USED).info
-    begin = start(replace(info, settings=replace(info.settings, **changes)), record.info)
+    trace = make_trace(record, USED)
+    settings = replace(trace.info.settings, **changes)
+    begin = start(replace(trace, info=replace(trace.info, settings=settings)), record)
     assert len(begin.notes) == 1
     assert note in begin.notes[0]
     replay.Setting.of(record, begin.options(record.info))  # raises for what was not recorded

@@ -1,118 +1,29 @@
-"""The HTML page in a real browser: it shows the trace's numbers and replays what Python replays."""
+"""The HTML page in a real browser: it shows the trace's numbers, in any light and size."""
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from selfspec.config import SpeculationOptions
-from selfspec.eval import replay
 from selfspec.eval.record import Record
-from selfspec.options import Exit
 from selfspec.visualise.gain import gain, right_from
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.page import render
 from selfspec.visualise.texts import visible
-from tests.browsers import Browser, Page, axe_findings, chromium, expect
+from tests.browsers import Page, axe_findings, expect
 from tests.pages import (
     COSTS,
-    USED,
-    as_choice,
-    check_replayed,
+    PHONE,
+    cell,
     long_trace,
-    many_settings,
-    plain,
-    python_results,
+    set_slider,
+    unfold,
 )
-from tests.records import OPTIONS, recorded
-from tests.traces import alone, make_trace, some_costs
-
-PROMPT = 1
-PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
 
 Open = Callable[..., Page]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def record() -> Record:
-    return alone(recorded("translator").record, PROMPT)
-
-
-@pytest.fixture(scope="module")
-def trace(record: Record) -> LayerTrace:
-    return make_trace(record, USED, [layer for layer in range(6) if layer != 4])
-
-
-@pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
-    """`opened(html, **context)`: the page of a file. At the end: no message, and nothing loaded."""
-    said: list[str] = []
-    asked: list[str] = []
-    contexts = []
-
-    def open_page(html: str, **options: Any) -> Page:
-        file = tmp_path / "page.html"
-        file.write_text(html, encoding="utf-8")
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.set_default_timeout(10_000)
-        page.goto(file.as_uri())
-        page.wait_for_selector("html[data-ready]")
-        asked.remove(file.as_uri())
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert said == []
-    assert [url for url in asked if not url.startswith("data:")] == []
-
-
-@pytest.fixture
-def page(opened: Open, trace: LayerTrace, record: Record) -> Page:
-    shown = opened(render(trace, record, COSTS))
-    unfold(shown)
-    return shown
-
-
-def unfold(page: Page) -> None:
-    """The table of guesses, and the sliders."""
-    for name in ("guesses", "settings"):
-        page.locator(f"#{name} > summary").click()
-    page.locator("#map td").first.wait_for(state="attached")
-
-
-def cell(page: Page, trace: LayerTrace, place: int, layer: int) -> Any:
-    """A cell of the map; deep layers stand above."""
-    row = len(trace.info.exit_layers) - 1 - trace.info.exit_layers.index(layer)
-    return page.locator("#map tbody tr").nth(row).locator("td").nth(place)
-
-
-def result(page: Page, name: str, column: str = "now") -> str:
-    return page.locator(f"#results [data-{column}={name}]").inner_text()
-
-
-def set_slider(page: Page, slider: Any, value: float) -> None:
-    slider.evaluate(
-        "(node, value) => { node.value = value; "
-        "node.dispatchEvent(new Event('input', { bubbles: true })); }",
-        value,
-    )
 
 
 def test_hover_shows_the_numbers_of_the_trace(page: Page, trace: LayerTrace) -> None:
@@ -169,88 +80,6 @@ def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
     shown = "".join(page.locator("#map td").all_text_contents())
     assert "<script>" in shown
     assert "</script>" in shown
-
-
-@pytest.mark.parametrize("kind", ["translator", "deep-fused"])
-def test_the_page_replays_what_python_replays(opened: Open, kind: str) -> None:
-    record = alone(recorded(kind).record, PROMPT)
-    page = opened(render(make_trace(record, USED), record, COSTS))
-    for setting in many_settings(record):
-        choice = as_choice(record, setting)
-        rounds = page.evaluate("choice => selfspec.replay(choice)", choice)
-        summary = page.evaluate("choice => selfspec.summary(selfspec.replay(choice))", choice)
-        check_replayed(record, setting, rounds, summary)
-
-
-def test_the_replay_of_the_settings_used_is_the_decode(page: Page, trace: LayerTrace) -> None:
-    rounds = page.evaluate("selfspec.replay(selfspec.data.start)")
-    assert rounds == [plain(entry) for entry in trace.rounds]
-    assert page.locator("#notes li").count() == 0
-
-
-def test_sliders_give_the_counts_of_python(page: Page, record: Record) -> None:
-    info, dice = record.info, random.Random(3)
-    page.get_by_label("one τ for all layers").set_checked(False)
-    used = python_results(record, USED.updated({"exit": {"layers": info.exit_layers}}))
-    assert result(page, "rounds", "used") == str(used["rounds"])
-    for _ in range(8):
-        taus = []
-        set_slider(page, page.locator("#depth-max"), len(info.exit_layers) - 1)
-        for layer in info.exit_layers:
-            slider = page.get_by_role("slider", name=f"tau, exit threshold of layer {layer}")
-            set_slider(page, slider, dice.uniform(info.min_threshold, 0.8))
-            taus.append(float(slider.input_value()))
-        alpha, width = dice.randrange(len(info.anneal_strengths)), dice.randint(1, 4)
-        depth = dice.randrange(len(info.exit_layers))
-        for name, value in (("#alpha", alpha), ("#width", width), ("#depth-max", depth)):
-            set_slider(page, page.locator(name), value)
-        options = SpeculationOptions(
-            exit=Exit(
-                threshold=tuple(taus),
-                anneal_strength=info.anneal_strengths[alpha],
-                max_depth=info.exit_layers[depth],
-                max_tokens=width,
-            ),
-            never_slower=False,
-        )
-        expected = python_results(record, options)
-        assert result(page, "rounds") == str(expected["rounds"])
-        assert result(page, "drafted") == str(expected["drafted"])
-        assert result(page, "accepted") == str(expected["accepted"])
-        assert result(page, "cr") == f"{expected['compression_rate']:.2f}"
-        assert result(page, "speed") == f"{expected['speed_up']:.3f}"
-        rounds = len(replay.rounds(record, 0, options)) - 1
-        assert page.locator("#lanes .verify").count() == rounds
-    page.locator("#controls .reset").click()
-    assert result(page, "rounds") == str(used["rounds"])
-
-
-def test_another_alpha_shades_by_recorded_confidence(
-    page: Page, trace: LayerTrace, record: Record
-) -> None:
-    set_slider(page, page.get_by_label("α, annealing"), 2)
-    place, column = 4, 1
-    cell(page, trace, place, record.info.exit_layers[column]).hover()
-    sure = record.confidence[record.roots[place - 1], column, 2]
-    shown = page.locator("#readout [data-field=confidence]").inner_text()
-    assert shown == f"{sure:.3f}"
-
-
-def test_a_layer_can_be_switched_off(page: Page, record: Record) -> None:
-    first, *others = record.info.exit_layers
-    for layer in others:
-        page.get_by_label(f"use exit layer {layer}").uncheck()
-    expected = python_results(record, USED.updated({"exit": {"layers": (first,)}}))
-    assert result(page, "rounds") == str(expected["rounds"])
-    assert page.get_by_label(f"use exit layer {first}").is_disabled()  # one must stay
-
-
-def test_one_threshold_can_move_all(page: Page, record: Record) -> None:
-    layers = record.info.exit_layers
-    set_slider(page, page.locator(f"[data-layer='{layers[0]}']"), 0.5)
-    expected = python_results(record, USED.updated({"exit": {"threshold": 0.5}}))
-    assert result(page, "rounds") == str(expected["rounds"])
-    assert page.locator(f"[data-layer='{layers[-1]}']").input_value() == "0.5"
 
 
 def test_keys_walk_over_tokens_and_cells(page: Page, trace: LayerTrace) -> None:
@@ -366,39 +195,3 @@ def test_it_fits_a_phone(opened: Open, trace: LayerTrace, record: Record) -> Non
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     cell(page, trace, 0, 1).click()
     assert page.locator("#readout h3").is_visible()
-
-
-def test_without_a_record_there_are_no_sliders(opened: Open, trace: LayerTrace) -> None:
-    page = opened(render(trace, None, None))
-    unfold(page)
-    assert page.get_by_text("The trace came without a record").is_visible()
-    assert not page.locator("#alpha").is_visible()
-    assert page.locator("#lanes .verify").count() == len(trace.rounds) - 1
-
-
-def test_128_tokens_and_30_layers_stay_small_and_quick(
-    opened: Open, record: Record, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Size is limited; how long a slider takes is told, not asserted: it depends on the machine."""
-    trace, long = long_trace(record)
-    html = render(trace, long, some_costs(31, OPTIONS.max_draft_tokens + 1))
-    assert len(html.encode("utf-8")) < 1_500_000
-    page = opened(html)
-    unfold(page)
-    slider = page.locator("[data-layer]").first
-    times = sorted(slider.evaluate(MOVE, tau) for tau in (0.3, 0.5, 0.7, 0.9, 0.25, 0.6))
-    with capsys.disabled():
-        sys.stdout.write(
-            f"\n{len(html) / 1e6:.2f} MB; a slider move takes {times[2]:.0f} ms, "
-            f"at most {times[-1]:.0f} ms, layout included\n"
-        )
-    assert page.locator("#map td").count() == 128 * 30
-
-
-MOVE = """(node, value) => {
-  const start = performance.now();
-  node.value = value;
-  node.dispatchEvent(new Event("input", { bubbles: true }));
-  document.body.getBoundingClientRect();
-  return performance.now() - start;
-}"""

@@ -166,6 +166,7 @@ def _trace(talk: Conversation, writer: Writer, name: str) -> None:
         if path.suffix not in (".html", ".jsonl"):
             raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
         files.check_file(path, overwrite=True)
+    from selfspec.cli.trace import replayable
     from selfspec.visualise import inspect, page, terminal
 
     options = talk.options | {"max_new_tokens": len(talk.last.token_ids)}
@@ -176,7 +177,8 @@ def _trace(talk: Conversation, writer: Writer, name: str) -> None:
         common.emit(common.printed(lambda console: terminal.show(found, console)))
         return
     if path.suffix == ".html":
-        files.write(path, page.render(found, None, None))
+        seen = replayable(talk.speculator, talk.messages[:-1], found, options["max_new_tokens"])
+        files.write(path, page.render(*seen))
     else:
         found.save(path)
     writer.line(f"wrote {name}")

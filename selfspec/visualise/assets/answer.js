@@ -21,7 +21,7 @@ function paintAnswer() {
       : [];
     token.replaceChildren(...struck, finalText(place));
     setClass(token, `piece ${CLASSES[told.source]}`.trimEnd());
-    if (told.exit !== null) token.style.setProperty("--exit", giverColour(told));
+    setExit(token, told);
     token.title = told.source === "model" ? "" : titleOf(told, place);
   });
   $("answer-legend").replaceChildren(...legend());

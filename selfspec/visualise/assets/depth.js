@@ -50,7 +50,7 @@ function paintDepth() {
   view.story.places.forEach((told, place) => {
     const node = depth.nodes[place];
     for (const name of Object.values(CLASSES)) if (name) node.classList.toggle(name, CLASSES[told.source] === name);
-    if (told.exit !== null) node.style.setProperty("--exit", giverColour(told));
+    setExit(node, told);
     node.setAttribute("aria-label", `${visible(finalText(place))}, token ${place + 1}, ${knownWords(place)}, given by ${giverWords(told)}`);
   });
   const known = [...places.keys()].map(rightFrom).filter((layer) => layer !== null).sort((a, b) => a - b);

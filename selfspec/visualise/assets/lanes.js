@@ -147,6 +147,6 @@ function paintRace() {
   race.nodes.drafts.forEach((node, place) => {
     const told = view.story.places[place];
     setClass(node, `piece ${CLASSES[told.source]}`.trimEnd());
-    if (told.exit !== null) node.style.setProperty("--exit", giverColour(told));
+    setExit(node, told);
   });
 }

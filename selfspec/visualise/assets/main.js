@@ -24,7 +24,7 @@ const view = {
   /** Whether a layer may be left at. */
   asks(layer) {
     if (!this.choice) return info.settings.exit_layers.includes(layer) && layer <= info.settings.max_draft_depth;
-    return settingOf(this.choice).layers.includes(layer);
+    return drafts(this.choice, "exit") && settingOf(this.choice).layers.includes(layer);
   },
 };
 
@@ -69,7 +69,7 @@ function describe() {
   $("no-replay").hidden = false;
   $("no-replay").textContent = data.record
     ? "This browser cannot unpack the record, so other settings cannot be tried here."
-    : "The trace came without a record, so other settings cannot be tried here.";
+    : data.why || "The trace came without a record, so other settings cannot be tried here.";
 }
 
 function setClass(node, classes) {

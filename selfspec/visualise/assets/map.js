@@ -54,7 +54,7 @@ function paintMap() {
 
 function paintToken(cell, told) {
   setClass(cell, told.kind);
-  if (told.exit !== null) cell.style.setProperty("--exit", layerColour(told.exit, info.num_layers));
+  setExit(cell, told);
 }
 
 function paintCell(cell, told) {

@@ -1,23 +1,51 @@
 // The sliders: they change `choice`, and what the replay makes of it.
 //
-// A choice is a Start of page.py: {used, thresholds, alpha, depth, width}; `used` and `thresholds`
-// by recorded exit layer. A threshold that no slider has touched keeps all its digits.
+// A choice is a Start of start.py; `used` and `thresholds` go by recorded exit layer. A threshold
+// that no slider has touched keeps all its digits. Controls that mean nothing are hidden.
 
 const controls = { taus: [] };
 
+/** Columns in use, up to D_max. */
+const columnsOf = (choice) => record.exit_layers.flatMap((layer, column) =>
+  choice.used[column] && layer <= choice.depth ? [column] : [],
+);
+
 /** A choice in the replay's terms. */
 function settingOf(choice) {
-  const columns = record.exit_layers.flatMap((layer, column) =>
-    choice.used[column] && layer <= choice.depth ? [column] : [],
-  );
+  const columns = columnsOf(choice);
   return {
+    ...choice,
     layers: columns.map((column) => record.exit_layers[column]),
     columns,
     thresholds: columns.map((column) => choice.thresholds[column]),
-    alpha: choice.alpha,
-    width: choice.width,
+    guesses: readsEmbedding(choice) ? choice.guesses : 1,
   };
 }
+
+const drafts = (choice, source) => choice.drafter.split("+").includes(source);
+
+/** Whether the embedding is the only exit layer in use: several guesses for a place make trees. */
+function readsEmbedding(choice) {
+  const columns = columnsOf(choice);
+  return columns.length === 1 && record.exit_layers[columns[0]] === 0 && record.guesses > 1;
+}
+
+const growsTrees = (choice) => readsEmbedding(choice) && choice.guesses > 1;
+
+/** Sliders of one number: where it is kept, its bounds, and whether it means something. */
+const NUMBERS = {
+  "per-place": { name: "guesses", most: () => record.guesses, means: (choice) => drafts(choice, "exit") && readsEmbedding(choice) },
+  width: { name: "width", most: () => record.max_draft_tokens, means: (choice) => drafts(choice, "exit") },
+  rows: { name: "max_rows", most: () => data.most_rows, means: (choice) => drafts(choice, "exit") && growsTrees(choice) },
+  "ngram-width": { name: "ngram_width", most: () => data.most_rows - 1, means: (choice) => drafts(choice, "ngram") },
+};
+
+const DRAFTERS = {
+  "ngram+exit": "text seen, exit heads",
+  exit: "exit heads",
+  ngram: "text already seen",
+  none: "nothing",
+};
 
 /** Exit layers that are switched on, rising. */
 const layersIn = (choice) => record.exit_layers.filter((_, column) => choice.used[column]);
@@ -40,12 +68,18 @@ function buildSettings(changed) {
     });
   on("alpha", (next, value) => (next.alpha = value));
   on("depth-max", (next, value) => (next.depth = layersIn(next)[value]));
-  on("width", (next, value) => (next.width = value));
+  for (const [id, { name, most }] of Object.entries(NUMBERS)) {
+    $(id).max = most();
+    on(id, (next, value) => (next[name] = value));
+  }
+  $("drafter").append(...Object.entries(DRAFTERS).flatMap(([value, words]) =>
+    record.exit_layers.length || !value.includes("exit") ? [el("option", { value }, words)] : [],
+  ));
+  $("drafter").addEventListener("change", () => changed({ ...choice(), drafter: $("drafter").value }));
+  $("never-slower").addEventListener("change", () => changed({ ...choice(), never_slower: $("never-slower").checked }));
   const same = new Set(data.start.thresholds.filter((_, column) => data.start.used[column])).size === 1;
   $("one-tau").checked = same;
-  $("one-tau-label").hidden = record.exit_layers.length === 1;
   $("alpha").max = record.anneal_strengths.length - 1;
-  $("width").max = record.max_draft_tokens;
   $("controls").hidden = false;
   $("controls").addEventListener("submit", (event) => event.preventDefault());
   document.querySelectorAll(".reset").forEach((button) => button.addEventListener("click", () => changed(null)));
@@ -80,13 +114,23 @@ function tauRow(layer, column, choice, changed) {
     changed(next);
   });
   controls.taus.push({ used, slider, value });
-  return el("label", {}, el("span", {}, used, ` τ, layer ${layer}`), slider, value);
+  return el("label", {}, el("span", {}, used, layer ? ` τ, layer ${layer}` : " τ, the embedding"), slider, value);
 }
 
 /** Move every slider to where `choice` is. */
 function placeSettings(choice) {
-  const layers = layersIn(choice);
+  const [layers, exits] = [layersIn(choice), drafts(choice, "exit")];
+  $("drafter").value = choice.drafter;
+  $("taus").hidden = $("alpha-label").hidden = $("never-slower-label").hidden = !exits;
+  $("one-tau-label").hidden = $("depth-label").hidden = !exits || record.exit_layers.length === 1;
+  $("never-slower").checked = choice.never_slower;
+  for (const [id, { name, means }] of Object.entries(NUMBERS)) {
+    $(`${id}-label`).hidden = !means(choice);
+    $(id).value = choice[name];
+    $(`${id}-value`).textContent = choice[name];
+  }
   controls.taus.forEach(({ used, slider, value }, column) => {
+    used.hidden = record.exit_layers.length === 1;
     used.checked = choice.used[column];
     used.disabled = layers.length === 1 && used.checked;
     slider.disabled = !used.checked || record.exit_layers[column] > choice.depth;
@@ -101,8 +145,6 @@ function placeSettings(choice) {
   $("depth-max").disabled = layers.length === 1;
   $("depth-max").setAttribute("aria-valuetext", `layer ${choice.depth}`);
   $("depth-max-value").textContent = choice.depth;
-  $("width").value = choice.width;
-  $("width-value").textContent = choice.width;
 }
 
 const RESULTS = [

@@ -73,6 +73,12 @@ function giverColour({ source, exit }) {
   return source === "model" ? "var(--other)" : `var(--${CLASSES[source]})`;
 }
 
+/** The colour of an exit layer; other givers have theirs by class. */
+function setExit(node, told) {
+  if (told.exit === null) node.style.removeProperty("--exit");
+  else node.style.setProperty("--exit", giverColour(told));
+}
+
 /** Where a token of the decode was copied from, in words; null: it was not. */
 function originWords(place) {
   const from = places[place].copied_from;
