@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from selfspec.api import chat_template as templates
-from selfspec.api.speculator import load
+from selfspec.api.speculator import load, wrap
 from selfspec.cli.heads import incomplete
 from selfspec.cli.main import main
 from selfspec.decoding.prices import Costs
@@ -124,6 +124,9 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     assert found.turn_end == templates.NO_END
     assert f"exit heads {workplace / 'heads'} fit this model and are used" in caplog.text
     assert load("tiny-vicuna", dtype="float32", heads="none").heads is None
+    assert wrap(found.model, found.tokenizer).heads is not None
+    assert wrap(found.model, found.tokenizer, heads="none").heads is None
+    assert wrap(found.model, found.tokenizer, draft_model=found.model).heads is None
     assert load("tiny-vicuna", dtype="float32", draft_model="tiny-vicuna").heads is None
     other = make_model("llama", vocab_size=len(WORDS))
     other.lm_head.weight.data[0] += 1
