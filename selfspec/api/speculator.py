@@ -194,14 +194,14 @@ class Speculator:
         streamer = rest.pop("streamer", None)
         raw = rest.pop("raw", False)
         ids = encode(self.tokenizer, prompt, raw=raw)
-        if not raw:
-            rest |= self.turn_end.options(rest, self.model)
+        end = NO_END if raw else self.turn_end
+        rest |= end.options(rest, self.model)
         grammar = structure.wanted({name: rest.pop(name, None) for name in structure.KEYWORDS})
         rest = penalised(with_choice(rest), ids.shape[1])
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
         if grammar is not None:
             request = request.under(self._grammars.mask(grammar, request))
-        return Call(request, self._allowed(speculation), self.tokenizer, streamer)
+        return Call(request, self._allowed(speculation), self.tokenizer, streamer, end=end.text)
 
     def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
         """Ours, and the other keywords. Raises InvalidOption."""
