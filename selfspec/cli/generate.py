@@ -98,6 +98,7 @@ def generate(
         common.emit(json.dumps(record(speculator, answer, asked)) + "\n")
     else:
         answer = write(speculator, messages, asked.generation)
+        common.say_if_cut(answer, asked.generation)
     if stats is not None:
         common.note(common.statistics(answer, stats))
 

@@ -30,6 +30,8 @@ class Writer:
         """Spaces that are written only if the word behind them fits."""
         self._word = Text()
         self._ready = Text()
+        self._wipe = ""
+        """Clears the line that says what is waited for."""
 
     @property
     def colour(self) -> bool:
@@ -40,6 +42,12 @@ class Writer:
     @colour.setter
     def colour(self, wanted: bool) -> None:
         self._console.no_color = not wanted
+
+    def waiting(self, text: str) -> None:
+        """On a terminal, a line that the next thing written takes the place of."""
+        if self._console.is_terminal:
+            self._wipe = "\r\x1b[2K"
+            common.emit(_still(text)[: self._console.width - 1])
 
     def piece(self, text: str, source: str, layer: int) -> None:
         """Some text; a word at its end waits until it is complete."""
@@ -100,7 +108,9 @@ class Writer:
     def _show(self) -> None:
         with self._console.capture() as capture:
             self._console.print(self._ready, end="", soft_wrap=True)
-        common.emit(capture.get())
+        if self._ready:
+            common.emit(self._wipe + capture.get())
+            self._wipe = ""
         self._ready = Text()
 
 
