@@ -257,9 +257,9 @@ def test_in_a_terminal(terminal: Callable[..., Terminal], tmp_path: Path) -> Non
     chat.send("typed ahead")  # not written into the answer; Ctrl-C drops it
     chat.process.setwinsize(24, 20)
     chat.expect("<long>19")
+    assert "typed" not in chat.seen
     chat.send("\x03")
     chat.expect(" …")
-    assert "typed" not in chat.seen
     chat.expect(WAITS)
     chat.send("/model\r")
     chat.expect("3 prompts")
