@@ -61,10 +61,25 @@ def find(sizes: Sizes, fingerprint: Callable[[], str], bundled: Iterable[Path] =
     base = fingerprint()
     if not base:
         return None
-    own = _read(place() / f"{base[:32]}.json").get("folder")
-    named = [files.local_path(own)] if isinstance(own, str) else []
+    named = _folders([place() / f"{base[:32]}.json"])
+    for gone in (folder for folder in named if not folder.exists()):
+        logger.info(
+            "exit heads of this model were in %s and are gone. Where they are now: "
+            "selfspec heads pull FOLDER",
+            gone,
+        )
     fitting = (one for one in (*named, *coming) if _config(one).get("base_fingerprint") == base)
     return next(fitting, None)
+
+
+def folders() -> list[Path]:
+    """Folders of heads that were written here and are still there, one for each model."""
+    return [folder for folder in _folders(sorted(place().glob("*.json"))) if _config(folder)]
+
+
+def _folders(entries: Iterable[Path]) -> list[Path]:
+    named = [_read(file).get("folder") for file in entries]
+    return [files.local_path(name) for name in named if isinstance(name, str)]
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -114,7 +114,10 @@ def test_other_commands_take_a_template(
 
 
 def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
-    workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    workplace: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert load("tiny-vicuna", dtype="float32").heads is None
     known.remember(Path("heads"))
@@ -133,6 +136,9 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     other.save_pretrained(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "other")
     assert load(tmp_path / "other", dtype="float32").heads is None
+    assert main(["heads", "list", "--json"]) == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)]
+    assert names[-1] == str(workplace / "heads")
     # pulled ones are known from then on, in place of others; what is gone is passed over
     assert main(["heads", "pull", "heads"]) == 0
     assert load("tiny-vicuna", dtype="float32").heads is not None
@@ -140,7 +146,9 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
         "selfspec/heads/heads"
     )
     shutil.rmtree(known.place().parent / "heads" / "heads")
-    assert load("tiny-vicuna", dtype="float32").heads is None
+    with caplog.at_level(logging.INFO):
+        assert load("tiny-vicuna", dtype="float32").heads is None
+    assert "selfspec/heads/heads and are gone. Where they are now" in caplog.text
     next(known.place().glob("*.json")).write_text('{"sizes": [6, 32], "folder": 5}')
     assert load("tiny-vicuna", dtype="float32").heads is None
 
