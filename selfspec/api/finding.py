@@ -35,7 +35,8 @@ def heads_for(model: PreTrainedModel, fingerprint: Callable[[], str]) -> Path | 
     bundled = sorted(hub.list_heads(), key=lambda folder: folder.name != hub.DEFAULT_HEADS)
     folder = known.find(sizes, fingerprint, bundled)
     if folder is not None:
-        logger.info("exit heads %s fit this model and are used; --heads none: without", folder)
+        name = hub.heads_name(folder)
+        logger.info("exit heads %s fit this model and are used; --heads none: without", name)
     return folder
 
 

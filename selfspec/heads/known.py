@@ -64,7 +64,7 @@ def find(sizes: Sizes, fingerprint: Callable[[], str], bundled: Iterable[Path] =
     named = _folders([place() / f"{base[:32]}.json"])
     for gone in (folder for folder in named if not folder.exists()):
         logger.info(
-            "exit heads of this model were in %s and are gone. Where they are now: "
+            "exit heads of this model were in %s and are gone. If they were moved: "
             "selfspec heads pull FOLDER",
             gone,
         )

@@ -148,7 +148,7 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     shutil.rmtree(known.place().parent / "heads" / "heads")
     with caplog.at_level(logging.INFO):
         assert load("tiny-vicuna", dtype="float32").heads is None
-    assert "selfspec/heads/heads and are gone. Where they are now" in caplog.text
+    assert "selfspec/heads/heads and are gone. If they were moved" in caplog.text
     next(known.place().glob("*.json")).write_text('{"sizes": [6, 32], "folder": 5}')
     assert load("tiny-vicuna", dtype="float32").heads is None
 
