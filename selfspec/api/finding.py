@@ -59,11 +59,16 @@ def find_heads(
 
 
 def without_heads(
-    base: SpeculationOptions, backbone: Backbone, label: str, options: Mapping[str, Any]
+    base: SpeculationOptions,
+    backbone: Backbone,
+    label: str,
+    options: Mapping[str, Any],
+    *,
+    wanted: bool,
 ) -> SpeculationOptions:
     """Text already seen drafts for any model, under a rule of its own, unless `options` differ.
 
-    As it was tuned on this machine, if it was.
+    As it was tuned on this machine, if it was. A line in the log says so where heads were `wanted`.
     """
     said = None
     if "drafter" not in options:
@@ -72,6 +77,6 @@ def without_heads(
     drafting = base.updated(options)
     if drafting.uses("exit"):
         said = "plain decoding"
-    if said is not None and drafting.speculate:
+    if said is not None and drafting.speculate and wanted:
         logger.warning("no exit heads for %s: %s. Fit some: selfspec fit", label, said)
     return base

@@ -336,7 +336,7 @@ def _speculator(
     tokenizer, turn_end = templates.chosen(tokenizer, template, fitted, label)
     base = SpeculationOptions()
     if fitted is None and second is None:
-        base = without_heads(base, backbone, label, options)
+        base = without_heads(base, backbone, label, options, wanted=heads != hub.NO_HEADS)
     elif fitted is not None:
         pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))

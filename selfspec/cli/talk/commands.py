@@ -90,7 +90,7 @@ class Talk:
         terms = [f"{name} {command.takes}".rstrip() for name, command in COMMANDS.items()]
         width = max(map(len, terms))
         for term, command in zip(terms, COMMANDS.values(), strict=True):
-            self.writer.line(f"{term:<{width}}  {command.text}")
+            self.writer.entry(f"{term:<{width}}  ", command.text)
         self.writer.line(KEYS)
         if self.writer.colour:
             self.writer.line("The colour of a token says who gave it:")

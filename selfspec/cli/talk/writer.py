@@ -7,6 +7,7 @@ Called by `chat` and `demo`. Imports no torch.
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 
 from rich.cells import cell_len
@@ -71,6 +72,12 @@ class Writer:
         with self._console.capture() as capture:
             self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)
         common.emit(capture.get())
+
+    def entry(self, term: str, text: str) -> None:
+        """A term and what is said of it, further lines of which begin below its first."""
+        room = max(self._console.width - len(term), 1)
+        lines = textwrap.wrap(text, room) if self._console.is_terminal else [text]
+        self.line(term + f"\n{'':<{len(term)}}".join(lines))
 
     def _take(self, part: str, style: str) -> None:
         """A line's end, spaces, or a part of a word."""
