@@ -146,7 +146,7 @@ def de_quantised(model: Path | None, like: selfspec.Speculator) -> dict[str, Wri
     from selfspec.hub.models import load_model
 
     loaded, tokenizer, files = load_model(model, dtype=like.backbone.dtype)
-    speculator = selfspec.wrap(loaded, tokenizer, heads=like.heads, label=files.label)
+    speculator = selfspec.wrap(loaded, tokenizer, heads=like.heads or "none", label=files.label)
     found = ours(speculator, NUMBERS, NUMBERS_DEFAULT)
     return found | {
         THEIRS: partial(timed, speculator, "hugging-face", {}),

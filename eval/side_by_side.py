@@ -105,7 +105,7 @@ def loaded(
 
     like = selfspec.load(model, heads=heads, **asked)
     plain, tokenizer, files = load_model(model, dtype=like.backbone.dtype)
-    return selfspec.wrap(plain, tokenizer, heads=like.heads, label=files.label, **chosen)
+    return selfspec.wrap(plain, tokenizer, heads=like.heads or "none", label=files.label, **chosen)
 
 
 def map_of(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:

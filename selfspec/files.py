@@ -295,8 +295,8 @@ def _explained(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise CannotWrite(
-            f"cannot write {path}: {reason}. What was there before is whole: make room, or name "
-            "another place, and run the same command again"
+            f"cannot write {path}: {reason}. What was there before is unchanged. Make room, or "
+            "name another place, and run the same command again"
         ) from error
 
 

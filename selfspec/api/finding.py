@@ -7,7 +7,7 @@ options that follow. Called by the facade.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,24 @@ from selfspec.config import SpeculationOptions
 from selfspec.heads import known
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.hub import models as hub
-from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 
 logger = logging.getLogger(__name__)
 
 
-def heads_for(model: PreTrainedModel, files: hub.ModelFiles) -> str | Path | None:
-    """Heads of a model that was loaded just now, where the caller names none.
+def heads_for(model: PreTrainedModel, fingerprint: Callable[[], str]) -> Path | None:
+    """Heads of a model, where the caller names none; a line in the log says so.
 
-    Those that come with the default model, else those that were fitted or pulled last on this
-    machine; a line in the log says so.
+    Those that were fitted or pulled last for it on this machine, else those that come with
+    selfspec. The `fingerprint` is asked for only if some heads are for a model of its sizes.
     """
-    if files.is_default:
-        return hub.DEFAULT_HEADS
     config = model.config.get_text_config()
     sizes = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-    folder = known.find(sizes, lambda: fingerprint.of_loaded(model, files.stamps))
+    bundled = sorted(hub.list_heads(), key=lambda folder: folder.name != hub.DEFAULT_HEADS)
+    folder = known.find(sizes, fingerprint, bundled)
     if folder is not None:
-        logger.info("exit heads %s fit this model and are used; --heads none: without", folder)
+        name = hub.heads_name(folder)
+        logger.info("exit heads %s fit this model and are used; --heads none: without", name)
     return folder
 
 
@@ -60,11 +59,16 @@ def find_heads(
 
 
 def without_heads(
-    base: SpeculationOptions, backbone: Backbone, label: str, options: Mapping[str, Any]
+    base: SpeculationOptions,
+    backbone: Backbone,
+    label: str,
+    options: Mapping[str, Any],
+    *,
+    wanted: bool,
 ) -> SpeculationOptions:
     """Text already seen drafts for any model, under a rule of its own, unless `options` differ.
 
-    As it was tuned on this machine, if it was.
+    As it was tuned on this machine, if it was. A line in the log says so where heads were `wanted`.
     """
     said = None
     if "drafter" not in options:
@@ -73,6 +77,6 @@ def without_heads(
     drafting = base.updated(options)
     if drafting.uses("exit"):
         said = "plain decoding"
-    if said is not None and drafting.speculate:
+    if said is not None and drafting.speculate and wanted:
         logger.warning("no exit heads for %s: %s. Fit some: selfspec fit", label, said)
     return base

@@ -194,14 +194,14 @@ class Speculator:
         streamer = rest.pop("streamer", None)
         raw = rest.pop("raw", False)
         ids = encode(self.tokenizer, prompt, raw=raw)
-        if not raw:
-            rest |= self.turn_end.options(rest, self.model)
+        end = NO_END if raw else self.turn_end
+        rest |= end.options(rest, self.model)
         grammar = structure.wanted({name: rest.pop(name, None) for name in structure.KEYWORDS})
         rest = penalised(with_choice(rest), ids.shape[1])
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
         if grammar is not None:
             request = request.under(self._grammars.mask(grammar, request))
-        return Call(request, self._allowed(speculation), self.tokenizer, streamer)
+        return Call(request, self._allowed(speculation), self.tokenizer, streamer, end=end.text)
 
     def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
         """Ours, and the other keywords. Raises InvalidOption."""
@@ -252,9 +252,9 @@ def load(
 ) -> Speculator:
     """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
 
-    `heads`: a folder, a name, a hub id, "logit-lens" or "none"; None takes those that come with the
-    default model, or were fitted or pulled last for this one, unless a draft model takes their
-    place; without any, text already seen drafts.
+    `heads`: a folder, a name, a hub id, "logit-lens" or "none"; None takes those that were fitted
+    or pulled last for a model of these weights, or come with selfspec, unless a draft model takes
+    their place; without any, text already seen drafts. The default model keeps its own.
     `dtype`: None is bfloat16, and for a GGUF file float32 where products in bfloat16 are slow.
     `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
     fused the same with the rest of a layer compiled, cuda-graph the own layers as CUDA graphs, auto
@@ -279,11 +279,12 @@ def load(
     if draft_model is not None:
         second, other, draft_files = read(draft_model)
         check_same_tokens(tokenizer, other, draft_files.label)
+    # asked for here, where nobody can have changed the model since it was read
+    found = partial(fingerprint.of_loaded, loaded, files.stamps)
     if heads is None and second is None:
-        heads = heads_for(loaded, files)
-    known = None  # asked for here, where nobody can have changed the model since it was read
-    if heads not in (None, hub.NO_HEADS) and not isinstance(heads, ExitHeads):
-        known = fingerprint.of_loaded(loaded, files.stamps)
+        heads = hub.DEFAULT_HEADS if files.is_default else heads_for(loaded, found)
+    named = heads not in (None, hub.NO_HEADS) and not isinstance(heads, ExitHeads)
+    known = found() if named else None
     backbone = Backbone(loaded, executor=executor, fingerprint=known)
     drafting = None if second is None else Backbone(second, executor=executor)
     return _speculator(backbone, tokenizer, heads, files.label, drafting, template, options)
@@ -302,7 +303,9 @@ def wrap(
 ) -> Speculator:
     """A Speculator around a model that is already loaded; the model itself stays as it is.
 
-    So does the tokenizer, whatever the `chat_template`; it is as `load` has it.
+    So does the tokenizer, whatever the `chat_template`; that and `heads` are as `load` has them.
+    Where there are heads for a model of these sizes, all weights are hashed to tell whether they
+    fit, which takes a second or two for each GB; heads="none" saves it.
 
     A `draft_model` drafts unless `options` say otherwise; that both mean the same by a token id is
     up to the caller. Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
@@ -313,6 +316,8 @@ def wrap(
     template = None if chat_template is None else templates.read(chat_template)
     backbone = Backbone(model, executor=executor)
     drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
+    if heads is None and drafting is None:
+        heads = heads_for(model, lambda: backbone.fingerprint)
     label = label or model.config.name_or_path or type(model).__name__
     return _speculator(backbone, tokenizer, heads, label, drafting, template, options)
 
@@ -331,7 +336,7 @@ def _speculator(
     tokenizer, turn_end = templates.chosen(tokenizer, template, fitted, label)
     base = SpeculationOptions()
     if fitted is None and second is None:
-        base = without_heads(base, backbone, label, options)
+        base = without_heads(base, backbone, label, options, wanted=heads != hub.NO_HEADS)
     elif fitted is not None:
         pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))

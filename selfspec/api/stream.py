@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from selfspec.api.coloured import Piece, html
 from selfspec.api.givers import Giver
 from selfspec.api.request import Request
+from selfspec.api.stops import UntilStop, is_end
 from selfspec.api.text import TextDecoder
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.drafters import Draft
@@ -38,6 +39,7 @@ class Generation:
     """One finished answer."""
 
     text: str
+    """Without what ends a turn."""
     token_ids: list[int]
     """New tokens, an end token included."""
     stats: GenerationStats
@@ -84,10 +86,12 @@ class Stream:
         tokenizer: PreTrainedTokenizerBase | None = None,
         streamer: BaseStreamer | None = None,
         options: SpeculationOptions | None = None,
+        end: str = "",
     ) -> None:
         """Pulls the rounds of `running`; `streamer` hears of each token.
 
-        `options`: as its drafts are priced, for an estimate of what they gain.
+        `options`: as its drafts are priced, for an estimate of what they gain. `end`: what stands
+        behind an answer and is not part of its text.
         """
         self.rounds: list[Round] = []
         """So far, the prompt's pass first."""
@@ -100,6 +104,7 @@ class Stream:
         self._streamer = streamer
         self._tokens: list[int] = []
         self._options = options
+        self._ends = (end,) if end else ()
         self._given: list[Piece] = []
         self._pieces = self._decode()
 
@@ -137,11 +142,9 @@ class Stream:
     def result(self) -> Generation:
         """The answer so far."""
         self._stats.seconds = self._watch.seconds
-        text = ""
-        if self._tokenizer is not None:
-            text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         # a round that ends the text may be cut between its tokens
         handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
+        text = self._whole(handed_out=handed_out)
         return Generation(
             text=text,
             token_ids=list(self._tokens),
@@ -157,6 +160,16 @@ class Stream:
         for _ in self._pieces:
             pass
         return self.result
+
+    def _whole(self, *, handed_out: bool) -> str:
+        """The text of all tokens."""
+        if self._tokenizer is None:
+            return ""
+        tokens = self._tokens
+        if handed_out and tokens and is_end(self._tokenizer, self.rounds[-1], tokens[-1]):
+            tokens = tokens[:-1]
+        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return UntilStop(self._ends).push(text, last=True)
 
     def _estimate(self) -> Estimate | None:
         if self._options is None or not self._stats.drafted:
@@ -176,7 +189,7 @@ class Stream:
         return [*self._given[:-1], last._replace(text=last.text + text[len(shown) :])]
 
     def _decode(self) -> Generator[str, None, None]:
-        text = TextDecoder(self._tokenizer)
+        text, until = TextDecoder(self._tokenizer), UntilStop(self._ends)
         try:
             for entry in self._entries:
                 self.rounds.append(entry)
@@ -186,11 +199,12 @@ class Stream:
                     self.giver = Giver(*giver)
                     if self._streamer is not None:
                         self._streamer.put(torch.tensor([token]))
-                    piece = text.push([token])
+                    shown = [] if is_end(self._tokenizer, entry, token) else [token]
+                    piece = until.push(text.push(shown))
                     self._given.append(Piece(piece, self.giver))
                     if piece:
                         yield piece
-            if piece := text.push([], last=True):
+            if piece := until.push(text.push([], last=True), last=True):
                 yield piece
         finally:
             if self._streamer is not None:
@@ -207,9 +221,11 @@ class Call:
     streamer: BaseStreamer | None
     greeted: bool = False
     """Whether the streamer has the prompt already."""
+    end: str = ""
+    """What ends the answer and is not part of its text."""
 
     def stream(self, running: Running) -> Stream:
         """An answer of this call; its streamer gets the prompt first."""
         if self.streamer is not None and not self.greeted:
             self.streamer.put(running.state.ids.cpu())
-        return Stream(running, self.tokenizer, self.streamer, self.speculation)
+        return Stream(running, self.tokenizer, self.streamer, self.speculation, self.end)

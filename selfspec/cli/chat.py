@@ -46,4 +46,5 @@ def chat(
     turns = reader(talk.status, COMMANDS)
     while not talk.ended and (line := turns.read()) is not None:
         if line:
-            talk.take(line)
+            with turns.aside():
+                talk.take(line)

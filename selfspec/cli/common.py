@@ -5,11 +5,12 @@ Results go to standard output through `emit`, everything else to standard error 
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.api.stream import Generation
     from selfspec.cli.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 PIPE_CLOSED = 141  # 128 + SIGPIPE
@@ -95,6 +98,13 @@ def emit(text: str) -> None:
 def statistics(answer: Generation, kind: Stats) -> str:
     """The line that `--stats` asked for."""
     return answer.stats.line() if kind is Stats.FULL else answer.summary()
+
+
+def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:
+    """A line about an answer that was cut by a limit that nobody asked for."""
+    if answer.stop_reason == "length" and "max_new_tokens" not in options:
+        count = len(answer.token_ids)
+        logger.info("the answer was cut after %d tokens; more: --max-new-tokens", count)
 
 
 def rendered(grid: Table) -> str:

@@ -7,14 +7,14 @@ same weights, and are warmed up before their clocks start.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from selfspec.cli import common
 from selfspec.cli.flags import merged, with_flags
-from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, Settings, picked
+from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, sorted_settings
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.decoding.sources import MODEL
 
@@ -49,11 +49,10 @@ def demo(
     In float32 unless --dtype says otherwise: with fewer digits, near ties between tokens may fall
     otherwise in two programs. Exit code 1 if the texts differ.
     """
-    asked = merged(config, flags, FLAGS)
+    asked = sorted_settings(merged(config, flags, FLAGS))
     text = common.read_prompt(prompt, None, raw=False)
-    count = asked.pop("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
-    loading = {"dtype": "float32", **picked(asked, LOADING)}
-    speculator = common.load(Settings(loading, picked(asked, SPECULATION)))
+    count = asked.generation.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+    speculator = common.load(replace(asked, loading={"dtype": "float32", **asked.loading}))
     found = compared(speculator, text, count)
     common.emit(found.verdict() + "\n")
     if found.differs_at is not None:

@@ -13,7 +13,7 @@ from selfspec.cli import prompts as many
 from selfspec.cli.flags import with_flags
 from selfspec.cli.settings import SHARED, Settings, settings
 from selfspec.errors import InvalidOption
-from selfspec.hub.models import DEFAULT_HEADS
+from selfspec.hub.models import heads_name
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
@@ -101,6 +101,7 @@ def generate(
         common.emit(json.dumps(record(speculator, answer, asked)) + "\n")
     else:
         answer = write(speculator, messages, asked.generation)
+        common.say_if_cut(answer, asked.generation)
     if stats is not None:
         common.note(common.statistics(answer, stats))
 
@@ -137,13 +138,14 @@ def write(speculator: Speculator, messages: Messages, options: dict[str, Any]) -
 
 def record(speculator: Speculator, answer: Generation, asked: Settings) -> dict[str, Any]:
     """What `--json` prints."""
-    heads = asked.loading.get("heads") or DEFAULT_HEADS
+    heads = speculator.heads
+    found = None if heads is None or heads.folder is None else heads_name(heads.folder)
     return {
         "text": answer.text,
         "token_ids": answer.token_ids,
         "stop_reason": answer.stop_reason,
         "stats": answer.stats.to_dict(),
         "model": speculator.label,
-        "heads": None if speculator.heads is None else heads,
+        "heads": None if heads is None else asked.loading.get("heads") or found,
         "options": speculator.options.described() | asked.generation,
     }

@@ -31,9 +31,12 @@ def heads(context: typer.Context) -> None:
 
 @app.command("list")
 def list_command(*, as_json: common.AsJson = False) -> None:
-    """List the exit heads that come with selfspec."""
+    """List the exit heads that come with selfspec, were pulled, or were fitted here."""
+    from selfspec.heads import known
+
+    coming = hub.list_heads()
     rows = []
-    for folder in hub.list_heads():
+    for folder in (*coming, *(own for own in known.folders() if own not in coming)):
         try:
             rows.append(summary(folder))
         except InvalidHeads as error:
@@ -156,7 +159,9 @@ def push(
 ) -> None:
     """Put fitted heads on the hub, with their card. Log in before: hf auth login."""
     if "/" not in name or not hub.HUB_ID.fullmatch(name):
-        raise InvalidOption(f"{name!r} is no id on the hub, expected NAME/HEADS")
+        raise InvalidOption(
+            f"{name!r} is no id on the hub, expected NAME/HEADS. On this machine copy the folder"
+        )
     found = hub.resolve_heads(folder)
     if problems := incomplete(found):
         raise InvalidHeads(f"{found} is not complete: {problems[0]}. See: selfspec heads check")
@@ -195,7 +200,7 @@ def summary(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     return {
-        "name": folder.name,
+        "name": hub.heads_name(folder),
         "base_model": config["base_model"],
         "exit_layers": list(config["exit_layers"]),
         "head_type": config["head_type"],

@@ -92,6 +92,13 @@ def _variable(error: object, arguments: Sequence[str]) -> str:
     return "" if given else f" (of {name} in the environment)"
 
 
+def _quotes(error: Exception, arguments: Sequence[str]) -> str:
+    """What to do about a prompt that the shell took for several."""
+    several = "unexpected extra argument" in str(error)
+    asks = {"generate", "demo", "trace"} & {*arguments}
+    return ". Put a prompt of several words in quotes" if several and asks else ""
+
+
 def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
     """Say an error on one line; its exit code."""
     import typer
@@ -109,7 +116,8 @@ def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
 
         common.note("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, typer.TyperException):
-        common.complain(error.format_message() + _variable(error, arguments))
+        hints = _variable(error, arguments) + _quotes(error, arguments)
+        common.complain(error.format_message() + hints)
         return error.exit_code
     if isinstance(error, OSError) and not error.filename:
         streams.silence(sys.stdout)  # what is kept back would fail again

@@ -185,6 +185,8 @@ class ExitHeads(nn.Module):
         """
         super().__init__()
         self.config = config
+        self.folder: Path | None = None
+        """Where they were read from, if they were."""
         head = HEAD_TYPES[config.head_type]
         draft_ids = _checked_draft_ids(draft_ids, config, unembedding)
         vocabulary = DraftVocabulary.of(unembedding, draft_ids)
@@ -250,6 +252,7 @@ class ExitHeads(nn.Module):
         except (OSError, SafetensorError, RuntimeError, InvalidHeads, InvalidOption) as error:
             reason = str(error).splitlines()[0]
             raise InvalidHeads(f"{path} does not hold the heads of its config: {reason}") from error
+        heads.folder = Path(folder)
         return heads.eval().requires_grad_(False)
 
 

@@ -1,14 +1,14 @@
 """Which heads on this machine fit a model: a small file in the cache folder for each model.
 
 Comes in: a folder that `fit` or `heads pull` wrote. Goes out: the folder that was written last for
-a model, found by its fingerprint. Imports no torch.
+a model, else one that came with selfspec, found by its fingerprint. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +48,50 @@ def remember(folder: Path) -> None:
         logger.warning("%s are not found by themselves: %s. Name them: --heads", folder, error)
 
 
-def find(sizes: Sizes, fingerprint: Callable[[], str]) -> Path | None:
+def find(sizes: Sizes, fingerprint: Callable[[], str], bundled: Iterable[Path] = ()) -> Path | None:
     """The folder for a model; its `fingerprint` is asked for only where the sizes are known.
 
-    A folder that is gone, or holds other heads by now, is passed over.
+    What was written here goes before the `bundled` folders, and those go in their order. A folder
+    that is gone, or holds other heads by now, is passed over.
     """
-    if not any(_sizes(file) == sizes for file in place().glob("*.json")):
+    written = [file for file in place().glob("*.json") if _sizes(file) == sizes]
+    coming = [folder for folder in bundled if _config_sizes(_config(folder)) == sizes]
+    if not written and not coming:
         return None
     base = fingerprint()
-    file = place() / f"{base[:32]}.json"
-    folder = _read(file).get("folder") if base and file.is_file() else None
-    if not isinstance(folder, str):
+    if not base:
         return None
+    named = _folders([place() / f"{base[:32]}.json"])
+    for gone in (folder for folder in named if not folder.exists()):
+        logger.info(
+            "exit heads of this model were in %s and are gone. If they were moved: "
+            "selfspec heads pull FOLDER",
+            gone,
+        )
+    fitting = (one for one in (*named, *coming) if _config(one).get("base_fingerprint") == base)
+    return next(fitting, None)
+
+
+def folders() -> list[Path]:
+    """Folders of heads that were written here and are still there, one for each model."""
+    return [folder for folder in _folders(sorted(place().glob("*.json"))) if _config(folder)]
+
+
+def _folders(entries: Iterable[Path]) -> list[Path]:
+    named = [_read(file).get("folder") for file in entries]
+    return [files.local_path(name) for name in named if isinstance(name, str)]
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What a folder of heads says of itself; empty where it holds none."""
     try:
-        found = read_config(files.local_path(folder))["base_fingerprint"]
+        return read_config(folder)
     except (HeadsNotFound, InvalidHeads):
-        return None
-    return Path(folder) if found == base else None
+        return {}
+
+
+def _config_sizes(config: dict[str, Any]) -> Sizes | None:
+    return (config["num_layers"], config["hidden_size"]) if config else None
 
 
 def _sizes(file: Path) -> Sizes | None:

@@ -286,6 +286,11 @@ def list_heads() -> list[Path]:
     return [found[name] for name in sorted(found)]
 
 
+def heads_name(folder: Path) -> str:
+    """What `--heads` calls them: the name of those in `list_heads`, the path of others."""
+    return folder.name if folder in list_heads() else str(folder)
+
+
 def _known_heads() -> str:
     names = ", ".join(folder.name for folder in list_heads()) or "none"
     return f"Known: {names}; and logit-lens, which any model has without a folder"

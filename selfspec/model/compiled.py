@@ -142,4 +142,13 @@ def _reason(error: OSError | subprocess.SubprocessError | CannotWrite) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         lines = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
         return f"the compiler failed: {lines[-1]}"
+    if isinstance(error, FileNotFoundError) and error.filename == compiler.program():
+        say_missing(error.filename)
+        return f"no compiled library: there is no C++ compiler {error.filename}"
     return f"no compiled library: {error}"
+
+
+@cache
+def say_missing(program: str) -> None:
+    """Log, once, what a compiler would be good for."""
+    logger.info("slower without a C++ compiler (%s): install g++ 11 or newer", program)

@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.api.stops import UntilStop, is_end
 from selfspec.api.text import TextDecoder
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import GenerationStats, Round
 from selfspec.serve import likely
 from selfspec.serve.explain import Explanation, Told
 from selfspec.serve.likely import Entry
-from selfspec.serve.stops import UntilStop
 from selfspec.serve.tools import Calls
 
 
@@ -94,7 +94,10 @@ class Answer:
         """The text of a round, as far as it is sure to be shown."""
         self.running.stats.add(entry)
         # one by one: rounds are cut by drafts
-        texts = [self._decoder.push([token]) for token in entry.tokens]
+        texts = [
+            self._decoder.push([] if is_end(self._tokenizer, entry, token) else [token])
+            for token in entry.tokens
+        ]
         if self._explanation is not None:
             self._explanation.add(entry, texts)
         return "".join(map(self._stops.push, texts))

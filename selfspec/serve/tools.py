@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.api.stops import begun
 from selfspec.errors import InvalidData
-from selfspec.serve.stops import begun
 from selfspec.untrusted import parse_json
 
 Tool = dict[str, Any]

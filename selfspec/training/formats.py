@@ -299,7 +299,10 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase |
             before = _templated(tokenizer, messages[:index], add_generation_prompt=True)
             turn = _templated(tokenizer, messages[: index + 1])
             if turn[: len(before)] != before or ids[: len(turn)] != turn:
-                raise InvalidData("has turns that the chat template changes when one is added")
+                raise InvalidData(
+                    f"has an answer, turn {index + 1}, whose tokens the chat template does not "
+                    "keep: it may begin with spaces. Change it, or give --skip-bad-rows"
+                )
             answers.append((len(before), _answer_end(turn, tokenizer.eos_token_id)))
     return tuple(ids), tuple(answers)
 

@@ -139,7 +139,7 @@ class Writer:
             if before != now:
                 raise InvalidOption(
                     f"{self.output} was begun with {name} {before}, not {now}. Give the same "
-                    "options to continue it, or another --output"
+                    f"options to continue it, another --output, or remove {self._record} with it"
                 )
         changed = {
             k: v for k, v in self._state["versions"].items() if found["versions"].get(k) != v

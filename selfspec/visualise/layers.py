@@ -142,6 +142,14 @@ class LayerTrace:
     draft_texts: tuple[tuple[str, ...], ...]
     """Of each round's draft tokens."""
 
+    @property
+    def answer(self) -> list[str]:
+        """What each token adds to the text that people read; an end token adds nothing."""
+        texts = [place.text for place in self.places]
+        if texts and self.rounds[-1].stop_reason == "eos":
+            texts[-1] = ""
+        return texts
+
     def save(self, path: Path) -> None:
         """Write a file. Raises CannotWrite."""
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in self.lines())

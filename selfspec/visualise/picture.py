@@ -207,10 +207,7 @@ def _width(size: float, weight: str = "normal") -> Width:
 
 def _texts(trace: LayerTrace) -> list[str]:
     """Of all tokens, as they are drawn; ends of lines stay."""
-    return [
-        "\n".join(drawable(_shown(line)) for line in place.text.split("\n"))
-        for place in trace.places
-    ]
+    return ["\n".join(drawable(_shown(line)) for line in text.split("\n")) for text in trace.answer]
 
 
 def _shown(line: str) -> str:

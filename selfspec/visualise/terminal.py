@@ -61,10 +61,11 @@ class _Marks:
         self._rejected = rejected
         self._marked = plain or rejected
         self._struck = ("[-", "-]") if plain else ("", "")
+        self._texts = [one.text for one in trace.places] if rejected else trace.answer
         self._between = "|" if ascii_only else "·"
 
     def answer(self) -> Text:
-        """All rounds."""
+        """All rounds; an end token only beside rejected drafts."""
         text = Text()
         places = groupby(self._trace.places, key=lambda place: place.round)
         for number, entry in places:
@@ -97,11 +98,11 @@ class _Marks:
         entry = self._trace.rounds[number]
         for place, index in zip(places, entry.kept, strict=False):
             giver = Giver(entry.sources[index], entry.exit_layers[index])
-            yield self._token(place.text, self._style(giver), self._mark(giver))
+            yield self._token(self._texts[place.index], self._style(giver), self._mark(giver))
         for branch in _branches(entry) if self._rejected else ():
             yield self._crossed("".join(self._trace.draft_texts[number][i] for i in branch))
         for place in places[entry.accepted :]:
-            yield self._token(place.text, "default", "")
+            yield self._token(self._texts[place.index], "default", "")
 
     def _token(self, text: str, style: str, mark: str) -> Text:
         """A line ends behind its sign and mark."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,9 +114,26 @@ def test_a_text_that_ends_turns_is_a_stop_string(
     assert speculator.turn_end == TurnEnd(text=end)
     found = speculator.generate("the cat", max_new_tokens=30)
     assert found.stop_reason == "stop"
-    assert found.text.endswith(end)
-    assert answer.startswith(found.text)
-    assert len(found.text) < len(answer)
+    assert found.text == answer.partition(end)[0]
+    assert tokenizer.decode(found.token_ids) == found.text + end
+    assert "".join(speculator.stream("the cat", max_new_tokens=30)) == found.text
+    assert speculator.generate("the cat", raw=True, max_new_tokens=30).text == answer
+
+
+def test_an_end_token_that_is_not_called_special_is_not_shown(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    speculator = wrap(model, tokenizer)
+    ids = speculator.generate("the cat", max_new_tokens=30).token_ids
+    end = next(token for place, token in enumerate(ids[4:], 4) if token not in ids[:place])
+    asked: Any = {"max_new_tokens": 30, "eos_token_id": end}
+    shown = speculator.generate("the cat", **asked)
+    assert shown.text == tokenizer.decode(shown.token_ids)  # a word: somebody asked to end there
+    tokenizer.add_tokens([str(tokenizer.convert_ids_to_tokens(end))])
+    found = speculator.generate("the cat", **asked)
+    assert found.token_ids == shown.token_ids
+    assert found.text == tokenizer.decode(found.token_ids[:-1])
+    assert "".join(speculator.stream("the cat", **asked)) == found.text
 
 
 def test_heads_bring_the_template_of_their_text_and_another_is_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import selfspec
 from selfspec.api.text import encode
 from selfspec.decoding.probe import PassShape
 from selfspec.errors import InvalidOption, UnsupportedModel
-from selfspec.hub.models import DEFAULT_MODEL_PACKAGE
+from selfspec.hub.models import DEFAULT_MODEL_PACKAGE, default_model_file
 from selfspec.model.kv_store import fixed_slots
 from tests import ladder
 from tests.models import PACKED_EXECUTORS
@@ -71,6 +72,16 @@ def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
     assert answer.token_ids == plain.token_ids
     assert answer.stats.accepted > 0
     assert set(answer.stats.drafted_by_layer) == {0}
+
+
+def test_a_copy_of_the_model_has_the_heads_that_come_with_it(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.gguf"
+    copy.symlink_to(default_model_file())
+    found = selfspec.load(copy)
+    assert found.heads is not None
+    assert found.heads.config.exit_layers == (0,)  # not those of the translator
+    assert selfspec.wrap(found.model, executor="generic").heads is not None
+    assert selfspec.wrap(found.model, executor="generic", heads="none").heads is None
 
 
 def test_a_stop_string_that_no_token_writes_is_refused() -> None:

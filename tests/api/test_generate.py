@@ -422,6 +422,8 @@ def test_two_hundred_generations_leave_nothing_behind(speculator: Speculator) ->
 
 
 def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptureFixture) -> None:
+    wrap(exact, heads="none")
+    assert not caplog.text
     seen = wrap(exact)
     assert "no exit heads for" in caplog.text
     assert "text already seen drafts" in caplog.text

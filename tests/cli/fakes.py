@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.cli.settings import Settings
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidPrompt
+from selfspec.hub.models import DEFAULT_HEADS
 
 
 @dataclass
@@ -74,7 +76,9 @@ class FakeSpeculator:
     label: str = "fake"
     tokenizer: None = None
     backbone: Any = field(default_factory=lambda: SimpleNamespace(num_layers=4))
-    heads: object | None = "heads"
+    heads: object | None = field(
+        default_factory=lambda: SimpleNamespace(folder=Path(DEFAULT_HEADS))
+    )
     options: SpeculationOptions = field(default_factory=SpeculationOptions)
     prompts: list[Any] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)

@@ -215,8 +215,11 @@ class Terminal:
         self.process.send(keys)
 
     def expect(self, pattern: Any) -> None:
+        self.seen = ""
         while self.process.expect([r"\x1b\[6n", pattern]) == 0:
+            self.seen += self.process.before or ""
             self.process.send("\x1b[1;1R")
+        self.seen += self.process.before if isinstance(self.process.before, str) else ""
 
     def end(self) -> int | None:
         self.expect(pexpect.EOF)
@@ -251,8 +254,10 @@ def test_in_a_terminal(terminal: Callable[..., Terminal], tmp_path: Path) -> Non
     # a smaller window and Ctrl-C keep what was said; so the next answer knows it
     chat.send("long\r")
     chat.expect("<long>7")
+    chat.send("typed ahead")  # not written into the answer; Ctrl-C drops it
     chat.process.setwinsize(24, 20)
     chat.expect("<long>19")
+    assert "typed" not in chat.seen
     chat.send("\x03")
     chat.expect(" …")
     chat.expect(WAITS)

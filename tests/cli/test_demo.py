@@ -38,6 +38,11 @@ def test_the_same_text_is_said_to_be_the_same(
     assert "\nsame text: yes; " in verdict
 
 
+def test_no_tokens_are_refused(tiny: Speculator, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--max-new-tokens", "0"]) == 2
+    assert "max_new_tokens is 0, expected at least 1" in capsys.readouterr().err
+
+
 def test_another_text_is_a_failure(
     tiny: Speculator, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

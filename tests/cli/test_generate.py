@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from selfspec.cli.settings import Settings
 from selfspec.config import SpeculationOptions
 from selfspec.errors import ModelNotFound
 from selfspec.hub import models as hub
-from tests.cli.fakes import FakeSpeculator, user
+from tests.cli.fakes import FakeAnswer, FakeSpeculator, FakeStream, user
 
 
 def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -71,17 +72,21 @@ def test_json_is_one_object_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("heads", "arguments", "shown"),
-    [("fitted", ["--heads", "logit-lens"], "logit-lens"), (None, [], None)],
+    ("folder", "arguments", "shown"),
+    [
+        ("/elsewhere/heads", ["--heads", "logit-lens"], "logit-lens"),
+        ("/elsewhere/heads", ["--model", "own"], "/elsewhere/heads"),
+        (None, [], None),
+    ],
 )
 def test_json_names_the_heads(
     speculator: FakeSpeculator,
     capsys: pytest.CaptureFixture[str],
-    heads: str | None,
+    folder: str | None,
     arguments: list[str],
     shown: str | None,
 ) -> None:
-    speculator.heads = heads
+    speculator.heads = None if folder is None else SimpleNamespace(folder=Path(folder))
     assert main(["generate", "--json", *arguments, "hi"]) == 0
     assert json.loads(capsys.readouterr().out)["heads"] == shown
 
@@ -128,6 +133,7 @@ def test_system_message_comes_first(speculator: FakeSpeculator) -> None:
         (["generate", "--drafter", "exit:threshold=0.9/x", "hi"], "exit:threshold is '0.9/x'"),
         (["generate", "--drafter", "exit:layers=1.5", "hi"], "exit:layers is '1.5', expected a"),
         (["generate", "--exit-threshold", "0.9", "hi"], "No such option: --exit-threshold"),
+        (["generate", "say", "hi"], "argument(s) (hi). Put a prompt of several words in quotes"),
         (["generate", "--hedas", "x", "hi"], "--heads"),
         (
             ["generate", "--config", "not-there.yaml", "hi"],
@@ -219,3 +225,20 @@ def test_a_schema_is_read_from_a_file_before_anything_is_loaded(
     capsys.readouterr()
     assert main(["generate", "hi", *both]) == 2
     assert "at once" in errors(capsys)[0]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_answer_that_was_cut_says_so_unless_that_was_asked_for(
+    command: str,
+    speculator: FakeSpeculator,
+    piped: Callable[[bytes], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(FakeStream, "result", FakeAnswer(stop_reason="length"))
+    for flags, said in (([], True), (["--max-new-tokens", "2"], False), (["-q"], False)):
+        speculator.answers = [["one"]]
+        piped(b"a\n")
+        assert main([command, *flags]) == 0
+        shown = "cut after 2 tokens; more: --max-new-tokens" in capsys.readouterr().err
+        assert shown is said

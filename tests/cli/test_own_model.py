@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from selfspec.api import chat_template as templates
-from selfspec.api.speculator import load
+from selfspec.api.speculator import load, wrap
 from selfspec.cli.heads import incomplete
 from selfspec.cli.main import main
 from selfspec.decoding.prices import Costs
@@ -114,7 +114,10 @@ def test_other_commands_take_a_template(
 
 
 def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
-    workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    workplace: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert load("tiny-vicuna", dtype="float32").heads is None
     known.remember(Path("heads"))
@@ -124,12 +127,18 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     assert found.turn_end == templates.NO_END
     assert f"exit heads {workplace / 'heads'} fit this model and are used" in caplog.text
     assert load("tiny-vicuna", dtype="float32", heads="none").heads is None
+    assert wrap(found.model, found.tokenizer).heads is not None
+    assert wrap(found.model, found.tokenizer, heads="none").heads is None
+    assert wrap(found.model, found.tokenizer, draft_model=found.model).heads is None
     assert load("tiny-vicuna", dtype="float32", draft_model="tiny-vicuna").heads is None
     other = make_model("llama", vocab_size=len(WORDS))
     other.lm_head.weight.data[0] += 1
     other.save_pretrained(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "other")
     assert load(tmp_path / "other", dtype="float32").heads is None
+    assert main(["heads", "list", "--json"]) == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)]
+    assert names[-1] == str(workplace / "heads")
     # pulled ones are known from then on, in place of others; what is gone is passed over
     assert main(["heads", "pull", "heads"]) == 0
     assert load("tiny-vicuna", dtype="float32").heads is not None
@@ -137,7 +146,9 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
         "selfspec/heads/heads"
     )
     shutil.rmtree(known.place().parent / "heads" / "heads")
-    assert load("tiny-vicuna", dtype="float32").heads is None
+    with caplog.at_level(logging.INFO):
+        assert load("tiny-vicuna", dtype="float32").heads is None
+    assert "selfspec/heads/heads and are gone. If they were moved" in caplog.text
     next(known.place().glob("*.json")).write_text('{"sizes": [6, 32], "folder": 5}')
     assert load("tiny-vicuna", dtype="float32").heads is None
 

@@ -71,6 +71,20 @@ def test_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert origin() is None
 
 
+def test_a_missing_compiler_is_said_once(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -pipe")
+    monkeypatch.setattr(compiled_module, "_prebuilt", lambda *_: None)
+    compiled_module.say_missing.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="compiler no-such-compiler"):
+                compiled(source, NUMBER=42)
+    (said,) = caplog.messages
+    assert said == "slower without a C++ compiler (no-such-compiler): install g++ 11 or newer"
+
+
 @needs_compiler
 def test_a_file_is_compiled_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled(source, NUMBER=42).answer() == 42

@@ -40,7 +40,7 @@ def test_a_pipe_gets_text_with_marks_and_no_escapes() -> None:
         "6 tokens, 3 rounds, 1.67 tokens per verification, 2 of 3 drafts kept; drafting ended by "
         "width 2, depth 1\n"
     )
-    answer = "A line⏎\n kept² checked deep⁴<end>\n"
+    answer = "A line⏎\n kept² checked deep⁴\n"
     assert printed(small_trace(), rejected=False, width=20) == answer + words + counts
     assert printed(small_trace(), width=20) == (
         "A· line⏎\n· kept² [-dropped-] checked· deep⁴<end>\n"
@@ -52,7 +52,7 @@ def test_a_pipe_gets_text_with_marks_and_no_escapes() -> None:
 
 def test_a_terminal_shows_the_answer_alone_in_colours() -> None:
     shown = Text.from_ansi(terminal(small_trace(), rejected=False))
-    assert shown.plain.startswith("A line\n kept checked deep<end>\n\n33 % of this answer")
+    assert shown.plain.startswith("A line\n kept checked deep\n\n33 % of this answer")
     looks = {shown.plain[s.start : s.end].strip(): str(s.style) for s in shown.spans}
     for words, layer in ((("kept", "exit layer 2"), 2), (("deep", "exit layer 4"), 4)):
         for word in words:

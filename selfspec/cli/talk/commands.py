@@ -22,6 +22,9 @@ KEYS = (
     "and keeps what was said, Ctrl-D leaves."
 )
 
+_LONG = 2000
+"""Characters of a turn that take a second to read, so that somebody waits."""
+
 
 @dataclass
 class Talk:
@@ -69,8 +72,16 @@ class Talk:
     def _reply(self, question: str) -> None:
         talk = self.conversation
         before = talk.last
-        whole = talk.ask(question, self.writer.piece)
+        if len(question) > _LONG:
+            self.writer.waiting(f"reading {len(question):,} characters …")
+        try:
+            whole = talk.ask(question, self.writer.piece)
+        except SelfspecError:
+            self.writer.end("")
+            raise
         self.writer.end("\n" if whole else " …\n")
+        if whole and talk.last is not None and talk.last is not before:
+            common.say_if_cut(talk.last, talk.options)
         if self.stats is not None and talk.last is not None and talk.last is not before:
             common.note(common.statistics(talk.last, self.stats))
 
@@ -79,7 +90,7 @@ class Talk:
         terms = [f"{name} {command.takes}".rstrip() for name, command in COMMANDS.items()]
         width = max(map(len, terms))
         for term, command in zip(terms, COMMANDS.values(), strict=True):
-            self.writer.line(f"{term:<{width}}  {command.text}")
+            self.writer.entry(f"{term:<{width}}  ", command.text)
         self.writer.line(KEYS)
         if self.writer.colour:
             self.writer.line("The colour of a token says who gave it:")

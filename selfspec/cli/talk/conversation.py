@@ -56,7 +56,7 @@ class Conversation:
             stream.close()
             whole = False
         found = stream.result
-        if said := found.text.removesuffix(self.speculator.turn_end.text):
+        if said := found.text:
             self.messages = [*asked, {"role": "assistant", "content": said}]
             self.tokens = found.stats.prompt_tokens + found.stats.new_tokens
             self.last = found

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +28,9 @@ class Reader(Protocol):
     def read(self) -> str | None:
         """The next turn, stripped; empty for one that was dropped, None at the end."""
 
+    def aside(self) -> AbstractContextManager[None]:
+        """While open, what is typed is kept for the next turn and not shown."""
+
 
 def reader(status: Callable[[], str], commands: Iterable[str]) -> Reader:
     """An editor where standard input is a terminal; `status` is the line below it."""
@@ -44,6 +47,10 @@ class Lines:
         except UnicodeDecodeError as error:
             raise InvalidPrompt(f"the line is not UTF-8: byte {error.start} is wrong") from error
         return line.strip() if line else None
+
+    def aside(self) -> AbstractContextManager[None]:
+        """A pipe shows nothing."""
+        return nullcontext()
 
 
 class Editor:
@@ -75,6 +82,22 @@ class Editor:
             return None
         except KeyboardInterrupt:
             return ""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The terminal writes no key of its own into an answer."""
+        try:
+            import termios
+        except ImportError:  # Windows shows none by itself
+            yield
+            return
+        before = termios.tcgetattr(sys.stdin)
+        silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def state_folder() -> Path:

@@ -7,6 +7,7 @@ Called by `chat` and `demo`. Imports no torch.
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 
 from rich.cells import cell_len
@@ -30,6 +31,8 @@ class Writer:
         """Spaces that are written only if the word behind them fits."""
         self._word = Text()
         self._ready = Text()
+        self._wipe = ""
+        """Clears the line that says what is waited for."""
 
     @property
     def colour(self) -> bool:
@@ -40,6 +43,12 @@ class Writer:
     @colour.setter
     def colour(self, wanted: bool) -> None:
         self._console.no_color = not wanted
+
+    def waiting(self, text: str) -> None:
+        """On a terminal, a line that the next thing written takes the place of."""
+        if self._console.is_terminal:
+            self._wipe = "\r\x1b[2K"
+            common.emit(_still(text)[: self._console.width - 1])
 
     def piece(self, text: str, source: str, layer: int) -> None:
         """Some text; a word at its end waits until it is complete."""
@@ -63,6 +72,12 @@ class Writer:
         with self._console.capture() as capture:
             self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)
         common.emit(capture.get())
+
+    def entry(self, term: str, text: str) -> None:
+        """A term and what is said of it, further lines of which begin below its first."""
+        room = max(self._console.width - len(term), 1)
+        lines = textwrap.wrap(text, room) if self._console.is_terminal else [text]
+        self.line(term + f"\n{'':<{len(term)}}".join(lines))
 
     def _take(self, part: str, style: str) -> None:
         """A line's end, spaces, or a part of a word."""
@@ -100,7 +115,9 @@ class Writer:
     def _show(self) -> None:
         with self._console.capture() as capture:
             self._console.print(self._ready, end="", soft_wrap=True)
-        common.emit(capture.get())
+        if self._ready:
+            common.emit(self._wipe + capture.get())
+            self._wipe = ""
         self._ready = Text()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.serve.stops import UntilStop
+from selfspec.api.stops import UntilStop
 
 SHORT = st.text("abc", max_size=4)
 

@@ -1,8 +1,12 @@
-"""Where a text ends: at the first of some stops, which are not part of it."""
+"""Where a text ends: at an end token or the first of some stops, which are not part of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.decoding.stats import Round
 
 
 class UntilStop:
@@ -33,3 +37,12 @@ def begun(text: str, stop: str) -> int:
     """How many of the last characters are the first of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def is_end(tokenizer: PreTrainedTokenizerBase | None, entry: Round, token: int) -> bool:
+    """Whether a token of a round ends the text and is no word.
+
+    Some tokenizers do not call theirs special, and would write it out.
+    """
+    ends = entry.stop_reason == "eos" and token == entry.tokens[-1]
+    return ends and tokenizer is not None and token in tokenizer.added_tokens_decoder
