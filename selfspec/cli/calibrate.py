@@ -12,6 +12,7 @@ from selfspec.cli.flags import Flag, merged, with_flags
 from selfspec.errors import InvalidOption
 from selfspec.heads.folder import CONFIG_FILE
 from selfspec.hub import models as hub
+from selfspec.options.drafters import FITTED
 
 if TYPE_CHECKING:
     from selfspec.heads.exit_heads import ExitHeads
@@ -132,7 +133,7 @@ def described(found: Calibration) -> str:
         f"expected: {setting.compression_rate:.2f} tokens per verification, "
         f"{setting.speed_up:.2f} x plain decoding\n"
     )
-    if found.drafter != "exit":
+    if found.drafter != FITTED:
         words += (
             "which is not faster, so these heads do not draft by themselves: their default is "
             f"--drafter {found.drafter}, {_INSTEAD[found.drafter]}\n"

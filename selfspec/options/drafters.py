@@ -103,3 +103,6 @@ DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | NoDrafts]] = {
 
 TOGETHER = ("exit", "ngram", "ngram+exit", "draft-model", "ngram+draft-model", "none")
 """Drafters in use: alone, or text already seen in front of another."""
+
+FITTED = "ngram+exit"
+"""What drafts where heads were fitted: text already seen costs nothing to look up beside them."""

@@ -19,6 +19,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.options import Exit, Ngram, NoDrafts
+from selfspec.options.drafters import FITTED
 from selfspec.training import records
 from selfspec.training.cost_model import Exits, Setting, best_setting, exits
 from selfspec.training.measure import coverage
@@ -78,16 +79,16 @@ class Calibration:
         not even right drafts pay, nothing drafts.
         """
         if self.setting.speed_up > 1.0:
-            return Exit.kind
+            return FITTED
         costs = self.costs
         gains = (rows * costs.plain_step() - costs.step(rows) for rows in costs.counts[1:])
         return Ngram.kind if any(gain > 0.0 for gain in gains) else NoDrafts.kind
 
     def defaults(self, before: SpeculationOptions) -> SpeculationOptions:
         """Of the heads; what they were `before` stays where it has nothing to do with drafters."""
-        if self.drafter != Exit.kind:
+        if self.drafter != FITTED:
             return replace(before, exit=Exit(), drafter=self.drafter)
-        drafter = before.drafter if before.uses(Exit.kind) else Exit.kind
+        drafter = before.drafter if before.uses(Exit.kind) else FITTED
         return replace(before, exit=self.exit(), drafter=drafter)
 
     def exit(self) -> Exit:

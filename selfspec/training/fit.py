@@ -25,6 +25,7 @@ from selfspec.heads.exit_heads import (
     possible_exit_layers,
 )
 from selfspec.model.backbone import Backbone
+from selfspec.options.drafters import FITTED
 from selfspec.training import checkpoint
 from selfspec.training.data import draft_vocabulary
 from selfspec.training.features import FeatureSpec
@@ -364,6 +365,7 @@ def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> Heads
         inner_size=options.inner_size,
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
         chat_template=job.chat_template,
+        defaults={"drafter": FITTED},
         training=record,
     )
 

@@ -44,7 +44,7 @@ def test_defaults_are_written_into_the_heads(
     before = HeadsConfig.read(workplace / "heads")
     assert main(["calibrate", *MODEL, "--heads", "heads", "--data", "talks.jsonl"]) == 0
     after = HeadsConfig.read(workplace / "heads")
-    assert (before.defaults, before.temperatures) == ({}, {})
+    assert (before.defaults, before.temperatures) == ({"drafter": "ngram+exit"}, {})
     assert after.temperatures.keys() == {"0", "2", "4"}
     layers = SpeculationOptions().updated(after.defaults).exit.layers
     assert layers is not None

@@ -188,7 +188,7 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
         return SpeculationOptions().updated(kept), described(found)
 
     fast, words = defaults(FLAT)
-    assert (fast.drafter, fast.exit.layers is None) == ("exit", False)
+    assert (fast.drafter, fast.exit.layers is None) == ("ngram+exit", False)
     assert "not faster" not in words
     dear = replace(FLAT, num_layers=6, head=9.0)
     seen, words = defaults(dear)
