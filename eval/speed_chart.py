@@ -1,6 +1,6 @@
 """Bars for README from a result of `against_llama_cpp`: how fast each way answers.
 
-    python -m eval.speed_chart eval/results/llama-cpp-fp32-avx2/summary.json docs/images
+    python -m eval.speed_chart eval/results/llama-cpp-bf16-avx512/summary.json docs/images
 
 Writes speed-light.svg and speed-dark.svg: times as fast as `model.generate`, prompt included.
 """
