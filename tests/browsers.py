@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
+from typing import Any
 
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402  # after the check
 
-__all__ = ["Browser", "Page", "axe_findings", "chromium", "expect"]
+__all__ = ["Browser", "Page", "axe_findings", "chromium", "expect", "listened"]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -27,6 +28,15 @@ def chromium() -> Iterator[Browser]:
         started = driver.chromium.launch(executable_path=found)
         yield started
         started.close()
+
+
+def listened(browser: Browser, said: list[str], asked: list[str], **options: Any) -> Page:
+    """A page of its own context; `said`: its messages and errors, `asked`: what it loads."""
+    page = browser.new_context(**options).new_page()
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    return page
 
 
 def axe_findings(page: Page) -> list[str]:

@@ -60,22 +60,8 @@ def settings_of(options: SpeculationOptions, record: Record) -> TraceSettings:
     by_layer = spread(own.thresholds, own.layers or fitted)
     depth = max(by_layer, default=0) if own.max_depth is None else own.max_depth
     used = {layer: tau for layer, tau in by_layer.items() if layer <= depth}
-    return TraceSettings(
-        exit_layers=tuple(used),
-        exit_thresholds=tuple(used.values()),
-        anneal_strength=own.anneal_strength,
-        max_draft_depth=depth,
-        max_draft_tokens=own.max_tokens,
-        guesses=own.guesses if options.grows_trees else 1,
-        max_rows=options.most_drafts + 1,
-        ngram_size=options.ngram.size,
-        ngram_tokens=options.ngram.max_tokens,
-        never_slower=options.never_slower,
-        row_costs=cost.rows,
-        head_cost=cost.head,
-        drafter=options.drafter,
-        controller=options.controller.kind,
-        lossless=True,
+    return TraceSettings.of(
+        options, cost, used, drafter=options.drafter, trees=options.grows_trees, lossless=True
     )
 
 

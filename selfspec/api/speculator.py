@@ -305,7 +305,7 @@ def wrap(
 
     So does the tokenizer, whatever the `chat_template`; that and `heads` are as `load` has them.
     Where there are heads for a model of these sizes, all weights are hashed to tell whether they
-    fit, which takes a second or two for each GB; heads="none" saves it.
+    fit: 0.4 s for the default model, longer for larger ones; heads="none" saves it.
 
     A `draft_model` drafts unless `options` say otherwise; that both mean the same by a token id is
     up to the caller. Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,

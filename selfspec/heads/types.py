@@ -276,7 +276,7 @@ class DeepFusedHead(ExitHead):
     That is known for the first draft of a round: verification computed it. For later ones the
     features of the head that drafted the token before take its place. At exit layer 0 the hidden
     state is the token's embedding, and drafting needs no layer pass at all. It starts from nothing:
-    with tied embeddings the identity would foretell the token that has just been read.
+    with tied embeddings the identity would guess the token that has just been read.
     `inner_size` is the width of the hidden layer; None: 2 d.
     """
 

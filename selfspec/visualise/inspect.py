@@ -1,4 +1,4 @@
-"""Decode one prompt as `generate` does, then ask every exit layer what it foretold at each token.
+"""Decode one prompt as `generate` does, then ask every exit layer what it says of each token.
 
 A Speculator and a prompt come in, a LayerTrace goes out. The decode is the runtime's own; hidden
 states come from one more pass over the finished text, run by the same pieces as in training, so
@@ -169,22 +169,8 @@ def _settings(
     # where heads drafted nothing: as they would have
     trees = Sources(speculator.backbone, heads).runs_trees(replace(options, drafter="exit"))
     cost = Unmeasured.of(speculator.backbone).unless(options.prices)
-    return TraceSettings(
-        exit_layers=tuple(thresholds),
-        exit_thresholds=tuple(thresholds.values()),
-        anneal_strength=options.exit.anneal_strength,
-        max_draft_depth=max(thresholds, default=0),
-        max_draft_tokens=options.exit.max_tokens,
-        guesses=options.exit.guesses if trees else 1,
-        max_rows=options.most_drafts + 1,
-        ngram_size=options.ngram.size,
-        ngram_tokens=options.ngram.max_tokens,
-        never_slower=options.never_slower,
-        row_costs=cost.rows,
-        head_cost=cost.head,
-        drafter=drafter,
-        controller=options.controller.kind,
-        lossless=lossless,
+    return TraceSettings.of(
+        options, cost, thresholds, drafter=drafter, trees=trees, lossless=lossless
     )
 
 

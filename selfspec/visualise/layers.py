@@ -1,4 +1,4 @@
-"""What every exit layer foretold at every token of one answer, and the file that keeps it.
+"""What every exit layer said at every token of one answer, and the file that keeps it.
 
 Made by `inspect`, drawn by `terminal`, `picture`, `figures` and `page`. A file has one JSON record
 per line: the `info`, then a `place` per token, then a `round` per verification.
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from selfspec import files
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.prices import Unmeasured
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidData
 from selfspec.typed import fits, require_types
@@ -26,7 +28,7 @@ Kind = Literal["prefill", "accepted", "bonus"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSays:
-    """What one exit layer's head foretells of one place's token. Texts show spaces as they are."""
+    """What one exit layer's head says of one place's token. Texts show spaces as they are."""
 
     layer: int
     top_tokens: tuple[int, ...]
@@ -98,6 +100,36 @@ class TraceSettings:
     controller: str
     lossless: bool
     """False if a lossy acceptance rule was at work."""
+
+    @classmethod
+    def of(
+        cls,
+        options: SpeculationOptions,
+        cost: Unmeasured,
+        taus: Mapping[int, float],
+        *,
+        drafter: str,
+        trees: bool,
+        lossless: bool,
+    ) -> TraceSettings:
+        """What a trace keeps of options; `taus` by exit layer in use, `trees`: whether they ran."""
+        return cls(
+            exit_layers=tuple(taus),
+            exit_thresholds=tuple(taus.values()),
+            anneal_strength=options.exit.anneal_strength,
+            max_draft_depth=max(taus, default=0),
+            max_draft_tokens=options.exit.max_tokens,
+            guesses=options.exit.guesses if trees else 1,
+            max_rows=options.most_drafts + 1,
+            ngram_size=options.ngram.size,
+            ngram_tokens=options.ngram.max_tokens,
+            never_slower=options.never_slower,
+            row_costs=cost.rows,
+            head_cost=cost.head,
+            drafter=drafter,
+            controller=options.controller.kind,
+            lossless=lossless,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

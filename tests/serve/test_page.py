@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from selfspec.api.speculator import Speculator
-from tests.browsers import Browser, Page, axe_findings, chromium, expect
+from tests.browsers import Browser, Page, axe_findings, chromium, expect, listened
 from tests.serve.live import Running, running
 from tests.serve.test_protocol import wait_until
 
@@ -36,11 +36,8 @@ def opened(browser: Browser) -> Iterator[Open]:
 
     def open_page(address: str, **options: Any) -> Page:
         homes.append(address)
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page = listened(browser, said, asked, **options)
+        contexts.append(page.context)
         page.set_default_timeout(30_000)
         page.goto(address)
         page.wait_for_selector("html[data-ready]")

@@ -42,6 +42,8 @@ def trace(record: Record) -> LayerTrace:
 @pytest.fixture
 def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
     """`opened(html, **context)`: the page of a file. At the end: no message, and nothing loaded."""
+    from tests.browsers import listened  # as above
+
     said: list[str] = []
     asked: list[str] = []
     contexts = []
@@ -49,11 +51,8 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
     def open_page(html: str, **options: Any) -> Page:
         file = tmp_path / "page.html"
         file.write_text(html, encoding="utf-8")
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page = listened(browser, said, asked, **options)
+        contexts.append(page.context)
         page.set_default_timeout(10_000)
         page.goto(file.as_uri())
         page.wait_for_selector("html[data-ready]")

@@ -1,6 +1,6 @@
 // The box that says everything about what is pointed at: a cell or a token.
 
-/** What one layer's head foretold of one place. */
+/** What one layer's head says of one place. */
 function readCell(place, index) {
   const says = places[place].layers[index];
   const layer = info.exit_layers[index];
