@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
-from transformers.generation.streamers import BaseStreamer
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.decode import verify
@@ -20,18 +19,6 @@ from selfspec.errors import InvalidOption, InvalidPrompt
 from tests.models import make_model, random_ids
 
 NEW_TOKENS = 30
-
-
-@pytest.fixture(scope="module")
-def exact() -> Any:
-    """The tiny Llama in float64."""
-    return make_model("llama", torch.float64)
-
-
-@pytest.fixture
-def speculator(exact: Any) -> Speculator:
-    """Drafts all the time, mostly wrongly."""
-    return wrap(exact, heads="logit-lens", drafter="exit:layers=2/5,threshold=0.05,max_tokens=4")
 
 
 def hugging_face(model: Any, ids: Tensor, **options: Any) -> list[int]:
@@ -183,88 +170,6 @@ def test_inside_hugging_faces_generate_tokens_and_output_object_are_its_own(
     assert torch.equal(record.sequences, expected)
 
 
-class Listener(BaseStreamer):
-    def __init__(self) -> None:
-        self.heard: list[list[int]] = []
-        self.ended = 0
-
-    def put(self, value: Tensor) -> None:
-        self.heard.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-
-def test_a_streamer_hears_the_prompt_then_single_tokens_then_the_end(
-    speculator: Speculator, exact: Any
-) -> None:
-    ids, listener, loop = random_ids(13), Listener(), speculator.hf()
-    answer = speculator.generate(ids, max_new_tokens=9, streamer=listener)
-    assert listener.heard == [ids[0].tolist(), *([token] for token in answer.token_ids)]
-    assert listener.ended == 1
-
-    def wrapped(*given: Any, **more: Any) -> Any:
-        streamer = "another's"  # noqa: F841  # what callers call so is not generate's
-        return loop(*given, **more)
-
-    for custom_generate in (loop, wrapped):
-        second = Listener()
-        options = {"custom_generate": custom_generate, "streamer": second}
-        exact.generate(ids, max_new_tokens=9, do_sample=False, **options)
-        assert (second.heard, second.ended) == (listener.heard, 1)
-
-
-def test_a_streamer_hears_the_end_after_an_error_too(speculator: Speculator) -> None:
-    listener = Listener()
-    with pytest.raises(ZeroDivisionError):
-        speculator.generate(
-            random_ids(13), streamer=listener, stopping_criteria=[lambda *_: 1 // 0]
-        )
-    assert listener.ended == 1
-
-
-def test_a_streamer_takes_one_text(speculator: Speculator, exact: Any) -> None:
-    ids = torch.cat([random_ids(9), random_ids(9)])
-    for call in (
-        lambda: speculator.generate_batch(ids, max_new_tokens=2, streamer=Listener()),
-        lambda: exact.generate(ids, custom_generate=speculator.hf(), streamer=Listener()),
-    ):
-        with pytest.raises(InvalidOption, match="a streamer shows one text"):
-            call()
-
-
-def test_a_stream_keeps_its_rounds_the_prompts_first(speculator: Speculator) -> None:
-    stream = speculator.stream(random_ids(13), max_new_tokens=9)
-    answer = stream.drain()
-    assert [entry.prefill for entry in stream.rounds] == [True] + [False] * answer.stats.rounds
-    assert [t for entry in stream.rounds for t in entry.tokens] == answer.token_ids
-
-
-def test_an_estimate_goes_by_the_prices(speculator: Speculator) -> None:
-    always: dict[str, Any] = {"max_new_tokens": 20, "never_slower": False}
-    stream = speculator.stream(random_ids(9), prices="row=0.5,head=0.25", **always)
-    answer = stream.drain()
-    behind = stream.rounds[1:]
-    steps = sum(
-        1 + 0.5 * len(one.draft_tokens) + 0.25 * one.heads + sum(one.exit_layers) / 6
-        for one in behind
-    )
-    assert answer.stats.drafted > 0
-    assert answer.estimate is not None
-    assert answer.estimate.speed_up == pytest.approx(19 / steps)
-    assert answer.estimate.measured
-    usual = speculator.generate(random_ids(9), **always)
-    assert usual.estimate is not None
-    assert not usual.estimate.measured
-    assert usual.summary() == (
-        f"20 tokens, {usual.stats.compression_rate:.1f} tokens per pass, about "
-        f"{usual.estimate.speed_up:.1f}x plain decoding (a guess; to measure: selfspec tune)"
-    )
-    assert answer.summary().endswith("x plain decoding (from costs measured here)")
-    plain = speculator.generate(random_ids(9), speculate=False, **always)
-    assert plain.summary() == "20 tokens, 1.0 tokens per pass"
-
-
 def test_plain_decoding_is_the_same_text_without_drafts(speculator: Speculator) -> None:
     ids = random_ids(13)
     expected = speculator.generate(ids, max_new_tokens=9)
@@ -354,58 +259,6 @@ def test_a_loop_of_another_model_is_refused(speculator: Speculator) -> None:
     other: Any = make_model("llama")
     with pytest.raises(InvalidOption, match="another model"):
         other.generate(random_ids(4), custom_generate=speculator.hf())
-
-
-def test_later_turns_run_only_what_is_new_and_say_the_same(speculator: Speculator) -> None:
-    session = speculator.session()
-    first = random_ids(13)
-    answer = session.generate(first, max_new_tokens=8)
-    assert answer.stats.reused_tokens == 0
-    second = torch.cat([first, torch.tensor([answer.token_ids]), random_ids(4, seed=1)], dim=1)
-    later = session.generate(second, max_new_tokens=8)
-    assert later.stats.reused_tokens == 13 + 8 - 1
-    assert later.token_ids == speculator.generate(second, max_new_tokens=8).token_ids
-    edited = second.clone()
-    edited[0, 10] = (edited[0, 10] + 1) % 96
-    again = session.generate(edited, max_new_tokens=8)
-    assert again.stats.reused_tokens == 10
-    assert again.token_ids == speculator.generate(edited, max_new_tokens=8).token_ids
-
-
-@pytest.mark.parametrize("broken_call", range(1, 12))
-def test_a_session_survives_an_error_anywhere_in_a_round(
-    speculator: Speculator, monkeypatch: pytest.MonkeyPatch, broken_call: int
-) -> None:
-    ids = random_ids(13)
-    expected = speculator.generate(ids, max_new_tokens=12).token_ids
-    session, calls = speculator.session(), 0
-    right = speculator.backbone._executor.run
-
-    def run(*args: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == broken_call:
-            half = args[1] + 1  # the first layer of the segment has run, the others have not
-            right(args[0], args[1], half, *args[3:])
-            raise RuntimeError("planted")
-        return right(*args)
-
-    monkeypatch.setattr(speculator.backbone._executor, "run", run)
-    with pytest.raises(RuntimeError, match="planted"):
-        session.generate(ids, max_new_tokens=12)
-    assert session.generate(ids, max_new_tokens=12).token_ids == expected
-
-
-def test_a_session_survives_a_stream_that_was_stopped(speculator: Speculator) -> None:
-    ids, session = random_ids(13), speculator.session()
-    expected = speculator.generate(ids, max_new_tokens=12).token_ids
-    stream = session.stream(ids, max_new_tokens=12)
-    next(stream._entries)
-    next(stream._entries)
-    stream.close()
-    again = session.generate(ids, max_new_tokens=12)
-    assert again.token_ids == expected
-    assert again.stats.reused_tokens == 12
 
 
 def test_two_hundred_generations_leave_nothing_behind(speculator: Speculator) -> None:
