@@ -9,13 +9,41 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.model.backbone import Backbone
-from selfspec.training.data_options import DataOptions
-from selfspec.training.selfgen import Author, Invented, write
+from selfspec.training.options import DataOptions
+from selfspec.training.recipe import Passages, Prompts, Recipe, read_recipe
+from selfspec.training.selfgen import Author, Written, write
 from selfspec.training.writer import Counts, Writer
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
 
 OPENINGS = ("a b", "c")
+RECIPE = """
+families:
+  free:
+    weight: 3
+    continues: true
+    ask: ["a b", "c"]
+  pair:
+    weight: 2
+    ask: ["{word} {other} {word}", ["c {other}", null, "b"]]
+  article:
+    weight: 1
+    passages: true
+    ask: ["c c {word}"]
+  about:
+    weight: 2
+    passage: {tokens: [3, 8]}
+    ask: ["{passage} {word}", "b {passage}"]
+  read:
+    weight: 1
+    read: true
+    passage: {tokens: [3, 8]}
+    ask: ["{passage}"]
+lists:
+  word: [a, b, a b, b b, c a]
+  other: [a a, b c, c b a]
+"""
+"""Every kind of family, in the words of `talks`."""
 SMALL: dict[str, Any] = {
     "batch_size": 6,
     "question_temperature": (4.0, 6.0),  # a random model is sure of itself
@@ -32,12 +60,28 @@ def make_author(**options: Any) -> Author:
     )
 
 
-def invent(author: Author, output: Path) -> Counts:
-    """Write what `author` invents, up to its options' tokens."""
+def recipe_of(text: str, folder: Path) -> Recipe:
+    """A recipe that is written down in a test."""
+    path = folder / "recipe-of-a-test.yaml"
+    path.write_text(text, encoding="utf-8")
+    return read_recipe(path)
+
+
+def invent(author: Author, output: Path, recipe: str = RECIPE) -> Counts:
+    """Write what `author` makes of a recipe, up to its options' tokens."""
     writer = Writer(output, {}, {})
-    for _ in write(Invented(author, OPENINGS, writer.records()), writer, author.options):
+    prompts = Prompts(recipe_of(recipe, output.parent), Passages(), author.options.seed)
+    for _ in write(Written(author, prompts, writer.records()), writer, author.options):
         pass
     return writer.counts
+
+
+def counted(**values: int) -> Counts:
+    """Counts of rows that have no family."""
+    counts = Counts()
+    for name, value in values.items():
+        counts.add("", name, value)
+    return counts
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:

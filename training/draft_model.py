@@ -1,6 +1,6 @@
 r"""A draft model for `--draft-model`, cut from a larger model and fitted to text that it wrote.
 
-    python training/draft_model.py --output draft-model \
+    python training/py --output draft-model \
         --data train.jsonl.gz --validation validation.jsonl.gz
     selfspec generate --draft-model draft-model --stats "Name three rivers."
 
@@ -11,15 +11,23 @@ share of held-out answer tokens that are its first choice. About ten minutes on 
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import math
+import random
 import shlex
 import sys
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 import typer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from selfspec import files
 from selfspec.cli import progress
@@ -27,10 +35,34 @@ from selfspec.cli.env import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.files import check_folder, replacing_folder
 from selfspec.hub import models as hub
-from selfspec.training import draft_model
-from selfspec.training.data import read_conversations
+from selfspec.training.data import Batch, Conversation, padded, planned, read_conversations
 
-BUILT_IN = draft_model.DraftFitOptions()
+_WARM_UP = 0.1
+"""Share of the steps over which the learning rate rises; then a cosine to 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftFitOptions:
+    """How a draft model is cut and fitted."""
+
+    layers: int = 2
+    """Layers that are kept, from the first on: at least 1, fewer than the model has."""
+
+    steps: int = 240
+    """Optimiser steps; 0 leaves the cut as it is."""
+
+    batch_tokens: int = 512
+    """Tokens of a step at most, padding included."""
+
+    learning_rate: float = 1e-3
+    """AdamW's, at its highest."""
+
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    """Of the order of the batches."""
+
+
+BUILT_IN = DraftFitOptions()
 
 
 def main(
@@ -46,7 +78,7 @@ def main(
     validation_tokens: Annotated[int, typer.Option(help="Answer tokens to measure on.")] = 10_000,
 ) -> None:
     """Cut, fit, measure, write."""
-    options = draft_model.DraftFitOptions(
+    options = DraftFitOptions(
         layers=layers,
         steps=steps,
         batch_tokens=batch_tokens,
@@ -65,15 +97,15 @@ def main(
     }
     held_out = read_conversations(validation, tokenizer, max_tokens=validation_tokens, **limits)
     talks = read_conversations(data, tokenizer, **limits)
-    small = draft_model.cut(whole, layers)
+    small = cut(whole, layers)
     found: dict[str, Any] = {"command": command(), "base": loaded_from.label}
     found |= {"options": asdict(options), "machine": machine()}
     found["answer_tokens_held_out"] = sum(len(talk.answer_ids) for talk in held_out)
-    found["agreement_before"] = draft_model.agreement(small, held_out, batch_tokens)
+    found["agreement_before"] = agreement(small, held_out, batch_tokens)
     with progress.bar("draft model", "steps") as show:
-        draft_model.fit(small, talks, options, show)
+        fit(small, talks, options, show)
     small = small.to(torch.bfloat16)
-    found["agreement_after"] = draft_model.agreement(small, held_out, batch_tokens)
+    found["agreement_after"] = agreement(small, held_out, batch_tokens)
     with replacing_folder(output) as new:
         small.save_pretrained(new)
         tokenizer.save_pretrained(new)
@@ -85,6 +117,110 @@ def command() -> str:
     """As it was given; of a path elsewhere only the name."""
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
     return shlex.join(["python", *words])
+
+
+def cut(model: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """The first `layers` layers with embeddings, last norm and unembedding: a copy, in float32.
+
+    Raises InvalidOption for a number of layers that makes no smaller model.
+    """
+    config = copy.deepcopy(model.config)
+    inner = config.get_text_config(decoder=True)
+    depth = inner.num_hidden_layers
+    if not 1 <= layers < depth:
+        raise InvalidOption(f"layers is {layers}, expected 1..{depth - 1}: the model has {depth}")
+    inner.num_hidden_layers = layers
+    if getattr(inner, "layer_types", None):
+        inner.layer_types = inner.layer_types[:layers]
+    small: PreTrainedModel = nn.Module.to(type(model)(config), torch.float32)
+    whole = model.state_dict()
+    small.load_state_dict({name: whole[name] for name in small.state_dict()})
+    small.generation_config = copy.deepcopy(model.generation_config)
+    # Module.to, because the model's own is wrapped and loses its type
+    nn.Module.to(small, model.device).eval()
+    return small
+
+
+def fit(
+    model: PreTrainedModel,
+    conversations: Sequence[Conversation],
+    options: DraftFitOptions,
+    progress: Callable[[int, int, str], None],
+) -> None:
+    """Teach `model` the next token of every answer, in place; `progress` hears of each step.
+
+    Text that the large model wrote greedily is what drafts must hit, so its tokens are the targets.
+    Raises SelfspecError when a loss is not finite.
+    """
+    learning = _unfrozen(model)
+    optimizer = torch.optim.AdamW(learning, lr=options.learning_rate)
+    batches = _endless(planned(conversations, options.batch_tokens), options.seed)
+    model.train()
+    try:
+        for number in range(options.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = options.learning_rate * _rate(number, options.steps)
+            loss = _loss(model, padded(next(batches)))
+            if not math.isfinite(loss.item()):
+                raise SelfspecError(f"the loss is {loss.item()} at step {number + 1}")
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(learning, options.max_grad_norm)
+            optimizer.step()
+            progress(number + 1, options.steps, f"loss {loss.item():.2f}")
+    finally:
+        model.requires_grad_(True).eval()
+
+
+@torch.inference_mode()
+def agreement(
+    model: PreTrainedModel, conversations: Sequence[Conversation], batch_tokens: int
+) -> float:
+    """Share of answer tokens, 0..1, that are the model's first choice behind the text before."""
+    right = total = 0
+    for group in planned(conversations, batch_tokens):
+        logits, tokens = _predicted(model, padded(group))
+        right += int((logits.argmax(-1) == tokens).sum())
+        total += len(tokens)
+    return right / total
+
+
+def _unfrozen(model: PreTrainedModel) -> list[nn.Parameter]:
+    """What learns: everything but the embedding, and the unembedding even where it is not tied."""
+    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+        part.requires_grad_(False)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _loss(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the answers' tokens, in nats."""
+    return F.cross_entropy(*_predicted(model, batch))
+
+
+def _predicted(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits [N, V] in front of the N answer tokens of a batch, and the tokens [N].
+
+    Rows without an answer token are not unembedded: that is most of the work.
+    """
+    ids, predicts = batch.ids.to(model.device), batch.predicts.to(model.device)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    unembed = model.get_output_embeddings()
+    return unembed(hidden[predicts]).float(), ids.roll(-1, dims=1)[predicts]
+
+
+def _endless(plan: Sequence[Sequence[Conversation]], seed: int) -> Iterator[Sequence[Conversation]]:
+    """All batches in random order, again and again."""
+    shuffle = random.Random(seed)  # an order of work, no secret
+    for _ in itertools.count():
+        yield from shuffle.sample(plan, len(plan))
+
+
+def _rate(step: int, steps: int) -> float:
+    """Share of the learning rate at `step`, from 0."""
+    rising = max(1, round(_WARM_UP * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def run(asked: dict[str, Any], options: CacheOptions) -> None:
     }
     manifest = store.identity(source, described, size_of)
     announce(manifest, size_of, asked.get("max_size"))
-    total, rate = manifest["answer_tokens"], Rate()
+    total, rate = manifest["positions"], Rate()
     with progress.bar("cache", "tokens") as show:
 
         def count(positions: int, computed: bool) -> None:
@@ -72,7 +72,10 @@ def run(asked: dict[str, Any], options: CacheOptions) -> None:
 
         store.write(Path(asked["output"]), source, manifest, base.processes, count)
     if base.processes.is_main:
-        common.emit(f"{asked['output']}: {total:,} answer tokens, {_gigabytes(manifest):.2f} GB\n")
+        common.emit(
+            f"{asked['output']}: {total:,} positions, {sum(source.answers):,} of them answers, "
+            f"{_gigabytes(manifest):.2f} GB\n"
+        )
 
 
 class Rate:
@@ -107,14 +110,14 @@ def feature_spec(options: CacheOptions, num_layers: int) -> FeatureSpec:
 
     layers = options.exit_layers or default_exit_layers(num_layers, deep=options.deep)
     check_exit_layers(layers, range(0 if options.deep else 1, num_layers))
-    return FeatureSpec(layers, options.deep, options.top_k)
+    return FeatureSpec(layers, options.deep, options.top_k, not options.answers_only)
 
 
 def announce(manifest: dict[str, Any], size_of: int, max_size: float | None) -> None:
     """Say how large it gets. Raises InvalidOption where that is more than asked for."""
     size = _gigabytes(manifest)
     common.note(
-        f"selfspec: {manifest['answer_tokens']:,} answer tokens at {size_of:,} bytes: {size:.2f} GB"
+        f"selfspec: {manifest['positions']:,} positions at {size_of:,} bytes: {size:.2f} GB"
     )
     if max_size is not None and size > max_size:
         raise InvalidOption(

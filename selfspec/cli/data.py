@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +16,11 @@ from selfspec.cli import common, progress, training
 from selfspec.cli.flags import Flag, merged, option_flags, with_flags
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
 from selfspec.files import local_path
-from selfspec.training.data_options import DataOptions
+from selfspec.training.options import DataOptions
 
 if TYPE_CHECKING:
     from selfspec.training.formats import Reader
+    from selfspec.training.recipe import Passages, Recipe
     from selfspec.training.selfgen import Source
     from selfspec.training.writer import Counts, Writer
 
@@ -26,11 +29,22 @@ FLAGS = (
     Flag(
         "source",
         str,
-        "Read conversations: .jsonl, .jsonl.gz, .json, or a data set's id. Without it the model "
-        "invents them.",
+        "Read conversations: .jsonl, .jsonl.gz, .json, or a data set's id. Without it prompts come "
+        "from a recipe.",
         ("--from",),
     ),
-    Flag("openings", str, "File of beginnings of user turns, one a line, \\n for a line break."),
+    Flag("recipe", str, "YAML file of prompt families; without it the built-in one."),
+    Flag("passages", str, "Folder of .txt, .md and .rst files to ask about; de/ for German ones."),
+    Flag(
+        "questions", str, "File of prompts of your own, a tenth of the rows until all were asked."
+    ),
+    Flag(
+        "exclude",
+        str,
+        "Files of a benchmark, with commas between: no row shares eight words in a "
+        "row with them, nor with the built-in suite.",
+    ),
+    Flag("endpoint", str, "URL of an OpenAI server that answers in the model's place."),
     *training.MODEL,
     training.SKIP_BAD_ROWS,
     *option_flags(DataOptions),
@@ -39,14 +53,18 @@ FLAGS = (
 
 @with_flags(*FLAGS)
 def data(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
-    """Write the text that heads are fitted to. It is the model's own, or that of a file.
+    """Write the text that heads are fitted to. The model answers prompts of many kinds.
 
     The same command continues a killed run where it was. On several machines, give each its own
-    --shard and --output.
+    --shard and --output. How far it is stands in OUTPUT.status.
     """
     asked = merged(config, flags, FLAGS)
     options = training.options_of(DataOptions, asked)
     training.require(asked, "output")
+    if "source" in asked and (given := {"recipe", "passages", "questions"} & asked.keys()):
+        raise InvalidOption(
+            f"{min(given)} with --from: the prompts come from one of them. Drop one"
+        )
     if "source" not in asked:
         if options.regenerate:
             raise InvalidOption("regenerate without --from: there is nothing to answer. Give both")
@@ -67,15 +85,24 @@ def run(asked: dict[str, Any], options: DataOptions) -> Counts:
 
 
 def _run(asked: dict[str, Any], options: DataOptions) -> Counts:
+    from selfspec import files
     from selfspec.training import selfgen
+    from selfspec.training.recipe import Passages, read_recipe
     from selfspec.training.records import machine
     from selfspec.training.writer import Writer
 
-    openings = () if "source" in asked else selfgen.read_openings(_path(asked.get("openings")))
+    excluded = excluded_ngrams(asked)
+    recipe = None if "source" in asked else read_recipe(_path(asked.get("recipe")))
+    languages = () if recipe is None else tuple(recipe.languages)
+    passages = Passages(_path(asked.get("passages")), languages)
     base = training.load_base(asked, writes=True)
     recorded = asdict(options) | {
         "source": identity(asked.get("source")),
-        "openings": hashlib.sha256("\n".join(openings).encode()).hexdigest()[:16],
+        "recipe": None if recipe is None else recipe.digest,
+        "passages": passages.digest,
+        "questions": identity(asked.get("questions")),
+        "excluded": hashlib.sha256(repr(sorted(excluded)).encode()).hexdigest()[:16],
+        "endpoint": asked.get("endpoint"),
         "skip_bad_rows": asked.get("skip_bad_rows", False),
         "model": base.name,
         "chat_template": base.chat_template,
@@ -97,10 +124,11 @@ def _run(asked: dict[str, Any], options: DataOptions) -> Counts:
             rates.generated += tokens
             show(rates.written, options.tokens, rates.line())
 
-        source, reader = source_of(asked, options, base, openings, writer, count)
+        source, reader = source_of(asked, options, base, writer, count, recipe, passages, excluded)
         try:
-            for counts in selfgen.write(source, writer, options):
-                rates.written = counts.answer_tokens
+            for counts in selfgen.write(source, writer, options, excluded):
+                rates.add(counts.answer_tokens)
+                files.write(Path(asked["output"] + ".status"), rates.status(options.tokens))
                 count(0)
             if "source" in asked and not writer.batches:
                 raise InvalidData(f"{asked['source']} holds no conversation. Give another --from")
@@ -120,22 +148,35 @@ def source_of(
     asked: dict[str, Any],
     options: DataOptions,
     base: training.Base,
-    openings: tuple[str, ...],
     writer: Writer,
     watch: Callable[[int], None],
+    recipe: Recipe | None,
+    passages: Passages,
+    excluded: set[int],
 ) -> tuple[Source, Reader[Any] | None]:
     """Where the conversations come from, and the reader of the file if it is one."""
     from selfspec.training.formats import Reader
     from selfspec.training.given import Answered, Converted, converted, talk_of
-    from selfspec.training.selfgen import Author, Invented
+    from selfspec.training.recipe import Prompts
+    from selfspec.training.selfgen import Author, Written
 
     tokenizer = base.tokenizer
     skip = asked.get("skip_bad_rows", False)
-    if "source" not in asked:
+    author: Author | None = None
+    if "endpoint" in asked:
+        from selfspec.training.endpoint import RemoteAuthor
+
+        author = RemoteAuthor(asked["endpoint"], base.backbone, tokenizer, options, watch)
+    elif recipe is not None or options.regenerate:
         author = Author(base.backbone, tokenizer, options, watch)
-        return Invented(author, openings, writer.records()), None
-    if options.regenerate:
-        author = Author(base.backbone, tokenizer, options, watch)
+    if recipe is not None:
+        assert author is not None  # noqa: S101  # made above
+        own = _own_questions(asked, skip=skip)
+        prompts = Prompts(recipe, passages, options.seed, own, invents=author.invents)
+        if prompts.left_out:
+            common.note(f"selfspec: without --passages: no {', '.join(prompts.left_out)}")
+        return Written(author, prompts, writer.records(), excluded), None
+    if author is not None:
         parse_talk = partial(talk_of, tokenizer=tokenizer, system=options.system)
         talks = Reader(asked["source"], parse_talk, skip_bad_rows=skip)
         return Answered(author, talks, writer.batches), talks
@@ -149,6 +190,31 @@ def source_of(
     return Converted(rows, options, writer.batches), rows
 
 
+def _own_questions(asked: dict[str, Any], *, skip: bool) -> list[tuple[str, ...]]:
+    """The user's turns of each row of --questions."""
+    from selfspec.training.formats import Reader, user_turns
+
+    if "questions" not in asked:
+        return []
+    reader = Reader(asked["questions"], user_turns, skip_bad_rows=skip)
+    found = list(reader)
+    reader.report()
+    return found
+
+
+def excluded_ngrams(asked: dict[str, Any]) -> set[int]:
+    """N-grams of the built-in suite and of the files of --exclude."""
+    from selfspec.eval.suites import load_suite
+    from selfspec.training.formats import Reader, texts_of
+    from selfspec.training.selfgen import ngrams
+
+    found = {n for question in load_suite() for text in question.turns for n in ngrams(text)}
+    for name in filter(None, asked.get("exclude", "").split(",")):
+        for text in Reader(name, texts_of):
+            found |= ngrams(text)
+    return found
+
+
 def identity(source: str | None) -> str | None:
     """What tells a file from a changed one: its name and size; a data set by its name."""
     path = _path(source)
@@ -159,20 +225,13 @@ def identity(source: str | None) -> str | None:
 
 def described(counts: Counts) -> str:
     """Counts in words; what did not occur is left out."""
-    loops = f"{counts.loops_cut:,} of {counts.answers:,} answers cut where they loop"
+    answers, loops = counts.total("answers"), counts.total("loops_cut")
     parts = [
-        f"{counts.conversations:,} conversations",
+        f"{counts.total('rows'):,} conversations",
         f"{counts.answer_tokens:,} answer tokens",
-        f"{loops} ({counts.loop_share:.0%})",
+        f"{loops:,} of {answers:,} answers cut where they loop ({loops / max(1, answers):.0%})",
     ]
-    dropped = {
-        "duplicates": counts.duplicates,
-        "user turns without an end": counts.unfinished,
-        "empty ones": counts.empty,
-        "too long for the model": counts.too_long,
-        "bad rows": counts.bad_rows,
-    }
-    words = [f"{count:,} {name}" for name, count in dropped.items() if count]
+    words = [f"{count:,} {name}" for name, count in counts.dropped().items() if count]
     return ", ".join(parts) + (f"; dropped: {', '.join(words)}" if words else "")
 
 
@@ -186,17 +245,35 @@ class Rates:
     """Answer tokens in the file."""
     generated: int = 0
     """Tokens of this run, with user turns and what was dropped."""
-    began: float = field(default_factory=time.perf_counter)
+    now: Callable[[], float] = time.perf_counter
+    batches: list[tuple[int, float]] = field(default_factory=list)
+    """Answer tokens and seconds of each batch of this run."""
 
     def __post_init__(self) -> None:
         """Begin with what is there."""
         self.written = self.before
+        self._began = self._last = self.now()
+
+    def add(self, written: int) -> None:
+        """A batch more: the file holds so many answer tokens."""
+        now = self.now()
+        self.batches.append((written - self.written, now - self._last))
+        self.written, self._last = written, now
 
     def line(self) -> str:
         """Both rates, in words."""
-        seconds = max(time.perf_counter() - self.began, 1e-9)
+        seconds = max(self.now() - self._began, 1e-9)
         kept = (self.written - self.before) / seconds
         return f"{self.generated / seconds:,.0f} tokens/s, {kept:,.0f} answer tokens/s in the file"
+
+    def status(self, wanted: int | None) -> str:
+        """How far it is, for another terminal; a pause, which one batch took, counts for little."""
+        rate = statistics.median(tokens / max(took, 1e-9) for tokens, took in self.batches[-9:])
+        text = f"{self.written:,} answer tokens, {rate:,.0f} a second"
+        if wanted is not None and rate > 0.0:
+            left = timedelta(seconds=round(max(0, wanted - self.written) / rate))
+            text = f"{text}, {left} left to {wanted:,}"
+        return f"{text} ({datetime.now().astimezone():%Y-%m-%d %H:%M})\n"
 
 
 def _path(name: str | None) -> Path | None:

@@ -135,13 +135,13 @@ def prepared(asked: dict[str, Any], options: FitOptions, workplace: Path) -> Job
         train, held_out, data = _from_cache(asked, base)
         if options.exit_layers is None:
             options = replace(options, exit_layers=train.source.spec.layers)
-        needed = fit.feature_spec(base.backbone, options, with_targets=True)
+        needed = fit.feature_spec(base.backbone, options, measured=False)
         training.require_features(train.source.spec, needed)
     else:
         train, held_out = _from_text(asked, base, options)
         data = Path(asked["data"]).name
     if "validation" in asked:
-        spec = fit.feature_spec(base.backbone, options, with_targets=True)
+        spec = fit.feature_spec(base.backbone, options, measured=True)
         held_out = training.streamed(asked["validation"], base, spec, asked)
     return fit.Job(
         backbone=base.backbone,
@@ -182,8 +182,8 @@ def _from_text(
     held_out = talks
     if "validation" not in asked:
         talks, held_out = split(talks)
-    spec = fit.feature_spec(base.backbone, options, with_targets=False)
-    measured = fit.feature_spec(base.backbone, options, with_targets=True)
+    spec = fit.feature_spec(base.backbone, options, measured=False)
+    measured = fit.feature_spec(base.backbone, options, measured=True)
     keep = asked.get("keep_features", False)
     return (
         whole(StreamSource(base.backbone, spec, talks, text.batch_tokens, keep=keep)),

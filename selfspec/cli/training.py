@@ -223,5 +223,10 @@ def require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
             f"the cache holds exit layers {list(found.layers)}, not {missing}. Choose among them, "
             "or cache again with --exit-layers"
         )
+    if needed.everywhere and not found.everywhere:
+        raise InvalidOption(
+            "the cache holds answers alone. Fit with --answer-share 1, or cache again without "
+            "--answers-only"
+        )
     if needed.deep and not found.deep:
         raise InvalidOption("the cache holds no deep states. Cache again with --deep")

@@ -28,8 +28,8 @@ from selfspec.training.processes import Processes
 from selfspec.training.sources import FeatureSource
 from selfspec.untrusted import read_json
 
-FORMAT_VERSION = 2
-"""1: `base_fingerprint` was that of the unembedding alone."""
+FORMAT_VERSION = 3
+"""2: answer positions alone were kept."""
 
 MANIFEST = "manifest.json"
 
@@ -59,7 +59,8 @@ def identity(source: FeatureSource, base: dict[str, str], size_of: int) -> dict[
         "spec": asdict(source.spec) | {"layers": list(source.spec.layers)},
         "digest": source.digest,
         "conversations": list(source.conversations),
-        "answer_tokens": sum(source.sizes),
+        "answers": list(source.answers),
+        "positions": sum(source.sizes),
         "bytes": sum(source.sizes) * size_of,
         "shards": _cut(source.sizes, size_of),
     }
@@ -138,6 +139,7 @@ class CacheSource:
         self.spec = FeatureSpec(**spec | {"layers": tuple(spec["layers"])})
         self.digest: str = self.manifest["digest"]
         self.conversations: list[int] = self.manifest["conversations"]
+        self.answers: list[int] = self.manifest["answers"]
         self._places = {
             index: _shard(folder, number)
             for number, batches in enumerate(self.manifest["shards"])
@@ -165,10 +167,11 @@ class CacheSource:
             raise _damaged(path, error) from error
 
     def token_counts(self) -> Counter[int]:
-        """How often each token is to be predicted."""
+        """How often each token stands in an answer."""
         counts: Counter[int] = Counter()
         for index in self._places:
-            counts.update(self.batch(index).following.tolist())
+            batch = self.batch(index)
+            counts.update(batch.following[batch.answers].tolist())
         return counts
 
     def _sizes_of(self, index: int) -> int:
@@ -210,20 +213,23 @@ def check_manifest(manifest: dict[str, Any], path: Path) -> None:
     layers = spec.get("layers") if isinstance(spec, dict) else None
     if (
         not isinstance(spec, dict)
-        or spec.keys() != {"layers", "deep", "top_k"}
+        or spec.keys() != {"layers", "deep", "top_k", "everywhere"}
         or not (_are_counts(layers) and layers and layers == sorted(set(layers)))
-        or type(spec["deep"]) is not bool
+        or not type(spec["deep"]) is type(spec["everywhere"]) is bool
         or not _are_counts([spec["top_k"]])
     ):
-        raise InvalidData(f"{path}: spec is {reprlib.repr(spec)}, expected layers, deep, top_k")
+        raise InvalidData(
+            f"{path}: spec is {reprlib.repr(spec)}, expected layers, deep, top_k, everywhere"
+        )
     if not (isinstance(shards, list) and shards and all(_are_counts(part) for part in shards)):
         raise InvalidData(f"{path}: shards is {reprlib.repr(shards)}, expected lists of batches")
     numbers = [index for part in shards for index in part]
     conversations: Any = manifest.get("conversations")
     hashes: Any = manifest.get("sha256")
-    same = _are_counts(conversations) and len(conversations) == len(numbers)
+    counts: tuple[Any, Any] = (conversations, manifest.get("answers"))
+    same = all(_are_counts(count) and len(count) == len(numbers) for count in counts)
     if not same or numbers != list(range(len(numbers))):
-        raise InvalidData(f"{path}: shards and conversations are not those of the same batches")
+        raise InvalidData(f"{path}: shards, conversations and answers are of other batches")
     texts_only = isinstance(hashes, list) and all(isinstance(text, str) for text in hashes)
     if not texts_only or len(hashes) != len(shards):
         raise InvalidData(f"{path}: sha256 is {reprlib.repr(hashes)}, expected one per shard")
@@ -240,7 +246,7 @@ def check_tensors(
     width = sizes[0] if sizes else 0 if hidden is None else hidden.shape[-1]
     expected: dict[str, tuple[int, ...]]
     expected = {f"hidden.{layer}": (count, width) for layer in spec.layers}
-    expected |= {"following": (count,), "continues": (count,)}
+    expected |= dict.fromkeys(("following", "continues", "answers"), (count,))
     expected |= {"deep": (count, width)} if spec.deep else {}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     tops = {found.pop(name, None) for name in ("top_ids", "top_log_probs")}
@@ -267,6 +273,7 @@ _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _KINDS = {
     "following": (torch.int64,),
     "continues": (torch.bool,),
+    "answers": (torch.bool,),
     "top_ids": (torch.int32,),
     "top_log_probs": (torch.float16,),  # which may be too small for it: minus infinity
 }

@@ -132,7 +132,7 @@ def calibrate(
     )
     rounded = tuple(round(tau, 3) for tau in setting.exit_threshold)
     return Calibration(
-        positions=text.positions,
+        positions=text.answers,
         coverage=coverage(heads, text.batches()),
         reliabilities=found,
         second={layer: entry.right.double().mean().item() for layer, entry in later.items()}

@@ -21,7 +21,7 @@ from selfspec.training import formats
 
 @dataclass(frozen=True)
 class Conversation:
-    """One text and which of its tokens the model answered."""
+    """One text and which of its tokens the model answered; none of one that is only read."""
 
     ids: tuple[int, ...]
     answers: tuple[tuple[int, int], ...]
@@ -41,6 +41,8 @@ class Batch:
     """[B, T]"""
     predicts: Tensor
     """[B, T] bool: the token behind this position belongs to an answer."""
+    known: Tensor
+    """[B, T] bool: there is a token behind this position."""
 
 
 def read_conversations(
@@ -127,18 +129,20 @@ def padded(conversations: Sequence[Conversation]) -> Batch:
     longest = max(len(entry.ids) for entry in conversations)
     ids = torch.zeros(len(conversations), longest, dtype=torch.int64)
     predicts = torch.zeros(len(conversations), longest, dtype=torch.bool)
+    known = torch.zeros_like(predicts)
     for row, entry in enumerate(conversations):
         ids[row, : len(entry.ids)] = torch.tensor(entry.ids)
+        known[row, : len(entry.ids) - 1] = True
         for first, end in entry.answers:
             predicts[row, first - 1 : end - 1] = True
-    return Batch(ids, predicts)
+    return Batch(ids, predicts, known)
 
 
 def check(conversation: Conversation, vocab_size: int, max_length: int) -> None:
     """Raise InvalidData for a conversation that the model cannot be trained on."""
     ids = conversation.ids
-    if not conversation.answer_ids:
-        raise InvalidData("holds no answer of the assistant")
+    if len(ids) < 2:
+        raise InvalidData(f"has {len(ids)} tokens, expected at least 2")
     if len(ids) > max_length:
         raise InvalidData(f"has {len(ids)} tokens, at most {max_length} fit into a batch")
     if min(ids) < 0 or max(ids) >= vocab_size:

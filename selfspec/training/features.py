@@ -1,6 +1,6 @@
-"""What a frozen model knows at each answer position: batches come in, features go out.
+"""What a frozen model knows at each position of a text: batches come in, features go out.
 
-Positions without an answer token behind them are dropped. Called by `cache`, `sources` and through
+Called by `cache`, `sources` and through
 them by `fit` and `calibrate`.
 """
 
@@ -22,7 +22,7 @@ _LOGIT_ROWS = 128
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """What is taken from each answer position."""
+    """What is taken from each position."""
 
     layers: tuple[int, ...]
     """Exit layers, rising; 0 is the embedding."""
@@ -30,6 +30,9 @@ class FeatureSpec:
     """Also the normed output of layer L one position earlier."""
     top_k: int = 0
     """Also this many of the model's own most likely next tokens."""
+    everywhere: bool = False
+    """From all positions that have a token behind them, not only those that predict an answer's:
+    the model's own next token teaches there, too."""
 
     @property
     def to_the_end(self) -> bool:
@@ -39,12 +42,12 @@ class FeatureSpec:
     def bytes_per_token(self, hidden_size: int, element_size: int) -> int:
         """Size of one position in memory and on disk; `element_size` of a hidden state's number."""
         vectors = len(self.layers) + self.deep
-        return vectors * hidden_size * element_size + 8 + 1 + self.top_k * (4 + 2)
+        return vectors * hidden_size * element_size + 8 + 2 + self.top_k * (4 + 2)
 
 
 @dataclass(frozen=True)
 class Features:
-    """N answer positions in the order of the text, on one device."""
+    """N positions in the order of the text, on one device."""
 
     hidden: dict[int, Tensor]
     """By exit layer, [N, d], raw, in the model's dtype."""
@@ -52,6 +55,8 @@ class Features:
     """[N] int64: the next token of the text."""
     continues: Tensor
     """[N] bool: the position stands right behind the one of the row before."""
+    answers: Tensor
+    """[N] bool: the next token belongs to an answer."""
     deep: Tensor | None = None
     """[N, d]: final norm of layer L's output one position earlier, zeros where there is none."""
     top_ids: Tensor | None = None
@@ -66,7 +71,7 @@ class Features:
     def tensors(self) -> dict[str, Tensor]:
         """By name, for a file."""
         named = {f"hidden.{layer}": tensor for layer, tensor in self.hidden.items()}
-        for name in ("following", "continues", "deep", "top_ids", "top_log_probs"):
+        for name in ("following", "continues", "answers", "deep", "top_ids", "top_log_probs"):
             if (tensor := getattr(self, name)) is not None:
                 named[name] = tensor
         return named
@@ -94,37 +99,39 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     ids = batch.ids.to(backbone.device)
     device = backbone.unembedding.weight.device
     predicts = batch.predicts.to(device)
-    # right padding behind causal attention needs no mask: no answer position can see it
+    kept = batch.known.to(device) if spec.everywhere else predicts
+    # right padding behind causal attention needs no mask: no position of a text can see it
     with _frozen(backbone.model):
         states = [hidden.to(device) for hidden in backbone.states(ids, stops)]
         last_output = states.pop() if spec.to_the_end else None
-        deep = _deep(backbone, last_output, predicts) if spec.deep else None
-        top = _top(backbone, last_output, predicts, spec.top_k)
+        deep = _deep(backbone, last_output, kept) if spec.deep else None
+        top = _top(backbone, last_output, kept, spec.top_k)
     return Features(
-        hidden={layer: s[predicts] for layer, s in zip(spec.layers, states, strict=True)},
-        following=batch.ids.roll(-1, dims=1).to(device)[predicts],
-        continues=(predicts & _shifted(predicts))[predicts],
+        hidden={layer: s[kept] for layer, s in zip(spec.layers, states, strict=True)},
+        following=batch.ids.roll(-1, dims=1).to(device)[kept],
+        continues=(kept & _shifted(kept))[kept],
+        answers=predicts[kept],
         deep=deep,
         top_ids=None if top is None else top[0],
         top_log_probs=None if top is None else top[1],
     )
 
 
-def _deep(backbone: Backbone, last_output: Tensor | None, predicts: Tensor) -> Tensor:
-    """Normed output of layer L one position before each of `predicts`, [N, d]."""
+def _deep(backbone: Backbone, last_output: Tensor | None, kept: Tensor) -> Tensor:
+    """Normed output of layer L one position before each of `kept`, [N, d]."""
     assert last_output is not None  # noqa: S101  # FeatureSpec.to_the_end saw to it
     normed: Tensor = backbone.unembedding.norm(last_output)
-    return _shifted(normed)[predicts]
+    return _shifted(normed)[kept]
 
 
 def _top(
-    backbone: Backbone, last_output: Tensor | None, predicts: Tensor, count: int
+    backbone: Backbone, last_output: Tensor | None, kept: Tensor, count: int
 ) -> tuple[Tensor, Tensor] | None:
     """Ids and log-probabilities [N, count] of the likeliest next tokens."""
     if last_output is None or count == 0:
         return None
     ids, log_probs = [], []
-    for rows in last_output[predicts].split(_LOGIT_ROWS):
+    for rows in last_output[kept].split(_LOGIT_ROWS):
         logits = backbone.logits(rows)
         best = logits.topk(min(count, logits.shape[-1]), dim=-1)
         ids.append(best.indices.int())

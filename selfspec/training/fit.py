@@ -45,10 +45,10 @@ class Progress:
     steps: int
     epoch: int
     """From 1."""
-    answer_tokens: int
+    positions: int
     """Learned from in this step."""
     losses: dict[int, float]
-    """By exit layer, in nats per answer token."""
+    """By exit layer, in nats per position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,15 +156,27 @@ def fit(
     return _Fit(job, watch or Stopwatch()).run(progress or _ignore)
 
 
-def feature_spec(backbone: Backbone, options: FitOptions, *, with_targets: bool) -> FeatureSpec:
-    """What a fit needs to know about each position; measuring always needs targets."""
+def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> FeatureSpec:
+    """What a fit needs to know about each position, or what is `measured` at answers alone."""
     deep = options.head_type == "deep-fused"
-    needed = with_targets or options.ce_share < 1.0
-    return FeatureSpec(exit_layers(backbone, options), deep, TOP_K if needed else 0)
+    return FeatureSpec(
+        exit_layers(backbone, options),
+        deep,
+        top_k=1 if measured or options.ce_share == 1.0 else TOP_K,
+        everywhere=not measured and options.answer_share != 1.0,
+    )
 
 
 TOP_K = 32
 """Likeliest next tokens to fit to, where nothing else is asked for."""
+
+
+def answer_weights(text: Selection, share: float | None) -> tuple[float, float]:
+    """Weights of a position that predicts an answer's token, and of any other: 1 on average."""
+    others = text.positions - text.answers
+    if share is None or not others:
+        return 1.0, 1.0
+    return share * text.positions / text.answers, (1.0 - share) * text.positions / others
 
 
 def exit_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
@@ -186,9 +198,9 @@ class _Fit:
     """One job on its way."""
 
     def __init__(self, job: Job, watch: Stopwatch) -> None:
-        if not job.train.positions or not job.validation.positions:
+        if not job.train.answers or not job.validation.answers:
             raise InvalidData(
-                f"{job.train.positions} answer tokens to fit, {job.validation.positions} to "
+                f"{job.train.answers} answer tokens to fit, {job.validation.answers} to "
                 "validate. Give more text"
             )
         self._job = job
@@ -200,7 +212,13 @@ class _Fit:
         config = _config(job, draft_ids, _record(job, self._steps))
         self._layers = config.exit_layers
         self._trainer = Trainer(
-            job.backbone, config, draft_ids, options, self._steps, job.processes
+            job.backbone,
+            config,
+            draft_ids,
+            options,
+            self._steps,
+            job.processes,
+            answer_weights(job.train, options.answer_share),
         )
         self._course = _Course(sums=dict.fromkeys(self._layers, 0.0))
         self._best = self._trainer.finished()
@@ -250,7 +268,7 @@ class _Fit:
             step=course.step,
             steps=self._steps,
             epoch=epoch + 1,
-            answer_tokens=positions,
+            positions=positions,
             losses=losses,
         )
 
@@ -284,7 +302,8 @@ class _Fit:
         metrics = {
             "layers": {str(layer): course.best[layer] for layer in self._layers},
             "coverage": coverage(self._best, self._job.validation.batches()),
-            "train_answer_tokens": self._job.train.positions,
+            "train_answer_tokens": self._job.train.answers,
+            "train_positions": self._job.train.positions,
             "steps": course.step,
             "processes": self._job.processes.count,
             "seconds": {part: round(seconds, 1) for part, seconds in self._watch.seconds.items()},
@@ -378,7 +397,8 @@ def _record(job: Job, steps: int) -> dict[str, Any]:
         "validation": job.held_out,
         "dtype": str(job.backbone.dtype).removeprefix("torch."),
         "conversations": job.train.conversations,
-        "answer_tokens": job.train.positions,
+        "answer_tokens": job.train.answers,
+        "train_positions": job.train.positions,
         "epochs": options.epochs,
         "steps": steps,
         "ce_share": options.ce_share,

@@ -31,7 +31,7 @@ Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
 _SHAREGPT_ROLES = _ROLES | {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the mark that some editors put in front, and white space
-_EXPECTED = "input_ids and answer_start, messages, conversations, turns or text"
+_EXPECTED = "input_ids and answer_start or loss_mask, messages, conversations, turns or text"
 
 _MOST_LINE = 16 << 20
 """Bytes of a line, and of blank ones in a row."""
@@ -129,6 +129,29 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
     raise InvalidData(
         f"holds {', '.join(record) or 'nothing'}, expected messages, conversations or turns"
     )
+
+
+def user_turns(record: dict[str, Any]) -> tuple[str, ...]:
+    """What the user says in a row, turn by turn. Raises InvalidData for a row without any."""
+    if isinstance(record.get("text"), str) and "messages" not in record:
+        record = {"turns": [record["text"]]}
+    turns = [entry["content"].strip() for entry in messages_of(record) if entry["role"] == "user"]
+    if not turns or not all(turns):
+        raise InvalidData(f"has {'an empty' if turns else 'no'} user turn")
+    return tuple(turns)
+
+
+def texts_of(record: dict[str, Any]) -> str:
+    """All texts of a row, whatever its fields are called."""
+
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list | dict):
+            for entry in value.values() if isinstance(value, dict) else value:
+                yield from texts(entry)
+
+    return "\n".join(texts(record))
 
 
 def rendered(
@@ -249,6 +272,8 @@ def _from_ids(record: dict[str, Any]) -> Encoded:
         raise InvalidData("has input_ids that are no list of whole numbers")
     if "answers" in record:
         return tuple(ids), _spans(record["answers"], len(ids))
+    if "loss_mask" in record:
+        return tuple(ids), _masked(record["loss_mask"], len(ids))
     start = record.get("answer_start")
     if type(start) is not int or not 1 <= start < len(ids):
         raise InvalidData(f"has answer_start {start}, expected 1..{len(ids) - 1}")
@@ -270,6 +295,15 @@ def _spans(answers: Any, length: int) -> tuple[tuple[int, int], ...]:
         spans.append((first, end))
         before = end
     return tuple(spans)
+
+
+def _masked(mask: Any, length: int) -> tuple[tuple[int, int], ...]:
+    """Runs of ones; the first token of a text is never predicted."""
+    if not isinstance(mask, list) or len(mask) != length or not {*map(type, mask)} <= {int, bool}:
+        raise InvalidData(f"has a loss_mask that is no list of {length} zeros and ones")
+    bits = [0, *(int(bool(bit)) for bit in mask[1:]), 0]
+    borders = [place for place in range(1, length + 1) if bits[place] != bits[place - 1]]
+    return tuple(zip(borders[::2], borders[1::2], strict=True))
 
 
 def _from_text(text: Any, tokenizer: PreTrainedTokenizerBase | None) -> Encoded:

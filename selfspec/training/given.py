@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.errors import InvalidData
 from selfspec.training import data, formats
 from selfspec.training.data import Conversation
-from selfspec.training.data_options import DataOptions
 from selfspec.training.formats import Reader
+from selfspec.training.options import DataOptions
 from selfspec.training.selfgen import Author, Record, Talk, key, located
 from selfspec.training.turns import Turns
 from selfspec.training.writer import Counts
@@ -32,7 +32,7 @@ class Answered:
         self._author = author
         self._rows = _Rows(reader, author.options, done, Talk.asked)
 
-    def batch(self, seed: int, counts: Counts) -> list[Record] | None:
+    def batch(self, index: int, seed: int, counts: Counts) -> list[Record] | None:  # noqa: ARG002  # in order
         """Answer the next rows; which of them are sampled is drawn."""
         talks = self._rows.take(counts)
         if talks is None:
@@ -51,13 +51,9 @@ class Converted:
         """`reader` parses with `converted`; `done` batches are written already."""
         self._rows = _Rows(reader, options, done, lambda record: str(record["input_ids"]))
 
-    def batch(self, seed: int, counts: Counts) -> list[Record] | None:  # noqa: ARG002  # nothing is drawn
+    def batch(self, index: int, seed: int, counts: Counts) -> list[Record] | None:  # noqa: ARG002  # in order, nothing is drawn
         """The next rows."""
-        records = self._rows.take(counts)
-        for record in records or ():
-            _, answers = formats.encoded(record, None)
-            counts.add(answers)
-        return records
+        return self._rows.take(counts)
 
 
 class _Rows(Generic[T]):
@@ -76,7 +72,7 @@ class _Rows(Generic[T]):
     def take(self, counts: Counts) -> list[T] | None:
         """The next batch; None behind the last."""
         rows = self._next(self._size)
-        counts.bad_rows = self._reader.skipped
+        counts.add("", "bad_rows", self._reader.skipped - counts.total("bad_rows"))
         fresh = []
         for row in rows:
             known = len(self._known)
@@ -84,7 +80,7 @@ class _Rows(Generic[T]):
             if len(self._known) > known:
                 fresh.append(row)
             else:
-                counts.duplicates += 1
+                counts.add("", "duplicates")
         return fresh if rows else None
 
     def _next(self, count: int) -> list[T]:
@@ -105,8 +101,7 @@ def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: s
     if not questions or not all(questions):
         raise InvalidData(f"has {'an empty' if questions else 'no'} user turn to answer")
     turns = Turns.of(tokenizer, system)
-    first, *later = questions
-    return Talk(turns, first, turns.first_prompt(first), [*later], messages=turns.messages())
+    return Talk.begun(turns, questions[0], questions[1:])
 
 
 def converted(

@@ -1,4 +1,4 @@
-"""What heads are fitted to: the next token of the text, the model's own distribution, or both.
+"""What heads are fitted to: the model's own next token, its distribution, or both.
 
 Either is a sparse target: a few draft ids with weights. What lies outside the draft vocabulary has
 no weight: what heads cannot draft, they are not asked to. Called by `fit`.
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from selfspec.errors import InvalidData
 from selfspec.training.features import Features
 
 
@@ -40,19 +41,26 @@ def draft_index(draft_ids: Tensor | None, vocab_size: int) -> Tensor:
     return index
 
 
-def targets(features: Features, index: Tensor, ce_share: float) -> Targets:
-    """`ce_share` of the weight on the text's next token, the rest on the model's likeliest ones.
+def targets(
+    features: Features, index: Tensor, ce_share: float, answer_weights: tuple[float, float]
+) -> Targets:
+    """`ce_share` of the weight on the model's top token, the rest on its likeliest ones.
 
     The latter is not renormalised: a position whose probability lies elsewhere weighs less.
+    `answer_weights`: of a position that predicts an answer's token, and of any other. Raises
+    InvalidData for features without targets.
     """
-    ids = [features.following[:, None]]
+    if features.top_ids is None or features.top_log_probs is None:
+        raise InvalidData("these features hold no targets. Ask for them: top_k of at least 1")
+    ids = [features.top_ids[:, :1].long()]
     weights = [torch.full_like(ids[0], ce_share, dtype=torch.float32)]
-    if ce_share < 1.0 and features.top_ids is not None and features.top_log_probs is not None:
+    if ce_share < 1.0:
         ids.append(features.top_ids.long())
         weights.append((1.0 - ce_share) * features.top_log_probs.float().exp())
     places = index[torch.cat(ids, dim=-1)]
-    known = places >= 0
-    return Targets(places.clamp_min(0), torch.cat(weights, dim=-1) * known)
+    of_answers, of_others = answer_weights
+    shares = torch.where(features.answers, of_answers, of_others)[:, None]
+    return Targets(places.clamp_min(0), torch.cat(weights, dim=-1) * (places >= 0) * shares)
 
 
 def cross_entropy(draft_logits: Tensor, wanted: Targets) -> Tensor:

@@ -49,16 +49,20 @@ class Judged(NamedTuple):
 
 @torch.no_grad()
 def judged(heads: ExitHeads, layer: int, batch: Features, *, second: bool = False) -> Judged:
-    """The answers of one exit layer. `second`: at positions that continue, as second drafts."""
+    """A head's answers where the text answers. `second`: as second drafts, within an answer."""
     if batch.top_ids is None:
         raise InvalidData("these features hold no targets. Ask for them: top_k of at least 1")
     head, hidden, deep = heads[layer], batch.hidden[layer], batch.deep
-    top = batch.top_ids[:, 0]
+    rows = batch.answers.nonzero()[:, 0]
     if second:
-        later = batch.continues.nonzero()[:, 0]
-        deep = head.features(hidden, deep)[later - 1]
-        hidden, top = hidden[later], top[later]
-    logits = head(hidden, deep)
+        before = batch.continues & batch.answers.roll(1)
+        rows = rows[before[rows] & (rows > 0)]
+        before_deep = None if deep is None else deep[rows - 1]
+        deep = head.features(hidden[rows - 1], before_deep)
+    elif deep is not None:
+        deep = deep[rows]
+    top = batch.top_ids[rows, 0]
+    logits = head(hidden[rows], deep)
     tokens = head.to_target_ids(logits.argmax(-1))
     return Judged(logits, tokens, tokens == top)
 
@@ -86,7 +90,7 @@ def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agree
 def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
     """Share of positions where the model's next token is one that heads can draft."""
     ids = heads[heads.config.exit_layers[0]].draft_ids
-    tops = torch.cat([batch.top_ids[:, 0] for batch in batches if batch.top_ids is not None])
+    tops = torch.cat([b.top_ids[b.answers, 0] for b in batches if b.top_ids is not None])
     return 1.0 if ids is None else torch.isin(tops, ids).float().mean().item()
 
 

@@ -28,7 +28,11 @@ class FeatureSource(Protocol):
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Answer positions in each batch."""
+        """Positions in each batch."""
+
+    @property
+    def answers(self) -> Sequence[int]:
+        """How many of them predict a token of an answer."""
 
     @property
     def conversations(self) -> Sequence[int]:
@@ -38,7 +42,7 @@ class FeatureSource(Protocol):
         """Batch `index`, 0..len(sizes)-1."""
 
     def token_counts(self) -> Counter[int]:
-        """How often each token is to be predicted."""
+        """How often each token stands in an answer."""
 
 
 class StreamSource:
@@ -56,9 +60,14 @@ class StreamSource:
         """`keep` holds what was computed once in memory."""
         self.spec = spec
         self._backbone = backbone
+        if not spec.everywhere:
+            conversations = [entry for entry in conversations if entry.answers]
         self._plan = planned(conversations, batch_tokens)
         self._kept: dict[int, Features] | None = {} if keep else None
-        self.sizes = [sum(len(entry.answer_ids) for entry in group) for group in self._plan]
+        self.answers = [sum(len(entry.answer_ids) for entry in group) for group in self._plan]
+        self.sizes = self.answers
+        if spec.everywhere:
+            self.sizes = [sum(len(entry.ids) - 1 for entry in group) for group in self._plan]
         self.conversations = [len(group) for group in self._plan]
         self.digest = digest(self._plan)
 
@@ -72,7 +81,7 @@ class StreamSource:
         return computed
 
     def token_counts(self) -> Counter[int]:
-        """How often each token is to be predicted."""
+        """How often each token stands in an answer."""
         return Counter(t for group in self._plan for entry in group for t in entry.answer_ids)
 
 
@@ -84,8 +93,13 @@ class Selection(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Answer positions in all."""
+        """Positions in all."""
         return sum(self.source.sizes[index] for index in self.indices)
+
+    @property
+    def answers(self) -> int:
+        """How many of them predict a token of an answer."""
+        return sum(self.source.answers[index] for index in self.indices)
 
     @property
     def conversations(self) -> int:
@@ -98,8 +112,8 @@ class Selection(NamedTuple):
         return {
             "text": self.source.digest,
             "batches": hashlib.sha256(repr(list(self.indices)).encode()).hexdigest(),
-            "answer_tokens": self.positions,
-            "features": [list(spec.layers), spec.deep, spec.top_k],
+            "answer_tokens": self.answers,
+            "features": [list(spec.layers), spec.deep, spec.top_k, spec.everywhere],
         }
 
     def batches(self) -> Iterator[Features]:
@@ -107,15 +121,15 @@ class Selection(NamedTuple):
         return (self.source.batch(index) for index in self.indices)
 
     def limited(self, max_tokens: int) -> Selection:
-        """At least `max_tokens` answer positions, spread evenly, or all there are."""
+        """At least `max_tokens` answer tokens, spread evenly, or all there are."""
         count = len(self.indices)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-        taken, positions = [], 0
+        taken, answers = [], 0
         for place in order:
-            if positions >= max_tokens:
+            if answers >= max_tokens:
                 break
             taken.append(self.indices[place])
-            positions += self.source.sizes[self.indices[place]]
+            answers += self.source.answers[self.indices[place]]
         return Selection(self.source, sorted(taken))
 
 

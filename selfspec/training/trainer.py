@@ -39,8 +39,10 @@ class Trainer:
         options: FitOptions,
         steps: int,
         processes: Processes,
+        answer_weights: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Heads as they begin, for `steps` steps in all."""
+        """Heads as they begin, for `steps` steps in all; weights of positions as `targets` has."""
+        self._answer_weights = answer_weights
         self._backbone = backbone
         self._draft_ids = draft_ids
         self._options = options
@@ -55,14 +57,14 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(_groups(self.heads, options.weight_decay))
 
     def step(self, number: int, batches: Sequence[Features], positions: int) -> dict[int, float]:
-        """Step `number`, from 0, on this process's part of `positions` answer positions.
+        """Step `number`, from 0, on this process's part of `positions` positions.
 
-        Gives the loss by exit layer, nats per answer position, over all processes. Raises
+        Gives the loss by exit layer, nats per position, over all processes. Raises
         SelfspecError, with the weights as they were, when one is not finite.
         """
         totals = dict.fromkeys(self.heads.config.exit_layers, 0.0)
         for batch in batches:
-            wanted = targets(batch, self._index, self._options.ce_share)
+            wanted = targets(batch, self._index, self._options.ce_share, self._answer_weights)
             for layer in totals:
                 totals[layer] += self._backward(layer, batch, wanted, positions)
         losses = self._processes.total(totals)
@@ -106,7 +108,7 @@ class Trainer:
             checkpoint.restore_optimizer(self._optimizer, self.heads, tensors, step)
 
     def _backward(self, layer: int, batch: Features, wanted: Targets, positions: int) -> float:
-        """Add the gradients of one head; its part of the loss per answer position."""
+        """Add the gradients of one head; its part of the loss per position."""
         total = torch.zeros((), device=batch.following.device)
         for start in range(0, len(batch), _HEAD_ROWS):
             rows = slice(start, start + _HEAD_ROWS)

@@ -90,10 +90,11 @@ class Turns:
 
     def continuation(self, start: list[int], new: list[int]) -> str:
         """The text that `new` adds to `start`: some tokenizers drop a leading blank of the rest."""
-        known = self._text(start)
-        return self._text(start + new)[len(known) :]
+        known = self.text(start)
+        return self.text(start + new)[len(known) :]
 
-    def _text(self, ids: list[int]) -> str:
+    def text(self, ids: list[int]) -> str:
+        """What ids say, without special tokens."""
         return str(
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )

@@ -6,6 +6,7 @@ it is made and how many of its bytes are whole batches. Called by `selfgen`.
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import logging
@@ -13,51 +14,67 @@ import os
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from selfspec import files
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
-from selfspec.training.formats import Reader
+from selfspec.training.formats import Reader, encoded
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: counts were not kept by family."""
+
+
+DROPPED = {
+    "duplicates": "duplicates",
+    "alike": "answers that were there nearly so",
+    "excluded": "rows with words of an excluded text",
+    "unfinished": "user turns without an end",
+    "empty": "empty ones",
+    "too_long": "too long for the model",
+    "bad_rows": "bad rows",
+}
+"""Why a row is not in the file, and how people read it."""
+
+KEPT = ("rows", "tokens", "answers", "answer_tokens", "loops_cut")
+"""What is counted of rows in the file; `tokens` are all of a row, `loops_cut` answers that fell
+into a loop, and end with its first turn."""
 
 
 @dataclass
 class Counts:
-    """What became of what was written; the sum of the first six is the number of rows begun."""
+    """What became of rows, by family of a recipe; rows from elsewhere have the family ""."""
 
-    conversations: int = 0
-    duplicates: int = 0
-    """Dropped: the first user turn was there already."""
-    unfinished: int = 0
-    """Dropped: the user turn looped, or did not end."""
-    empty: int = 0
-    """Dropped: the user turn or its first answer has no text."""
-    too_long: int = 0
-    """Dropped: with its answer it would not fit the model."""
-    bad_rows: int = 0
-    """Skipped rows of the source."""
-    answers: int = 0
-    answer_tokens: int = 0
-    loops_cut: int = 0
-    """Answers that fell into a loop, and end with its first turn."""
+    families: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def add(self, answers: Sequence[tuple[int, int]], loops_cut: int = 0) -> None:
-        """Add a conversation with answers at [first, end) of its ids."""
-        self.conversations += 1
-        self.answers += len(answers)
-        self.answer_tokens += sum(end - first for first, end in answers)
-        self.loops_cut += loops_cut
+    def add(self, family: str, name: str, count: int = 1) -> None:
+        """Count one of KEPT or DROPPED."""
+        found = self.families.setdefault(family, dict.fromkeys((*KEPT, *DROPPED), 0))
+        found[name] += count
+
+    def add_row(self, record: Mapping[str, Any]) -> None:
+        """Count a record that goes into the file."""
+        ids, answers = encoded(dict(record), None)
+        values = (1, len(ids), len(answers), sum(end - first for first, end in answers))
+        for name, value in zip(KEPT, (*values, record.get("loops", 0)), strict=True):
+            self.add(record.get("family", ""), name, value)
+
+    def total(self, name: str) -> int:
+        """Of all families."""
+        return sum(found[name] for found in self.families.values())
+
+    def dropped(self) -> dict[str, int]:
+        """Of all families, in words for people."""
+        return {words: self.total(name) for name, words in DROPPED.items()}
 
     @property
-    def loop_share(self) -> float:
-        """Share of the answers that were cut."""
-        return self.loops_cut / self.answers if self.answers else 0.0
+    def answer_tokens(self) -> int:
+        """Tokens of answers in the file."""
+        return self.total("answer_tokens")
 
 
 class Writer:
@@ -100,7 +117,7 @@ class Writer:
     @property
     def counts(self) -> Counts:
         """Of all batches so far; a copy."""
-        return Counts(**self._state["counts"])
+        return Counts(copy.deepcopy(self._state["counts"]["families"]))
 
     def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
         """Add a batch. Raises CannotWrite if the disk is full; earlier batches stay whole."""
@@ -262,11 +279,15 @@ def _is_record(found: Any, keys: Collection[str]) -> bool:
     if not isinstance(found, dict) or found.keys() != set(keys):
         return False
     counts, seeds = found["counts"], found["seeds"]
-    if not (isinstance(counts, dict) and isinstance(seeds, list)):
+    families = counts.get("families") if isinstance(counts, dict) else None
+    if not (isinstance(families, dict) and isinstance(seeds, list)):
         return False
     if not (isinstance(found["options"], dict) and isinstance(found["versions"], dict)):
         return False
-    numbers = [found["format_version"], found["bytes"], *counts.values(), *seeds]
+    names = {*KEPT, *DROPPED}
+    if any(not isinstance(f, dict) or f.keys() != names for f in families.values()):
+        return False
+    numbers = [number for family in families.values() for number in family.values()]
+    numbers += [found["format_version"], found["bytes"], *seeds]
     whole = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-    names = counts.keys() == {entry.name for entry in fields(Counts)}
-    return whole and names and found["format_version"] == FORMAT_VERSION
+    return whole and found["format_version"] == FORMAT_VERSION

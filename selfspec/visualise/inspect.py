@@ -2,7 +2,7 @@
 
 A Speculator and a prompt come in, a LayerTrace goes out. The decode is the runtime's own; hidden
 states come from one more pass over the finished text, run by the same pieces as in training, so
-there is no hook on the model. Called by `selfspec trace` and the scripts of `eval/visualise`.
+there is no hook on the model. Called by `selfspec trace`.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _places(
     predicts[:, len(asked) - 1 : -1] = True
     deep = any(lens.head.reads_deep for lens in lenses.values())
     spec = FeatureSpec((*lenses, backbone.num_layers), deep=deep)
-    looked = features(backbone, spec, Batch(ids, predicts))
+    looked = features(backbone, spec, Batch(ids, predicts, predicts))
     exits, behind = [step.exit_layer for step in steps], [step.behind for step in steps]
     made = chained(lenses, looked.hidden, looked.deep, exits, behind)
     places: list[Place] = []

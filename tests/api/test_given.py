@@ -9,9 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData
-from selfspec.training.data_options import DataOptions
 from selfspec.training.formats import Reader, encoded
 from selfspec.training.given import Answered, Converted, converted, talk_of
+from selfspec.training.options import DataOptions
 from selfspec.training.selfgen import write
 from selfspec.training.writer import Counts, Writer
 from tests.authors import make_author, prompt_ids, read
@@ -43,7 +43,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def answer(rows: Path, output: Path, **options: Any) -> Counts:
-    author = make_author(regenerate=True, **{"batch_size": 4} | options)
+    author = make_author(regenerate=True, **{"batch_size": 4, "greedy_share": 1.0} | options)
     parse = partial(talk_of, tokenizer=make_tokenizer(), system=author.options.system)
     writer = Writer(output, {}, {})
     source = Answered(author, Reader(rows, parse, skip_bad_rows=True), writer.batches)
@@ -73,8 +73,8 @@ def test_questions_stay_and_answers_are_the_models(rows: Path, tmp_path: Path) -
     kept = [text for text in QUESTIONS if text != "A  b"]
     asked = [line["messages"][0]["content"] for line in lines]
     assert asked == [text for text in kept if text in asked]
-    assert counts.conversations == len(lines) == len(kept) - counts.empty
-    assert (counts.duplicates, counts.bad_rows) == (1, 1)
+    assert counts.total("rows") == len(lines) == len(kept) - counts.total("empty")
+    assert (counts.total("duplicates"), counts.total("bad_rows")) == (1, 1)
     assert [line["messages"][1]["content"] for line in lines] != ["b"] * len(lines)
     assert not any(line["sampled"] for line in lines)
 
@@ -95,7 +95,7 @@ def test_rows_too_long_for_the_model_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("a " * 250, "a")))
     counts = answer(path, tmp_path / "out")
-    assert (counts.too_long, counts.conversations + counts.empty) == (1, 1)
+    assert (counts.total("too_long"), counts.total("rows") + counts.total("empty")) == (1, 1)
 
 
 def test_some_rows_are_sampled_if_asked_for(rows: Path, tmp_path: Path) -> None:
@@ -150,7 +150,8 @@ def test_rows_become_lines_with_the_same_ids(
     for line, record in zip(lines, records, strict=True):
         ids, answers = encoded(record, tokenizer)
         assert encoded(line, None) == (ids[: answers[-1][1]], answers)
-    assert counts == Counts(conversations=4, answers=5, answer_tokens=2 + 3 + 2 + 2 + 2)
+    found = (counts.total("rows"), counts.total("answers"), counts.answer_tokens)
+    assert found == (4, 5, 2 + 3 + 2 + 2 + 2)
     assert [sorted(line) for line in lines] == [
         ["answers", "input_ids", "messages"],
         ["answer_start", "input_ids", "messages"],
@@ -172,8 +173,8 @@ def test_long_rows_are_cut_behind_what_fits(tokenizer: PreTrainedTokenizerBase) 
     ):
         line = converted(record, tokenizer, vocab_size=len(WORDS), max_length=limit)
         assert encoded(line, None) == (ids[: spans[-1][1]], tuple(spans))
-    with pytest.raises(InvalidData, match="no answer"):
-        converted(record, tokenizer, vocab_size=len(WORDS), max_length=first)
+    read = converted(record, tokenizer, vocab_size=len(WORDS), max_length=first)
+    assert encoded(read, None) == (ids[:first], ())
     with pytest.raises(InvalidData, match=r"token id 9, expected 0\.\.8"):
         converted(record, tokenizer, vocab_size=9, max_length=64)
 
@@ -181,7 +182,11 @@ def test_long_rows_are_cut_behind_what_fits(tokenizer: PreTrainedTokenizerBase) 
 def test_duplicates_and_bad_rows_are_counted(rows: Path, tmp_path: Path) -> None:
     rows.write_text(rows.read_text() + rows.read_text())
     counts = convert(rows, tmp_path / "out")
-    assert (counts.conversations, counts.duplicates, counts.bad_rows) == (10, 10, 2)
+    assert (counts.total("rows"), counts.total("duplicates"), counts.total("bad_rows")) == (
+        10,
+        10,
+        2,
+    )
 
 
 # --- both

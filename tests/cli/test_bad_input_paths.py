@@ -57,9 +57,7 @@ READERS: dict[str, list[str]] = {
     "cache --data": ["cache", *MODEL, "--output", "new", "--data", "@.jsonl"],
     "calibrate --data": ["calibrate", *MODEL, "--heads", "logit-lens", "--data", "@.jsonl"],
     "data --from": ["data", *MODEL, "--output", "new.jsonl", "--from", "@.jsonl"],
-    "data --openings": [
-        *("data", *MODEL, "--output", "new.jsonl", "--tokens", "9", "--openings", "@")
-    ],
+    "data --recipe": [*("data", *MODEL, "--output", "new.jsonl", "--tokens", "9", "--recipe", "@")],
     "fit --cache": ["fit", *MODEL, "--output", "new", "--cache", "@"],
     "fit --config": ["fit", *MODEL, "--output", "new", "--config", "@"],
     "calibrate --heads": ["calibrate", *MODEL, "--data", "prompts.jsonl", "--heads", "@"],
@@ -71,7 +69,7 @@ NO_FILES = (
 )
 
 
-TAKEN = {("generate --file", "zeros"), ("data --openings", "zeros"), ("heads check", "dir")}
+TAKEN = {("generate --file", "zeros"), ("heads check", "dir")}
 """Zero bytes are text; what is checked and fails is said on standard output, with code 1."""
 
 

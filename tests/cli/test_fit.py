@@ -89,8 +89,8 @@ def test_features_are_cached_and_fitted_to(
 ) -> None:
     assert main([*CACHE, "--exit-layers", "0,2,3", "--deep"]) == 0
     output = capsys.readouterr()
-    assert "210 answer tokens at" in output.err
-    assert "features: 210 answer tokens" in output.out
+    assert "258 positions at" in output.err
+    assert "features: 258 positions, 210 of them answers" in output.out
     (fit,) = nexts(output.err, capsys)
     assert fit == "selfspec fit --cache features --output heads --model model --dtype float32"
     shared = ["fit", "--model", "model", "--dtype", "float32", "--draft-vocab-size", "90"]
@@ -230,7 +230,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     (workplace / "wrong.yaml").write_text("epoch: 3\n")
     (workplace / "list.yaml").write_text("- epochs\n")
     (workplace / "half").mkdir()
-    (workplace / "half" / "manifest.json").write_text('{"format_version": 2}')
+    (workplace / "half" / "manifest.json").write_text('{"format_version": 3}')
     assert main(arguments) == 2
     (line,) = [text for text in capsys.readouterr().err.splitlines() if "error" in text]
     assert reason in line

@@ -19,6 +19,7 @@ from selfspec.cli.main import main
 from selfspec.decoding.prices import Costs
 from selfspec.heads import known
 from selfspec.heads.exit_heads import HeadsConfig
+from tests.authors import RECIPE
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
 
@@ -28,7 +29,7 @@ SAID = "{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> {% end
 TEMPLATE = SAID + "{% if add_generation_prompt %}<start> assistant {% endif %}"
 ONES = (1.0,) * 8
 INVENT = ["--tokens", "60", "--batch-size", "6", "--max-question-tokens", "12"]
-INVENT += ["--max-new-tokens", "20", "--question-temperature", "4,6", "--openings", "openings.txt"]
+INVENT += ["--max-new-tokens", "20", "--question-temperature", "4,6", "--recipe", "recipe.yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model("llama", vocab_size=len(WORDS)).save_pretrained(folder / "tiny-vicuna")
     tokenizer.save_pretrained(folder / "tiny-vicuna")
     (folder / "own.jinja").write_text(TEMPLATE)
-    (folder / "openings.txt").write_text("a b\nc\n")
+    (folder / "recipe.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         asked = ["--chat-template", "own.jinja", "--output", "own.jsonl"]

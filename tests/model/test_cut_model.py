@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from transformers import PreTrainedModel
 
 from selfspec.api.speculator import load, wrap
 from selfspec.errors import InvalidOption
-from selfspec.training.draft_model import DraftFitOptions, agreement, cut, fit
 from tests.models import make_model, random_ids
 from tests.talks import make_talks, make_tokenizer
-
-SCRIPT = Path(__file__).parents[2] / "training" / "draft_model.py"
+from training import draft_model
+from training.draft_model import DraftFitOptions, agreement, cut, fit
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +88,13 @@ def test_the_recipe_writes_a_folder_that_drafts(tmp_path: Path, whole: PreTraine
     ]
     data = tmp_path / "talks.jsonl"
     data.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    spec = importlib.util.spec_from_file_location("recipe", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
     folder = tmp_path / "small"
     asked: dict[str, Any] = {"data": data, "validation": data, "model": str(tmp_path / "whole")}
-    recipe.main(output=folder, **asked, steps=2, batch_tokens=64, validation_tokens=50)
+    draft_model.main(output=folder, **asked, steps=2, batch_tokens=64, validation_tokens=50)
     found = json.loads((folder / "fit.json").read_text())
     assert found["options"]["layers"] == 2
     assert 0.0 <= found["agreement_before"] <= 1.0
     speculator = load(tmp_path / "whole", draft_model=folder)
     assert speculator.generate("a b", raw=True, max_new_tokens=8).stats.drafted > 0
     with pytest.raises(InvalidOption, match="is there already"):
-        recipe.main(output=folder, **asked)
+        draft_model.main(output=folder, **asked)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from selfspec.errors import (
 )
 from selfspec.training import formats
 from selfspec.training.data import Conversation, read_conversations
-from selfspec.training.selfgen import read_openings
-from selfspec.training.writer import Counts, Writer
+from selfspec.training.writer import Writer
+from tests.authors import counted
 from tests.bad_input import DEEP, one_line, snapshot
 from tests.models import VOCAB_SIZE
 from tests.talks import make_tokenizer
@@ -44,15 +43,15 @@ ROWS: list[Any] = [
         {"input_ids": [1, 2, 3], "answers": value}
         for value in (None, 3, "ab", [1], [[1]], [[1, 9]])
     ),
+    *({"input_ids": [1, 2, 3], "loss_mask": value} for value in (None, 1, [0, 1], ["a"] * 3)),
     *({"input_ids": [1, 2, 3], "answers": value} for value in ([[2, 1]], [["1", "2"]], [[0, 1]])),
-    *({"input_ids": [1, 2, 3], "answers": value} for value in ([[1, 3], [2, 3]], [], [[1, 9]])),
+    *({"input_ids": [1, 2, 3], "answers": value} for value in ([[1, 3], [2, 3]], [[1, 9]])),
     {"input_ids": [1] * 500, "answer_start": 1},
     *({"messages": value} for value in (None, 3, "hi", {}, [], [3], [None], [[]], [{}])),
     *({"messages": [USER, value]} for value in ({"role": "assistant"}, {"content": "b"})),
     *({"messages": [USER, ASSISTANT | {"role": value}]} for value in (None, 3, [], "robot")),
     *({"messages": [USER, ASSISTANT | {"content": value}]} for value in (None, 3, [], {})),
     {"messages": [USER, ASSISTANT | {"content": "\ud800"}]},
-    {"messages": [USER]},
     {"messages": [ASSISTANT]},
     *({"conversations": value} for value in (None, 3, [], [3], [{"from": "human"}])),
     {"conversations": [{"from": "robot", "value": "a"}]},
@@ -139,29 +138,20 @@ def test_a_mark_in_front_is_no_part_of_the_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + LINE)
     assert len(read_talks(path)) == 1
-    path.write_bytes(b"\xef\xbb\xbfTell me\n")
-    assert read_openings(path) == ("Tell me",)
-
-
-@pytest.mark.parametrize("content", [b"", b"# only\n", b"\xff\xfe", b" \n", b"a" * (2 << 20)])
-def test_strange_openings(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "openings.txt"
-    path.write_bytes(content)
-    with pytest.raises(InvalidData) as caught:
-        read_openings(path)
-    one_line(caught, path)
 
 
 # --- the record of a file that `data` writes ------------------------------------------------------
 
 RECORD_VALUES: list[tuple[str, Any]] = [
-    *(("format_version", value) for value in (0, 2, "1", True, None)),
+    *(("format_version", value) for value in (0, 1, 3, "2", True, None)),
     *(("options", value) for value in (None, [], "a")),
     *(("versions", value) for value in (None, [], 3)),
-    *(("counts", value) for value in (None, [], {}, {"conversations": 1})),
-    ("counts", asdict(Counts()) | {"answers": "many"}),
-    ("counts", asdict(Counts()) | {"answers": -1}),
-    ("counts", asdict(Counts()) | {"answers": 1.5}),
+    *(("counts", value) for value in (None, [], {}, {"families": [1]})),
+    ("counts", {"families": {"a": {"rows": 1}}}),
+    *(
+        ("counts", {"families": {"": counted(rows=1).families[""] | {"answers": value}}})
+        for value in ("many", -1, 1.5)
+    ),
     *(("seeds", value) for value in (None, 3, ["a"], [-1], [1.0], [10**30], {})),
     *(("bytes", value) for value in (None, "10", -1, 1.0, 10**30, True, [], 3, 10**9)),
     ("more", 1),
@@ -173,7 +163,7 @@ RECORD_VALUES: list[tuple[str, Any]] = [
 def test_a_strange_record_loses_no_line(tmp_path: Path, name: str, value: Any, suffix: str) -> None:
     path = tmp_path / f"a{suffix}"
     writer = Writer(path, {}, {})
-    writer.append(['{"a": 1}', '{"a": 2}'], 7, Counts(conversations=2))
+    writer.append(['{"a": 1}', '{"a": 2}'], 7, counted(rows=2))
     record = path.with_name(path.name + ".run.json")
     record.write_text(json.dumps(json.loads(record.read_text()) | {name: value}))
     before = snapshot(tmp_path)

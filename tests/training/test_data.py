@@ -59,7 +59,7 @@ def test_ids_are_read_as_they_are_from_plain_and_gzipped_lines(tmp_path: Path) -
         ('{"input_ids": [1, -2], "answer_start": 1}', "token id -2, expected"),
         (json.dumps({"input_ids": [1] * 65, "answer_start": 1}), "65 tokens, at most 64"),
         ('{"messages": []}', "at least one message"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "no answer"),
+        ('{"input_ids": [1], "answers": []}', "1 tokens, expected at least 2"),
         ('{"messages": [{"role": "cat", "content": "a"}]}', "role 'cat', expected system"),
         ('{"messages": [{"content": "a"}]}', "role None"),
         ('{"messages": [{"role": "user"}]}', "without text"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from selfspec.errors import InvalidOption
-from selfspec.training.data_options import DataOptions
+from selfspec.training.options import DataOptions
 
 
 @pytest.mark.parametrize(
@@ -13,10 +13,9 @@ from selfspec.training.data_options import DataOptions
     [
         ({"tokens": 0}, "tokens is 0, expected at least 1"),
         ({"batch_size": 0}, "batch_size is 0, expected at least 1"),
-        ({"turns": 0}, "turns is 0"),
         ({"max_question_tokens": 0}, "max_question_tokens is 0"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"opening_share": -0.1}, r"opening_share is -0.1, expected in \[0, 1\]"),
+        ({"max_prompt_tokens": 31}, "max_prompt_tokens is 31, expected at least 32"),
         ({"greedy_share": 1.1}, "greedy_share is 1.1"),
         ({"question_temperature": (1.0,)}, "question_temperature is 1.0, expected a lowest"),
         ({"question_temperature": (1.0, 0.9)}, "question_temperature is 1.0,0.9"),
@@ -39,10 +38,9 @@ def test_the_bounds_themselves_are_fine() -> None:
     least = DataOptions(
         tokens=1,
         batch_size=1,
-        turns=1,
+        max_prompt_tokens=32,
         max_question_tokens=1,
         max_new_tokens=1,
-        opening_share=0.0,
         greedy_share=0.0,
         question_temperature=(0.5, 0.5),
         question_top_k=0,
@@ -50,4 +48,4 @@ def test_the_bounds_themselves_are_fine() -> None:
         shard="12/12",
     )
     assert least.part == (11, 12)
-    assert DataOptions(opening_share=1.0, greedy_share=1.0).part == (0, 1)
+    assert DataOptions(greedy_share=1.0).part == (0, 1)

@@ -66,6 +66,11 @@ def test_rows_continue_within_an_answer_only(backbone: Backbone) -> None:
     found = features(backbone, FeatureSpec((2,)), padded(talks))
     assert found.following.tolist() == [3, 4, 6, 7, 2, 3]
     assert found.continues.tolist() == [False, True, False, True, False, True]
+    everywhere = features(backbone, FeatureSpec((2,), everywhere=True), padded(talks))
+    assert everywhere.following.tolist() == [2, 3, 4, 5, 6, 7, 2, 3]
+    assert everywhere.answers.tolist() == [False, True, True, False, True, True, True, True]
+    assert everywhere.continues.tolist() == [False, *[True] * 5, False, True]
+    assert torch.equal(everywhere.hidden[2][everywhere.answers], found.hidden[2])
 
 
 def test_padding_changes_nothing_but_the_last_bits(

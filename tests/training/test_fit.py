@@ -19,7 +19,15 @@ from selfspec.model.backbone import Backbone
 from selfspec.training import cache, checkpoint
 from selfspec.training.data import Conversation
 from selfspec.training.features import FeatureSpec
-from selfspec.training.fit import Fitted, Job, Progress, default_exit_layers, feature_spec, fit
+from selfspec.training.fit import (
+    Fitted,
+    Job,
+    Progress,
+    answer_weights,
+    default_exit_layers,
+    feature_spec,
+    fit,
+)
 from selfspec.training.measure import agreements
 from selfspec.training.options import FITTED_HEAD_TYPES, FitOptions
 from selfspec.training.sources import Selection, StreamSource, whole
@@ -41,7 +49,7 @@ def talks(backbone: Backbone) -> list[Conversation]:
 def selected(
     backbone: Backbone, talks: list[Conversation], options: FitOptions, batch_tokens: int
 ) -> Selection:
-    spec = feature_spec(backbone, options, with_targets=True)
+    spec = feature_spec(backbone, options, measured=False)
     return whole(StreamSource(backbone, spec, talks, batch_tokens, keep=True))
 
 
@@ -173,7 +181,8 @@ def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: list[Convers
         for group in optimizer.param_groups:
             group["lr"] = share * OPTIONS.learning_rate
         optimizer.zero_grad()
-        functional.cross_entropy(head(batch.hidden[2]), batch.following).backward()
+        assert batch.top_ids is not None
+        functional.cross_entropy(head(batch.hidden[2]), batch.top_ids[:, 0].long()).backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), OPTIONS.max_grad_norm)
         optimizer.step()
     for name, weight in head.named_parameters():
@@ -191,13 +200,14 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(
     fit(large, losses.append)
     fit(parts, losses.append)
     assert losses[0].losses == pytest.approx(losses[1].losses, rel=1e-5)
-    assert losses[0].answer_tokens == losses[1].answer_tokens
+    assert losses[0].positions == losses[1].positions
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"ce_share": 0.5},
+        {"answer_share": 0.9},
         {"epochs": 3},
         {"learning_rate": 1e-3},
         {"warmup": 0.5},
@@ -329,9 +339,48 @@ def test_heads_of_the_asked_kind_and_the_default_layers(
 def test_only_what_the_heads_read_is_computed(backbone: Backbone, head_type: str) -> None:
     options = replace(OPTIONS, head_type=head_type)
     deep = head_type == "deep-fused"
-    assert feature_spec(backbone, options, with_targets=False) == FeatureSpec(LAYERS, deep, 0)
-    soft = replace(options, ce_share=0.5)
-    assert feature_spec(backbone, soft, with_targets=False).top_k > 0
+    fitted, measured = (feature_spec(backbone, options, measured=m) for m in (False, True))
+    assert fitted == FeatureSpec(LAYERS, deep, 1, everywhere=True)
+    assert measured == FeatureSpec(LAYERS, deep, 1)
+    soft = replace(options, ce_share=0.5, answer_share=1.0)
+    assert feature_spec(backbone, soft, measured=False) == FeatureSpec(LAYERS, deep, 32)
+
+
+def test_the_answers_share_of_the_loss_is_what_was_asked_for(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    read = [Conversation(talk.ids, ()) for talk in talks]
+    text = selected(backbone, [*talks, *read], OPTIONS, BATCH_TOKENS)
+    assert text.answers == sum(len(talk.answer_ids) for talk in talks)
+    assert text.positions == 2 * sum(len(talk.ids) - 1 for talk in talks)
+    of_answers, of_others = answer_weights(text, 0.75)
+    assert of_answers * text.answers == pytest.approx(0.75 * text.positions)
+    assert of_others * (text.positions - text.answers) == pytest.approx(0.25 * text.positions)
+    assert answer_weights(text, None) == (1.0, 1.0)
+
+
+def test_text_that_is_only_read_teaches_too(backbone: Backbone, talks: list[Conversation]) -> None:
+    read = [Conversation(talk.ids, ()) for talk in talks]
+    job = make_job(backbone, talks)
+    more = selected(backbone, [*talks, *read], job.options, BATCH_TOKENS)
+    assert weights(fit(replace(job, train=more))).keys() == weights(fit(job)).keys()
+    with pytest.raises(InvalidData, match="0 answer tokens to fit"):
+        fit(replace(job, train=selected(backbone, read, job.options, BATCH_TOKENS)))
+
+
+def test_answers_alone_are_learned_from_where_they_have_the_whole_loss(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    everywhere = make_job(backbone, talks)
+    alone = make_job(backbone, talks, answer_share=1.0)
+    assert alone.train.positions == alone.train.answers == everywhere.train.answers
+    # the same loss, once by leaving positions out, once by weights of 0
+    found = [
+        fit(replace(alone, train=job.train)).epochs[0]["train_loss"] for job in (alone, everywhere)
+    ]
+    share = everywhere.train.answers / everywhere.train.positions
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+    assert 0.0 < share < 1.0
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_and_layer(

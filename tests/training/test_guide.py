@@ -11,6 +11,7 @@ import pytest
 
 from selfspec.cli.main import main
 from selfspec.heads.exit_heads import HeadsConfig
+from tests.authors import RECIPE
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
 
@@ -27,7 +28,7 @@ SMALL = {
     "max_new_tokens": "20",
     "max_question_tokens": "12",
     "question_temperature": "4,6",
-    "openings": "openings.txt",
+    "recipe": "recipe.yaml",
     "draft_vocab_size": "10",
     "exit_layers": "2,4",
     "batch_tokens": "64",
@@ -51,7 +52,7 @@ def test_the_first_commands_lead_to_calibrated_heads_that_are_used_by_themselves
 ) -> None:
     make_model("llama", vocab_size=len(WORDS)).save_pretrained(tmp_path / "MODEL")
     make_tokenizer().save_pretrained(tmp_path / "MODEL")
-    (tmp_path / "openings.txt").write_text("a b\nc\n")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     for name, value in SMALL.items():
         monkeypatch.setenv(f"SELFSPEC_{name.upper()}", value)

@@ -17,7 +17,8 @@ from selfspec.cli.main import BUG, main
 from selfspec.errors import CannotWrite
 from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
-from selfspec.training.writer import Counts, Writer
+from selfspec.training.writer import Writer
+from tests.authors import counted
 from tests.heads.kinds import make_heads
 
 FIT = ["fit", "--data", "talks.jsonl", "--output"]
@@ -148,7 +149,7 @@ def test_a_full_disk_keeps_the_batches_before(
 ) -> None:
     """The first write to disk of a batch is the text, the second its record."""
     writer = Writer(tmp_path / name, {}, {})
-    writer.append(['{"a": 1}'], 7, Counts(conversations=1))
+    writer.append(['{"a": 1}'], 7, counted(rows=1))
     before, real, calls = contents(tmp_path), os.fsync, [0]
 
     def fsync(handle: int) -> None:
@@ -158,9 +159,9 @@ def test_a_full_disk_keeps_the_batches_before(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(CannotWrite, match="No space left on device"):
-            writer.append(['{"a": 2}'], 8, Counts(conversations=2))
+            writer.append(['{"a": 2}'], 8, counted(rows=2))
     assert contents(tmp_path) == before
-    writer.append(['{"a": 2}'], 8, Counts(conversations=2))
+    writer.append(['{"a": 2}'], 8, counted(rows=2))
     assert [record["a"] for record in Writer(tmp_path / name, {}, {}).records()] == [1, 2]
 
 

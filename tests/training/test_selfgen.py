@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from contextlib import suppress
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,18 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidOption
 from selfspec.training import data
-from selfspec.training.selfgen import Author, Invented, batch_seed, key, read_openings
+from selfspec.training.recipe import Passages, Prompts
+from selfspec.training.selfgen import Author, Written, batch_seed, key, ngrams, write
 from selfspec.training.texts import Sampling, continued, loop_start
 from selfspec.training.turns import Turns
-from selfspec.training.writer import Counts
-from tests.authors import OPENINGS, SMALL, invent, make_author, prompt_ids, read
+from selfspec.training.writer import DROPPED, Counts, Writer
+from tests.authors import RECIPE, SMALL, invent, make_author, prompt_ids, read, recipe_of
 from tests.models import MAX_POSITIONS
 from tests.talks import WORDS, make_tokenizer
 
-DROPPED = ("duplicates", "unfinished", "empty", "too_long")
+ONE_TURN = RECIPE.replace(', ["c {other}", null, "b"]', "")
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +38,19 @@ def words(ids: list[int]) -> str:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Counts]:
     path = tmp_path_factory.mktemp("written") / "a.jsonl"
-    counts = invent(
-        make_author(tokens=150, greedy_share=0.5, opening_share=0.5, max_question_tokens=4), path
-    )
+    counts = invent(make_author(tokens=300, greedy_share=0.5, max_question_tokens=4), path)
     return read(path), counts
 
 
 def test_a_line_holds_the_models_ids_and_their_text(
     written: tuple[list[dict[str, Any]], Counts], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    for line in written[0]:
-        question, answer = line["messages"]
+    single = [line for line in written[0] if "answer_start" in line]
+    assert len(single) > 10
+    for line in single:
+        *_, question, answer = line["messages"]
+        if len(line["messages"]) > 2:
+            continue
         said = line["input_ids"][line["answer_start"] :]
         assert line["input_ids"][: line["answer_start"]] == prompt_ids(tokenizer, [question])
         expected = str(tokenizer.decode(said, skip_special_tokens=True))
@@ -62,65 +65,71 @@ def test_greedy_answers_are_the_likeliest_tokens_and_sampled_ones_are_not(
 ) -> None:
     model = make_author().backbone.model
     greedy = {True: 0, False: 0}
-    for line in written[0]:
+    single = [line for line in written[0] if "answer_start" in line]
+    for line in single:
         ids = torch.tensor([line["input_ids"]])
         with torch.no_grad():
             likeliest = model(ids[:, :-1]).logits[0, line["answer_start"] - 1 :].argmax(-1)
         if likeliest.tolist() == line["input_ids"][line["answer_start"] :]:
             greedy[line["sampled"]] += 1
-    count = {flag: sum(line["sampled"] == flag for line in written[0]) for flag in (True, False)}
+    count = {flag: sum(line["sampled"] == flag for line in single) for flag in (True, False)}
     assert min(count.values()) > 0
     assert greedy[False] == count[False]
     assert greedy[True] < count[True]
 
 
-def test_openings_begin_their_share_of_the_questions(
+def test_every_family_has_rows_of_its_kind(
     written: tuple[list[dict[str, Any]], Counts],
 ) -> None:
-    begun = [line["messages"][0]["content"].startswith(OPENINGS) for line in written[0]]
-    assert any(begun)
-    assert not all(begun)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for line in written[0]:
+        rows.setdefault(line["family"], []).append(line)
+    assert rows.keys() == {"free", "pair", "article", "about", "read"}
+    assert all(r["messages"][0]["content"].startswith(("a b", "c")) for r in rows["free"])
+    assert all(r["answers"] == [] and len(r["messages"]) == 1 for r in rows["read"])
+    articles = {r["seed"]: "" for r in rows["article"]}
+    for row in rows["article"]:
+        articles[row["seed"]] += " " + row["messages"][1]["content"]
+    for row in rows["about"]:
+        asked = row["messages"][0]["content"]
+        passages = [asked.removesuffix(f" {word}") for word in ("a", "b", "a b", "b b", "c a")]
+        passages.append(asked.removeprefix("b "))
+        article = " ".join(articles[row["seed"]].split())
+        assert any(" ".join(passage.split()) in article for passage in passages)
 
 
-def test_questions_differ_and_every_row_is_counted(
+def test_rows_differ_and_every_one_is_counted(
     written: tuple[list[dict[str, Any]], Counts],
 ) -> None:
     lines, counts = written
     assert len({key(line["messages"][0]["content"]) for line in lines}) == len(lines)
-    assert counts.conversations == counts.answers == len(lines)
-    assert counts.answer_tokens == sum(len(x["input_ids"]) - x["answer_start"] for x in lines)
-    assert counts.answer_tokens >= 150
+    assert counts.total("rows") == len(lines)
+    assert counts.answer_tokens >= 300
     seeds = {line["seed"] for line in lines}
-    dropped = sum(getattr(counts, name) for name in DROPPED)
-    assert counts.conversations + dropped == SMALL["batch_size"] * (
-        max(seeds) - batch_seed(0, 0) + 1
-    )
-    assert counts.duplicates > 0
-    assert counts.unfinished > 0
+    dropped = sum(counts.total(name) for name in DROPPED)
+    batches = max(seeds) - batch_seed(0, 0) + 1
+    assert counts.total("rows") + dropped == SMALL["batch_size"] * batches
+    assert counts.total("duplicates") > 0
+    assert counts.families.keys() == {line["family"] for line in lines}
 
 
-def test_the_last_batch_is_small_where_few_tokens_are_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_last_batch_is_small_where_few_tokens_are_missing(tmp_path: Path) -> None:
     author, sizes = make_author(tokens=3000, batch_size=32), list[int]()
-
-    def ask(headers: list[list[int]], temperature: float) -> list[str | None]:
-        sizes.append(len(headers))
-        return []
-
-    monkeypatch.setattr(author, "ask", ask)
+    prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0)
     for written in (0, 1500, 2900):
-        with suppress(ValueError):  # no question for these openings
-            Invented(author, OPENINGS, []).batch(0, Counts(answer_tokens=written))
+        counts = Counts()
+        counts.add("", "answer_tokens", written)
+        sizes.append(Written(author, prompts)._size(counts))
     assert sizes == [32, 23, 16]
 
 
 def test_what_is_written_can_be_read_for_training(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    counts = invent(make_author(tokens=30, turns=3), path)
+    counts = invent(make_author(tokens=200), path)
     talks = data.read_conversations(path, None, vocab_size=len(WORDS), max_length=MAX_POSITIONS)
     assert sum(len(talk.answer_ids) for talk in talks) == counts.answer_tokens
-    assert sum(len(talk.answers) for talk in talks) == counts.answers > counts.conversations
+    assert sum(len(talk.answers) for talk in talks) == counts.total("answers")
+    assert any(not talk.answers for talk in talks)  # only read
 
 
 # --- options that change the text
@@ -130,7 +139,6 @@ def test_what_is_written_can_be_read_for_training(tmp_path: Path) -> None:
     "options",
     [
         {"seed": 1},
-        {"opening_share": 0.0},
         {"system": "c c"},
         {"question_temperature": (3.0, 3.0)},
         {"question_top_k": 2},
@@ -139,7 +147,6 @@ def test_what_is_written_can_be_read_for_training(tmp_path: Path) -> None:
         {"greedy_share": 0.0, "temperature": 5.0},
         {"max_new_tokens": 3},
         {"batch_size": 5},
-        {"turns": 2},
         {"shard": "2/2"},
     ],
 )
@@ -153,10 +160,12 @@ def test_another_value_is_another_text(tmp_path: Path, options: dict[str, Any]) 
     assert "temperature" not in options or texts[2] != texts[3]
 
 
-def test_more_turns_are_conversations_with_more_answers(
+def test_later_turns_are_asked_and_invented(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    invent(make_author(tokens=100, turns=3, system="c"), tmp_path / "a")
+    talk = 'families: {talk: {weight: 1, ask: [["{word}", null, "{word} b"]]}}\n'
+    words_of = "lists: {word: [" + ", ".join("abc"[i % 3] + " c" * i for i in range(60)) + "]}\n"
+    counts = invent(make_author(tokens=200, system="c"), tmp_path / "a", talk + words_of)
     lengths = set()
     for line in read(tmp_path / "a"):
         roles = [message["role"] for message in line["messages"]]
@@ -166,24 +175,22 @@ def test_more_turns_are_conversations_with_more_answers(
             asked = line["messages"][: 2 * number + 2]
             header = words(line["input_ids"][:first])
             assert header.endswith(f"{asked[-1]['content']} <end> <line> <start> assistant")
-            assert header.count("<start> user") == number + 1
+        # a cut answer ends its conversation
+        assert all(line["input_ids"][end - 1] == 1 for _, end in spans[:-1])
         lengths.add(len(spans))
     assert lengths >= {1, 2}
     assert max(lengths) <= 3
+    assert counts.total("answers") > counts.total("rows")
 
 
-def test_a_cut_answer_ends_its_conversation(tmp_path: Path) -> None:
-    counts = invent(make_author(tokens=60, turns=4, max_new_tokens=3), tmp_path / "a")
+def test_longer_prompts_are_dropped_and_passages_cut_to_fit(tmp_path: Path) -> None:
+    recipe = RECIPE.replace("a b, b b", "b" + " b" * 40).replace("[3, 8]", "[60, 90]")
+    author = make_author(tokens=100, max_prompt_tokens=45)
+    counts = invent(author, tmp_path / "a", recipe)
+    assert counts.total("too_long") > 0
+    assert counts.families["read"]["rows"] > 0
     for line in read(tmp_path / "a"):
-        spans = line.get("answers", [[0, len(line["input_ids"])]])
-        assert all(line["input_ids"][end - 1] == 1 for _, end in spans[:-1])
-    assert counts.answers >= counts.conversations
-
-
-def test_a_conversation_ends_where_the_model_has_no_room_left(tmp_path: Path) -> None:
-    options = {"tokens": 30, "turns": 40, "max_new_tokens": 8}
-    invent(make_author(**options), tmp_path / "a")
-    assert max(len(line["input_ids"]) for line in read(tmp_path / "a")) <= MAX_POSITIONS
+        assert line.get("answer_start", 0) <= 45
 
 
 # --- loops
@@ -192,12 +199,14 @@ def test_a_conversation_ends_where_the_model_has_no_room_left(tmp_path: Path) ->
 def test_answers_are_cut_where_they_loop_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    author = make_author(tokens=60, max_new_tokens=150)
+    author = make_author(tokens=60, max_new_tokens=150, greedy_share=1.0)
     never = frozenset({len(WORDS)})  # no answer ends, so that most of them loop
     monkeypatch.setattr(author, "_ends", never)
-    counts = invent(author, tmp_path / "a")
+    counts = invent(author, tmp_path / "a", ONE_TURN)
     loops = 0
     for line in read(tmp_path / "a"):
+        if line["sampled"]:
+            continue
         prompt, said = (line["input_ids"][part] for part in _parts(line))
         (whole,) = continued(
             author.backbone,
@@ -210,8 +219,8 @@ def test_answers_are_cut_where_they_loop_and_counted(
         )
         assert said == whole[: loop_start(whole)]
         loops += said != whole
-    assert counts.loops_cut == loops > 0
-    assert counts.loop_share == loops / counts.answers
+    assert counts.total("loops_cut") == loops > 0
+    assert sum(line["loops"] for line in read(tmp_path / "a")) == loops
 
 
 def _parts(line: dict[str, Any]) -> tuple[slice, slice]:
@@ -229,18 +238,26 @@ def test_seeds_of_a_run_are_all_different_and_stay_within_32_bits() -> None:
 
 
 def test_shards_are_the_batches_of_one_run(tmp_path: Path) -> None:
-    for shard in ("1/1", "1/2", "2/2"):
-        invent(make_author(tokens=60, shard=shard), tmp_path / shard.replace("/", "-"))
-    whole, *parts = ({line["seed"] for line in read(tmp_path / n)} for n in ("1-1", "1-2", "2-2"))
+    """Rows are the same whoever writes them, but for those that the same file held already."""
+    for shard, tokens in (("1/1", 120), ("1/2", 60), ("2/2", 60)):
+        name = tmp_path / shard.replace("/", "-")
+        counts = invent(make_author(tokens=tokens, shard=shard), name)
+        assert counts.answer_tokens >= tokens
+    whole, *parts = (
+        {json.dumps(line) for line in read(tmp_path / name)} for name in ("1-1", "1-2", "2-2")
+    )
     assert not parts[0] & parts[1]
-    assert whole <= parts[0] | parts[1]
-    first = [line for line in read(tmp_path / "1-1") if line["seed"] == batch_seed(0, 0)]
-    assert first == [line for line in read(tmp_path / "1-2") if line["seed"] == batch_seed(0, 0)]
+    seeds = [{json.loads(line)["seed"] for line in part} for part in (whole, *parts)]
+    assert not seeds[1] & seeds[2]
+    common = seeds[0] & (seeds[1] | seeds[2])
+    assert len(common) > 2
+    rows = {line for line in whole if json.loads(line)["seed"] in common}
+    assert rows <= parts[0] | parts[1]
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 8])
 def test_a_run_that_is_broken_off_writes_the_same_file(tmp_path: Path, stop: int) -> None:
-    options: dict[str, Any] = {"tokens": 80, "turns": 2, "greedy_share": 0.5}
+    options: dict[str, Any] = {"tokens": 80, "greedy_share": 0.5}
     expected = invent(make_author(**options), tmp_path / "whole")
     author = make_author(**options)
     looks = broken_off = 0
@@ -282,62 +299,86 @@ def test_the_global_generators_are_put_back(tmp_path: Path) -> None:
 # --- what cannot go on
 
 
-def test_a_model_that_asks_nothing_new_is_an_error(tmp_path: Path) -> None:
-    author = make_author(tokens=10_000, question_top_k=1)
-    with pytest.raises(
-        InvalidOption, match="none of the user turns of 3 batches could be used"
-    ) as caught:
-        invent(author, tmp_path / "a")
+def test_a_recipe_that_has_nothing_new_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="no row of 3 batches could be used") as caught:
+        invent(make_author(tokens=10_000), tmp_path / "a", "families: {f: {weight: 1, ask: [a]}}")
     assert "\n" not in str(caught.value)
 
 
-def test_a_text_that_would_not_fit_the_model_is_refused() -> None:
-    author = make_author(max_question_tokens=200, max_new_tokens=50)
-    with pytest.raises(InvalidOption, match="need 258 positions, the model has 256"):
-        Invented(author, OPENINGS, [])
+def test_a_model_without_room_for_a_prompt_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="of the model's 256 positions no 32 are left"):
+        make_author(max_new_tokens=230)
 
 
-def test_empty_questions_and_answers_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_questions_and_answers_are_dropped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     author = make_author(batch_size=4)
     monkeypatch.setattr(
         author, "ask", lambda headers, temperature: [" ", "a", None, "c"][: len(headers)]
     )
     monkeypatch.setattr(Turns, "continuation", lambda turns, start, new: " ")  # answers only
+    recipe = recipe_of("families: {free: {weight: 1, continues: true, ask: [b]}}", tmp_path)
     counts = Counts()
-    assert Invented(author, ["b"], []).batch(3, counts) == []
-    assert counts == Counts(unfinished=1, empty=3)
+    assert Written(author, Prompts(recipe, Passages(), 0)).batch(0, 3, counts) == []
+    found = {name: n for name, n in counts.families["free"].items() if n}
+    assert found == {"unfinished": 2, "empty": 2}
 
 
-# --- openings
+# --- what is not written twice, and not from a benchmark
 
 
-def test_the_built_in_openings_are_many_and_end_without_a_blank() -> None:
-    openings = read_openings(None)
-    assert len(openings) == len(set(openings)) >= 120
-    assert not [text for text in openings if text != text.strip(" ")]
-    assert any("\n" in text for text in openings)
+def test_eight_words_in_a_row_are_compared_without_case_and_marks() -> None:
+    text = "One, two three four; FIVE six seven eight nine"
+    assert ngrams(text) == ngrams("one two three (four five six seven) eight nine!")
+    assert len(ngrams(text)) == 2
+    assert not ngrams(text) & ngrams("zero " + text.replace("four", "4"))
+    assert len(ngrams("你好吗我很好谢谢你")) == 2
+    assert ngrams("too short a text to compare with") == set()
 
 
-def test_openings_are_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "openings"
-    path.write_text("# none\n\n Say \nText:\\nThe \n", encoding="utf-8")
-    assert read_openings(path) == ("Say", "Text:\nThe")
+def test_rows_with_words_of_an_excluded_text_are_dropped_and_counted(tmp_path: Path) -> None:
+    recipe = """
+families: {f: {weight: 1, ask: ["{word} b b b b b b b"]}}
+lists: {word: [a, c, a a, c c, a b, c b]}
+"""
+    author = make_author(tokens=10_000)
+    prompts = Prompts(recipe_of(recipe, tmp_path), Passages(), 0)
+    excluded = ngrams("C b b b b b b b")
+    source = Written(author, prompts, (), excluded)
+    counts = Counts()
+    kept = source.batch(0, 0, counts)
+    assert counts.total("excluded") == 3  # c, c c and c b
+    assert not any(row["messages"][0]["content"].startswith("c b b b b b b b") for row in kept)
+    said = ngrams(kept[0]["messages"][1]["content"])
+    if said:  # an answer, too
+        writer = Writer(tmp_path / "a", {}, {})
+        list(write(_Once(kept[:1]), writer, author.options, said))
+        assert writer.counts.total("excluded") == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"# none\n", "holds no openings"),
-        (b"\xff", "cannot read the openings"),
-        (None, "No such file"),
-    ],
-)
-def test_openings_that_cannot_be_read_are_named(
-    tmp_path: Path, content: bytes | None, reason: str
-) -> None:
-    path = tmp_path / "openings"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(InvalidData, match=reason) as caught:
-        read_openings(path)
-    assert str(path) in str(caught.value)
+class _Once:
+    """A source of one batch."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self._records: list[dict[str, Any]] | None = records
+
+    def batch(self, index: int, seed: int, counts: Counts) -> list[dict[str, Any]] | None:
+        records, self._records = self._records, None
+        return records
+
+
+def test_an_answer_that_was_given_nearly_so_is_dropped() -> None:
+    source = Written(make_author(), None)  # type: ignore[arg-type]  # no prompts are asked for
+    counts, words = Counts(), [f"w{n}" for n in range(60)]
+
+    def new(said: list[str]) -> bool:
+        turns = [{"role": "assistant", "content": " ".join(said)}]
+        return source._is_new({"family": "f", "messages": turns}, counts)
+
+    assert new(words)
+    assert not new([*words[:55], "x", "y"])
+    assert new([*words[:20], *[f"v{n}" for n in range(40)]])
+    assert new(["short", "answer"])
+    assert new(["short", "answer"])
+    assert counts.total("alike") == 1

@@ -20,7 +20,7 @@ from selfspec.training.processes import Processes
 from selfspec.training.sources import StreamSource
 from tests.talks import make_talks
 
-SPEC = FeatureSpec((2, 4), deep=True, top_k=4)
+SPEC = FeatureSpec((2, 4), deep=True, top_k=4, everywhere=True)
 BASE = {"base_model": "tiny", "base_fingerprint": "abc", "dtype": "float32", "data": "talks"}
 
 
@@ -59,7 +59,8 @@ def shards(folder: Path) -> list[Path]:
 def test_batches_hold_every_conversation_once_and_fit(stream: StreamSource) -> None:
     assert len(stream.sizes) > 3
     assert [len(stream.batch(i)) for i in range(len(stream.sizes))] == stream.sizes
-    assert sum(stream.sizes) == sum(12 + seed for seed in range(12))
+    assert sum(stream.answers) == sum(12 + seed for seed in range(12))
+    assert sum(stream.sizes) == sum(16 + seed for seed in range(12))
 
 
 def test_kept_features_are_computed_once(
@@ -94,7 +95,7 @@ def test_a_part_of_a_source_is_large_enough_and_not_the_shortest_conversations(
 ) -> None:
     every = sources.whole(StreamSource(backbone, SPEC, talks * 4, 32))
     part = every.limited(200)
-    assert 200 <= part.positions < 200 + max(every.source.sizes)
+    assert 200 <= part.answers < 200 + max(every.source.answers)
     assert list(part.indices) == sorted(part.indices)
     assert part.indices[-1] > len(every.indices) // 2
     assert every.limited(10**9).indices == list(every.indices)
@@ -232,7 +233,13 @@ def test_several_processes_write_what_one_would(stream: StreamSource, tmp_path: 
 def test_the_manifest_says_what_is_inside(stream: StreamSource, tmp_path: Path) -> None:
     write(tmp_path, stream)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["answer_tokens"] == sum(stream.sizes)
+    assert manifest["answers"] == list(stream.answers)
+    assert manifest["positions"] == sum(stream.sizes)
     assert sum(manifest["conversations"]) == 12
-    assert manifest["spec"] == {"layers": [2, 4], "deep": True, "top_k": 4}
+    assert manifest["spec"] == {
+        "layers": [2, 4],
+        "deep": True,
+        "top_k": 4,
+        "everywhere": True,
+    }
     assert manifest["sha256"] == [cache.sha256(path) for path in shards(tmp_path)]

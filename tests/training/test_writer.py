@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
-from selfspec.training.writer import Counts, Writer
+from selfspec.training.writer import DROPPED, KEPT, Counts, Writer
+from tests.authors import counted
 
 OPTIONS = {"seed": 0, "shard": "1/1", "pair": (0.8, 1.0)}
 LINES = [['{"a": "é"}', '{"a": 2}'], [], ['{"a": 3}']]
@@ -22,7 +23,7 @@ def opened(path: Path, **options: Any) -> Writer:
 def write(path: Path, first: int = 0, last: int = 3) -> Writer:
     writer = opened(path)
     for number in range(first, last):
-        writer.append(LINES[number], number + 7, Counts(conversations=number))
+        writer.append(LINES[number], number + 7, counted(rows=number))
     return writer
 
 
@@ -35,7 +36,7 @@ def test_batches_are_appended_and_recorded(tmp_path: Path, name: str) -> None:
     path = tmp_path / "new" / name
     writer = write(path)
     assert [entry["a"] for entry in writer.records()] == ["é", 2, 3]
-    assert (writer.batches, writer.counts) == (3, Counts(conversations=2))
+    assert (writer.batches, writer.counts) == (3, counted(rows=2))
     state = json.loads(record(path).read_text())
     assert state["seeds"] == [7, 8, 9]
     assert state["bytes"] == path.stat().st_size
@@ -71,7 +72,7 @@ def test_a_run_killed_before_its_first_batch_is_continued(tmp_path: Path) -> Non
 
 def test_the_counts_of_a_writer_are_a_copy(tmp_path: Path) -> None:
     writer = opened(tmp_path / "a.jsonl")
-    writer.counts.conversations += 1
+    writer.counts.add("", "rows")
     assert writer.counts == Counts()
 
 
@@ -115,7 +116,7 @@ def test_lost_lines_are_noticed(tmp_path: Path) -> None:
         opened(path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 2}', "5"])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 3}', "5"])
 def test_a_strange_record_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.jsonl"
     write(path)
@@ -144,9 +145,17 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         writer.append(["{}"], 0, Counts())
 
 
-def test_a_conversation_counts_its_answers_and_loops() -> None:
+def test_a_row_counts_its_answers_and_loops_by_family() -> None:
     counts = Counts()
-    assert counts.loop_share == 0.0
-    counts.add([(3, 5), (8, 12)], loops_cut=1)
-    assert counts == Counts(conversations=1, answers=2, answer_tokens=6, loops_cut=1)
-    assert counts.loop_share == 0.5
+    counts.add_row({"input_ids": [1] * 12, "answers": [[3, 5], [8, 12]], "loops": 1, "family": "a"})
+    counts.add_row({"input_ids": [1, 2, 3], "answers": [], "family": "b"})
+    counts.add("b", "alike")
+    assert {name: counts.total(name) for name in KEPT} == {
+        "rows": 2,
+        "tokens": 15,
+        "answers": 2,
+        "answer_tokens": 6,
+        "loops_cut": 1,
+    }
+    assert (counts.families["a"]["rows"], counts.families["b"]["alike"]) == (1, 1)
+    assert counts.dropped()[DROPPED["alike"]] == 1

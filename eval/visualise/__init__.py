@@ -1,1 +1,0 @@
-"""Figures of the default heads over several prompts; README.md says how they were made."""

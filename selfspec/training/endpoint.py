@@ -1,0 +1,69 @@
+"""Answers that an OpenAI server gives in the model's place.
+
+Comes in: its URL and conversations. Goes out: the ids of their answers, as the model's tokenizer
+reads the text. Called by `selfspec data --endpoint`. OPENAI_API_KEY is sent where it is set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from huggingface_hub import InferenceClient
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.api.chat_template import turn_end
+from selfspec.errors import SelfspecError, first_line
+from selfspec.model.backbone import Backbone
+from selfspec.training.options import DataOptions
+from selfspec.training.selfgen import Author, Talk
+
+_AT_ONCE = 32
+"""Requests that wait for the server; it puts those together that it can."""
+
+_TIMEOUT_S = 600.0
+
+
+class RemoteAuthor(Author):
+    """An author whose answers a server writes; it invents no user turns."""
+
+    invents = False
+
+    def __init__(
+        self,
+        url: str,
+        backbone: Backbone,
+        tokenizer: PreTrainedTokenizerBase | None,
+        options: DataOptions,
+        watch: Callable[[int], None],
+    ) -> None:
+        """`backbone` says how long a text may be and what ends it."""
+        super().__init__(backbone, tokenizer, options, watch)
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        base = url.rstrip("/")
+        base = base if base.endswith("/v1") else f"{base}/v1"
+        self._url = base
+        self._client = InferenceClient(base_url=base, api_key=key, timeout=_TIMEOUT_S)
+        own = self.turns.tokenizer
+        self._end = turn_end(own).token or own.eos_token_id
+
+    def answers(self, talks: list[Talk], temperature: float | None) -> list[list[int]]:
+        """The ids of each one's next answer, with its end where the server ended it."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(lambda talk: self._answered(talk, temperature or 0.0), talks))
+
+    def _answered(self, talk: Talk, temperature: float) -> list[int]:
+        try:
+            said = self._client.chat_completion(
+                [*talk.messages, {"role": "user", "content": talk.question}],
+                max_tokens=self.options.max_new_tokens,
+                temperature=temperature,
+                seed=self.options.seed,
+            ).choices[0]
+        except Exception as error:  # any of the client's or of the network
+            raise SelfspecError(f"{self._url} did not answer: {first_line(error)}") from error
+        ids = self.turns.ids(said.message.content or "")[: self.options.max_new_tokens]
+        self._watch(len(ids))
+        ended = said.finish_reason != "length" and self._end is not None
+        return [*ids, int(self._end)] if ended else ids

@@ -1,0 +1,417 @@
+"""Prompts of many kinds: a recipe file and passages come in, the parts of any row's prompt go out.
+
+A recipe names families of prompts, each with ways to ask, and lists that fill their placeholders.
+What row number n asks depends on the recipe, the passages, the seed and n alone, so that any
+machine can write any part of the rows. Lists are dealt like cards: nothing comes a second time
+before everything came once. Called by `selfgen`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import re
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from selfspec.errors import InvalidData, InvalidOption
+from selfspec.files import local_path
+from selfspec.typed import annotations_of, check_keys, check_types
+from selfspec.untrusted import read_text, read_yaml
+
+BUILT_IN = Path(str(resources.files(__package__).joinpath("text.yaml")))
+"""The recipe that is read where no other is named."""
+
+OWN = "questions"
+"""The family of a user's own prompts."""
+
+_OWN_SHARE = 0.1
+_CYCLE = 1000
+"""Rows after which the order of the families begins anew; weights are rounded to parts of it."""
+
+_PASSAGE_SUFFIXES = (".txt", ".md", ".rst")
+_MOST_PASSAGES = 256 << 20
+"""Characters of a folder of passages that are kept in memory."""
+
+_MOST_PARTS = 8
+"""Passages in a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """Which text stands for {passage} in a family."""
+
+    tokens: tuple[int, int]
+    """Fewest and most tokens of one; drawn so that half and double are as likely anywhere."""
+    count: tuple[int, int] = (1, 1)
+    """Fewest and most of them in a prompt; several are numbered."""
+    language: tuple[str, ...] = ("en",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Prompts of one kind."""
+
+    name: str
+    weight: float
+    """Its share of the rows, relative to the others' weights."""
+    ask: tuple[tuple[str | None, ...], ...]
+    """Ways to ask, each the user's turns of a conversation; the model invents a turn of None."""
+    passage: Passage | None = None
+    question: tuple[str, ...] = ()
+    """Words with which the model begins a question about the passage, for {question}."""
+    continues: bool = False
+    """The model writes on behind the first turn until the user's turn ends."""
+    passages: bool = False
+    """Answers are articles: passages for other families of the same batch."""
+    read: bool = False
+    """The text is read only: nothing is answered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What the rows of a file are made from."""
+
+    families: tuple[Family, ...]
+    lists: Mapping[str, tuple[str, ...]]
+    languages: Mapping[str, str]
+    """English names of the languages that passages can have, by their two letters."""
+    written_share: float
+    """Share of the English passages that are articles of the same batch."""
+    digest: str
+    """Of all this, for the record."""
+
+
+@dataclass
+class Row:
+    """One row to be written: its family, and what was drawn for it."""
+
+    family: Family
+    number: int
+    turns: tuple[str | None, ...]
+    values: dict[str, str]
+    rng: random.Random = field(repr=False)
+    """For what is drawn while the row is written."""
+    language: str = "en"
+    """Of {passage}."""
+    article: bool = False
+    """{passage} is to be an article of the same batch."""
+
+    def text(self, turn: str | None) -> str | None:
+        """One of the user's turns, filled in."""
+        return None if turn is None else turn.format_map(self.values)
+
+
+def read_recipe(path: Path | None = None) -> Recipe:
+    """A recipe file, or the built-in one. Raises InvalidData: file, place, reason."""
+    path = BUILT_IN if path is None else path
+    found = read_yaml(path)
+    try:
+        return _recipe(found)
+    except InvalidOption as error:
+        raise InvalidData(f"{path}: {error}") from error
+
+
+class Passages:
+    """Paragraphs of the text files in a folder; a sub-folder `de` holds German ones, and so on."""
+
+    def __init__(self, folder: Path | None = None, languages: Sequence[str] = ("en",)) -> None:
+        """Raises InvalidData for a folder without text, or with more than fits into memory."""
+        self.digest = ""
+        self._files: list[list[str]] = []
+        self._starts: dict[str, list[tuple[int, int]]] = {}
+        if folder is not None:
+            self._read(local_path(folder), set(languages))
+
+    def languages(self) -> set[str]:
+        """Those that have a passage."""
+        return set(self._starts)
+
+    def drawn(self, language: str, number: int, seed: str, characters: int) -> str:
+        """The `number`-th passage: so many characters from the start of a paragraph on."""
+        starts = self._starts[language]
+        file, first = starts[dealt(len(starts), number, f"{seed} {language}")]
+        taken, size = [], 0
+        for paragraph in self._files[file][first:]:
+            taken.append(paragraph)
+            size += len(paragraph)
+            if size >= characters:
+                break
+        return "\n\n".join(taken)
+
+    def _read(self, folder: Path, languages: set[str]) -> None:
+        if not folder.is_dir():
+            raise InvalidData(f"{folder} is no folder. Give one with {_suffixes()} files")
+        digest, room = hashlib.sha256(), _MOST_PASSAGES
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in _PASSAGE_SUFFIXES):
+            name = path.relative_to(folder).as_posix()
+            named = re.match(r"([a-z]{2})/", name)
+            if named and named[1] not in languages:
+                continue  # of a language that the recipe has no name for
+            text = read_text(path).replace("\r\n", "\n")
+            room -= len(text)
+            if room < 0:
+                raise InvalidData(f"{folder} holds more than {_MOST_PASSAGES >> 20} MB of text")
+            digest.update(f"{name}\0{text}\0".encode())
+            language = named[1] if named else "en"
+            paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
+            places = ((len(self._files), index) for index in range(len(paragraphs)))
+            self._starts.setdefault(language, []).extend(places)
+            self._files.append(paragraphs)
+        self.digest = digest.hexdigest()[:16]
+        if not self._files:
+            raise InvalidData(f"{folder} holds no text. Put {_suffixes()} files there")
+
+
+class Prompts:
+    """Rows by number."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        passages: Passages,
+        seed: int,
+        own: Sequence[tuple[str, ...]] = (),
+        *,
+        invents: bool = True,
+    ) -> None:
+        """`own`: a user's prompts, each the turns of a conversation; every one is asked once.
+
+        Families for whose passages there is no text are left out, and where the model does not
+        `invent` user turns, those that need it; `left_out` names them.
+        """
+        self._recipe, self._passages, self._seed, self._own = recipe, passages, seed, own
+        usable = [f for f in recipe.families if self._has_text(f) and (invents or not _invents(f))]
+        self.article_families = {family.name for family in usable if family.passages}
+        self.left_out = [f.name for f in recipe.families if f not in usable]
+        if not usable:
+            raise InvalidData("no family of the recipe can be used. Give --passages")
+        if own:
+            weight = sum(family.weight for family in usable) * _OWN_SHARE / (1.0 - _OWN_SHARE)
+            usable.append(Family(name=OWN, weight=weight, ask=((None,),)))
+        self._cycle = _interleaved(usable)
+        self._counts = {family.name: self._cycle.count(family) for family in usable}
+        seen = dict.fromkeys(self._counts, 0)
+        self._ranks = []
+        for family in self._cycle:
+            self._ranks.append(seen[family.name])
+            seen[family.name] += 1
+
+    def row(self, number: int) -> Row | None:
+        """Row `number`, from 0; None where all of a user's own prompts were asked."""
+        cycle, place = divmod(number, len(self._cycle))
+        family = self._cycle[place]
+        turn = cycle * self._counts[family.name] + self._ranks[place]  # the family's turn-th row
+        if family.name == OWN:
+            if turn >= len(self._own):
+                return None
+            # the prompt is a value: its braces are no placeholders
+            own = {f"turn{index}": text for index, text in enumerate(self._own[turn])}
+            turns = tuple(f"{{{name}}}" for name in own)
+            return Row(family, number, turns, own, random.Random(f"{self._seed} {number}"))
+        seed = f"{self._seed} {family.name}"
+        row = Row(
+            family,
+            number,
+            family.ask[dealt(len(family.ask), turn, seed)],
+            {},
+            random.Random(f"{self._seed} {number}"),
+        )
+        for name in sorted(_used(row.turns) & self._recipe.lists.keys()):
+            values = self._recipe.lists[name]
+            row.values[name] = values[dealt(len(values), turn, f"{seed} {name}")]
+        if family.passage is not None:
+            self._choose_passage(row, family.passage, turn)
+        return row
+
+    def sizes(self, row: Row) -> list[int]:
+        """How many tokens each passage of a row is to have; drawn anew at each call."""
+        wanted = row.family.passage
+        assert wanted is not None  # noqa: S101  # asked of rows with one alone
+        low, high = wanted.tokens
+        count = row.rng.randint(*wanted.count)
+        return [round(low * (high / low) ** row.rng.random()) for _ in range(count)]
+
+    def passages_of(self, row: Row, sizes: Sequence[int]) -> list[str]:
+        """Texts of the folder, each long enough for so many tokens where a file goes on."""
+        first = row.number * _MOST_PARTS  # no two rows take the same place of a deck
+        return [
+            self._passages.drawn(row.language, first + place, str(self._seed), 8 * size)
+            for place, size in enumerate(sizes)
+        ]
+
+    def _choose_passage(self, row: Row, wanted: Passage, turn: int) -> None:
+        """Draw language and origin of a row's passage."""
+        have = self._passages.languages()
+        known = [name for name in wanted.language if name in have or name == "en"]
+        language = known[dealt(len(known), turn, f"{self._seed} {row.family.name} language")]
+        row.language = language
+        row.values["language"] = self._recipe.languages.get(language, "English")
+        written = row.rng.random() < self._recipe.written_share
+        row.article = language == "en" and (written or "en" not in have)
+
+    def _has_text(self, family: Family) -> bool:
+        if family.passage is None or set(family.passage.language) & self._passages.languages():
+            return True
+        return "en" in family.passage.language and any(f.passages for f in self._recipe.families)
+
+
+def dealt(count: int, number: int, seed: str) -> int:
+    """The `number`-th card of a deck of `count`, which is shuffled each time it was dealt."""
+    deck, place = divmod(number, count)
+    return _deck(count, f"{seed} {deck}")[place]
+
+
+@functools.lru_cache(maxsize=4096)
+def _deck(count: int, seed: str) -> list[int]:
+    cards = list(range(count))
+    random.Random(seed).shuffle(cards)
+    return cards
+
+
+def _interleaved(families: Sequence[Family]) -> list[Family]:
+    """A cycle in which each family has its share of the places, evenly spread."""
+    total = sum(family.weight for family in families)
+    places: list[tuple[float, int]] = []
+    for index, family in enumerate(families):
+        count = max(1, round(_CYCLE * family.weight / total))
+        places += [((turn + (index + 0.5) / len(families)) / count, index) for turn in range(count)]
+    return [families[index] for _, index in sorted(places)]
+
+
+# --- reading a recipe -----------------------------------------------------------------------------
+
+
+def _recipe(found: Any) -> Recipe:
+    """Raises InvalidOption for anything but a whole recipe."""
+    if not isinstance(found, dict):
+        raise InvalidOption("expected families and lists, each with a name")
+    check_keys(map(str, found), ("families", "lists", "languages", "written-share"), "key")
+    lists = {str(name): _texts(name, v) for name, v in _mapping(found, "lists").items()}
+    languages = {str(k): str(v) for k, v in _mapping(found, "languages").items()}
+    families = tuple(
+        _family(str(name), values) for name, values in _mapping(found, "families").items()
+    )
+    share = found.get("written-share", 0.5)
+    check_types({"written-share": share}, {"written-share": float})
+    if not 0.0 <= share <= 1.0:
+        raise InvalidOption(f"written-share is {share}, expected 0 to 1")
+    if not families:
+        raise InvalidOption("families is empty, expected at least one")
+    for family in families:
+        _check_family(family, set(lists), set(languages))
+    digest = hashlib.sha256(repr((families, lists, languages, share)).encode()).hexdigest()[:16]
+    return Recipe(
+        families=families,
+        lists=lists,
+        languages={"en": "English"} | languages,
+        written_share=share,
+        digest=digest,
+    )
+
+
+def _mapping(found: dict[str, Any], name: str) -> dict[Any, Any]:
+    value = found.get(name) or {}
+    if not isinstance(value, dict):
+        raise InvalidOption(f"{name} is no mapping of names")
+    return value
+
+
+def _texts(name: object, values: Any) -> tuple[str, ...]:
+    """A list's entries; numbers are written as they are."""
+    if not isinstance(values, list) or not values:
+        raise InvalidOption(f"the list {name} is empty, expected texts or numbers")
+    if wrong := [v for v in values if isinstance(v, bool) or not isinstance(v, str | int | float)]:
+        raise InvalidOption(
+            f"the list {name} holds {wrong[0]!r}, expected texts or numbers: quote it"
+        )
+    return tuple(str(value) for value in values)
+
+
+def _family(name: str, values: Any) -> Family:
+    if not isinstance(values, dict):
+        raise InvalidOption(f"family {name} is no mapping")
+    hints = annotations_of(Family)
+    check_keys(map(str, values), hints.keys() - {"name"}, f"key of family {name}")
+    known = dict(values)
+    asks = known.pop("ask", None)
+    if isinstance(asks, list):
+        asks = [tuple(ask) if isinstance(ask, list) else (ask,) for ask in asks]
+        known["ask"] = tuple(asks)
+    if isinstance(known.get("passage"), dict):
+        wanted = known["passage"]
+        check_keys(map(str, wanted), annotations_of(Passage), f"key of passage in family {name}")
+        check_types(wanted, annotations_of(Passage))
+        if "tokens" not in wanted:
+            raise InvalidOption(f"the passage of family {name} has no tokens: [fewest, most]")
+        known["passage"] = Passage(**{key: tuple(value) for key, value in wanted.items()})
+    try:
+        check_types(known, hints)
+    except InvalidOption as error:
+        raise InvalidOption(f"family {name}: {error}") from error
+    if missing := {"weight", "ask"} - known.keys():
+        raise InvalidOption(f"family {name} has no {' and no '.join(sorted(missing))}")
+    return replace(Family(name=name, **known), question=tuple(known.get("question", ())))
+
+
+def _check_family(family: Family, lists: set[str], languages: set[str]) -> None:
+    """Raise InvalidOption for a family whose prompts cannot be made."""
+    where = f"family {family.name}"
+    if family.weight <= 0.0:
+        raise InvalidOption(f"{where}: weight is {family.weight}, expected above 0")
+    if not family.ask or not all(ask and ask[0] is not None for ask in family.ask):
+        raise InvalidOption(f"{where}: ask holds no first turn")
+    given = lists | ({"question"} if family.question else set())
+    if family.passage is not None:
+        given |= {"passage", "language"}
+        _check_passage(family.passage, where, languages)
+    if family.question and family.passage is None:
+        raise InvalidOption(f"{where}: a question needs a passage")
+    for turn in (turn for ask in family.ask for turn in ask if turn is not None):
+        try:
+            names = set(_placeholders(turn))
+        except ValueError as error:
+            raise InvalidOption(f"{where}: {turn[:60]!r}: {error}") from error
+        if names - given:
+            raise InvalidOption(
+                f"{where}: {{{min(names - given)}}} in {turn[:60]!r} is none of the lists; a brace "
+                "that stays is written twice"
+            )
+
+
+def _check_passage(wanted: Passage, where: str, languages: set[str]) -> None:
+    for name, most in (("tokens", 1 << 20), ("count", _MOST_PARTS)):
+        low, high = getattr(wanted, name)
+        if not 1 <= low <= high <= most:
+            raise InvalidOption(f"{where}: {name} is {low}, {high}, expected a range in 1..{most}")
+    unknown = set(wanted.language) - languages - {"en"}
+    if unknown or not wanted.language:
+        raise InvalidOption(f"{where}: language {', '.join(sorted(unknown))} has no name")
+
+
+def _used(turns: Sequence[str | None]) -> set[str]:
+    return {name for turn in turns if turn is not None for name in _placeholders(turn)}
+
+
+def _placeholders(text: str) -> Iterator[str]:
+    """Names in braces. Raises ValueError for anything but a name there."""
+    for _, name, format_spec, conversion in string.Formatter().parse(text):
+        if name is None:
+            continue
+        if not re.fullmatch(r"[a-z_]+", name) or format_spec or conversion:
+            raise ValueError(f"{{{name}}} is no name of a list")
+        yield name
+
+
+def _invents(family: Family) -> bool:
+    """Whether the model writes a part of the user's turns."""
+    return family.continues or bool(family.question) or any(None in ask for ask in family.ask)
+
+
+def _suffixes() -> str:
+    return ", ".join(_PASSAGE_SUFFIXES)

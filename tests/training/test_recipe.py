@@ -1,0 +1,238 @@
+"""A recipe's rows depend on their number alone, and nothing in it comes from a benchmark."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from selfspec.errors import InvalidData
+from selfspec.eval.suites import load_suite
+from selfspec.training.recipe import BUILT_IN, OWN, Passages, Prompts, dealt, read_recipe
+from selfspec.training.selfgen import ngrams
+from tests.authors import RECIPE, recipe_of
+
+ROOT = Path(__file__).parents[2]
+SPEC_BENCH = ROOT.parent / "shared" / "data" / "spec_bench" / "question_dev.jsonl"
+
+
+@pytest.fixture
+def passages(tmp_path: Path) -> Passages:
+    """Two English files, a German one, one of a language that no recipe names."""
+    for name, text in (
+        ("docs/a.txt", "One.\n\nTwo.\n \nThree."),
+        ("b.md", "Four.\r\n\r\nFive."),
+        ("de/c.rst", "Sechs."),
+        ("xx/d.txt", "?"),
+        ("e.html", "no"),
+    ):
+        path = tmp_path / "passages" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="")
+    return Passages(tmp_path / "passages", ("en", "de"))
+
+
+# --- the built-in recipe
+
+
+def test_the_built_in_recipe_has_every_kind_and_no_family_above_a_tenth() -> None:
+    recipe = read_recipe()
+    total = sum(family.weight for family in recipe.families)
+    assert max(family.weight for family in recipe.families) <= total / 10
+    assert len(recipe.families) >= 25
+    assert {"de", "fr", "es", "zh"} <= {
+        language for f in recipe.families if f.passage for language in f.passage.language
+    }
+    kinds = {"continues", "passages", "read", "question"}
+    assert all(any(getattr(family, kind) for family in recipe.families) for kind in kinds)
+    assert {len(ask) for family in recipe.families for ask in family.ask} >= {1, 2, 3, 4}
+    used = "".join(turn or "" for f in recipe.families for ask in f.ask for turn in ask)
+    assert all(f"{{{name}}}" in used for name in recipe.lists), "a list that nothing uses"
+
+
+def test_the_recipe_shares_no_eight_words_with_a_benchmark() -> None:
+    texts = [turn for question in load_suite() for turn in question.turns]
+    if SPEC_BENCH.is_file():  # not in the repository
+        questions = load_suite("spec-bench", SPEC_BENCH)
+        assert len(questions) == 240
+        texts += [turn for question in questions for turn in question.turns]
+    benchmark = {gram for text in texts for gram in ngrams(text)}
+    assert len(benchmark) > 500
+    recipe = read_recipe()
+    prompts = Prompts(recipe, Passages(), 0)
+    asked = [" ".join(filter(None, ask)) for family in recipe.families for ask in family.ask]
+    asked += [entry for entries in recipe.lists.values() for entry in entries]
+    for row in filter(None, map(prompts.row, range(5000))):
+        filled = row.values | {"passage": "", "question": "", "language": ""}
+        asked += [turn.format_map(filled) for turn in row.turns if turn is not None]
+    shared = [text for text in asked if not ngrams(text).isdisjoint(benchmark)]
+    assert not shared
+
+
+def test_the_recipe_is_found_beside_the_others() -> None:
+    assert (ROOT / "training" / "text.yaml").resolve() == BUILT_IN.resolve()
+
+
+# --- rows
+
+
+def test_a_deck_deals_each_card_once_before_any_comes_again() -> None:
+    first, second = ([dealt(7, n + start, "seed") for n in range(7)] for start in (0, 7))
+    assert sorted(first) == sorted(second) == list(range(7))
+    assert first != second
+    assert [dealt(7, n, "other") for n in range(7)] != first
+
+
+def test_rows_depend_on_number_and_seed_alone(tmp_path: Path) -> None:
+    recipe = recipe_of(RECIPE, tmp_path)
+
+    def texts(seed: int, numbers: Any) -> list[Any]:
+        prompts = Prompts(recipe, Passages(), seed)
+        rows = [prompts.row(number) for number in numbers]
+        return [(row.turns, row.values, row.rng.random()) for row in rows if row]
+
+    assert texts(0, range(40)) == texts(0, reversed(range(40)))[::-1]
+    assert texts(0, range(40)) != texts(1, range(40))
+
+
+def test_families_have_their_share_evenly_spread(tmp_path: Path) -> None:
+    prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0)
+    rows = [prompts.row(number) for number in range(900)]
+    names = Counter(row.family.name for row in rows if row)
+    assert names == {"free": 300, "pair": 200, "article": 100, "about": 200, "read": 100}
+    assert all(
+        {row.family.name for row in rows[start : start + 12] if row} == names.keys()
+        for start in range(0, 880, 12)
+    )
+
+
+def test_own_prompts_are_asked_once_with_their_braces(tmp_path: Path) -> None:
+    own = [("what is {x}?",), ("first", "second")]
+    prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0, own)
+    rows = [prompts.row(number) for number in range(1000)]
+    asked = [
+        tuple(row.text(turn) for turn in row.turns)
+        for row in rows
+        if row and row.family.name == OWN
+    ]
+    assert asked == own
+    assert sum(row is None for row in rows) == 98
+
+
+# --- passages
+
+
+def test_passages_are_paragraphs_of_a_language(passages: Passages) -> None:
+    assert passages.languages() == {"en", "de"}
+    found = [passages.drawn("en", number, "", 1) for number in range(5)]
+    assert sorted(found) == ["Five.", "Four.", "One.", "Three.", "Two."]
+    assert {passages.drawn("en", n, "", 8) for n in range(5)} == {
+        "One.\n\nTwo.",
+        "Two.\n\nThree.",
+        "Three.",
+        "Four.\n\nFive.",
+        "Five.",
+    }
+    assert passages.drawn("de", 3, "", 100) == "Sechs."
+
+
+def test_another_text_is_another_digest(passages: Passages, tmp_path: Path) -> None:
+    before = passages.digest
+    assert Passages(tmp_path / "passages", ("en", "de")).digest == before
+    (tmp_path / "passages" / "b.md").write_text("Four.")
+    assert Passages(tmp_path / "passages", ("en", "de")).digest != before
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
+def test_a_folder_without_text_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidData, match=name):
+        Passages(tmp_path / name)
+
+
+def test_families_without_their_passages_are_left_out_by_name(
+    passages: Passages, tmp_path: Path
+) -> None:
+    text = RECIPE + "languages: {de: German, fr: French}\n"
+    text = text.replace(
+        "passage: {tokens: [3, 8]}", "passage: {tokens: [3, 8], language: [de, fr]}"
+    )
+    recipe = recipe_of(text, tmp_path)
+    assert Prompts(recipe, Passages(), 0).left_out == ["about", "read"]
+    prompts = Prompts(recipe, passages, 0, invents=False)
+    assert prompts.left_out == ["free", "pair"]
+    rows = [prompts.row(number) for number in range(100)]
+    assert {row.language for row in rows if row and row.family.passage} == {"de"}
+    with pytest.raises(InvalidData, match="no family of the recipe can be used"):
+        Prompts(
+            recipe_of("families: {f: {weight: 1, ask: [a], continues: true}}", tmp_path),
+            Passages(),
+            0,
+            invents=False,
+        )
+
+
+# --- what is refused
+
+
+GOOD: dict[str, Any] = {"weight": 1, "ask": ["{word}"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"weight": 0}, "weight is 0, expected above 0"),
+        ({"weight": "1"}, "family f: weight is '1'"),
+        ({"ask": []}, "ask holds no first turn"),
+        ({"ask": [[None, "a"]]}, "ask holds no first turn"),
+        ({"ask": [3]}, "family f: ask is"),
+        ({"ask": ["{wort}"]}, "{wort} in '{wort}' is none of the lists"),
+        ({"ask": ["{word!r}"]}, "is no name of a list"),
+        ({"ask": ["{word.__class__}"]}, "is no name of a list"),
+        ({"ask": ["{0}"]}, "is no name of a list"),
+        ({"ask": ["{"]}, "family f: '{'"),
+        ({"ask": ["{passage}"]}, "{passage} in"),
+        ({"passage": {}}, "the passage of family f has no tokens"),
+        ({"passage": {"tokens": [3]}}, "tokens is"),
+        ({"passage": {"tokens": [3, 2]}}, "tokens is 3, 2, expected a range"),
+        ({"passage": {"tokens": [3, 4], "count": [1, 99]}}, "count is 1, 99"),
+        ({"passage": {"tokens": [3, 4], "language": ["xx"]}}, "language xx has no name"),
+        ({"passage": {"tokens": [3, 4], "langauge": ["xx"]}}, "Did you mean language"),
+        ({"question": ["Why"]}, "a question needs a passage"),
+        ({"asks": []}, "unknown key of family f 'asks'. Did you mean ask"),
+        ({"continues": "yes"}, "continues is 'yes'"),
+    ],
+)
+def test_a_wrong_family_is_one_line_with_its_name(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    found = {"families": {"f": GOOD | change}, "lists": {"word": ["a"]}}
+    with pytest.raises(InvalidData) as caught:
+        recipe_of(yaml.safe_dump(found), tmp_path)
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "expected families and lists"),
+        ("[]", "expected families and lists"),
+        ("families: {}", "families is empty"),
+        ("families: 3", "families is no mapping"),
+        ("families: {f: 3}", "family f is no mapping"),
+        ("family: {}", "unknown key 'family'. Did you mean families"),
+        ("families: {f: {weight: 1}}", "family f has no ask"),
+        ("lists: {a: []}", "the list a is empty"),
+        ("lists: {a: [yes]}", "the list a holds True"),
+        ("written-share: 2\nfamilies: {f: {weight: 1, ask: [a]}}", "written-share is 2"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(InvalidData, match=reason):
+        recipe_of(text, tmp_path)
