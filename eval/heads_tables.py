@@ -37,7 +37,7 @@ def main(
     epochs: int = 2,
 ) -> None:
     """Fit, measure, write."""
-    total = json.loads((cache / "manifest.json").read_text())["answer_tokens"]
+    total = sum(json.loads((cache / "manifest.json").read_text())["answers"])
     shared = ["--cache", str(cache), "--epochs", str(epochs)]
     rows = []
 

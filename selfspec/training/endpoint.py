@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from huggingface_hub import InferenceClient
+import httpx
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.chat_template import turn_end
@@ -38,13 +39,17 @@ class RemoteAuthor(Author):
         options: DataOptions,
         watch: Callable[[int], None],
     ) -> None:
-        """`backbone` says how long a text may be and what ends it."""
+        """`backbone` says how long a text may be and what ends it.
+
+        Raises SelfspecError where the server does not say which model it has.
+        """
         super().__init__(backbone, tokenizer, options, watch)
-        key = os.environ.get("OPENAI_API_KEY", "none")
         base = url.rstrip("/")
-        base = base if base.endswith("/v1") else f"{base}/v1"
-        self._url = base
-        self._client = InferenceClient(base_url=base, api_key=key, timeout=_TIMEOUT_S)
+        self._url = base if base.endswith("/v1") else f"{base}/v1"
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+        self._model = self._said("models", None, lambda found: found["data"][0]["id"])
         own = self.turns.tokenizer
         self._end = turn_end(own).token or own.eos_token_id
 
@@ -54,16 +59,31 @@ class RemoteAuthor(Author):
             return list(pool.map(lambda talk: self._answered(talk, temperature or 0.0), talks))
 
     def _answered(self, talk: Talk, temperature: float) -> list[int]:
-        try:
-            said = self._client.chat_completion(
-                [*talk.messages, {"role": "user", "content": talk.question}],
-                max_tokens=self.options.max_new_tokens,
-                temperature=temperature,
-                seed=self.options.seed,
-            ).choices[0]
-        except Exception as error:  # any of the client's or of the network
-            raise SelfspecError(f"{self._url} did not answer: {first_line(error)}") from error
-        ids = self.turns.ids(said.message.content or "")[: self.options.max_new_tokens]
+        body = {
+            "model": self._model,
+            "messages": [*talk.messages, {"role": "user", "content": talk.question}],
+            "max_tokens": self.options.max_new_tokens,
+            "temperature": temperature,
+            "seed": self.options.seed,
+        }
+        text, reason = self._said(
+            "chat/completions",
+            body,
+            lambda found: (found["choices"][0]["message"]["content"] or "", found["choices"][0]),
+        )
+        ids = self.turns.ids(str(text))[: self.options.max_new_tokens]
         self._watch(len(ids))
-        ended = said.finish_reason != "length" and self._end is not None
+        ended = reason.get("finish_reason") != "length" and self._end is not None
         return [*ids, int(self._end)] if ended else ids
+
+    def _said(self, path: str, body: dict[str, Any] | None, wanted: Callable[[Any], Any]) -> Any:
+        """What is `wanted` of the server's answer. Raises SelfspecError in one line."""
+        try:
+            method = "GET" if body is None else "POST"
+            answer = self._client.request(method, f"{self._url}/{path}", json=body)
+            answer.raise_for_status()
+            return wanted(answer.json())
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SelfspecError(f"{self._url} did not answer: {first_line(error)}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise SelfspecError(f"{self._url}/{path} is not as OpenAI's: {error!r}") from error
