@@ -74,7 +74,7 @@ def test_the_card_and_the_run_are_made_from_the_records(
     assert "second draft" not in card
     run = yaml.safe_load((tmp_path / "run.yaml").read_text())
     assert run["run"] == {"exit_layers": [2, 4]}
-    assert run["machine"]["torch"] == torch.__version__.split("+")[0]
+    assert run["machine"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == result.epochs
 
