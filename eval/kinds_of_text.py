@@ -41,14 +41,16 @@ def main(
 ) -> None:
     """Measure, write."""
     backbone = selfspec.load(dtype="bfloat16", executor="generic", heads="none").backbone
-    by_kind = features_by_kind(backbone, questions, answers)
-    rows = []
+    loaded = {}
     for name, _, folder in (entry.partition("=") for entry in heads):
-        loaded = ExitHeads.from_pretrained(Path(folder), backbone.unembedding)
-        rows += [
-            {"text": name, "kind": kind, **agreement(loaded, batches)}
-            for kind, batches in by_kind.items()
-        ]
+        named = backbone.unembedding, backbone.fingerprint, "the default model"
+        loaded[name] = ExitHeads.from_pretrained(Path(folder), *named)
+    by_kind = features_by_kind(backbone, questions, answers)
+    rows = [
+        {"text": name, "kind": kind, **agreement(fitted, batches)}
+        for name, fitted in loaded.items()
+        for kind, batches in by_kind.items()
+    ]
     found = pd.DataFrame(rows)
     sums = found.drop(columns="kind").groupby("text", sort=False).sum().reset_index()
     found = pd.concat([sums.assign(kind="all"), found])

@@ -18,8 +18,8 @@ import torch
 import typer
 
 import selfspec
-from selfspec.decoding.scores import entropy
 from selfspec.files import write
+from selfspec.heads.confidence import entropy
 from selfspec.training.data import Conversation, padded, planned
 from selfspec.training.formats import encoded
 from selfspec.training.writer import DROPPED
