@@ -42,7 +42,7 @@ FLAGS = (
         "exclude",
         str,
         "Files of a benchmark, with commas between: no row shares eight words in a "
-        "row with them, nor with the built-in suite.",
+        "row with them; those of a recipe none with the built-in suite either.",
     ),
     Flag("endpoint", str, "URL of an OpenAI server that answers in the model's place."),
     *training.MODEL,
@@ -174,7 +174,10 @@ def source_of(
         own = _own_questions(asked, skip=skip)
         prompts = Prompts(recipe, passages, options.seed, own, invents=author.invents)
         if prompts.left_out:
-            common.note(f"selfspec: without --passages: no {', '.join(prompts.left_out)}")
+            why = (
+                "no such --passages" if author.invents else "no such --passages, or invented turns"
+            )
+            common.note(f"selfspec: left out, {why}: {', '.join(prompts.left_out)}")
         return Written(author, prompts, writer.records(), excluded), None
     if author is not None:
         parse_talk = partial(talk_of, tokenizer=tokenizer, system=options.system)
@@ -208,7 +211,8 @@ def excluded_ngrams(asked: dict[str, Any]) -> set[int]:
     from selfspec.training.formats import Reader, texts_of
     from selfspec.training.selfgen import ngrams
 
-    found = {n for question in load_suite() for text in question.turns for n in ngrams(text)}
+    suite = [] if "source" in asked else load_suite()  # rows that a user names are meant
+    found = {n for question in suite for text in question.turns for n in ngrams(text)}
     for name in filter(None, asked.get("exclude", "").split(",")):
         for text in Reader(name, texts_of):
             found |= ngrams(text)
