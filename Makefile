@@ -62,9 +62,10 @@ fuzz: setup
 	$(BIN)/pytest $(PARALLEL:loadfile=load) tests/test_fuzz.py --hypothesis-profile=fuzz \
 	    $(if $(SEED),--hypothesis-seed=$(SEED)) --hypothesis-show-statistics
 
-# 3,000 bodies of each kind and as many byte streams against a live server; ten minutes each.
+# 3,000 bodies of each kind and as many byte streams against a live server, and as many damaged
+# files of each format; ten minutes each.
 hostile: setup
-	$(BIN)/pytest $(PARALLEL:loadfile=load) tests/serve/test_hostile.py \
+	$(BIN)/pytest $(PARALLEL:loadfile=load) tests/serve/test_hostile.py tests/test_damage.py \
 	    --hypothesis-profile=hostile $(if $(SEED),--hypothesis-seed=$(SEED))
 
 # In .venv-oldest: the oldest Python and packages that pyproject.toml allows. uv finds that Python

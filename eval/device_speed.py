@@ -74,7 +74,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Models that are made here, with random weights: right for timing, and for nothing else."""
 
-EXECUTORS = {"cpu": ("generic", "packed", "fused"), "cuda": ("generic", "cuda-graph")}
+EXECUTORS = {"cpu": ("generic", "fused"), "cuda": ("generic", "cuda-graph")}
 """By kind of device; those that cannot run a model are left out."""
 
 HUGGING_FACE = "hugging-face"

@@ -41,7 +41,7 @@ def main(
 ) -> None:
     """Decode all prompts in every way and compare bits."""
     speculator = selfspec.load(model, heads=heads, dtype=dtype)
-    if speculator.backbone.claims.steady_from is None:
+    if not speculator.backbone.claims.steady:
         raise SystemExit("here bits depend on the number of rows: only --pinned pads them equal")
     asked = load_suite(suite, questions, limit)
     found = {name: Bits() for name in ways(speculator.options)}

@@ -218,6 +218,7 @@ def page(rows: list[Row]) -> list[str]:
     count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in VERDICTS}
     summary = ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number)
     return [
+        "<!-- written by selfspec -->",
         "# Families of models",
         "",
         f"Made by selfspec with `python -m eval.families --output docs/families.md`, "
@@ -249,7 +250,7 @@ heads (wrong and right ones) and with n-grams, are those of `model.generate`; an
 logits of the executor that `auto` takes are the model's own up to rounding. *executor*: what `auto`
 takes for float32 weights on a CPU. *times Hugging Face*: how much faster plain decoding, without
 drafts, is than `model.generate`, at d = 576 and eight layers with random weights, float32.
-*not fused*: what the compiled code does not know; the model's own modules run, or packed weights.
+*not fused*: what the compiled code does not know; the model's own modules run.
 """.splitlines()
 
 _REFUSALS = """\

@@ -4,8 +4,8 @@
     python -m eval.gallery code story      some
 
 `selfspec trace --html NAME.html ..` becomes docs/gallery/NAME.jsonl.xz, the trace of which
-docs/hooks.py makes the page, and its card, docs/images/gallery/NAME.png. `--png NAME.png` becomes
-docs/images/gallery/NAME.png. Nothing is timed, so that pages are the same wherever they are made.
+docs/hooks.py makes the page, and its card, docs/images/gallery/NAME.png. Nothing is timed, so that
+pages are the same wherever they are made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from selfspec.files import write
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, TRACES, PICTURES = DOCS / "gallery.md", DOCS / "gallery", DOCS / "images" / "gallery"
 
-_COMMAND = re.compile(r"^selfspec (trace --(?:html|png) .*)", re.MULTILINE)
+_COMMAND = re.compile(r"^selfspec (trace --html .*)", re.MULTILINE)
 
 
 def main(
@@ -39,12 +39,8 @@ def main(
         target = Path(words[2])
         if names and target.stem not in names:
             continue
-        kind, asked = words[1], words[3:]
         picture = PICTURES / f"{target.stem}.png"
-        if kind == "--png":
-            run(["trace", kind, str(picture), "--overwrite", *asked])
-        else:
-            page(asked, TRACES / f"{target.stem}.jsonl.xz", picture)
+        page(words[3:], TRACES / f"{target.stem}.jsonl.xz", picture)
         small(picture)
 
 

@@ -25,10 +25,9 @@ from eval.called import command
 from selfspec.eval.suites import load_suite
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.training.data import Conversation, read_conversations
-from selfspec.training.features import Features, FeatureSpec
+from selfspec.training.features import Features, FeatureSpec, StreamSource
 from selfspec.training.measure import judged
-from selfspec.training.sources import StreamSource
+from selfspec.training.text import Conversation, read_conversations
 
 TOP = 4
 

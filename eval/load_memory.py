@@ -6,7 +6,7 @@ r"""How much memory loading a model takes at most, beyond what importing the lib
         --output eval/results/load-memory-3b
 
 Each case runs in a process of its own, which loads the model and writes a few tokens; the peak is
-the kernel's (VmHWM). With the generic executor there is no packed copy. Writes `summary.json` and
+the kernel's (VmHWM). With the generic executor there is no copy. Writes `summary.json` and
 `table.md`.
 """
 

@@ -1,4 +1,4 @@
-"""What one matrix product costs, by rows: ours, oneDNN's packed one, torch's plain one, in turns.
+"""What one matrix product costs, by rows: ours and torch's plain one, in turns.
 
     python -m eval.product_speed --output eval/results/products
     python -m eval.product_speed --shapes smollm2-135m --dtypes float32 --output results/products
@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from selfspec.cli.env import machine
 from selfspec.decoding.clock import Clock
 from selfspec.decoding.speed import memory_rate
 from selfspec.files import write
-from selfspec.model.products import CompiledLinear, PackedLinear
+from selfspec.model.products import CompiledLinear
 
 SHAPES: dict[str, dict[str, tuple[int, int]]] = {
     "smollm2-135m": {
@@ -142,7 +141,10 @@ def timed(model: str, part: str, dtype: str, cold_mb: int, repeats: int) -> Spee
     kind = getattr(torch, dtype)
     copies = max(1, min(24, cold_mb * 1_000_000 // (out * inner * kind.itemsize)))
     weights = [torch.randn(out, inner).to(kind) for _ in range(copies)]
-    every = dict(kernels(weights))
+    every: dict[str, list[Multiply]] = {
+        "ours": [CompiledLinear(weight) for weight in weights],
+        "torch": [partial(nn.functional.linear, weight=weight) for weight in weights],
+    }
     ms: dict[str, list[float]] = {name: [] for name in every}
     for rows in ROWS:
         x = torch.randn(rows, inner).to(kind)
@@ -156,17 +158,6 @@ def timed(model: str, part: str, dtype: str, cold_mb: int, repeats: int) -> Spee
                 every.pop(name)
                 ms[name] += [math.nan] * (len(ROWS) - len(ms[name]))
     return Speed(model=model, part=part, dtype=dtype, out=out, inner=inner, ms=ms)
-
-
-def kernels(weights: list[Tensor]) -> Iterator[tuple[str, list[Multiply]]]:
-    """Those that this machine has."""
-    made: dict[str, Callable[[Tensor], Multiply]] = {"ours": CompiledLinear, "oneDNN": PackedLinear}
-    for name, make in made.items():
-        try:
-            yield name, [make(weight) for weight in weights]
-        except ValueError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-    yield "torch", [partial(nn.functional.linear, weight=weight) for weight in weights]
 
 
 def _each(products: Sequence[Multiply], x: Tensor) -> None:

@@ -24,8 +24,7 @@ from selfspec.decoding.clock import Clock
 from selfspec.files import write
 from selfspec.hub.models import load_model
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.program import Program
-from selfspec.model.executors.structs import Kind
+from selfspec.model.executors.program import Kind, Program
 from selfspec.model.kv_store import Lease
 from selfspec.model.rows import Rows
 

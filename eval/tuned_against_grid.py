@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 import selfspec
 from eval.called import command
@@ -82,8 +81,7 @@ def main(
         "tuned": asdict(tuned),
         "machine": machine(),
     }
-    output.mkdir(parents=True, exist_ok=True)
-    write(output / results.RUN, yaml.safe_dump(json.loads(json.dumps(facts)), sort_keys=False))
+    results.begin(output, json.loads(json.dumps(facts)), resume=False)
     ways = contenders(speculator, tuned, settings)
     runner = Bench(speculator=speculator, options=options)
     with progress.bar("run", "questions") as show:

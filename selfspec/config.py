@@ -16,7 +16,7 @@ from selfspec.errors import InvalidOption
 from selfspec.options import text
 from selfspec.options.controllers import CONTROLLERS, Bounded, Controller, Fixed
 from selfspec.options.drafters import DRAFTERS, TOGETHER, DraftModel, Exit, Ngram
-from selfspec.options.parts import Part, Range, check_fields
+from selfspec.options.parts import Part, between, check_asked, check_fields
 from selfspec.options.prices import Prices
 from selfspec.options.rules import ACCEPTANCE, Acceptance, Easd, Lenient, Lossless
 from selfspec.typed import check_keys, shown
@@ -84,7 +84,7 @@ class SpeculationOptions:
     """Bitwise draft invariance. True: by passes of one shape where kernels do not have it; refused
     where a probe finds that bits move. None: as far as kernels have it, which costs nothing."""
 
-    pinned_rows: Annotated[int, Range(lambda rows: 1 <= rows <= 1024, "in [1, 1024]")] = 8
+    pinned_rows: Annotated[int, between(1, 128)] = 8
     """Rows of every pass in pinned mode: one for the newest token, one for each draft token."""
 
     def __post_init__(self) -> None:
@@ -267,13 +267,23 @@ def check(values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> None:
     SpeculationOptions().updated({**values, **rows_later})
 
 
+def check_request(values: Mapping[str, Any]) -> None:
+    """Raise InvalidOption for a drafter or a controller that a server's client may not ask for.
+
+    The text is the same with all of them, but what they cost is shared with others.
+    """
+    asked = SpeculationOptions().updated(values)
+    for part in (asked.exit, asked.ngram, asked.draft_model, asked.controller):
+        check_asked(part)
+
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Of weights, by torch's names."""
 
 ATTENTIONS = ("sdpa", "eager")
 """Implementations of attention that models are loaded with."""
 
-EXECUTORS = ("auto", "fused", "packed", "cuda-graph", "generic")
+EXECUTORS = ("auto", "fused", "cuda-graph", "generic")
 """What runs layers: `auto` is the best of those behind it."""
 
 DEFAULT_MAX_NEW_TOKENS = 128

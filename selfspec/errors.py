@@ -12,9 +12,17 @@ from pathlib import Path
 
 _OURS = str(Path(__file__).parent)
 
+_LONGEST = 1900
+"""Characters of a message."""
+
 
 class SelfspecError(Exception):
-    """Base of all errors that selfspec raises on purpose."""
+    """Base of all errors that selfspec raises on purpose: one line, of a bounded length."""
+
+    def __init__(self, message: str = "") -> None:
+        """What libraries say of a file may repeat any of its contents: the middle is left out."""
+        line = " ".join(message.splitlines())
+        super().__init__(line if len(line) <= _LONGEST else f"{line[:1200]} … {line[-600:]}")
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the caller's own lines, and the sentence."""

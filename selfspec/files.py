@@ -1,8 +1,9 @@
 """The one way in which selfspec writes files: whole or not at all, and never over a stranger's.
 
 Comes in: a name, and content or a block that fills a temporary name. Goes out: the file or folder,
-renamed into place once it is on the disk. What this tool did not write is never replaced, nor is a
-device, a link or, unless `overwrite` says so, a finished result. Called by everything that writes.
+renamed into place once it is on the disk, with the mode of what it replaces, else what the umask
+gives. What this tool did not write is never replaced, nor is a device, a link, what the command
+itself reads or, unless `overwrite` says so, a finished result. Called by everything that writes.
 """
 
 from __future__ import annotations
@@ -14,21 +15,32 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from selfspec.errors import CannotWrite, InvalidOption, first_line
 
-MARK = b"selfspec"
-"""What every file that selfspec writes says near its beginning, so that it is known again."""
+_OURS = re.compile(
+    rb'\{\s*("index": \d+, )?"made_by": "selfspec( [a-z]+)?"'  # JSON, and lines of it
+    rb"|# written by selfspec( [a-z]+)?\n"
+    rb"|<!-- written by selfspec( [a-z]+)? -->\n"
+    rb'|(?i:<!doctype html>)\s<html lang="en">\s?<head>\s?<meta charset="utf-8">\s?'
+    rb'<meta name="generator" content="selfspec">'
+    rb"|\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0selfspec"
+    rb"|<\?xml .{,800}<dc:creator>\s*<cc:Agent>\s*<dc:title>selfspec</dc:title>",
+    re.DOTALL,
+)
+"""How each kind of file that selfspec writes begins. A mention of it somewhere is no such mark."""
 
-_MARK_WITHIN = 4096
-"""Bytes from the beginning in which the mark is looked for."""
+_MARK_WITHIN = 2048
+"""Bytes in which every mark is whole."""
 
 _STALE_S = 60.0
 """Age from which a temporary name of a process that is gone is cleared away."""
@@ -63,16 +75,18 @@ def local_path(name: str | Path) -> Path:
 # --- before long work begins ----------------------------------------------------------------------
 
 
-def check_file(path: str | Path, *, overwrite: bool = False) -> Path:
+def check_file(path: str | Path, *, overwrite: bool = False, reads: Iterable[object] = ()) -> Path:
     """`path`, if a file may be written there; asked before the work that ends in it.
 
     Raises CannotWrite for an empty name, a folder, a device, a link, a folder around it that cannot
-    be written to, a file that selfspec did not write, and without `overwrite` for one that it did.
+    be written to, a file that the command `reads` (values of any kind, those that name files
+    count), one that selfspec did not write, and without `overwrite` one that it did.
     """
     path = _named(path)
     _refuse_special(path)
     if path.is_dir():
         raise CannotWrite(f"{path} is a folder. Name a file")
+    refuse_inputs([path], reads)
     if path.exists():
         if not written_here(path):
             raise CannotWrite(f"{path} was not written by selfspec. Give another name")
@@ -88,6 +102,7 @@ def check_folder(
     is_ours: Callable[[Path], bool],
     *,
     overwrite: bool = False,
+    reads: Iterable[object] = (),
 ) -> Path:
     """`folder`, if files called `names` may be written into it; asked before the work.
 
@@ -101,6 +116,7 @@ def check_folder(
     _require_writable(folder)
     for name in names:
         _refuse_special(folder / name)
+    refuse_inputs([folder / name for name in names], reads)
     if there := [name for name in sorted(names) if (folder / name).exists()]:
         if not is_ours(folder):
             raise CannotWrite(
@@ -111,14 +127,51 @@ def check_folder(
     return folder
 
 
+def refuse_inputs(outputs: Iterable[Path], reads: Iterable[object]) -> None:
+    """Raise CannotWrite where one of `outputs` is a file that `reads` names, by whatever name.
+
+    Values of `reads` that are no names are passed over; commas part several names.
+    """
+    texts = [str(value) for value in reads if isinstance(value, str | Path)]
+    names = {name for text in texts for name in (text, *text.split(","))}
+    for path in outputs:
+        for name in names:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # names no file
+                if path.samefile(Path(name).expanduser()):
+                    raise CannotWrite(
+                        f"{path} is read by the same command, as {name}. Name another output"
+                    )
+
+
 def written_here(path: Path) -> bool:
-    """Whether a file carries the mark of this tool, or is empty."""
+    """Whether a file begins as those that selfspec writes, or is empty."""
     try:
         with path.open("rb") as file:
             begin = file.read(_MARK_WITHIN)
     except OSError:
         return False
-    return not begin or MARK in begin
+    return not begin or _OURS.match(begin) is not None
+
+
+def open_to_others(file: Path) -> Path | None:
+    """What lets other users than root put something at `file`, there or not; None: nothing does.
+
+    The file and its folder must be ours alone. Folders around them may be open to our group, as a
+    loose umask leaves them: what somebody puts there in place of ours is theirs, and is seen to be.
+    `file` is reached without links.
+    """
+    for place in (file, *file.parents):
+        if place == file and not os.path.lexists(place):
+            continue
+        found = place.lstat()
+        near = place in (file, file.parent)
+        kept = (
+            found.st_mode & stat.S_ISVTX and not near
+        )  # as in /tmp: others rename nothing of ours
+        loose = found.st_mode & (0o022 if near else 0o002) and not kept
+        if loose or found.st_uid not in (0, os.geteuid()):
+            return place
+    return None
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -133,44 +186,50 @@ def write(path: Path, content: str | bytes) -> None:
 
 def append(path: Path, line: str) -> None:
     """Add a line to a file, whole or not at all; the line feed is added. Raises CannotWrite."""
-    with _explained(path):
-        _refuse_special(path)
-        size = path.stat().st_size if path.exists() else 0
-        try:
-            with path.open("ab", buffering=0) as file:
-                data = f"{line}\n".encode()
-                while data:
-                    data = data[file.write(data) :]
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.truncate(path, size)
-            raise
+    with appended(path, f"{line}\n".encode()):
+        pass
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def appended(path: Path, data: bytes) -> Iterator[IO[bytes]]:
+    """A file with `data` at its end; taken back where the disk is full or the block fails.
+
+    Raises CannotWrite.
+    """
+    with _explained(path):
+        _refuse_special(path)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:  # noqa: PTH123  # a descriptor
+            size = os.fstat(file.fileno()).st_size
+            try:
+                while data:
+                    data = data[file.write(data) :]
+                yield file
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    file.truncate(size)
+                raise
+
+
+@contextmanager
+def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     """A temporary place with the same file name, whose file then takes the place of `path`.
+
+    `private`: only its owner may read and write it, whatever the umask gives.
 
     It lies in a folder of its own beside `path`, so that whatever a library puts next to it while
     it writes (safetensors does) is cleared with it. After an error, an interrupt too, `path` is as
     it was and that folder is gone. Raises CannotWrite where the disk does not take it, or `path` is
     a device, a link or a folder.
     """
-    room = _temporary(path, "new")
-    new = room / path.name
-    try:
-        with _explained(path):
-            _refuse_special(path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _sweep(path)
-            room.mkdir(exist_ok=True)
-            yield new
-            new.chmod(0o644)  # safetensors makes files that only their owner can read
-            _to_disk(new)
-            new.replace(path)
-            _to_disk(path.parent)
-    finally:
-        shutil.rmtree(room, ignore_errors=True)
+    with _room(path) as room:
+        new = room / path.name
+        new.touch()  # with what the umask gives; a library may make a file that has less
+        mode = 0o600 if private else _mode(path if path.exists() else new)
+        yield new
+        new.chmod(mode)
+        _to_disk(new)
+        new.replace(path)
 
 
 @contextmanager
@@ -179,25 +238,24 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
     After an error `folder` is as it was. Raises CannotWrite.
     """
-    new, old = _temporary(folder, "new"), _temporary(folder, "old")
-    try:
-        with _explained(folder):
-            _refuse_special(folder)
-            _sweep(folder)
-            new.mkdir(parents=True)
-            yield new
-            for file in new.rglob("*"):
-                file.chmod(0o755 if file.is_dir() else 0o644)
-                _to_disk(file)
+    with _room(folder) as room:
+        new, old, probe = room / "filled", room / _ASIDE, room / "probe"
+        new.mkdir()
+        probe.touch()
+        usual = {True: _mode(new), False: _mode(probe)}
+        yield new
+        for file in (new, *new.rglob("*")):
+            before = folder / file.relative_to(new)
+            file.chmod(_mode(before) if before.exists() else usual[file.is_dir()])
+            _to_disk(file)
+        try:
             if folder.exists():
                 folder.rename(old)
             new.rename(folder)
-            _to_disk(folder.parent)
-    finally:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
+        except BaseException:
+            if old.exists():
+                old.rename(folder)
+            raise
 
 
 @contextmanager
@@ -241,9 +299,8 @@ def sweep(output: Path) -> None:
     if output.is_dir():
         found += [*output.glob(".*.new"), *output.glob("*/.*.new")]
     for left in found:
-        name = re.fullmatch(r"\..*\.([0-9]+)\.new", left.name)
         # whoever else has its number now: a writer would need the lock
-        if name and not left.is_symlink() and int(name[1]) != os.getpid():
+        if _maker(left) not in (None, os.getpid()):
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -300,9 +357,37 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _temporary(path: Path, kind: str) -> Path:
-    """Where this process keeps a new or an old version of `path` while it replaces it."""
-    return path.with_name(f".{path.name[:100]}.{os.getpid()}.{kind}")
+@contextmanager
+def _room(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path` that this process alone can enter, for as long as the block.
+
+    Nobody can foretell its name and lay a link there. Errors are explained as those of `path`.
+    """
+    with _explained(path):
+        _refuse_special(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path)
+        begin = f".{path.name[:100]}.{os.getpid()}."
+        room = Path(tempfile.mkdtemp(".new", begin, path.parent))
+        try:
+            yield room
+            _to_disk(path.parent)
+        finally:
+            shutil.rmtree(room, ignore_errors=True)
+
+
+_ASIDE = "aside"
+"""In a room: the folder that is being replaced."""
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode) & 0o777
+
+
+def _maker(room: Path) -> int | None:
+    """The number of the process that made a room; None for what is none."""
+    name = re.fullmatch(r"\..*\.([0-9]+)\.\w+\.new", room.name)
+    return None if name is None or room.is_symlink() else int(name[1])
 
 
 def _sweep(path: Path) -> None:
@@ -310,15 +395,15 @@ def _sweep(path: Path) -> None:
 
     A folder that was moved aside and never replaced comes back first.
     """
-    for kind in ("old", "new"):
-        for left in path.parent.glob(f".{glob.escape(path.name[:100])}.*.{kind}"):
-            with contextlib.suppress(OSError, ValueError):
-                if _runs(int(left.name.split(".")[-2])):
-                    continue
-                if kind == "old" and not path.exists():
-                    left.rename(path)
-                elif time.time() - left.stat().st_mtime > _STALE_S:
-                    shutil.rmtree(left)
+    for left in path.parent.glob(f".{glob.escape(path.name[:100])}.*.new"):
+        with contextlib.suppress(OSError):
+            maker = _maker(left)
+            if maker is None or _runs(maker):
+                continue
+            if (left / _ASIDE).is_dir() and not path.exists():
+                (left / _ASIDE).rename(path)
+            elif time.time() - left.stat().st_mtime > _STALE_S:
+                shutil.rmtree(left)
 
 
 def _runs(process: int) -> bool:

@@ -61,11 +61,16 @@ def open_bytes(path: Path) -> IO[bytes]:
     return os.fdopen(number, "rb")
 
 
+_PIECE = 1 << 24
+
+
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """A file as a whole. Raises InvalidData: unreadable, or too large."""
     with open_bytes(path) as file:
         try:
-            data = file.read(most_bytes + 1)
+            data = b""  # in pieces: whoever asks for a gigabyte gets a buffer of it at once
+            while len(data) <= most_bytes and (piece := file.read(min(_PIECE, most_bytes + 1))):
+                data += piece
         except OSError as error:
             raise InvalidData(f"cannot read {path}: {error.strerror}") from error
     if len(data) > most_bytes:
@@ -249,8 +254,10 @@ def _require_single_keys(root: yaml.Node, path: Path) -> None:
 # --- weights --------------------------------------------------------------------------------------
 
 
-def check_safetensors(path: Path) -> dict[str, list[int]]:
-    """Shapes by name. Raises InvalidData unless the file is whole, its header small.
+def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Types, as the format calls them, and shapes by name.
+
+    Raises InvalidData unless the file is whole, its header small.
 
     The library itself checks names, shapes, types and places against the file's size; headers of
     up to 100 MB, which it takes half a minute to read, are refused here.
@@ -268,7 +275,8 @@ def check_safetensors(path: Path) -> dict[str, list[int]]:
         )
     try:
         with safe_open(path, "numpy") as opened:
-            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # a file, no dict
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # a file, no dict
+            return {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
         words = " ".join(str(error).split())
         raise InvalidData(f"{path} is no whole file of tensors: {words}") from error

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.model.backbone import Backbone
 from selfspec.training.options import DataOptions
 from selfspec.training.recipe import Passages, Prompts, Recipe, read_recipe
-from selfspec.training.selfgen import Author, Written, write
-from selfspec.training.writer import Counts, Writer
+from selfspec.training.selfgen import Author, Counts, Writer, Written, write
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
 

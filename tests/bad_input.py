@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -81,6 +82,17 @@ def patience(seconds: int = PATIENCE_S) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """A disk that is full once a file has `size` bytes: the system refuses to write more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def refused(

@@ -16,6 +16,21 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 Arrows = Mapping[str, set[str]]
 
+WRITTEN_BY_HAND = {".py", ".cpp", ".hpp", ".js", ".css", ".html", ".jinja"}
+
+
+def lines() -> dict[str, int]:
+    """By room of selfspec, and of tests/ and eval/: code, docstrings and blanks."""
+    found: dict[str, int] = {}
+    for top in (PACKAGE, *(PACKAGE.parent / name for name in ("tests", "eval"))):
+        for path in top.rglob("*"):
+            if path.suffix in WRITTEN_BY_HAND and "results" not in path.parts:
+                inner = path.relative_to(top).with_suffix("").parts[0]
+                name = inner if top == PACKAGE else f"{top.name}/"
+                count = len(path.read_text(encoding="utf-8").splitlines())
+                found[name] = found.get(name, 0) + count
+    return found
+
 
 def module(path: Path) -> str:
     """Dotted name within the package; a package's `__init__` has the package's name."""
@@ -108,4 +123,5 @@ if __name__ == "__main__":
     for room, floor in sorted(floors(room_arrows()).items(), key=lambda entry: -entry[1]):
         print(f"  {floor:2} {room}: {', '.join(sorted(room_arrows()[room]))}")
     _print("modules", module_arrows())
-    print(sum(len(path.read_text().splitlines()) for path in SOURCES), "lines")
+    for name, count in sorted(lines().items(), key=lambda entry: -entry[1]):
+        print(f"  {count:6,} lines in {name}")

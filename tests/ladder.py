@@ -32,6 +32,7 @@ from selfspec.decoding.drafters import (
     TreeDrafter,
     WhilePaying,
 )
+from selfspec.decoding.drafters.attending import AttendingDrafter
 from selfspec.decoding.drafters.exit import Siblings
 from selfspec.decoding.drafters.guesses import HeadGuesser
 from selfspec.decoding.prices import DraftCost
@@ -42,6 +43,7 @@ from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.decoding import Recorder
 from selfspec.eval.reference import block_logits, hugging_face
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
+from selfspec.heads.attending import AttendingConfig, AttendingHeads, unfilled
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.heads.judge import ExitJudge
 from selfspec.model.backbone import Backbone
@@ -60,7 +62,7 @@ EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
 TREES = ("exits with siblings", "trees", "trees around seen text")
 
-FEW = ("oracle", "wrong", "random", "eager exits", "trees around seen text")
+FEW = ("oracle", "wrong", "random", "eager exits", "attending", "trees around seen text")
 """Drafts of every width, for where a step takes long."""
 
 TEMPERATURE = 4.0
@@ -88,7 +90,14 @@ def decode(
     """Greedy decoding with any drafter, checking the invariants of design.md section 1."""
     length = ids.shape[1] + new_tokens
     lease = Lease(backbone.num_layers, shape.slots)
-    state = DecodeState(backbone, ids, exit_layers=exit_layers, lease=lease, pinned_rows=shape.rows)
+    state = DecodeState(
+        backbone,
+        ids,
+        exit_layers=exit_layers,
+        lease=lease,
+        pinned_rows=shape.rows,
+        reader=drafter.heads if isinstance(drafter, AttendingDrafter) else None,
+    )
     rule = Recorder(GreedyMatch(greedy()))
     entries = []
     for entry in rounds(state, drafter, rule, StopRule(max_length=length), Stopwatch()):
@@ -137,6 +146,42 @@ def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     return ExitDrafter(deep_heads(backbone), judge, greedy(), Fixed(width))
 
 
+def attending_heads(backbone: Backbone) -> AttendingHeads:
+    """EAGLE-3 heads of random weights, over every other token of the model."""
+    weight, width = backbone.unembedding.weight, backbone.hidden_size
+    drafted = (len(weight) + 1) // 2
+    sizes = {"hidden_size": width, "intermediate_size": 48, "vocab_size": len(weight)}
+    attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = AttendingConfig(
+        base_model="tiny",
+        base_fingerprint="",
+        exit_layers=(0,),
+        head_type="eagle3",
+        format="speculators",
+        hidden_size=width,
+        vocab_size=len(weight),
+        draft_vocab_size=drafted,
+        num_layers=backbone.num_layers,
+        state_layers=(0, backbone.num_layers // 2, backbone.num_layers),
+        norm_before_residual=True,
+        norm_output=True,
+        layer=sizes | attention | {"model_type": "qwen3"},
+    )
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        name: torch.randn(one.shape, generator=generator) * one.shape[-1] ** -0.25
+        for name, one in unfilled(config, embeddings=False).state_dict().items()
+    }
+    tensors["d2t"] = torch.arange(drafted)
+    return AttendingHeads(config, backbone.unembedding, tensors).eval().requires_grad_(False)
+
+
+def attending_drafter(backbone: Backbone, tau: float, width: int = 5) -> AttendingDrafter:
+    """Chains of `attending_heads`."""
+    judge = ExitJudge(backbone.num_layers, {0: tau})
+    return AttendingDrafter(attending_heads(backbone), judge, greedy(), Fixed(width))
+
+
 def tree_drafter(backbone: Backbone, seen: NgramDrafter | None = None) -> TreeDrafter[DecodeState]:
     """Wide trees of the first of `deep_heads`, around text already seen."""
     judge = ExitJudge(backbone.num_layers, {0: 0.001})
@@ -168,6 +213,8 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
         "eager deep": (deep_drafter(backbone, 0.02), DEEP_EXITS),
         "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
+        "attending": (attending_drafter(backbone, 0.001), ()),
+        "choosy attending": (attending_drafter(backbone, 0.2, width=3), ()),
         "seen text": (NgramDrafter(Fixed(5), size=2), ()),
         "seen text, else exits": (
             SeenTextFirst(NgramDrafter(Fixed(5), size=3), exit_drafter(backbone, 0.05)),
@@ -200,7 +247,7 @@ def check_draft_invariance(
     plain = decode(backbone, ids, NoDrafter(), shape=shape, new_tokens=new_tokens)
     sequence = ids[0].tolist() + plain.tokens
     for name, (drafter, exits) in drafters(backbone, sequence).items():
-        if name in TREES and backbone.claims.steady_from is None:
+        if name in TREES and not backbone.claims.steady:
             continue  # not made there: see `Sources.runs_trees`
         if kinds is not None and name not in kinds:
             continue

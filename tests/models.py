@@ -38,10 +38,8 @@ from selfspec.model.panels import PANEL
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
-PACKED_EXECUTORS = [
-    "packed",
-    pytest.param("fused", marks=needs_compiler),
-]
+EXECUTORS = ["generic", pytest.param("fused", marks=needs_compiler)]
+"""Of a CPU."""
 
 VOCAB_SIZE = 96
 MAX_POSITIONS = 256

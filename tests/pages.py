@@ -1,22 +1,18 @@
-"""What the HTML page counts and holds, said in Python: for its tests, in a browser and without."""
+"""Traces and settings for the tests of the HTML page, and what they do in a browser."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs, Unmeasured
-from selfspec.decoding.stats import Round
-from selfspec.eval import replay
 from selfspec.eval.record import NONE, Ints, Record
 from selfspec.options import Exit, Fixed, Prices
 from selfspec.visualise.layers import LayerTrace
-from tests.eval.test_replay import learning_setting, random_setting
+from tests.eval.test_replay import learning_setting
 from tests.traces import make_trace, some_costs
 
 RECORD_LAYERS = 6
@@ -30,15 +26,6 @@ PROMPT = 1
 """Of a record's."""
 PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
 """Of a browser."""
-
-
-def many_settings(record: Record) -> list[SpeculationOptions]:
-    """By chance; in some a threshold equals a confidence to the last bit."""
-    options = [random_setting(record, seed) for seed in range(40)]
-    sure = np.unique(record.confidence[record.confidence >= record.info.min_threshold])
-    everywhere = options[0].updated({"exit": {"layers": None, "max_depth": None}})
-    taus = random.Random(1).sample(sure.tolist(), 10)
-    return [*options, *(everywhere.updated({"exit": {"threshold": tau}}) for tau in taus)]
 
 
 def learning_settings(record: Record) -> list[SpeculationOptions]:
@@ -77,60 +64,6 @@ def _trees(exits: Exit, dice: random.Random) -> Exit:
     )
 
 
-def check_replayed(
-    record: Record, options: SpeculationOptions, rounds: list[Any], summary: dict[str, float]
-) -> None:
-    """Every field of every round, and what is counted and predicted of them."""
-    assert rounds == [plain(entry) for entry in replay.rounds(record, 0, options)], options
-    for name, value in python_results(record, options).items():
-        assert summary[name] == pytest.approx(value, rel=1e-12), (name, options)
-
-
-def as_choice(record: Record, options: SpeculationOptions) -> dict[str, Any]:
-    """Options as the page's sliders hold them."""
-    info, own = record.info, options.exit
-    layers = own.layers or info.exit_layers
-    taus = own.thresholds if len(own.thresholds) > 1 else own.thresholds * len(layers)
-    by_layer = dict(zip(layers, taus, strict=True))
-    cost = Unmeasured(info.row_costs, info.head_cost).unless(options.prices)
-    return {
-        "drafter": options.drafter,
-        "used": [layer in layers for layer in info.exit_layers],
-        "thresholds": [by_layer.get(layer, 1.0) for layer in info.exit_layers],
-        "alpha": info.anneal_strengths.index(own.anneal_strength),
-        "depth": max(layers, default=0) if own.max_depth is None else own.max_depth,
-        "width": own.max_tokens,
-        "guesses": own.guesses,
-        "max_rows": own.max_rows,
-        "ngram_size": options.ngram.size,
-        "ngram_width": options.ngram.max_tokens,
-        "never_slower": options.never_slower,
-        "row_costs": cost.rows,
-        "head_cost": cost.head,
-    }
-
-
-def plain(entry: Round) -> dict[str, Any]:
-    """A round as JSON has it."""
-    return asdict(entry) | {"passes": [list(run) for run in entry.passes]}
-
-
-def python_results(
-    record: Record, options: SpeculationOptions, costs: Costs = COSTS
-) -> dict[str, float]:
-    """What Python's replay counts and predicts."""
-    later = replay.rounds(record, 0, options)[1:]
-    tokens, seconds = sum(len(entry.tokens) for entry in later), costs.seconds_of(later)
-    return {
-        "rounds": len(later),
-        "drafted": sum(len(entry.draft_tokens) for entry in later),
-        "accepted": sum(entry.accepted for entry in later),
-        "compression_rate": tokens / len(later),
-        "seconds": seconds,
-        "speed_up": tokens * costs.plain_step() / seconds,
-    }
-
-
 def tiled(record: Record, places: int) -> Record:
     """A short answer over and over: many places, and nodes of their own for each copy."""
     copies, nodes = -(-places // len(record.answers)), len(record.tokens)
@@ -154,22 +87,6 @@ def tiled(record: Record, places: int) -> Record:
     )
 
 
-def without_heads(record: Record) -> Record:
-    """The same answer of a model that has none: text already seen alone drafts."""
-    nodes, chances = np.zeros((0, 0), np.int32), np.zeros((0, 3, 0), np.float32)
-    return replace(
-        record,
-        info=replace(record.info, exit_layers=()),
-        roots=np.full_like(record.roots, NONE),
-        tokens=nodes,
-        children=nodes,
-        confidence=chances.reshape(0, 0, 3),
-        guesses=nodes,
-        chances=chances,
-        behind=nodes,
-    )
-
-
 def long_trace(record: Record, places: int = 128) -> tuple[LayerTrace, Record]:
     """Many tokens and 30 layers, heads at other depths."""
     long = tiled(record, places)
@@ -188,10 +105,6 @@ def cell(page: Any, trace: LayerTrace, place: int, layer: int) -> Any:
     """A cell of the map; deep layers stand above."""
     row = len(trace.info.exit_layers) - 1 - trace.info.exit_layers.index(layer)
     return page.locator("#map tbody tr").nth(row).locator("td").nth(place)
-
-
-def result(page: Any, name: str, column: str = "now") -> str:
-    return page.locator(f"#results [data-{column}={name}]").inner_text()
 
 
 def set_slider(page: Any, slider: Any, value: float) -> None:

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from selfspec.training.data import Conversation
+from selfspec.training.text import Conversation
 from tests.models import random_ids
 
 TEMPLATE = (

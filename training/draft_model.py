@@ -35,7 +35,7 @@ from selfspec.cli.env import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.files import check_folder, replacing_folder
 from selfspec.hub import models as hub
-from selfspec.training.data import Batch, Conversation, padded, planned, read_conversations
+from selfspec.training.text import Batch, Conversation, padded, planned, read_conversations
 
 _WARM_UP = 0.1
 """Share of the steps over which the learning rate rises; then a cosine to 0."""

@@ -20,9 +20,8 @@ import typer
 import selfspec
 from selfspec.files import write
 from selfspec.heads.confidence import entropy
-from selfspec.training.data import Conversation, padded, planned
-from selfspec.training.formats import encoded
-from selfspec.training.writer import DROPPED
+from selfspec.training.selfgen import DROPPED
+from selfspec.training.text import Conversation, encoded, padded, planned
 
 LOGIT_ROWS = 128
 """Rows whose full logits exist at a time."""

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from selfspec import files
-from selfspec.api.template import bounded, templated
+from selfspec.api.template import CannotRender, render, templated
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import MOST_TEMPLATE_CHARACTERS
@@ -57,8 +56,9 @@ class TurnEnd(NamedTuple):
             return {"stop_strings": [*([stops] if isinstance(stops, str) else stops), self.text]}
         if self.token is None or given.get("eos_token_id") is not None:
             return {}
-        config: Any = given.get("generation_config") or model.generation_config
-        ends = config.eos_token_id
+        base: Any = model.generation_config
+        ends = getattr(given.get("generation_config"), "eos_token_id", None)
+        ends = base.eos_token_id if ends is None else ends
         own = ends if isinstance(ends, list) else [] if ends is None else [ends]
         return {"eos_token_id": sorted({*own, self.token})}
 
@@ -143,7 +143,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
     """What the template writes behind an answer, unless that is the tokenizer's end token."""
     messages = [_said("user", _ASKED), _said("assistant", _ANSWER), _said("user", _NEXT)]
     try:
-        text = str(templated(tokenizer, messages, tokenize=False))
+        text = templated(tokenizer, messages)
     except InvalidPrompt:
         return NO_END  # it is for one turn
     behind = text.partition(_ANSWER)[2].partition(_NEXT)[0].strip()
@@ -170,19 +170,12 @@ def _tried(template: str, where: str) -> str:
             f"{MOST_TEMPLATE_CHARACTERS:,}"
         )
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
-    render: Any = render_jinja_template  # typed as if it gave one text
+    asked = {"messages": [_said("user", _ASKED)], "tools": None, "documents": None}
     try:
-        with bounded():
-            (text,), _ = render(
-                conversations=[[_said("user", _ASKED)]],
-                chat_template=template,
-                add_generation_prompt=True,
-                **tokens,
-            )
-    except Exception as error:  # a program from outside fails with anything
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        line = getattr(error, "lineno", None)
-        place = where if line is None else f"{where}, line {line}"
+        text = render(template, {**asked, "add_generation_prompt": True, **tokens})
+    except CannotRender as error:
+        place = where if error.line is None else f"{where}, line {error.line}"
+        reason = str(error).rstrip(".")
         raise InvalidOption(f"{place} is no chat template: {reason}. Correct it") from error
     if _ASKED not in text:
         raise InvalidOption(f"{where} is no chat template: it does not show what the user says")

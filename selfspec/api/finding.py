@@ -17,7 +17,9 @@ from selfspec.api import tuned
 from selfspec.api.given import check_fit
 from selfspec.config import SpeculationOptions
 from selfspec.heads import known
+from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
+from selfspec.heads.folder import attends
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 
@@ -53,7 +55,8 @@ def find_heads(
     if heads == hub.LOGIT_LENS:
         return logit_lens(backbone.unembedding, backbone.num_layers, label)
     folder = hub.resolve_heads(heads)
-    return ExitHeads.from_pretrained(
+    kind = AttendingHeads if attends(folder) else ExitHeads
+    return kind.from_pretrained(
         folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers
     )
 

@@ -37,9 +37,6 @@ from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.model.backbone import Backbone
 from selfspec.typed import annotations_of, check_keys, check_types, shown
 
-_NO_MAX_LENGTH = 20
-"""What transformers puts where nobody set a maximum length."""
-
 _LENGTHS = ("max_new_tokens", "max_length", "generation_config")
 """Keywords that say how long an answer may get."""
 
@@ -176,8 +173,16 @@ def prepare(
     model, rest = backbone.model, dict(options)
     seed, logprobs = rest.pop("seed", None), rest.pop("logprobs", None)
     criteria = StoppingCriteriaList(rest.pop("stopping_criteria", None) or [])
-    if (strings := _strings_of(model, rest)) not in (None, []):
+    strings = _wanted(model, rest, "stop_strings")
+    rest.pop("stop_strings", None)
+    if strings not in (None, []):
         criteria.append(stop_strings(tokenizer, strings))
+    decays = _wanted(model, rest, "exponential_decay_length_penalty") is not None
+    if decays and _wanted(model, rest, "eos_token_id") is None:
+        raise InvalidOption(
+            "exponential_decay_length_penalty makes the end token likelier, and the model has "
+            "none. Give eos_token_id, or leave it out"
+        )
     if rest.get("attention_mask") is not None:
         left_padding(input_ids, rest["attention_mask"])
     elif input_ids.shape[0] == 1:
@@ -264,14 +269,11 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
     return [length - count for count in counts]
 
 
-def _strings_of(model: PreTrainedModel, options: dict[str, Any]) -> Any:
-    """Stop strings, taken out of `options`: a keyword's, else a config's, else the model's own."""
-    if options.get("stop_strings") is not None:
-        return options.pop("stop_strings")
-    options.pop("stop_strings", None)
-    given: Any = options.get("generation_config")
-    own: Any = model.generation_config
-    return getattr(given, "stop_strings", None) or own.stop_strings
+def _wanted(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
+    """The value of a keyword, else that of the config that is given, else of the model's own."""
+    given = options.get("generation_config"), model.generation_config
+    values = (options.get(name), *(getattr(config, name, None) for config in given))
+    return next((value for value in values if value is not None), None)
 
 
 def _check_room(backbone: Backbone, length: int) -> None:
@@ -292,7 +294,7 @@ def _default_length(backbone: Backbone, length: int) -> dict[str, int]:
     InvalidPrompt if it could not even begin.
     """
     own: Any = backbone.model.generation_config
-    if own.max_new_tokens is not None or own.max_length not in (None, _NO_MAX_LENGTH):
+    if own.max_new_tokens is not None or own.max_length is not None:
         return {}
     if (room := backbone.max_positions - length) < 1:
         raise InvalidPrompt(

@@ -31,6 +31,7 @@ from selfspec.api.request import check_options, prepare
 from selfspec.api.session import Session
 from selfspec.api.shaping import Grammars, penalised, with_choice
 from selfspec.api.stream import Call, Generation, Stream
+from selfspec.api.template import start as start_renderer
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
 from selfspec.decoding.drafters import (
@@ -256,16 +257,16 @@ def load(
     or pulled last for a model of these weights, or come with selfspec, unless a draft model takes
     their place; without any, text already seen drafts. The default model keeps its own.
     `dtype`: None is bfloat16, and for a GGUF file float32 where products in bfloat16 are slow.
-    `executor`: generic runs the model's own layers, packed a faster copy of the weights on a CPU,
-    fused the same with the rest of a layer compiled, cuda-graph the own layers as CUDA graphs, auto
-    the best of these that can be had. `draft_model`: a smaller one with the same tokens, which
-    drafts. `chat_template`: a name as vicuna (`chat_template.NAMES`), a Jinja file or its text, in
-    place of the heads' and the model's own. `options` are those of SpeculationOptions, as objects,
-    text or mappings. Raises ModelNotFound, UnsupportedModel, HeadsNotFound, InvalidHeads,
-    HeadsMismatch, DraftModelMismatch, InvalidOption.
+    `executor`: generic runs the model's own layers, fused compiled ones on a CPU, cuda-graph the
+    model's own as CUDA graphs, auto the best of these that can be had. `draft_model`: a smaller one
+    with the same tokens, which drafts. `chat_template`: a name as vicuna (`chat_template.NAMES`), a
+    Jinja file or its text, in place of the heads' and the model's own. `options` are those of
+    SpeculationOptions, as objects, text or mappings. Raises ModelNotFound, UnsupportedModel,
+    HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
     """
     check_loading(model, draft_model, heads, attn_implementation, device)
     check(options, beside=LOADING)
+    start_renderer()
     template = None if chat_template is None else templates.read(chat_template)
     read = partial(
         hub.load_model,
@@ -282,7 +283,9 @@ def load(
     # asked for here, where nobody can have changed the model since it was read
     found = partial(fingerprint.of_loaded, loaded, files.stamps)
     if heads is None and second is None:
-        heads = hub.DEFAULT_HEADS if files.is_default else heads_for(loaded, found)
+        # float16 rounds the default model to other numbers than those that its heads were fitted to
+        own = files.is_default and loaded.dtype != torch.float16
+        heads = hub.DEFAULT_HEADS if own else heads_for(loaded, found)
     named = heads not in (None, hub.NO_HEADS) and not isinstance(heads, ExitHeads)
     known = found() if named else None
     backbone = Backbone(loaded, executor=executor, fingerprint=known)

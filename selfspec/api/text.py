@@ -69,16 +69,9 @@ def encode(
         )
     if raw and messages is not None:
         raise InvalidPrompt("raw is for text, the prompt is messages. Leave raw out, or give text")
-    return _ids(
-        templated(
-            tokenizer,
-            messages or [{"role": "user", "content": prompt}],
-            tools=tools or None,
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-    )
+    asked = messages or [{"role": "user", "content": prompt}]
+    text = templated(tokenizer, asked, tools=tools or None, add_generation_prompt=True)
+    return _ids(tokenizer(text, add_special_tokens=False, return_tensors="pt"))
 
 
 def _whole(prompt: object) -> TypeIs[np.ndarray[Any, Any]]:

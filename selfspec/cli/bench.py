@@ -10,7 +10,7 @@ import typer
 
 from selfspec import files
 from selfspec.cli import common, concurrency, env, progress, training
-from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
+from selfspec.cli.flags import Flag, grouped, inputs, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
 from selfspec.eval.methods import METHODS
 from selfspec.eval.options import BenchOptions
@@ -60,7 +60,7 @@ def bench(
     training.require(asked, "output")
     options = training.options_of(BenchOptions, asked)
     if "concurrency" in asked:
-        common.emit(concurrency.run(asked, options))
+        common.emit(concurrency.run(asked, options, inputs(asked, config)))
         return
     names = asked.get("methods", DEFAULT_METHODS)
     check_keys(names, METHODS, "method")
@@ -71,7 +71,10 @@ def bench(
 
     resume = asked.get("resume", False)
     folder = results.check_free(
-        asked["output"], overwrite=asked.get("overwrite", False), resume=resume
+        asked["output"],
+        overwrite=asked.get("overwrite", False),
+        resume=resume,
+        reads=inputs(asked, config),
     )
     suite = load_suite(options.suite, Path(options.questions) if options.questions else None)
     if options.tune_on is not None:
@@ -145,7 +148,6 @@ def record(
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "device": str(backbone.device),
         "executor": backbone.executor_name,
-        "rows_per_pass_at_least": backbone.claims.least_rows,
         "heads": Path(asked["heads"]).name if "heads" in asked else "default",
         "head_type": None if heads is None else heads.config.head_type,
         "exit_layers": None if heads is None else heads.config.exit_layers,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.cli import common, progress, training
-from selfspec.cli.flags import Flag, merged, option_flags, with_flags
+from selfspec.cli.flags import Flag, inputs, merged, option_flags, with_flags
 from selfspec.errors import InvalidOption
 from selfspec.training.options import CacheOptions
 
@@ -36,9 +36,9 @@ def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
     training.require(asked, "data", "output")
     training.check_given(asked)
     options = training.options_of(CacheOptions, asked)
-    from selfspec.training import cache as store
+    from selfspec.training import features as store
 
-    store.check_output(asked["output"])
+    store.check_output(asked["output"], inputs(asked, config))
     with training.writing(asked["output"]):
         run(asked, options)
     training.say_next("fit", asked, "--cache", asked["output"], "--output", "heads")
@@ -47,8 +47,8 @@ def cache(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
 def run(asked: dict[str, Any], options: CacheOptions) -> None:
     """Load, compute, write."""
     base = training.load_base(asked)
-    from selfspec.training import cache as store
-    from selfspec.training.sources import StreamSource
+    from selfspec.training import features as store
+    from selfspec.training.features import StreamSource
 
     spec = feature_spec(options, base.backbone.num_layers)
     texts = training.read(asked["data"], base, asked, options.batch_tokens, options.max_tokens)

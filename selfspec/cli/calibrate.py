@@ -17,7 +17,7 @@ from selfspec.options.drafters import FITTED
 if TYPE_CHECKING:
     from selfspec.heads.exit_heads import ExitHeads
     from selfspec.training.calibrate import Calibration
-    from selfspec.training.sources import Selection
+    from selfspec.training.features import Selection
 
 FLAGS = (
     Flag("heads", str, "Folder of fitted heads; its config.json gets the defaults. Required."),
@@ -92,8 +92,7 @@ def run(asked: dict[str, Any], folder: Path) -> Calibration:
 
 def features(asked: dict[str, Any], base: training.Base, heads: ExitHeads) -> Selection:
     """Of the held-out text, as these heads read it."""
-    from selfspec.training.features import FeatureSpec
-    from selfspec.training.sources import whole
+    from selfspec.training.features import FeatureSpec, whole
 
     needed = FeatureSpec(heads.config.exit_layers, heads.reads_deep, 1)
     limit = asked.get("max_tokens")

@@ -25,14 +25,14 @@ JOINING_ROWS = 1500
 _BESIDE = 8
 
 
-def run(asked: dict[str, Any], options: BenchOptions) -> str:
+def run(asked: dict[str, Any], options: BenchOptions, reads: list[object]) -> str:
     """Measure and write; returns the tables. Raises InvalidOption for methods it does not know."""
     texts: tuple[int, ...] = asked["concurrency"]
     if min(texts) < 1:
         raise InvalidOption(f"concurrency holds {min(texts)}, expected at least 1")
     output = Path(asked["output"])
     for name in (SUMMARY, TABLE):
-        files.check_file(output / name, overwrite=asked.get("overwrite", False))
+        files.check_file(output / name, overwrite=asked.get("overwrite", False), reads=reads)
     from selfspec.eval.suites import load_suite, spread
 
     suite = load_suite(options.suite, Path(options.questions) if options.questions else None)

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.cli import common, progress, training
-from selfspec.cli.flags import Flag, merged, option_flags, with_flags
+from selfspec.cli.flags import Flag, inputs, merged, option_flags, with_flags
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
 from selfspec.files import local_path
 from selfspec.training.options import DataOptions
 
 if TYPE_CHECKING:
-    from selfspec.training.formats import Reader
     from selfspec.training.recipe import Passages, Recipe
-    from selfspec.training.selfgen import Source
-    from selfspec.training.writer import Counts, Writer
+    from selfspec.training.selfgen import Counts, Source, Writer
+    from selfspec.training.text import Reader
 
 FLAGS = (
     Flag("output", str, "File to write, .jsonl or .jsonl.gz. Required. A killed run continues it."),
@@ -71,15 +70,16 @@ def data(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
         if options.tokens is None:
             raise InvalidOption("no --tokens. Say how many answer tokens the model should write")
     training.check_given(asked)
-    common.emit(f"{asked['output']}: {described(run(asked, options))}\n")
+    counts = run(asked, options, inputs(asked, config))
+    common.emit(f"{asked['output']}: {described(counts)}\n")
     training.say_next("fit", asked, "--data", asked["output"], "--output", "heads")
 
 
-def run(asked: dict[str, Any], options: DataOptions) -> Counts:
+def run(asked: dict[str, Any], options: DataOptions, reads: list[object]) -> Counts:
     """Load, begin or continue the file, write."""
-    from selfspec.training.writer import check_output
+    from selfspec.training.selfgen import check_output
 
-    check_output(asked["output"])
+    check_output(asked["output"], reads)
     with training.writing(asked["output"]):
         return _run(asked, options)
 
@@ -89,7 +89,7 @@ def _run(asked: dict[str, Any], options: DataOptions) -> Counts:
     from selfspec.training import selfgen
     from selfspec.training.recipe import Passages, read_recipe
     from selfspec.training.records import machine
-    from selfspec.training.writer import Writer
+    from selfspec.training.selfgen import Writer
 
     excluded = excluded_ngrams(asked)
     recipe = None if "source" in asked else read_recipe(_path(asked.get("recipe")))
@@ -128,7 +128,7 @@ def _run(asked: dict[str, Any], options: DataOptions) -> Counts:
         try:
             for counts in selfgen.write(source, writer, options, excluded):
                 rates.add(counts.answer_tokens)
-                files.write(Path(asked["output"] + ".status"), rates.status(options.tokens))
+                files.write(writer.status, rates.status(options.tokens))
                 count(0)
             if "source" in asked and not writer.batches:
                 raise InvalidData(f"{asked['source']} holds no conversation. Give another --from")
@@ -155,10 +155,9 @@ def source_of(
     excluded: set[int],
 ) -> tuple[Source, Reader[Any] | None]:
     """Where the conversations come from, and the reader of the file if it is one."""
-    from selfspec.training.formats import Reader
-    from selfspec.training.given import Answered, Converted, converted, talk_of
     from selfspec.training.recipe import Prompts
-    from selfspec.training.selfgen import Author, Written
+    from selfspec.training.selfgen import Answered, Author, Converted, Written, converted, talk_of
+    from selfspec.training.text import Reader
 
     tokenizer = base.tokenizer
     skip = asked.get("skip_bad_rows", False)
@@ -195,7 +194,7 @@ def source_of(
 
 def _own_questions(asked: dict[str, Any], *, skip: bool) -> list[tuple[str, ...]]:
     """The user's turns of each row of --questions."""
-    from selfspec.training.formats import Reader, user_turns
+    from selfspec.training.text import Reader, user_turns
 
     if "questions" not in asked:
         return []
@@ -208,8 +207,8 @@ def _own_questions(asked: dict[str, Any], *, skip: bool) -> list[tuple[str, ...]
 def excluded_ngrams(asked: dict[str, Any]) -> set[int]:
     """N-grams of the built-in suite and of the files of --exclude."""
     from selfspec.eval.suites import load_suite
-    from selfspec.training.formats import Reader, texts_of
     from selfspec.training.selfgen import ngrams
+    from selfspec.training.text import Reader, texts_of
 
     suite = [] if "source" in asked else load_suite()  # rows that a user names are meant
     found = {n for question in suite for text in question.turns for n in ngrams(text)}

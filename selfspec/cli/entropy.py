@@ -25,12 +25,12 @@ def calibrate_entropy(asked: dict[str, Any], *, as_json: bool) -> None:
 
 def _calibrate(asked: dict[str, Any], folder: Path | None, *, stored: bool, as_json: bool) -> None:
     base = training.load_base(asked)
-    from selfspec.training import entropy
+    from selfspec.training.calibrate import SHARE, measured_entropy
 
     batch_tokens = CacheOptions().batch_tokens
     texts = training.read(asked["data"], base, asked, batch_tokens, asked.get("max_tokens"))
     with progress.bar("entropies", "batches") as show:
-        found = entropy.calibrated(
+        found = measured_entropy(
             base.backbone, texts, batch_tokens, lambda done, total: show(done, total, "")
         )
     if folder is not None and stored:
@@ -45,7 +45,7 @@ def _calibrate(asked: dict[str, Any], folder: Path | None, *, stored: bool, as_j
     )
     common.emit(
         f"entropy threshold {found.entropy_threshold} nats, the mean of the highest "
-        f"{entropy.SHARE:.0%} at {found.positions:,} answer positions (mean of all "
+        f"{SHARE:.0%} at {found.positions:,} answer positions (mean of all "
         f"{found.mean_entropy}); {where}\n"
     )
 

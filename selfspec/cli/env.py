@@ -57,6 +57,8 @@ def environment() -> dict[str, Any]:
 
 def model_facts(flags: dict[str, Any]) -> tuple[dict[str, Any], StepSpeed]:
     """Which executor runs a model, why no other does, what drafts do to its bits; its speed."""
+    import torch
+
     from selfspec.config import SpeculationOptions
     from selfspec.decoding.probe import PinnedProbe
     from selfspec.decoding.speed import step_speed
@@ -71,6 +73,8 @@ def model_facts(flags: dict[str, Any]) -> tuple[dict[str, Any], StepSpeed]:
         drafts = f"refused: the rows of a pass change each other ({backbone.mixing})"
     elif PinnedProbe(backbone).holds_unpadded(SpeculationOptions().widest_pass):
         drafts = "no draft moves a bit of a logit"
+    elif backbone.dtype == torch.float16:
+        drafts = "refused without --pinned: passes of several rows round otherwise in float16"
     else:
         drafts = "passes of several rows may round otherwise: near ties may fall otherwise"
     refused = {f"no_{name}_executor": why for name, why in backbone.refused.items()}

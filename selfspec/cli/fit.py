@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.cli import common, progress, training
-from selfspec.cli.flags import Flag, merged, option_flags, with_flags
+from selfspec.cli.flags import Flag, inputs, merged, option_flags, with_flags
 from selfspec.errors import CannotWrite
 from selfspec.training.options import PRESETS, CacheOptions, FitOptions
 from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
+    from selfspec.training.features import Selection
     from selfspec.training.fit import Fitted, Job, Progress
-    from selfspec.training.sources import Selection
 
 FILES = (
     Flag("data", str, "Conversations to fit on: .jsonl, .jsonl.gz, .json, or a data set's id."),
@@ -48,7 +48,7 @@ def fit(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
         asked = PRESETS[asked["preset"]] | asked
     training.require(asked, "output", "cache" if "cache" in asked else "data")
     training.check_given(asked)
-    fitted = run(asked, training.options_of(FitOptions, asked))
+    fitted = run(asked, training.options_of(FitOptions, asked), config)
     for layer, shares in fitted.metrics["layers"].items():
         second = shares["agreement_second"]
         common.emit(
@@ -68,14 +68,14 @@ def _say_next(asked: dict[str, Any]) -> None:
     training.say_next("calibrate", asked, "--heads", asked["output"], "--data", text)
 
 
-def run(asked: dict[str, Any], options: FitOptions) -> Fitted:
+def run(asked: dict[str, Any], options: FitOptions, config: Path | None = None) -> Fitted:
     """Load, fit, write."""
-    with training.writing(check_output(asked)):
-        check_output(asked)  # another fit may have ended since
+    with training.writing(check_output(asked, config)):
+        check_output(asked, config)  # another fit may have ended since
         return _run(asked, options)
 
 
-def check_output(asked: dict[str, Any]) -> str:
+def check_output(asked: dict[str, Any], config: Path | None) -> str:
     """The output, if heads may be written there. Raises CannotWrite."""
     from selfspec import files
     from selfspec.heads.folder import FILES_OF_A_FIT, is_heads_folder
@@ -87,7 +87,9 @@ def check_output(asked: dict[str, Any]) -> str:
     if name and not begun:
         _remove_empty(Path(name) / UNFINISHED)
     overwrite = begun or asked.get("overwrite", False)
-    files.check_folder(name, FILES_OF_A_FIT, is_heads_folder, overwrite=overwrite)
+    files.check_folder(
+        name, FILES_OF_A_FIT, is_heads_folder, overwrite=overwrite, reads=inputs(asked, config)
+    )
     return name
 
 
@@ -129,7 +131,7 @@ def prepared(asked: dict[str, Any], options: FitOptions, workplace: Path) -> Job
     """The model, the features to fit on and those to measure on."""
     base = training.load_base(asked)
     from selfspec.training import fit
-    from selfspec.training.data import special_ids
+    from selfspec.training.text import special_ids
 
     if "cache" in asked:
         train, held_out, data = _from_cache(asked, base)
@@ -159,7 +161,7 @@ def prepared(asked: dict[str, Any], options: FitOptions, workplace: Path) -> Job
 
 
 def _from_cache(asked: dict[str, Any], base: training.Base) -> tuple[Selection, Selection, str]:
-    from selfspec.training.sources import split, whole
+    from selfspec.training.features import split, whole
 
     source = training.cache_source(asked["cache"], base)
     data: str = source.manifest["data"]
@@ -174,8 +176,8 @@ def _from_text(
 ) -> tuple[Selection, Selection]:
     """Features made from conversations while they are needed."""
     from selfspec.training import fit
-    from selfspec.training.data import split
-    from selfspec.training.sources import StreamSource, whole
+    from selfspec.training.features import StreamSource, whole
+    from selfspec.training.text import split
 
     text = training.options_of(CacheOptions, asked)
     talks = training.read(asked["data"], base, asked, text.batch_tokens, text.max_tokens)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_origin
@@ -86,6 +86,14 @@ class Flag:
             default=None,
             annotation=Annotated[annotation | None, option],
         )
+
+
+def inputs(asked: Mapping[str, Any], *others: object) -> list[object]:
+    """Values that may name files which a command reads: `others`, and all but its outputs."""
+    return [*others, *(value for name, value in asked.items() if name not in _OUTPUTS)]
+
+
+_OUTPUTS = ("output", "html", "png", "svg", "card")
 
 
 def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from selfspec import files
 from selfspec.cli import common
 from selfspec.cli import prompts as many
 from selfspec.cli.flags import with_flags
@@ -89,7 +90,8 @@ def generate(
         if prompt is not None or file is not None:
             raise InvalidOption("--prompts and another prompt at once. Leave one of them out")
         room = many.Room.of(concurrency, kv_memory)
-        _answer_file(prompts, output, asked, system, room, overwrite=overwrite)
+        reads = (prompts, config, *flags.values())
+        _answer_file(prompts, output, asked, system, room, overwrite=overwrite, reads=reads)
         return
     if concurrency is not None or kv_memory is not None:
         raise InvalidOption("--concurrency and --kv-memory are for --prompts. Leave them out")
@@ -114,10 +116,12 @@ def _answer_file(
     room: many.Room,
     *,
     overwrite: bool,
+    reads: tuple[object, ...],
 ) -> None:
     """`--prompts` and `--output`."""
     if prompts is None or output is None:
         raise InvalidOption("--prompts and --output go together. Give both")
+    files.check_file(output, overwrite=overwrite, reads=reads)
     found = many.read(prompts, system=system, raw=asked.generation["raw"])
     counts = many.answer(found, asked, output, room, overwrite=overwrite)
     failed = f", {counts['errors']} without an answer" if counts["errors"] else ""

@@ -13,9 +13,10 @@ import typer
 from selfspec import files
 from selfspec.cli import common
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
-from selfspec.heads.folder import read_config
+from selfspec.heads.folder import attends, is_heads_folder, read_config
 from selfspec.hub import models as hub
 from selfspec.hub import publish
+from selfspec.untrusted import open_bytes
 
 app = typer.Typer()
 
@@ -48,11 +49,9 @@ def list_command(*, as_json: common.AsJson = False) -> None:
 def show(folder: Folder, *, as_json: common.AsJson = False) -> None:
     """Show what a heads folder says of itself; the weights are not read."""
     found = hub.resolve_heads(folder)
-    from selfspec.heads.exit_heads import (
-        HeadsConfig,  # behind the check: a wrong name costs no torch import
-    )
+    from selfspec.heads.attending import config_of  # a wrong name costs no torch import
 
-    values = asdict(HeadsConfig.read(found))
+    values = asdict(config_of(found))
     if as_json:
         common.emit(json.dumps(values) + "\n")
         return
@@ -60,8 +59,9 @@ def show(folder: Folder, *, as_json: common.AsJson = False) -> None:
         from selfspec.api.chat_template import name_of
 
         values["chat_template"] = name_of(template)
-    width = max(map(len, values))
-    common.emit("".join(f"{name:<{width}}  {_words(value)}\n" for name, value in values.items()))
+    said = {name: value for name, value in values.items() if value not in (None, {})}
+    width = max(map(len, said))
+    common.emit("".join(f"{name:<{width}}  {_words(value)}\n" for name, value in said.items()))
 
 
 @app.command()
@@ -81,7 +81,8 @@ def check(
     found = hub.resolve_heads(folder)
     from selfspec.api import speculator as generate  # imports torch
 
-    problems = incomplete(found)
+    # what others publish has no card of ours
+    problems = [] if attends(found) else incomplete(found)
     try:
         speculator = generate.load(model, heads=found)
     except (InvalidHeads, HeadsMismatch, InvalidOption) as error:
@@ -90,7 +91,8 @@ def check(
         common.emit(f"failed: {problem}\n")
     if problems:
         raise typer.Exit(1)
-    common.emit(f"OK: {found.name} fit {speculator.label}\n")
+    kind = f" ({', '.join(described(read_config(found)))})" if attends(found) else ""
+    common.emit(f"OK: {found.name}{kind} fit {speculator.label}\n")
 
 
 @app.command()
@@ -126,22 +128,44 @@ def stamp(
 @app.command()
 def pull(
     name: Annotated[str, typer.Argument(metavar="ID", help="A hub id, or a folder to copy.")],
+    *,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the copy of a folder of this name.")
+    ] = False,
 ) -> None:
-    """Fetch heads, so that --heads finds them by their last name from then on."""
-    source = hub.resolve_heads(name)
+    """Fetch heads, so that --heads finds them by OWNER/NAME or NAME from then on."""
+    source, target = hub.heads_to_pull(name)
     from selfspec.heads import known
-    from selfspec.heads.exit_heads import HeadsConfig
+    from selfspec.heads.attending import config_of
 
-    HeadsConfig.read(source)  # nothing else is taken over
-    target = hub.pulled_heads() / _last_name(name, source)
     if target.resolve() == source.resolve():
         common.emit(f"{target.name} is there already: {target}\n")
         return
-    with files.locked(target, wait=True), files.replacing_folder(target) as new:
-        for file in sorted({path for kind in hub.HEADS_FILES for path in source.glob(kind)}):
-            shutil.copyfile(file, new / file.name)
+    copied = target.parent == hub.pulled_heads()  # whose names say nothing of where they are from
+    if copied:
+        _require_files(source)
+    config_of(source)  # nothing else is taken over
+    with files.locked(target, wait=True):
+        files.check_folder(
+            target,
+            hub.HEADS_FILES,
+            lambda folder: attends(folder) or is_heads_folder(folder),
+            overwrite=overwrite or not copied,
+        )
+        with files.replacing_folder(target) as new:
+            for file in (source / entry for entry in hub.HEADS_FILES):
+                if file.exists():
+                    with open_bytes(file) as opened, (new / file.name).open("wb") as copy:
+                        shutil.copyfileobj(opened, copy)
     known.remember(target)
-    common.emit(f"{target.name}: {target}\n")
+    common.emit(f"{hub.heads_name(target)}: {target}\n")
+
+
+def _require_files(folder: Path) -> None:
+    """Raise InvalidHeads for a link or device under a name that is copied: it may lead anywhere."""
+    for path in (folder / name for name in hub.HEADS_FILES):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise InvalidHeads(f"{path} is no plain file, which alone are copied. Put one there")
 
 
 @app.command()
@@ -195,6 +219,14 @@ def _below_header(card: str) -> str:
     return card[4:].partition("\n---\n")[2] if card.startswith("---\n") else card
 
 
+def described(config: dict[str, Any]) -> list[str]:
+    """What EAGLE-3 heads are, in words."""
+    layers = config["state_layers"]
+    states = f"states of layers {_words(list(layers))}" if layers else "states of the usual layers"
+    words = ["EAGLE-3", f"{config['format']} format", f"{config['layer']['model_type']} layer"]
+    return [*words, states, f"{config['draft_vocab_size']} of {config['vocab_size']} tokens"]
+
+
 def summary(folder: Path) -> dict[str, Any]:
     """One row of the list. Raises InvalidHeads."""
     config = read_config(folder)
@@ -218,16 +250,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         size = f"{row['size_bytes'] / 1e6:.1f}"
         grid.add_row(row["name"], row["base_model"], layers, row["head_type"], size)
     return common.rendered(grid)
-
-
-def _last_name(name: str, source: Path) -> str:
-    """How pulled heads are called: the last part of their id or folder. Raises InvalidOption."""
-    path = Path(name).expanduser()
-    last = path.name if path.name != ".." else ""
-    last = last or path.resolve().name
-    if not last:
-        raise InvalidOption(f"{source} has no name to find it by. Give another folder")
-    return last
 
 
 def _words(value: Any) -> str:

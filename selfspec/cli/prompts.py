@@ -84,8 +84,8 @@ def answer(
 
     A prompt that cannot be answered has a line that says why.
     """
-    files.check_file(output, overwrite=overwrite)
     with files.locked(output):
+        files.check_file(output, overwrite=overwrite)  # another run may have ended since
         run = _Run.of(output, {"prompts": prompts} | asdict(asked), overwrite=overwrite)
         speculator = common.load(asked)
         with progress.bar("generate", "answers") as show:

@@ -45,6 +45,11 @@ def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
             f"host is {options.host}, which others can reach. Set {VARIABLE}, or give "
             "--api-key-file"
         )
+    if "*" in (options.cors_origin or ()) and not keys:
+        raise InvalidOption(
+            "cors_origin is *: every web page that this machine's browser shows could ask. Name "
+            f"the page, set {VARIABLE}, or give --api-key-file"
+        )
     with _packages("serve", "a server"):
         import prometheus_client  # noqa: F401  # known to be there before a model is loaded
 

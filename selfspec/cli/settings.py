@@ -36,16 +36,14 @@ LOADING = grouped(
         Flag(
             "dtype",
             str,
-            "float32, bfloat16, float16 or float64. Built in: bfloat16; for a .gguf file float32 "
-            "where products in bfloat16 are slow.",
+            "float32, bfloat16, float16 (drafts need --pinned) or float64. Built in: bfloat16, "
+            "for a .gguf file float32 where products in bfloat16 are slow.",
         ),
         Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
         Flag("attn_implementation", str, "sdpa (the default) or eager."),
         CHAT_TEMPLATE,
         Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
-        Flag(
-            "executor", str, "auto (the default), generic, packed or fused (CPU), cuda-graph (GPU)."
-        ),
+        Flag("executor", str, "auto (the default), generic, fused (CPU), cuda-graph (GPU)."),
     ),
     _USUAL,
 )

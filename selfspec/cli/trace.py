@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -13,7 +13,7 @@ import typer
 
 from selfspec import files
 from selfspec.cli import common, recording
-from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
+from selfspec.cli.flags import Flag, grouped, inputs, merged, option_flags, with_flags
 from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, sorted_settings
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.errors import InvalidOption
@@ -34,18 +34,13 @@ ONLY_RECORD = grouped(
     (*recording.SUITE, *(flag for flag in _RECORDING if flag.name not in _SHARED_NAMES)),
 )
 """Flags that mean something with --record only."""
-PICTURES = (
-    Flag("png", str, "Picture of the answer, of any length."),
-    Flag("svg", str, "The same as SVG."),
-    Flag("card", str, "PNG to share: the answer and one number."),
-)
-PICTURE_NAMES = {flag.name for flag in PICTURES}
+CARD = Flag("card", str, "PNG to share: the answer and one number.")
 REJECTED = Flag("rejected", bool, "Show rejected drafts, too.")
 OVERWRITE = Flag("overwrite", bool, "Replace what an earlier trace wrote there.")
 VIEW = (
     Flag("html", str, "File for a page to explore."),
     Flag("output", str, "File to keep the trace in, one JSON record per line."),
-    *PICTURES,
+    CARD,
     Flag("all_layers", bool, "Layers without heads too. Built in: on."),
 )
 TARGETS = {flag.name for flag in VIEW} - {"all_layers"}
@@ -87,7 +82,7 @@ def trace(
     if prompt is not None and kept is not None:
         raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
     if kept is not None:
-        shown = (*PICTURES, REJECTED, OVERWRITE)
+        shown = (CARD, REJECTED, OVERWRITE)
         others = tuple(flag for flag in FLAGS if flag not in shown and flag.name != "html")
         refuse(given, others, "with --from: the answer is written already")
     if "record" in asked:
@@ -95,7 +90,7 @@ def trace(
         recording.keep(prompt, asked, as_json=as_json)
         return
     refuse(given, ONLY_RECORD, "without --record")
-    check_targets(asked)
+    check_targets(asked, inputs(asked, kept, config))
     with contextlib.ExitStack() as stack:
         for name in TARGETS & asked.keys():
             stack.enter_context(files.locked(asked[name]))
@@ -112,10 +107,11 @@ def refuse(asked: dict[str, Any], flags: tuple[Flag, ...], where: str) -> None:
             raise InvalidOption(f"{name} means nothing {where}. Leave it out")
 
 
-def check_targets(asked: dict[str, Any]) -> None:
+def check_targets(asked: dict[str, Any], reads: list[object]) -> None:
     """Make paths of the outputs' names, before any work. Raises InvalidOption, CannotWrite."""
     for name in sorted(TARGETS & asked.keys()):
-        path = files.check_file(asked[name], overwrite=asked.get("overwrite", False))
+        overwrite = asked.get("overwrite", False)
+        path = files.check_file(asked[name], overwrite=overwrite, reads=reads)
         check_target(name, path)
         if path in asked.values():
             raise InvalidOption(f"{path} is named for two outputs. Name another file")
@@ -137,13 +133,13 @@ def check_target(name: str, path: Path) -> None:
 
 
 class Seen(NamedTuple):
-    """A trace, and what its page needs to replay other settings."""
+    """A trace, and what its page needs to show other settings."""
 
     trace: LayerTrace
     record: Record | None = None
     costs: Costs | None = None
-    texts: Mapping[int, str] | None = None
-    """Of tokens that a replay may draft."""
+    texts: Callable[[int], str] = "#{}".format
+    """Of tokens that other settings draft."""
     why: str = ""
     """Why there is no record, and what to do; the page says so."""
 
@@ -178,8 +174,6 @@ def replayable(speculator: Speculator, prompt: Prompt, found: LayerTrace, most: 
     `most`: the limit of new tokens that was asked for. Says so where plain decoding gives another
     answer: then nothing can be replayed.
     """
-    import numpy as np
-
     from selfspec.decoding.measure import measure
     from selfspec.visualise.inspect import branches
     from selfspec.visualise.page import most_rows
@@ -201,10 +195,7 @@ def replayable(speculator: Speculator, prompt: Prompt, found: LayerTrace, most: 
         return Seen(found, why=f"{why[0].upper()}{why[1:]}.")
     rows, context = most_rows(found, record), record.mean_context
     costs = measure(speculator.backbone, speculator.heads, rows=rows, context=context)
-    texts = TokenTexts(speculator.tokenizer)
-    tokens = (record.contexts, record.tokens.ravel(), record.guesses.ravel())
-    drafts = {token: texts.of(token) for token in np.unique(np.concatenate(tokens)).tolist()}
-    return Seen(found, record, costs, drafts)
+    return Seen(found, record, costs, TokenTexts(speculator.tokenizer).of)
 
 
 def write(seen: Seen, asked: dict[str, Any]) -> None:
@@ -212,12 +203,10 @@ def write(seen: Seen, asked: dict[str, Any]) -> None:
     found = seen.trace
     if "output" in asked:
         found.save(asked["output"])
-    if PICTURE_NAMES & asked.keys():
+    if "card" in asked:
         from selfspec.visualise import picture
 
-        for name in sorted(PICTURE_NAMES & asked.keys()):
-            draw = picture.save_card if name == "card" else picture.save
-            draw(found, asked[name], seen.costs)
+        picture.save_card(found, asked["card"], seen.costs)
     if "html" in asked:
         from selfspec.visualise.page import render
 

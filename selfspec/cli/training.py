@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from selfspec.model.backbone import Backbone
-    from selfspec.training.cache import CacheSource
-    from selfspec.training.data import Conversation
-    from selfspec.training.features import FeatureSpec
-    from selfspec.training.processes import Processes
-    from selfspec.training.sources import Selection
+    from selfspec.training.features import CacheSource, FeatureSpec, Processes, Selection
+    from selfspec.training.text import Conversation
 
 Options = TypeVar("Options")
 
@@ -83,8 +80,7 @@ def load_base(asked: dict[str, Any], *, writes: bool = False) -> Base:
     from selfspec.hub import models as hub
     from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
-    from selfspec.training.cache import read_manifest
-    from selfspec.training.processes import Processes
+    from selfspec.training.features import Processes, read_manifest
 
     if "cache" in asked:
         read_manifest(Path(asked["cache"]))
@@ -110,8 +106,8 @@ def chat_template(asked: dict[str, Any]) -> str | None:
     from selfspec.api import chat_template as templates
     from selfspec.heads.folder import read_config
     from selfspec.hub.models import resolve_heads
-    from selfspec.training.cache import read_manifest
-    from selfspec.training.writer import template_of
+    from selfspec.training.features import read_manifest
+    from selfspec.training.selfgen import template_of
 
     given, found = asked.get("chat_template"), {}
     chosen = None if given is None else templates.read(given)
@@ -165,9 +161,9 @@ def read(
     path: str, base: Base, asked: dict[str, Any], batch_tokens: int, max_tokens: int | None = None
 ) -> list[Conversation]:
     """The conversations of a file that fit the model and a batch."""
-    from selfspec.training import data
+    from selfspec.training import text
 
-    return data.read_conversations(
+    return text.read_conversations(
         Path(path),
         base.tokenizer,
         vocab_size=base.backbone.vocab_size,
@@ -179,7 +175,7 @@ def read(
 
 def cache_source(path: str, base: Base) -> CacheSource:
     """The whole features that `selfspec cache` wrote for this model. Raises InvalidData."""
-    from selfspec.training.cache import CacheSource
+    from selfspec.training.features import CacheSource
 
     sizes = base.backbone.hidden_size, base.backbone.vocab_size
     source = CacheSource(Path(path), base.backbone.fingerprint, sizes)
@@ -195,7 +191,7 @@ def streamed(
     max_tokens: int | None = None,
 ) -> Selection:
     """Features of a file's text, computed once and kept in memory."""
-    from selfspec.training.sources import StreamSource, whole
+    from selfspec.training.features import StreamSource, whole
 
     batch_tokens = options_of(CacheOptions, asked).batch_tokens
     talks = read(path, base, asked, batch_tokens, max_tokens)

@@ -38,8 +38,8 @@ def tune(
     """Find the settings that suit this machine. Commands use them by themselves from then on.
 
     Without exit heads: how text already seen drafts. Layers and heads are timed, so nothing else
-    should run meanwhile. Then thousands of settings are replayed on recorded prompts, and what is
-    promised is measured on prompts held out.
+    should run meanwhile. Then a cost model screens thousands of settings on recorded prompts, the
+    best are replayed, and what is promised is measured on prompts held out.
     """
     asked = merged(config, flags, FLAGS)
     options = training.options_of(TuneOptions, asked)
@@ -96,7 +96,7 @@ def forget(file: Path) -> None:
 
 def described(found: Tuned, file: Path | None) -> str:
     """For people."""
-    lines = [f"{found.settings:,} settings replayed on {found.prompts} prompts"]
+    lines = [f"{found.settings:,} settings tried on {found.prompts} prompts"]
     if found.speculates:
         lines += [
             f"drafter {found.options['drafter']}",

@@ -129,6 +129,7 @@ def enter(state: DecodeState) -> Steps[list[Pass]]:
             return passes
         state.hidden.push((yield Embed(backbone=state.backbone, ids=waiting[:count])))
         yield from state.hidden.advance_all()
+        state.keep_states(range(count))
         passes += state.hidden.schedule.passes
         state.hidden.clear()
 

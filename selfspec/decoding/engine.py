@@ -32,6 +32,7 @@ from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch
 from selfspec.decoding.work import Enter, Work, next_together
 from selfspec.errors import InvalidOption
+from selfspec.model.compiled import TEAM
 from selfspec.model.kv_memory import KVStore, Memory, PooledLease
 from selfspec.model.kv_pages import POSITIONS
 from selfspec.model.kv_store import Lease
@@ -182,15 +183,16 @@ class Engine:
     def step(self) -> list[Running]:
         """One round of all texts that run; those that have a new round, or have ended.
 
-        What one text raises ends that text alone: its reader gets it. What is no Exception, as a
-        keyboard interrupt, ends the round's texts and goes on.
+        What one text raises ends that text alone: its reader gets it. A keyboard interrupt ends the
+        round's texts and goes on.
         """
         taking_part: dict[Running, None] = {}
         start = time.perf_counter()
         try:
-            writing, rows = self._begin(taking_part)
-            while self._works:
-                self._do_next()
+            with TEAM.limited():
+                writing, rows = self._begin(taking_part)
+                while self._works:
+                    self._do_next()
         except BaseException as error:
             for running in taking_part:
                 self._fail(running, error)
@@ -249,6 +251,7 @@ class Engine:
                 return False
         if not self._store.admit(lease, ids):
             return False
+        running.state.begin()
         running.stats.reused_tokens = lease.length(0)
         return True
 
@@ -269,7 +272,9 @@ class Engine:
         works = [self._works.pop(running) for running in who]
         try:
             results = works[0].done(works, list(self._works.values()))
-        except Exception as error:  # noqa: BLE001  # goes to the readers of these texts
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  # a panic in Rust is no Exception; for readers
             for running in who:
                 self._fail(running, error)
             return
@@ -285,7 +290,9 @@ class Engine:
             return
         try:
             found = running.steps.send(result)
-        except Exception as error:  # noqa: BLE001  # goes to its reader
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  # as above
             running.error = error
             self._end(running)
             return

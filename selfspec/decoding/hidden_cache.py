@@ -25,8 +25,7 @@ class HiddenCache:
     """Queues of hidden states at the boundaries 0, the exit layers, and L.
 
     Within a queue positions are contiguous, and the first one equals the KV length of the layers
-    that the queue waits for. A pass of fewer rows than `pinned_rows`, or than the executor asks
-    for, is padded.
+    that the queue waits for. A pass of fewer rows than `pinned_rows` is padded.
     """
 
     def __init__(
@@ -35,12 +34,21 @@ class HiddenCache:
         lease: Lease,
         exit_layers: Sequence[int] = (),
         pinned_rows: int | None = None,
+        state_layers: Sequence[int] = (),
     ) -> None:
-        """`exit_layers` rise and lie in 0..L-1."""
-        self.schedule = Schedule(exit_layers, backbone.num_layers)
+        """`exit_layers` rise and lie in 0..L-1.
+
+        `state_layers`, 0..L: rows that run to the end leave their states there, for who reads them;
+        then no row waits at an exit layer.
+        """
+        between = sorted(layer for layer in state_layers if 0 < layer < backbone.num_layers)
+        self.schedule = Schedule(between if state_layers else exit_layers, backbone.num_layers)
+        self._state_layers = state_layers
+        self.states: Tensor | None = None
+        """Of the rows that ran to the end last, side by side, [rows, layers * d]."""
         self._backbone = backbone
         self._lease = lease
-        self.least = max(pinned_rows or 1, backbone.claims.least_rows)
+        self.least = pinned_rows or 1
         """Rows that every pass has at least."""
         self._queues: list[list[Tensor]] = [[] for _ in self.schedule.depths]
         self._parents: list[int] = []
@@ -83,9 +91,17 @@ class HiddenCache:
 
     def advance_all(self) -> Steps[Tensor]:
         """Run every waiting row to boundary L; gives them all, [rows, d]."""
-        for boundary, until in self.schedule.finish():
-            yield from self.advance(boundary, until)
-        return self.rows(len(self._queues) - 1)
+        if not self._state_layers:
+            for boundary, until in self.schedule.finish():
+                yield from self.advance(boundary, until)
+            return self.rows(len(self._queues) - 1)
+        hidden, passed = self.rows(0), {}
+        for boundary, depth in enumerate(self.schedule.depths[:-1]):
+            passed[depth] = hidden
+            hidden = yield from self.advance(boundary)
+        passed[self.schedule.depths[-1]] = hidden
+        self.states = torch.cat([passed[layer] for layer in self._state_layers], dim=-1)
+        return hidden
 
     def unembed(self, hidden: Tensor) -> Steps[Target]:
         """The target's logits of rows at boundary L, [T, d]."""
@@ -96,7 +112,7 @@ class HiddenCache:
         """Drop all waiting rows, and begin the schedule of another round."""
         for queue in self._queues:
             queue.clear()
-        self._parents = []
+        self._parents, self.states = [], None
         self.schedule.clear()
 
     @property

@@ -91,8 +91,7 @@ class _Bench:
         """Every part of a round, by its rows."""
         num_layers, logits = self.backbone.num_layers, self.backbone.logits
         for rows in range(1, self.rows + 1):
-            width = max(rows, self.backbone.claims.least_rows)
-            part, ends = self._embedded[:width], self._outputs[:width]
+            part, ends = self._embedded[:rows], self._outputs[:rows]
             yield ("layers", rows), partial(self._run, part, num_layers)
             yield ("logits", rows), partial(logits, ends)
             yield ("short", rows), partial(self._run, part, self._short)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.types import ExitHead, Parts
-from selfspec.model.executors.asked import Activation, norm_of
-from selfspec.model.executors.program import HIDDEN, Program
-from selfspec.model.executors.structs import Operation
+from selfspec.model.executors.program import HIDDEN, Operation, Program
+from selfspec.model.executors.recipe import Activation, norm_of
 from selfspec.model.panels import blocks_pay
 from selfspec.model.products import CompiledLinear, why_unusual
 from selfspec.model.quantised import QuantisedWeight, in_8_bits
@@ -31,7 +30,8 @@ def pack(heads: ExitHeads) -> None:
     multiply by all rows of an unembedding of plain numbers, of which a copy would be large.
     """
     shared: dict[int, CompiledLinear] = {}  # most heads of a model have the same rows
-    for head in (heads[layer] for layer in heads.config.exit_layers):
+    for head in heads.by_layer.values():
+        assert isinstance(head, ExitHead)  # noqa: S101  # a ModuleDict of them
         rows = head.rows
         small = head.draft_ids is not None or isinstance(rows.detach(), QuantisedWeight)
         if not small or why_unusual(rows) is not None:

@@ -116,6 +116,49 @@ class Costs:
         return tuple(min(max(one, 0.0), 1.0) for one in added)
 
 
+@dataclass(frozen=True)
+class Exits:
+    """What drafting would do at one place of a round: chances, or arrays of them."""
+
+    at: tuple[Any, ...]
+    """To exit at each exit layer; what is missing to 1 is a difficult token."""
+    right: Any
+    """To exit with a draft that stays."""
+
+
+def expected(
+    costs: Costs, layers: Sequence[int], first: Exits, later: Exits, width: int
+) -> tuple[Any, Any]:
+    """Compression rate and speed-up of drafts of at most `width` tokens.
+
+    SpecBound's formula (shared reading: E[tokens] = (1 - a^(k+1)) / (1 - a), a round costs
+    k D_max / L + (L - D_max) / L) with what a machine really does put in. Places of a round are
+    taken as independent; drafts behind a wrong one are taken to exit as often as others.
+    """
+    tokens: Any = 1.0
+    reached: Any = 1.0
+    alive: Any = 1.0
+    difficult: Any = 0.0
+    heads: Any = 0.0
+    passes: list[tuple[int, Any, Any]] = []
+    for place in range(width):
+        found = first if place == 0 else later
+        alive = alive * found.right
+        tokens = tokens + alive
+        staying, depth = reached, 0
+        for layer, leaves in zip(layers, found.at, strict=True):
+            heads = heads + staying
+            if layer > depth:
+                passes.append((place + 1, staying, staying * (layer - depth)))
+            staying, depth = staying - reached * leaves, layer
+        difficult = difficult + staying
+        reached = reached - staying
+    # a difficult token, and all before it, have come through the shallow layers already
+    deep = costs.num_layers - difficult * layers[-1]
+    seconds = costs.seconds([*passes, (width + 1, 1.0, deep)], [(width + 1, 1.0)], heads)
+    return tokens, tokens * costs.plain_step() / seconds
+
+
 @dataclass
 class Load:
     """How many texts take part in a round, now; whoever runs them keeps it true."""
@@ -213,6 +256,11 @@ def token_cost(second: Backbone, model: Backbone) -> float:
     return _weights(second) / _weights(model)
 
 
+def share(nbytes: int, model: Backbone) -> float:
+    """What reading so many bytes of weights takes, as a share of a step of the model."""
+    return nbytes / model.weight_bytes
+
+
 class Unmeasured(NamedTuple):
     """What rows and heads cost a model where nobody measured it, as shares of a step of one row."""
 
@@ -225,7 +273,7 @@ class Unmeasured(NamedTuple):
     @classmethod
     def of(cls, model: Backbone, load: Load | None = None) -> Unmeasured:
         """As its executor says."""
-        one_row_kernels = model.claims.steady_from is None and model.device.type == "cpu"
+        one_row_kernels = not model.claims.steady and model.device.type == "cpu"
         rows = model.claims.row_costs
         if one_row_kernels:
             rows = (rows[0] + _PLAIN_SECOND_ROW, *rows)

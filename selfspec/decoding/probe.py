@@ -58,10 +58,7 @@ class PinnedProbe:
 
         Raises PinnedUnavailable if neither does, InvalidOption for more slots than could be had.
         """
-        if (
-            self._backbone.claims.steady_from is not None
-            and self._failure(PassShape(), widest) is None
-        ):
+        if self._backbone.claims.steady and self._failure(PassShape(), widest) is None:
             return PassShape()
         if (fixed.slots or 0) > _MOST_SLOTS:
             raise InvalidOption(
@@ -74,7 +71,7 @@ class PinnedProbe:
 
     def holds_unpadded(self, widest: int) -> bool:
         """Whether kernels treat rows alike by themselves, as a quick look has it."""
-        if self._backbone.claims.steady_from is None:
+        if not self._backbone.claims.steady:
             return False
         failure = self._failure(PassShape(), widest, quick=True)
         if failure is not None:
@@ -141,8 +138,7 @@ def _check_at(
 
 def any_split(backbone: Backbone, shape: PassShape) -> bool:
     """Whether a text is claimed to have the same bits however it is cut into passes."""
-    claims = backbone.claims
-    return shape == PassShape() and claims.steady_from == 1 and claims.steady_to is None
+    return shape == PassShape() and backbone.claims.steady
 
 
 class _Text:

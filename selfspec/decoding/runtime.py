@@ -10,6 +10,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from selfspec.config import SpeculationOptions
@@ -30,6 +31,7 @@ from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch
 from selfspec.decoding.work import Work
 from selfspec.errors import InvalidOption
+from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease, fixed_slots
@@ -76,7 +78,7 @@ class Runtime:
         self.heads = heads
         self.draft_model = draft_model
         self.probe = PinnedProbe(backbone)
-        self._told_of_loss = False
+        self._told = set[str]()
 
     def text(
         self,
@@ -96,7 +98,7 @@ class Runtime:
             if backbone is not None:
                 backbone.require_unchanged()
         drafting = options.speculate and options.drafter != "none"
-        refused = self.backbone.mixing if drafting else None
+        refused = self._refusal(options) if drafting else None
         options = replace(options, speculate=drafting and refused is None)
         asked = replace(asked, sampler=tied(asked.sampler, options))
         rule, noted = self.rule(asked.sampler, options), list[Logprob]()
@@ -111,9 +113,8 @@ class Runtime:
             pinned=self._is_pinned(options),
             drafts_refused=refused,
         )
-        if not (stats.lossless or self._told_of_loss):
-            self._told_of_loss = True
-            logger.warning("lossy acceptance: the output differs from the model's own")
+        if not stats.lossless:
+            self._tell("lossy acceptance: the output differs from the model's own")
         watch = Stopwatch()
         drafter = self.drafter(asked, options, draft_cache, load)
         steps = written(state, drafter, rule, asked.stop, watch)
@@ -135,11 +136,13 @@ class Runtime:
             lease = lease or Lease(self.backbone.num_layers)
             lease.slots = shape.slots
         heads = self.heads if options.speculate and options.uses("exit") else None
+        reader = heads if isinstance(heads, AttendingHeads) else None
         return DecodeState(
             self.backbone,
             asked.ids,
             pad=asked.pad,
             exit_layers=() if heads is None else heads.layers_in_use(options),
+            reader=reader,
             lease=lease,
             pinned_rows=shape.rows,
         )
@@ -172,6 +175,22 @@ class Runtime:
             head=known.head,
             num_layers=self.backbone.num_layers,
         )
+
+    def _refusal(self, options: SpeculationOptions) -> str | None:
+        """Why nothing may be drafted, in words, or None."""
+        if self.backbone.dtype == torch.float16 and not self._is_pinned(options):
+            self._tell(
+                "no drafts in float16: passes of several rows round otherwise, so drafts would "
+                "change the text. Load the model in bfloat16 or float32, or ask for pinned"
+            )
+            return "passes of several rows round otherwise in float16"
+        return self.backbone.mixing
+
+    def _tell(self, words: str) -> None:
+        """Once."""
+        if words not in self._told:
+            self._told.add(words)
+            logger.warning(words)
 
     def _is_pinned(self, options: SpeculationOptions) -> bool:
         """Whether drafts cannot move bits: because that was asked for, or by themselves."""

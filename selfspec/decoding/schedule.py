@@ -1,9 +1,8 @@
 """A round's schedule: which rows run through which layers, in which passes. Counts, no tensors.
 
-The hidden-state cache executes it, with hidden states in its queues; replay follows it on paper,
-`eval.schedules` for many rounds at once, and the page's script in the browser. Source: SpecBound,
-section 2.3, where a row's state is written at the layer where its token exits, and reused by the
-next token that goes deeper.
+The hidden-state cache executes it, with hidden states in its queues; replay follows it on paper.
+Source: SpecBound, section 2.3, where a row's state is written at the layer where its token exits,
+and reused by the next token that goes deeper.
 """
 
 from __future__ import annotations
@@ -21,28 +20,13 @@ class Pass(NamedTuple):
     last: int
 
 
-def boundaries(exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Their depths: 0, the exit layers, which rise and lie in 0..L-1, and L."""
-    return 0, *exit_layers, num_layers
-
-
-def advances_to_the_end(waiting: Sequence[object]) -> Iterator[tuple[int, int]]:
-    """Boundaries (from, until) of the advances that bring every waiting row to boundary L.
-
-    `waiting` tells of each boundary whether rows wait there. A pass goes on until it meets other
-    rows, so no row is run apart from rows it could join: rows are first aligned to the deepest exit
-    among them, then share one deep pass.
-    """
-    end = len(waiting) - 1
-    return pairwise([*(b for b in range(end) if waiting[b]), end])
-
-
 class Schedule:
     """How many rows wait at each boundary: 0, the exit layers, and L; and the passes so far."""
 
     def __init__(self, exit_layers: Sequence[int], num_layers: int) -> None:
         """`exit_layers` rise and lie in 0..L-1."""
-        self.depths = boundaries(exit_layers, num_layers)
+        self.depths = 0, *exit_layers, num_layers
+        """Of the boundaries."""
         self.clear()
 
     def clear(self) -> None:
@@ -72,5 +56,10 @@ class Schedule:
         return step
 
     def finish(self) -> Iterator[tuple[int, int]]:
-        """The advances that bring every waiting row to boundary L, to be made in this order."""
-        return advances_to_the_end(self.waiting)
+        """The advances (from, until) that bring every row to boundary L, to be made in this order.
+
+        A pass goes on until it meets other rows, so no row is run apart from rows it could join:
+        rows are first aligned to the deepest exit among them, then share one deep pass.
+        """
+        end = len(self.waiting) - 1
+        return pairwise([*(b for b in range(end) if self.waiting[b]), end])

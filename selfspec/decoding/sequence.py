@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.heads.attending import AttendingHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
+
+_MOST_UNREAD = 16
+"""Tokens of an answer wait until heads that attend are asked; a prompt is read at once, so that
+texts which begin alike need not."""
 
 
 class DecodeState:
@@ -30,11 +35,18 @@ class DecodeState:
         exit_layers: Sequence[int] = (),
         lease: Lease | None = None,
         pinned_rows: int | None = None,
+        reader: AttendingHeads | None = None,
     ) -> None:
-        """`ids` [1, n] with n > pad. `lease` may hold a prefix of them, from an earlier turn."""
+        """`ids` [1, n] with n > pad. `lease` may hold a prefix of them, from an earlier turn.
+
+        `reader`: heads that attend, which then take the place of those at `exit_layers`.
+        """
         self.backbone = backbone
         self.lease = Lease(backbone.num_layers) if lease is None else lease
-        self.hidden = HiddenCache(backbone, self.lease, exit_layers, pinned_rows)
+        layers = () if reader is None else reader.layers
+        self.hidden = HiddenCache(backbone, self.lease, exit_layers, pinned_rows, layers)
+        self.attention = None if reader is None else reader.attention(self._embed)
+        """What heads that attend have read of the text."""
         self.pad = pad
         self._committed: list[int] = ids[0, pad:].tolist()
         self._outputs: Tensor | None = None
@@ -43,6 +55,15 @@ class DecodeState:
         self._written = ids.shape[1]
         """Committed ids that are in the buffer: the others come when somebody looks."""
         self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
+        self.begin()
+
+    def begin(self) -> None:
+        """The lease may have got a prefix: what heads that attend have not read runs again."""
+        if self.attention is not None and (held := self.lease.length(0)):
+            self.lease.truncate(self.attention.begin(self._committed, held))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self.backbone.embed(ids.to(self.backbone.device))
 
     @property
     def ids(self) -> Tensor:
@@ -81,6 +102,11 @@ class DecodeState:
         """Outputs of layer L, [k + 1, d], that the next committed tokens come from."""
         self._outputs, self._path = outputs, []
 
+    def keep_states(self, rows: Sequence[int]) -> None:
+        """Rows of the pass that has just ended whose positions are committed."""
+        if self.attention is not None and self.hidden.states is not None:
+            self.attention.add(self.hidden.states[list(rows)])
+
     def append(self, token: int, row: int) -> None:
         """Commit the token that comes behind `row` of the round: 0 the newest token's, 1 .. k."""
         self._committed.append(token)
@@ -94,6 +120,8 @@ class DecodeState:
             yield
         finally:
             self._rewind(newest)
+        if self.attention is not None and self.attention.waiting > _MOST_UNREAD:
+            self.attention.read(self._committed)
 
     @torch.inference_mode()  # also where a round is dropped between two of its works
     def _rewind(self, newest: int) -> None:
@@ -103,5 +131,9 @@ class DecodeState:
         if deepest <= newest:
             self.lease.truncate(deepest)
         else:
-            self.lease.keep(newest, self._path[: len(self._committed) - 1 - newest])
+            path = self._path[: len(self._committed) - 1 - newest]
+            self.lease.keep(newest, path)
+            if self.hidden.states is not None and self._outputs is not None:
+                before = len(self.hidden.states) - len(self._outputs)
+                self.keep_states([*range(before), *(before + row for row in path)])
         self.hidden.clear()

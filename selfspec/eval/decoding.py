@@ -131,7 +131,7 @@ def planted(
         "random": (RandomDrafter(0, size, width), alone),
         "mixed": (MixedDrafter(text, 1, size, width), options),
     }
-    steady = not options.pinned or speculator.backbone.claims.steady_from is not None
+    steady = not options.pinned or speculator.backbone.claims.steady
     if steady and speculator.backbone.runs_trees:
         found["tree"] = (BranchingDrafter(text, 2, size, width), options)
     if speculator.heads is not None and options.speculate:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Setting = Mapping[str, Any]
 """Keywords: SpeculationOptions for our runtime, `generate`'s own for Hugging Face."""
 
-NO_BOUND = 1_000_000
-"""W_max where there is to be none: more than any answer has tokens."""
+NO_BOUND = 64
+"""W_max where there is to be none: the largest, which no chain of confident drafts reaches."""
 
 EXIT: Setting = {"drafter": "exit", "never_slower": False}
 """The paper's own, without our pauses: the defaults of heads, or what was tuned, may name another

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.api.speculator import Speculator
-from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 
 
@@ -70,10 +69,7 @@ def speculator_in(speculator: Speculator, dtype: torch.dtype) -> Speculator:
     backbone = Backbone(model_in(speculator.model, dtype), executor="generic")
     heads = speculator.heads
     if heads is not None:
-        draft_ids = heads[heads.config.exit_layers[0]].draft_ids
-        twin = ExitHeads(heads.config, backbone.unembedding, draft_ids)
-        twin.load_state_dict(heads.state_dict())
-        heads = twin.eval().requires_grad_(False)
+        heads = heads.twin(backbone.unembedding)
     return Speculator(
         backbone,
         speculator.tokenizer,

@@ -2,8 +2,7 @@
 
 `rounds` gives what a real run gives, field by field. Controllers, drafts from text already seen,
 the never-slower rule and the schedule are the runtime's own; only exit heads are followed on paper.
-`totals` counts the same for thousands of settings, in eval/totals.py; scripts of the trace's page
-do the same in a browser, and are tested against this.
+Called by `tune` and by the trace's page.
 """
 
 from __future__ import annotations

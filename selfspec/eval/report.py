@@ -43,7 +43,7 @@ _HOME = "selfspec.eval"
 
 MARKDOWN, HTML = "report.md", "report.html"
 
-PICTURES = ("methods", "ablation", "sweeps", "trade", "profile", "acceptance")
+PICTURES = ("methods", "profile")
 """Names of pictures, behind the number of their run."""
 
 
@@ -149,25 +149,12 @@ def pictures(run: Results, folder: Path, number: int) -> list[Picture]:
         return made[-1].path
 
     if base is not None:
-        whole = [name for name, entry in summary["methods"].items() if name == entry["method"]]
-        for title, names in (("Methods", whole), ("Ablation", plots.ABLATION)):
-            points = plots.methods_data(summary, names)
-            if len(points) > 1:
-                gains = plots.methods_statistic(title.lower(), points, base)
-                plots.save_methods(gains, path(title, title.lower()))
-        if sweeps := plots.sweep_data(summary):
-            curves = [plots.sweep_statistic(name, sweeps[name], base) for name in sweeps]
-            plots.save_sweeps(curves, path("One option moved at a time", "sweeps"))
-        trade = plots.trade_statistic(plots.trade_data(summary), base, summary["answers"])
-        if trade.names:
-            plots.save_trade(trade, path("Tokens saved against cost", "trade"))
+        points = plots.methods_data(summary)
+        if len(points) > 1:
+            plots.save_methods(plots.methods_statistic(points, base), path("Methods", "methods"))
         profile = plots.profile_statistic(plots.profile_data(summary), base, summary["answers"])
         if profile is not None:
             plots.save_profile(profile, path("Where the time goes", "profile"))
-    layer, index = (plots.acceptance_data(summary, kind) for kind in ("layer", "index"))
-    if layer:
-        shares = plots.acceptance_statistic(layer), plots.acceptance_statistic(index)
-        plots.save_acceptance(*shares, path("Accepted drafts", "acceptance"))
     return made
 
 

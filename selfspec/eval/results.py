@@ -6,7 +6,7 @@ Called by `selfspec bench`; `selfspec report` reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,9 @@ class Results(NamedTuple):
     summary: dict[str, Any]
 
 
-def check_free(folder: str | Path, *, overwrite: bool, resume: bool) -> Path:
+def check_free(
+    folder: str | Path, *, overwrite: bool, resume: bool, reads: Iterable[object] = ()
+) -> Path:
     """The folder. Raises CannotWrite, InvalidOption for results that nobody gave up."""
     if overwrite and resume:
         raise InvalidOption("--overwrite and --resume at once, expected one")
@@ -38,7 +40,7 @@ def check_free(folder: str | Path, *, overwrite: bool, resume: bool) -> Path:
     def is_run(folder: Path) -> bool:
         return (folder / RUN).exists() and files.written_here(folder / RUN)
 
-    folder = files.check_folder(folder, FILES, is_run, overwrite=True)
+    folder = files.check_folder(folder, FILES, is_run, overwrite=True, reads=reads)
     if is_run(folder) and not (overwrite or resume):
         raise InvalidOption(f"{folder} holds results. Give --resume, --overwrite or another folder")
     return folder
@@ -60,10 +62,11 @@ def begin(folder: Path, run: Mapping[str, Any], *, resume: bool) -> None:
                         f"cannot resume {folder}: {part} {name} was {before}, now it is {value}"
                     )
         return
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
     text = yaml.safe_dump(dict(run), sort_keys=False, allow_unicode=True)
-    files.write(path, f"# written by selfspec bench\n{text}")
+    with files.replacing(path) as new:  # a full disk is met before anything is removed
+        new.write_text(f"# written by selfspec bench\n{text}", encoding="utf-8")
+        for name in FILES[1:]:
+            (folder / name).unlink(missing_ok=True)
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> str:

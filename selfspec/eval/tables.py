@@ -39,6 +39,7 @@ def tables(summary: Summary) -> list[Table]:
         latency_table(summary),
         memory_table(summary),
         parts_table(summary),
+        acceptance_table(summary),
         loop_table(summary),
         harness_table(summary),
         methods_table(summary),
@@ -236,6 +237,23 @@ def parts_table(summary: Summary) -> Table:
             [shown(summary, label), *(f"{found.get(name, 0.0):.2f}" for name in names)]
             for label, found in summary["parts_s"].items()
             if found
+        ],
+    )
+
+
+def acceptance_table(summary: Summary) -> Table:
+    """Of the drafts of each exit layer and each place in a draft the share that stayed."""
+
+    def shares(counts: Mapping[str, Sequence[int]]) -> str:
+        return ", ".join(f"{at}: {kept / drafted:.0%}" for at, (drafted, kept) in counts.items())
+
+    return Table(
+        "Accepted drafts",
+        ["method", "by exit layer", "by place in the draft"],
+        [
+            [shown(summary, label), shares(found["by_layer"]), shares(found["by_index"])]
+            for label, found in summary["acceptance"].items()
+            if found["by_layer"] or found["by_index"]
         ],
     )
 

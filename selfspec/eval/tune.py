@@ -1,17 +1,17 @@
 """The setting that suits this machine: a record and measured costs in, options and a forecast out.
 
-Thousands of exit settings are replayed on the recorded prompts without the never-slower rule, which
-learns from round to round. The best of them are followed one by one under it, alone and behind text
-already seen; without heads, drafts from text already seen of several lengths. What is promised is
-held out: each part of the prompts is judged by the setting that the same search finds on the other
-parts. Called by `selfspec tune`.
+A cost model screens thousands of exit settings by how often each exits at the recorded places.
+The best are replayed by the runtime's own classes, alone and behind text already seen; without
+heads, drafts from text already seen of several lengths. What is promised is held out: each part of
+the prompts is judged by the setting that the same search finds on the other parts. Called by
+`selfspec tune`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,19 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs
+from selfspec.decoding.prices import Costs, Exits, expected
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.record import NONE, Record
-from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
 from selfspec.eval.trace_options import TuneOptions
 from selfspec.options import Exit, Ngram, Prices, text
 
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 """Candidate thresholds let this share of the places exit, of those above the recorded floor."""
 
-_SHORTLIST = 4
-"""Exit settings that are followed round by round, which takes a thousand times as long."""
+_SHORTLIST = 50
+"""Exit settings that are replayed: each alone and behind text already seen, at two prices."""
 
 _LONGEST_PATH = 4
 """Of trees; longer ones gained less than 0.1 % on 36 Spec-Bench questions, whatever a row cost."""
@@ -45,6 +44,7 @@ _PERCENTILE = 5.0
 Seconds = npt.NDArray[np.float64]
 Prompts = npt.NDArray[np.bool_]
 """Some of them, [P]."""
+_Ints = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class _Search:
         self.followed: dict[SpeculationOptions, _Followed] = {}
         self._record, self._costs, self._objective = record, costs, options.objective
         self._show = show
-        self._seconds = _screened(record, costs, self.screened, show)
+        self._seconds = screened(record, costs, self.screened, show)
 
     def best(self, prompts: Prompts) -> SpeculationOptions:
         """Of the few that are best without the never-slower rule, followed with it."""
@@ -233,18 +233,58 @@ class _Search:
         return score(seconds[:, prompts], self.plain[prompts], self._objective)
 
 
-def _screened(
+def plain_seconds(record: Record, costs: Costs) -> Seconds:
+    """Wall time of plain decoding behind the prompt's pass, [P]."""
+    return np.array([(entry.new_tokens - 1) * costs.plain_step() for entry in record.prompts])
+
+
+def screened(
     record: Record, costs: Costs, settings: Sequence[SpeculationOptions], show: Show
 ) -> Seconds:
-    """Seconds of exit settings, [S, P]; thousands at a time."""
-    seconds = []
+    """Seconds by the cost model, [S, P], of settings in the order of `candidates`."""
+    plain = plain_seconds(record, costs)
+    found = [np.empty((0, len(plain)))]
+    families = itertools.groupby(settings, lambda one: (one.exit.layers, one.exit.anneal_strength))
     done = 0
-    for chunk in _chunks(settings):
+    for (layers, alpha), family in families:
         show(done, len(settings), "")
-        seconds.append(predicted_seconds(totals(record, chunk), costs))
-        done += len(chunk)
+        members = list(family)
+        taus = np.array(list(dict.fromkeys(one.exit.thresholds for one in members)))
+        first, later = _exits(record, layers or (), alpha, taus)
+        widths = sorted({one.exit.max_tokens for one in members})
+        gains = [expected(costs, layers or (), first, later, width)[1] for width in widths]
+        found.append((plain / np.stack(gains, axis=1)).reshape(len(members), -1))
+        done += len(members)
     show(done, len(settings), "")
-    return np.concatenate(seconds) if seconds else np.empty((0, len(record.prompts)))
+    return np.concatenate(found)
+
+
+def _exits(
+    record: Record, layers: Sequence[int], alpha: float, taus: Seconds
+) -> tuple[Exits, Exits]:
+    """At a round's first place and behind a draft that was right; each [C, P], for taus [C, E]."""
+    columns = [record.info.exit_layers.index(layer) for layer in layers]
+    confidence = record.confidence[:, columns, record.info.anneal_strengths.index(alpha)]
+    tokens, children = record.tokens[:, columns], record.children[:, columns]
+    asked = np.flatnonzero(record.roots != NONE)  # [T]
+    ends = np.cumsum([entry.new_tokens for entry in record.prompts])
+    prompts = np.eye(len(ends))[np.searchsorted(ends, asked, side="right")]  # [T, P]
+
+    def looked(nodes: _Ints, truth: _Ints) -> tuple[Exits, _Ints]:
+        """At nodes [C, T], where NONE does not count; also the nodes behind drafts that stay."""
+        there = (nodes != NONE)[..., None]
+        sure = there & (confidence[nodes] >= taus[:, None])  # [C, T, E]
+        leaves = sure & (sure.cumsum(-1) == 1)
+        stays = leaves & (tokens[nodes] == truth[..., None])
+        counts = np.maximum(there[..., 0] @ prompts, 1.0)
+        at = tuple((leaves[..., column] @ prompts) / counts for column in range(len(columns)))
+        behind = np.where(stays, children[nodes], NONE).max(-1)
+        return Exits(at, (stays.any(-1) @ prompts) / counts), behind
+
+    roots = np.broadcast_to(record.roots[asked], (len(taus), len(asked)))
+    first, behind = looked(roots, record.answers[asked + 1])
+    later, _ = looked(behind, record.answers.take(asked + 2, mode="clip"))
+    return first, later
 
 
 def _to_follow(
@@ -308,13 +348,6 @@ def _follow(record: Record, costs: Costs, setting: SpeculationOptions) -> _Follo
         tokens=sum(len(entry.tokens) for entry in behind),
         rounds=len(behind),
     )
-
-
-def _chunks(settings: Sequence[SpeculationOptions]) -> Iterator[Sequence[SpeculationOptions]]:
-    """Pieces that keep the counts of all prompts small."""
-    size = 1024
-    for start in range(0, len(settings), size):
-        yield settings[start : start + size]
 
 
 def _rounded(share: float) -> float:

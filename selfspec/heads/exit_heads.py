@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
@@ -79,7 +80,7 @@ class HeadsConfig:
             )
 
     @classmethod
-    def read(cls, folder: Path) -> HeadsConfig:
+    def read(cls, folder: Path) -> Self:
         """From a folder. Raises HeadsNotFound or InvalidHeads."""
         values = read_config(folder)
         try:
@@ -226,6 +227,12 @@ class ExitHeads(nn.Module):
                 new.write_bytes(content.encode() if isinstance(content, str) else content)
             new = written.enter_context(files.replacing(Path(folder) / WEIGHTS_FILE))
             save_file(tensors, new, {METADATA: config})
+
+    def twin(self, unembedding: Unembedding) -> ExitHeads:
+        """The same heads beside the same model in another dtype."""
+        found = ExitHeads(self.config, unembedding, self[self.config.exit_layers[0]].draft_ids)
+        found.load_state_dict(self.state_dict())
+        return found.eval().requires_grad_(False)
 
     @classmethod
     def from_pretrained(

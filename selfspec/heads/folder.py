@@ -1,8 +1,9 @@
 """What the files of a heads folder may hold, whoever wrote them. Imports no torch.
 
-Comes in: `config.json`, and the header of `model.safetensors`, which repeats the config that its
-weights were saved with. Goes out: plain values of the right types, or InvalidHeads. Called by
-`heads` and by the commands that write such folders.
+Comes in: `config.json`, ours or that of published EAGLE-3 heads, and the header of
+`model.safetensors`, which repeats ours as it was when the weights were saved. Goes out: plain
+values of the right types, or InvalidHeads. Called by `heads` and by the commands that write such
+folders.
 """
 
 from __future__ import annotations
@@ -50,6 +51,30 @@ _TEXTS = ("base_model", "base_fingerprint", "head_type", "base_revision", "weigh
 _MAY_BE_NONE = ("inner_size", "draft_vocab_size", "base_revision", "weights")
 _REQUIRED = ("base_model", "base_fingerprint", "hidden_size", "num_layers", "vocab_size")
 
+EAGLE3 = "eagle3"
+"""Head type of heads that attend, in folders that others publish."""
+
+_EAGLE3_DEFAULTS = {"drafter": "ngram+exit:threshold=0.3,anneal_strength=0,max_tokens=5"}
+"""They bring no settings. Not measured: with 0.3 a third draft is right as often as not where each
+is right at 0.8."""
+
+_LAYERS = ("llama", "qwen3")
+_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Those that do not depend on how long a text is."""
+
+_LAYER_SIZES = {
+    "hidden_size": True,
+    "intermediate_size": True,
+    "num_attention_heads": True,
+    "vocab_size": True,
+    "num_key_value_heads": False,
+    "head_dim": False,
+    "max_position_embeddings": False,
+}
+"""Whether a size must be there."""
+
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
 logger = logging.getLogger(__name__)
 
 
@@ -63,7 +88,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise HeadsNotFound(f"no {CONFIG_FILE} in {folder}. Expected a folder of exit heads")
     try:
-        found = checked(read_json(path, _MOST_CONFIG_BYTES))
+        values = read_json(path, _MOST_CONFIG_BYTES)
+        if _is_eagle3(values):
+            return eagle3(values)
+        found = checked(values)
     except (InvalidData, InvalidHeads) as error:
         raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
     repeated = repeated_config(Path(folder) / WEIGHTS_FILE)
@@ -76,6 +104,14 @@ def read_config(folder: Path) -> dict[str, Any]:
                 f"{Path(folder) / WEIGHTS_FILE} repeats no config: {error}"
             ) from error
     return found
+
+
+def attends(folder: Path) -> bool:
+    """Whether it holds EAGLE-3 heads, by its config, right or wrong."""
+    try:
+        return _is_eagle3(read_json(Path(folder) / CONFIG_FILE, _MOST_CONFIG_BYTES))
+    except InvalidData:
+        return False
 
 
 def is_heads_folder(folder: Path) -> bool:
@@ -159,6 +195,117 @@ def _check_defaults(values: Mapping[str, Any], layers: list[int]) -> None:
     except (InvalidOption, TypeError, ValueError, OverflowError) as error:
         raise InvalidHeads(f"its defaults are none: {error}") from error
     _require(fits, "defaults", values, f"exit layers among {layers}, one threshold or one each")
+    # whoever takes somebody's heads asked for the same text, and for an answer to every request
+    # whoever takes somebody's heads wants the model's own text, and an answer to every request
+    rule = values.get("acceptance")
+    _require(options.loss is None, "the acceptance of defaults", rule, "a lossless rule")
+    for name, wanted in (("drafter", options.uses("draft-model")), ("pinned", options.pinned)):
+        _require(not wanted, f"{name} of defaults", values.get(name), "what runs everywhere")
+
+
+# --- EAGLE-3 heads --------------------------------------------------------------------------------
+
+
+def _is_eagle3(values: Any) -> bool:
+    """In the speculators format, or in the original one, which says less."""
+    if not isinstance(values, dict) or "head_type" in values or "exit_layers" in values:
+        return False
+    return "speculators_model_type" in values or "draft_vocab_size" in values
+
+
+def eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As `checked` gives it, from a config of either format. Raises InvalidHeads likewise."""
+    kind = values.get("speculators_model_type")
+    _require(kind in (None, EAGLE3), "speculators_model_type", kind, EAGLE3)
+    own = values if kind is None else _object(values, "transformer_layer_config")
+    layer = _layer(own)
+    switches = {name: values.get(name) or False for name in _SWITCHES}
+    for name, value in switches.items():
+        _require(type(value) is bool, name, value, "true or false")
+    both = switches["norm_before_fc"] and switches["fc_norm"]
+    _require(not both, "fc_norm", both, "false beside norm_before_fc")
+    given = {**_object(values, "eagle_config"), **values}
+    layers = given.get("eagle_aux_hidden_state_layer_ids")
+    if layers is not None:
+        fits = isinstance(layers, list) and 1 <= len(layers) <= 16
+        fits = fits and all(type(one) is int and 0 <= one <= _MOST_LAYERS for one in layers)
+        fits = fits and len(layers) == len(set(layers))
+        _require(fits, "eagle_aux_hidden_state_layer_ids", layers, "different layers")
+    verifier = _object(_object(values, "speculators_config"), "verifier")
+    base = verifier.get("name_or_path")
+    known = isinstance(base, str) and len(base) <= 1000 and base.isprintable()
+    return switches | {
+        "base_model": base if known else "not said",
+        "base_fingerprint": "",
+        "hidden_size": _size("target_hidden_size", values, layer["hidden_size"]),
+        "num_layers": 0,
+        "vocab_size": layer["vocab_size"],
+        "draft_vocab_size": _size("draft_vocab_size", values, layer["vocab_size"]),
+        "exit_layers": (0,),
+        "head_type": EAGLE3,
+        "defaults": dict(_EAGLE3_DEFAULTS),
+        "format": "original" if kind is None else "speculators",
+        "state_layers": None if layers is None else tuple(layers),
+        "layer": layer,
+    }
+
+
+def _layer(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of the config of a decoder layer."""
+    kind, count = values.get("model_type", "llama"), values.get("num_hidden_layers", 1)
+    _require(isinstance(kind, str) and kind in _LAYERS, "model_type", kind, " or ".join(_LAYERS))
+    _require(count == 1, "num_hidden_layers", count, "1")
+    found: dict[str, Any] = {"model_type": kind, "rope_parameters": _rotation(values)}
+    for name, needed in _LAYER_SIZES.items():
+        if needed or values.get(name) is not None:
+            found[name] = _size(name, values)
+    query = found["num_attention_heads"]
+    keys = found.setdefault("num_key_value_heads", query)
+    width = found.setdefault("head_dim", found["hidden_size"] // query)
+    _require(query % keys == 0, "num_key_value_heads", keys, f"a divisor of {query}")
+    _require(width > 0 and width % 2 == 0, "head_dim", width, "an even number")
+    eps, activation = values.get("rms_norm_eps", 1e-6), values.get("hidden_act", "silu")
+    _require(type(eps) in (int, float) and 0 < eps < 1, "rms_norm_eps", eps, "a small number")
+    _require(activation == "silu", "hidden_act", activation, "silu")
+    found["rms_norm_eps"] = eps
+    for name in ("attention_bias", "mlp_bias"):
+        found[name] = values.get(name) or False
+        _require(type(found[name]) is bool, name, found[name], "true or false")
+    types = values.get("layer_types") or ["full_attention"]
+    _require(types == ["full_attention"], "layer_types", types, "full_attention")
+    return found
+
+
+def _rotation(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers 5 has its parameters, from either way of saying them."""
+    said = _object(values, "rope_parameters") or _object(values, "rope_scaling")
+    rope = {"rope_theta": values.get("rope_theta") or 10000.0} | said
+    kind = rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    _require(kind in _ROTATIONS, "rope_type", kind, f"one of {', '.join(_ROTATIONS)}")
+    for name, value in rope.items():
+        number = type(value) in (int, float) and 0 <= value < 1e12
+        _require(
+            number or type(value) is bool or name == "rope_type", f"rope {name}", value, "a number"
+        )
+    return rope
+
+
+def _object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """One of the values; empty where it is missing."""
+    value = values.get(name) or {}
+    _require(isinstance(value, dict), name, value, "an object")
+    found: dict[str, Any] = value
+    return found
+
+
+def _size(name: str, values: Mapping[str, Any], otherwise: int | None = None) -> int:
+    value = otherwise if values.get(name) is None else values[name]
+    fits = type(value) is int and 1 <= value <= 1 << 24
+    _require(fits, name, value, f"a number in 1..{1 << 24}")
+    return int(value or 0)
+
+
+# --- messages -------------------------------------------------------------------------------------
 
 
 def _require(condition: bool, name: str, value: Any, expected: str) -> None:

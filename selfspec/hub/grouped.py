@@ -81,12 +81,14 @@ def load(
     Raises InvalidData for tensors that do not fit the config or each other.
     """
     tensors = Tensors(folder)
+    quantised = []
 
     def weight(name: str, shape: tuple[int, ...]) -> Tensor | None:
         layer = name.removesuffix(".weight")
         if len(shape) == 2 and f"{layer}{method.mark}" in tensors:
             found = method.read(tensors, layer, (shape[0], shape[1]))
             _check(found, layer)
+            quantised.append(layer)
             kept = _as_blocks(found, method.bits, dtype) if blocks else None
             return as_numbers(found, dtype) if kept is None else kept
         if name not in tensors:
@@ -96,7 +98,10 @@ def load(
             raise InvalidData(f"{name} holds {plain.dtype}, expected numbers that are not whole")
         return plain.to(dtype)
 
-    return assembled(config, dtype, attention, weight)
+    model = assembled(config, dtype, attention, weight)
+    if not quantised:
+        raise InvalidData("its config says that weights are quantised, and none of them are")
+    return model
 
 
 def as_numbers(found: Grouped, dtype: torch.dtype) -> Tensor:

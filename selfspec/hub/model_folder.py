@@ -6,11 +6,12 @@ so its counts are held against the weights that are there. Called by `hub`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from selfspec.errors import InvalidData, ModelNotFound
+from selfspec.typed import shown
 from selfspec.untrusted import check_safetensors, read_json
 
 _MOST_BYTES = 256 << 20
@@ -34,6 +35,13 @@ _WIDEST = 8
 """Times the longest side of any weight: packed weights have shorter sides than a config says."""
 
 
+INDEX = "model.safetensors.index.json"
+
+_NUMBERS = ("F32", "BF16", "F16", "F64")
+_MASKS = ("BOOL", "U8")
+_WHOLE = ("position_ids", "num_batches_tracked")
+"""Last names of buffers that old models keep beside their weights."""
+
 Shapes = dict[str, list[int]]
 """Of all tensors of a model, by name."""
 
@@ -48,9 +56,14 @@ def check_model_folder(folder: Path) -> Shapes:
             if file.stat().st_size > _MOST_BYTES:
                 raise InvalidData(f"{file} has more than {_MOST_BYTES} bytes")
         configs = {name: _object(folder / name) for name in _OBJECTS if (folder / name).exists()}
+        plain = configs["config.json"].get("quantization_config") is None
+        indexed(folder)
         weights = sorted(folder.glob("*.safetensors"))
         for file in weights:
-            shapes |= check_safetensors(file)
+            tensors = check_safetensors(file)
+            if plain:
+                _require_numbers(file, tensors)
+            shapes |= {name: shape for name, (_, shape) in tensors.items()}
     except InvalidData as error:
         raise ModelNotFound(f"cannot load {folder}: {error}") from error
     if not weights and any(file for kind in _PICKLED for file in folder.glob(kind)):
@@ -85,6 +98,35 @@ def check_sizes(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
     width = (text if isinstance(text, dict) else config).get("hidden_size")
     if isinstance(width, int) and lengths and width not in lengths:
         raise ModelNotFound(f"cannot load {folder}: none of its weights has hidden_size {width}")
+
+
+def indexed(folder: Path) -> list[Path]:
+    """The files that the index of the weights names; none without one. Raises InvalidData."""
+    path = folder / INDEX
+    if not path.exists():
+        return []
+    index = read_json(path)
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise InvalidData(f"{path} has no weight_map of names")
+    for name in sorted(set(names.values())):
+        plain = name.endswith(".safetensors") and Path(name).name == name
+        if not (plain and (folder / name).is_file()):
+            raise InvalidData(
+                f"{path} names {shown(name)}, which is no .safetensors file beside it"
+            )
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def _require_numbers(file: Path, tensors: Mapping[str, tuple[str, list[int]]]) -> None:
+    """Raise InvalidData for whole numbers where a model that nobody quantised has weights.
+
+    Read as another type, the bytes of a weight would be other numbers.
+    """
+    for name, (dtype, _) in tensors.items():
+        known = dtype in _NUMBERS or name.rpartition(".")[2] in _WHOLE
+        if not known and (name.endswith("weight") or dtype not in _MASKS):
+            raise InvalidData(f"{file}: {name} holds {dtype}, expected {', '.join(_NUMBERS)}")
 
 
 def _small_files(folder: Path) -> Iterator[Path]:

@@ -48,7 +48,11 @@ FROM_BLOCKS = ("auto", "fused")
 """Executors that take weights as they lie in a quantised file."""
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-HEADS_FILES = ("*.json", "*.safetensors", "*.md", "*.yaml")
+HEADS_FILES = (
+    *("README.md", "calibration.json", "config.json", "curves.png", "metrics.json"),
+    *("metrics.jsonl", "model.safetensors", "run.yaml"),
+)
+"""What `fit` and `calibrate` write; nothing else of a folder of heads is fetched or copied."""
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -257,42 +261,77 @@ def _moved(model: Any, device: torch.device) -> Any:
 
 
 def resolve_heads(name: str | Path) -> Path:
-    """The folder of exit heads: a local folder, a name under `checkpoints/`, or a hub id.
+    """The folder of exit heads: a local folder, a known name or its last part, or a hub id.
 
     Raises HeadsNotFound with the names that exist.
     """
     path = files.local_path(name)
     if (path / "config.json").is_file():
         return path
-    for folder in list_heads():
-        if folder.name == str(name):
-            return folder
-    if "/" in str(name) and HUB_ID.fullmatch(str(name)) and not path.exists():
+    named = _named_heads()
+    if str(name) in named:
+        return named[str(name)]
+    if found := sorted(whole for whole in named if whole.rpartition("/")[2] == str(name)):
+        if len(found) > 1:
+            raise HeadsNotFound(f"{str(name)!r} may be {' or '.join(found)}. Give the whole name")
+        return named[found[0]]
+    if _is_heads_id(name):
         return _heads_from_hub(str(name))
     reason = "has no config.json" if path.is_dir() else "is neither a folder nor a known name"
     raise HeadsNotFound(f"{str(name)!r} {reason}. {_known_heads()}")
 
 
+def heads_to_pull(name: str) -> tuple[Path, Path]:
+    """Heads of a folder, or of a hub id as they are there now; and where `heads pull` keeps them.
+
+    Those of the hub have a place by owner and name. Raises HeadsNotFound.
+    """
+    fetched = files.cache_folder() / "hub-heads"
+    if _is_heads_id(name):
+        return _heads_from_hub(name), fetched / name
+    source = resolve_heads(name)
+    if source.is_relative_to(fetched):
+        return source, source
+    last = (source if source.name not in ("", "..") else source.resolve()).name
+    if not last:
+        raise HeadsNotFound(f"{source} has no name to find it by. Give another folder")
+    return source, pulled_heads() / last
+
+
 def pulled_heads() -> Path:
-    """Where `selfspec heads pull` keeps what it fetched."""
+    """Where `selfspec heads pull` keeps copies of folders."""
     return files.cache_folder() / "heads"
 
 
 def list_heads() -> list[Path]:
     """Folders of heads by name: pulled ones, then those that come with selfspec."""
-    package = Path(__file__).parents[1]
-    roots = (pulled_heads(), package / "checkpoints", package.parent / "checkpoints")
-    found = {file.parent.name: file.parent for root in roots for file in root.glob("*/config.json")}
-    return [found[name] for name in sorted(found)]
+    return [folder for _, folder in sorted(_named_heads().items())]
 
 
 def heads_name(folder: Path) -> str:
     """What `--heads` calls them: the name of those in `list_heads`, the path of others."""
-    return folder.name if folder in list_heads() else str(folder)
+    known = {place: name for name, place in _named_heads().items()}
+    return known.get(folder, str(folder))
+
+
+def _named_heads() -> dict[str, Path]:
+    """Those of the hub as OWNER/NAME."""
+    package = Path(__file__).parents[1]
+    roots = (pulled_heads(), package / "checkpoints", package.parent / "checkpoints")
+    found = {file.parent.name: file.parent for root in roots for file in root.glob("*/config.json")}
+    for file in (files.cache_folder() / "hub-heads").glob("*/*/config.json"):
+        found[f"{file.parents[1].name}/{file.parent.name}"] = file.parent
+    return found
+
+
+def _is_heads_id(name: str | Path) -> bool:
+    """Whether only the hub can have such heads."""
+    whole = "/" in str(name) and HUB_ID.fullmatch(str(name)) is not None
+    return whole and not files.local_path(name).exists()
 
 
 def _known_heads() -> str:
-    names = ", ".join(folder.name for folder in list_heads()) or "none"
+    names = ", ".join(sorted(_named_heads())) or "none"
     return f"Known: {names}; and logit-lens, which any model has without a folder"
 
 

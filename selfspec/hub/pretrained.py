@@ -13,6 +13,7 @@ from typing import Any
 
 from selfspec.errors import InvalidData, ModelNotFound, first_line
 from selfspec.hub.model_folder import check_model_folder, check_sizes
+from selfspec.typed import shown
 from selfspec.untrusted import read_json
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -30,8 +31,9 @@ def load(source: str, **options: Any) -> tuple[Any, Any]:
     folder = Path(source)
     try:
         with quiet(bars=not folder.is_dir()):
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            _require_known_method(source, getattr(config, "quantization_config", None))
             if folder.is_dir():
-                config = AutoConfig.from_pretrained(source, trust_remote_code=False)
                 check_sizes(folder, config.to_dict(), check_model_folder(folder))
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             model, found = read(
@@ -50,6 +52,19 @@ def load(source: str, **options: Any) -> tuple[Any, Any]:
             f"{source} lacks {len(missing)} weights, {missing[0]} among them. Is the file whole?"
         )
     return model, tokenizer
+
+
+def _require_known_method(source: str, said: Any) -> None:
+    """Raise ModelNotFound for a quantization_config that transformers would pass over."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
+
+    if not isinstance(said, dict) or said.get("load_in_8bit") or said.get("load_in_4bit"):
+        return
+    if (method := said.get("quant_method")) not in KNOWN:
+        raise ModelNotFound(
+            f"cannot load {source}: its quantization_config names {shown(method)}, which nothing "
+            "here reads. Expected none, or for instance gptq, awq, compressed-tensors"
+        )
 
 
 def load_gguf(gguf: Path) -> tuple[Any, Any]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import InvalidData
-from selfspec.untrusted import read_json
+from selfspec.hub.model_folder import indexed
 
-_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ONE = "model.safetensors"
 
 
 class Tensors:
@@ -57,16 +57,7 @@ def _files(folder: Path) -> list[Path]:
     """As transformers finds them: one file, or those that an index names."""
     if (folder / _ONE).is_file():
         return [folder / _ONE]
-    if not (folder / _INDEX).is_file():
-        return sorted(folder.glob("*.safetensors"))
-    index = read_json(folder / _INDEX)
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise InvalidData(f"{folder / _INDEX} has no weight_map of names")
-    files = [folder / name for name in sorted(set(names.values()))]
-    if outside := [file for file in files if file.parent != folder or not file.is_file()]:
-        raise InvalidData(f"{folder / _INDEX} names {outside[0].name}, which is not in its folder")
-    return files
+    return indexed(folder) or sorted(folder.glob("*.safetensors"))
 
 
 def _fits(found: tuple[int, ...], asked: tuple[int | None, ...]) -> bool:

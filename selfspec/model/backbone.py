@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class Backbone(Decoder):
             keep_numbers(model)
         self.refused = chosen.refused
         """Why other executors that were tried do not run this model, by name."""
-        self.mixing = None if self.claims.steady_from is not None else find_mixing(self)
+        self.mixing = None if self.claims.steady else find_mixing(self)
         """How the rows of a pass change each other, in words; None where they do not."""
         if self.mixing is not None:
             logger.warning(
@@ -73,6 +74,13 @@ class Backbone(Decoder):
             )
         self._watch = ModelWatch(model)
         self._trees_checked = False
+
+    def __reduce__(self) -> NoReturn:
+        """A copy is refused: compiled code knows the addresses of this one. Raises TypeError."""
+        raise TypeError(
+            "what selfspec.load and wrap return cannot be copied or pickled. Copy the model, and "
+            "wrap the copy: selfspec.wrap(copy.deepcopy(speculator.model), speculator.tokenizer)"
+        )
 
     @property
     def claims(self) -> Claims:

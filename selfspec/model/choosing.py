@@ -17,7 +17,6 @@ from selfspec.model.decoder import Decoder
 from selfspec.model.executors import Executor
 from selfspec.model.executors.cuda_graph import CudaGraphExecutor
 from selfspec.model.executors.fused_cpu import FusedExecutor
-from selfspec.model.executors.packed_cpu import PackedExecutor
 from selfspec.model.file_pages import FilePages
 
 logger = logging.getLogger(__name__)
@@ -77,21 +76,13 @@ def choose(decoder: Decoder, name: str, passages: Sequence[Passage]) -> Chosen:
     return Chosen("generic", decoder.own, refused)
 
 
-def _copied(
-    kind: type[PackedExecutor | FusedExecutor],
-) -> Callable[[Decoder, Sequence[Passage], bool], Executor]:
-    def make(decoder: Decoder, passages: Sequence[Passage], _asked: bool) -> Executor:
-        """Weights that lie in a file leave memory as soon as they are copied."""
-        pages = FilePages()
-        with evaluation(decoder.model):  # parts are asked what they compute
-            packed = kind(decoder.parts, decoder.lm_head, done=pages.release)
-        check_agreement(decoder, packed, passages)
-        logger.debug(
-            "weights packed for the CPU: each token reads %d MB", packed.weight_bytes // 1_000_000
-        )
-        return packed
-
-    return make
+def _compiled(decoder: Decoder, passages: Sequence[Passage], _asked: bool) -> Executor:
+    """Weights that lie in a file leave memory as soon as they are copied."""
+    with evaluation(decoder.model):  # parts are asked what they compute
+        fused = FusedExecutor(decoder.parts, decoder.lm_head, done=FilePages().release)
+    check_agreement(decoder, fused, passages)
+    logger.debug("weights copied: each token reads %d MB", fused.weight_bytes // 1_000_000)
+    return fused
 
 
 def _graphs(decoder: Decoder, passages: Sequence[Passage], asked: bool) -> Executor:
@@ -116,8 +107,7 @@ def _graphs(decoder: Decoder, passages: Sequence[Passage], asked: bool) -> Execu
 AUTO = "auto"
 
 EXECUTORS = {
-    "fused": Kind("cpu", _copied(FusedExecutor)),
-    "packed": Kind("cpu", _copied(PackedExecutor)),
+    "fused": Kind("cpu", _compiled),
     "cuda-graph": Kind("cuda", _graphs),
     "generic": Kind(None, lambda decoder, *_: decoder.own),
 }

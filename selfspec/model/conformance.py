@@ -248,11 +248,11 @@ class PlantedLease(Lease):
         self.extend(held, 0, num_layers)
 
     def update(
-        self, keys: Tensor, values: Tensor, layer: int, *_: object, seen: int = 0, **__: object
+        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """As of any lease."""
         self._plant(layer, keys, values)
-        found = super().update(keys, values, layer, seen=seen)
+        found = super().update(keys, values, layer)
         self._keys[layer] = self._values[layer] = None
         return found
 

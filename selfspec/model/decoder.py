@@ -59,8 +59,16 @@ class Decoder:
 
     @property
     def max_positions(self) -> int:
-        """Positions the model was made for; where they are rotations, a text may go on."""
-        return int(self.config.max_position_embeddings)
+        """Positions the model was made for; where they are rotations, a text may go on.
+
+        Raises UnsupportedModel where its config has no such number.
+        """
+        if (count := int(self.config.max_position_embeddings)) < 1:
+            raise UnsupportedModel(
+                f"max_position_embeddings of the model's config is {count}, expected at least 1: "
+                "the length of text that it was made for. Set it"
+            )
+        return count
 
     @property
     def position_limit(self) -> int | None:

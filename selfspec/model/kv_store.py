@@ -62,23 +62,29 @@ class Lease:
         return self._lengths[layer]
 
     def update(
-        self, keys: Tensor, values: Tensor, layer: int, *_: object, seen: int = 0, **__: object
+        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Append [B, heads, T, head_dim] to `layer`; return all it holds, [B, heads, length, ..].
 
-        With fixed slots the whole buffers come back, else at least `seen` slots; the mask hides
-        what is not filled.
+        With fixed slots the whole buffers come back; the mask hides what is not filled.
         """
         start = self._lengths[layer]
         end = start + keys.shape[-2]
         self.check_room(end)
-        seen = self.slots or max(seen, end)
+        seen = self.slots or end
         all_keys = self._keys[layer] = self._room(self._keys[layer], keys, start, seen)
         all_values = self._values[layer] = self._room(self._values[layer], values, start, seen)
         all_keys[..., start:end, :] = keys
         all_values[..., start:end, :] = values
         self._lengths[layer] = end
         return all_keys[..., :seen, :], all_values[..., :seen, :]
+
+    def first(self, count: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first positions of `layer`, [B, heads, count, head_dim]; views."""
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None:
+            raise IndexError(f"layer {layer} holds nothing")
+        return keys[..., :count, :], values[..., :count, :]
 
     def pages(self, count: int, first: int, layout: PageLayout) -> list[Page]:
         """All pages, with room for `count` positions more in the layers from first+1 on.

@@ -6,6 +6,7 @@ knows again what it has hashed. Called by `hub` ahead of loading.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ _KINDS = ("config.json", "*.index.json", "*.safetensors")
 def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
     """Of each file; nothing at all if one is missing."""
     try:
-        real = [path.resolve() for path in paths]
+        real = [Path(os.path.realpath(path)) for path in paths]
         return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in real)
     except OSError:
         return ()

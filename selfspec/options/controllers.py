@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from selfspec.errors import InvalidOption
 from selfspec.options.ensemble import Ensemble
-from selfspec.options.parts import AtLeast0, AtLeast1, Part, Probability, Share
+from selfspec.options.parts import Amount, Part, Probability, Share, Width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,10 @@ class Bounded(Part):
 
     reads_confidence: ClassVar[bool] = False
 
-    shortest: AtLeast1 = 1
+    shortest: Width = 1
     """gamma_min, k_min, at least 1: no draft is asked to be shorter."""
 
-    longest: AtLeast1 = 10
+    longest: Width = 10
     """gamma_max, k_max, at least 1: no draft is longer; in pinned mode never more than
     `pinned_rows - 1`.
 
@@ -78,7 +78,7 @@ class GammaTune(Bounded):
     Printed nowhere.
     """
 
-    step: AtLeast0 = 2.0
+    step: Amount = 2.0
     """delta, at least 0: what a wholly accepted round counts more.
 
     Printed nowhere; the heuristic's own step.

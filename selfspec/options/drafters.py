@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from selfspec.options.parts import SHARE, AtLeast0, AtLeast1, Part
+from selfspec.options.parts import LAYER, SHARE, Amount, Part, Width, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Exit(Part):
 
     kind: ClassVar[str] = "exit"
 
-    layers: tuple[int, ...] | None = None
+    layers: Annotated[tuple[int, ...] | None, LAYER] = None
     """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
 
     threshold: Annotated[float | tuple[float, ...], SHARE] = 0.9
@@ -27,27 +27,27 @@ class Exit(Part):
     High by default: a wrong draft costs work.
     """
 
-    anneal_strength: AtLeast0 = 0.2
+    anneal_strength: Amount = 0.2
     """alpha, at least 0, in `T_l = 1 + alpha (1 - l / L)`; 0 turns annealing off.
 
     The paper calls for "a small" one without printing it (section 3.3).
     """
 
-    max_depth: int | None = None
+    max_depth: Annotated[int | None, LAYER] = None
     """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
 
-    max_tokens: AtLeast1 = 6
+    max_tokens: Width = 6
     """W_max, at least 1: drafts per round, or where a controller starts; of a tree the longest
     path."""
 
-    guesses: AtLeast1 = 1
+    guesses: Annotated[int, between(1, 32, request=4)] = 1
     """Tokens that a head may propose for one place, at least 1; more than one make a tree.
 
     Each is proposed where its probability pays for its row (`prices`). Heads on the embedding, exit
     layer 0, grow whole trees; beside a draft of deeper layers stand single tokens.
     """
 
-    max_rows: AtLeast1 = 16
+    max_rows: Annotated[int, between(1, 64, request=32)] = 16
     """Rows of a tree's verification at most, with the newest token's."""
 
     def __post_init__(self) -> None:
@@ -68,10 +68,12 @@ class Ngram(Part):
 
     kind: ClassVar[str] = "ngram"
 
-    size: AtLeast1 = 4
-    """Longest n-gram that is looked up, at least 1; the longest that is found decides."""
+    size: Annotated[int, between(1, 16, request=8)] = 4
+    """Longest n-gram that is looked up, 1 to 16; the longest that is found decides.
 
-    max_tokens: AtLeast1 = 7
+    Each token of the text is kept in as many n-grams: 3 KB at 16."""
+
+    max_tokens: Width = 7
     """W_max of these drafts, at least 1.
 
     Larger than that of exit heads, because they cost no time to make; with the newest token they
@@ -85,7 +87,7 @@ class DraftModel(Part):
 
     kind: ClassVar[str] = "draft-model"
 
-    max_tokens: AtLeast1 = 6
+    max_tokens: Width = 6
     """W_max, at least 1: drafts per round, or where a controller starts."""
 
 

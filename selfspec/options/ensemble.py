@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from selfspec.options.parts import ABOVE_0, Part, Range
+from selfspec.options.parts import POSITIVE, Part, Range
 
 _WEIGHTS = Range(
     lambda weights: len(weights) == 3 and min(weights) >= 0.0 and abs(sum(weights) - 1) < 1e-6,
     "of three weights, at least 0, that sum to 1",
     whole=True,
+    most=1.0,
 )
 
 
@@ -24,7 +25,7 @@ class Ensemble(Part):
     Printed nowhere: the two margins say much the same.
     """
 
-    margin_scale: Annotated[float, ABOVE_0] = 1.0
+    margin_scale: Annotated[float, POSITIVE] = 1.0
     """beta, above 0: sharpness of the logit margin.
 
     Printed nowhere: 1 gives a sigmoid of the margin as it is, in nats.

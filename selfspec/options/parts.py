@@ -20,13 +20,23 @@ class Range:
     """How an error says so."""
     whole: bool = False
     """Of a tuple as a whole, not of each value in it."""
+    most: float | None = None
+    """The largest value, which costs a few megabytes and milliseconds at most."""
+    request: float | None = None
+    """The largest that somebody else, a server's client, may ask for; None: nobody else may."""
 
 
-AT_LEAST_0 = Range(lambda value: value >= 0, "at least 0")
-AT_LEAST_1 = Range(lambda value: value >= 1, "at least 1")
-ABOVE_0 = Range(lambda value: value > 0.0, "above 0")
-SHARE = Range(lambda value: 0.0 < value <= 1.0, "in (0, 1]")
-PROBABILITY = Range(lambda value: 0.0 <= value <= 1.0, "in [0, 1]")
+def between(least: float, most: float, request: float | None = None) -> Range:
+    """From the one to the other, both included."""
+    expected = f"in [{least}, {most}]"
+    return Range(lambda value: least <= value <= most, expected, most=most, request=request)
+
+
+AMOUNT = between(0, 1000)
+POSITIVE = Range(lambda value: 0.0 < value <= 1000.0, "in (0, 1000]", most=1000.0)
+SHARE = Range(lambda value: 0.0 < value <= 1.0, "in (0, 1]", most=1.0, request=1.0)
+PROBABILITY = between(0, 1, request=1.0)
+LAYER = between(0, 4096)
 
 
 class Part:
@@ -56,7 +66,7 @@ def check_fields(options: Any, prefix: str = "") -> None:
         {prefix + name: value for name, value in values.items()},
         {prefix + name: hints[name] for name in values},
     )
-    for name, limit in _ranges(kind).items():
+    for name, limit in ranges(kind).items():
         value = values[name]
         every = value if isinstance(value, tuple) and not limit.whole else (value,)
         if not every:
@@ -66,8 +76,23 @@ def check_fields(options: Any, prefix: str = "") -> None:
                 raise InvalidOption(f"{prefix}{name} is {one}, expected a value {limit.expected}")
 
 
+def check_asked(part: Part) -> None:
+    """Raise InvalidOption for what a request to a server may not ask for of a part."""
+    kind: type = type(part)
+    built_in = kind()
+    for entry in fields(kind):
+        name, value = f"{part.kind}:{entry.name}", getattr(part, entry.name)
+        if value == getattr(built_in, entry.name):
+            continue
+        limit = ranges(kind).get(entry.name)
+        if limit is None or limit.request is None:
+            raise InvalidOption(f"{name} is up to the server. Leave it out")
+        if max(value if isinstance(value, tuple) else (value,)) > limit.request:
+            raise InvalidOption(f"{name} is {value}, a request may ask for {limit.request} at most")
+
+
 @functools.cache
-def _ranges(kind: type) -> dict[str, Range]:
+def ranges(kind: type) -> dict[str, Range]:
     """By field name; for fields that have one."""
     hints = get_type_hints(kind, include_extras=True)
     return {
@@ -78,7 +103,10 @@ def _ranges(kind: type) -> dict[str, Range]:
     }
 
 
-AtLeast0 = Annotated[float, AT_LEAST_0]
-AtLeast1 = Annotated[int, AT_LEAST_1]
+Amount = Annotated[float, AMOUNT]
+Width = Annotated[int, between(1, 64, request=16)]
+"""Draft tokens of a round. With 64 the logits of a verification take 13 MB at 49,152 tokens."""
+Rank = Annotated[int, between(1, 1024)]
+"""How many of the likeliest tokens."""
 Share = Annotated[float, SHARE]
 Probability = Annotated[float, PROBABILITY]

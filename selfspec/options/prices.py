@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from selfspec.options.parts import AT_LEAST_0, PROBABILITY, Part
+from selfspec.options.parts import AMOUNT, PROBABILITY, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Prices(Part):
     and then 0.1 to 0.13, and half a step where the file is read once more, at the ninth row.
     """
 
-    head: Annotated[float | None, AT_LEAST_0] = None
+    head: Annotated[float | None, AMOUNT] = None
     """What asking one exit head adds to a round, at least 0. None: what the executor says, for the
     heads of SmolLM2-135M: 0.07 to 0.09, from blocks of a quantised file 0.14 to 0.2.
     """

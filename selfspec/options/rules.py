@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from selfspec.options.ensemble import Ensemble
-from selfspec.options.parts import AT_LEAST_0, AtLeast0, AtLeast1, Part, Probability, Range, Share
+from selfspec.options.parts import AMOUNT, Amount, Part, Probability, Range, Rank, Share
 
 READINGS = ("intent", "paper")
 
@@ -45,19 +45,19 @@ class CmAsd(Ensemble):
     """intent: stricter where the drafter is unsure, as the document's text says; paper: looser, as
     its formula does."""
 
-    top_beta: AtLeast1 = 3
+    top_beta: Rank = 3
     """beta, at least 1: a draft must be among so many best tokens.
 
     Printed nowhere.
     """
 
-    tolerance: AtLeast0 = 0.1
+    tolerance: Amount = 0.1
     """tau_base, at least 0, in nats below the best token.
 
     The document's example.
     """
 
-    tolerance_gain: AtLeast0 = 0.9
+    tolerance_gain: Amount = 0.9
     """gamma, at least 0, in nats: what confidence (intent) or its lack (paper) adds.
 
     Printed nowhere: with tolerance 0.1 a token may be e times less likely than the best.
@@ -71,13 +71,13 @@ class Easd(Part):
     kind: ClassVar[str] = "easd"
     reads_beliefs: ClassVar[bool] = True
 
-    entropy: Annotated[float | None, AT_LEAST_0] = None
+    entropy: Annotated[float | None, AMOUNT] = None
     """tau_H, at least 0, in nats. None: that of the heads, by selfspec calibrate --entropy."""
 
     overlap: Probability = 0.8
     """tau_O, in [0, 1]: more than this share of the best tokens is the same in both."""
 
-    tokens: AtLeast1 = 5
+    tokens: Rank = 5
     """N, at least 1: how many best tokens are compared."""
 
 

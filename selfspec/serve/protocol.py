@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, Strict, model_validator
+from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
 
 from selfspec.api.text import Prompt
-from selfspec.config import GenerateOptions
+from selfspec.config import GenerateOptions, check_request
+from selfspec.errors import InvalidOption
 from selfspec.serve.messages import Chosen, Message, Shape, Tool, Truth
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
@@ -38,7 +39,8 @@ Bias = Annotated[Real, Field(ge=-100, le=100)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """The id of a token; keys of JSON are text."""
 
-Stop = Annotated[str, Field(max_length=128)]
+Stop = Annotated[str, Field(max_length=64)]
+Setting = Annotated[str, Field(max_length=256)]
 
 T = TypeVar("T")
 Some = Annotated[list[T], Field(min_length=1)]
@@ -82,11 +84,20 @@ class StreamOptions(Shape):
 class Speculation(Shape):
     """Drafts of one request; whatever they are, the text is the same."""
 
-    drafter: str | None = None
-    controller: str | None = None
+    drafter: Setting | None = None
+    controller: Setting | None = None
     never_slower: Truth | None = None
     explain: Truth = False
     """Say who gave each token; see `explain`."""
+
+    @field_validator("drafter", "controller")
+    @classmethod
+    def _is_small(cls, said: str | None, info: ValidationInfo) -> str | None:
+        try:
+            check_request({str(info.field_name): said})
+        except InvalidOption as error:
+            raise ValueError(str(error)) from error
+        return said
 
 
 class Body(Shape):
@@ -96,7 +107,7 @@ class Body(Shape):
     stream: Truth = False
     stream_options: StreamOptions | None = None
     n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] = 1
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[Real, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
@@ -104,7 +115,7 @@ class Body(Shape):
     min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[TokenName, Bias] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     user: str | None = None

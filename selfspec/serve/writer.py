@@ -5,6 +5,7 @@
     stop     the thread ends, and with it what is still written
 
 An engine is for one thread, and so are a tokenizer and Hugging Face's preparation of a request.
+Whatever one request raises, a MemoryError or a panic in Rust, ends that request alone.
 Nothing here knows of HTTP.
 """
 
@@ -162,7 +163,7 @@ class Writer:
                 self._take_orders()
                 if self._engine.texts:
                     self._write()
-            except Exception as error:  # noqa: BLE001  # its message may hold what a client wrote
+            except BaseException as error:  # noqa: BLE001  # its message may hold what a client wrote
                 logger.error("a round failed; its answers end, others go on:\n%s", places(error))
                 for job, answer in list(self._answers.values()):
                     if answer.running.ended:  # the round did not come to say so
@@ -190,14 +191,21 @@ class Writer:
     def _tell(self, job: Job, answer: Answer) -> None:
         try:
             piece = answer.piece()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the answer has an end
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the answer has an end
             piece = Piece(choice=answer.choice, error=error)
             answer.running.close()
         if piece.finish is not None:
             self.metrics.finished(answer.running, piece.finish)
         if answer.running.ended or piece.error is not None:
             self._done(job, answer)
-        job.wrote(piece)
+        self._say(job, piece)
+
+    def _say(self, job: Job, piece: Piece) -> None:
+        try:
+            job.wrote(piece)
+        except BaseException as error:  # noqa: BLE001  # nobody listens: others do
+            logger.error("an answer was not heard:\n%s", places(error))
+            self._leave(job)
 
     def _begin(self, job: Job) -> None:
         """A job's texts join the engine: all, or none."""
@@ -222,11 +230,11 @@ class Writer:
                 job.answers.append(answer)
                 self._answers[running] = job, answer
                 self.metrics.came(running, job.came)
-        except Exception as error:  # noqa: BLE001  # as above
+        except BaseException as error:  # noqa: BLE001  # as above
             if not isinstance(error, Refused):
                 logger.debug("a request failed:\n%s", places(error))
             self._leave(job)
-            job.wrote(Piece(choice=0, error=error))
+            self._say(job, Piece(choice=0, error=error))
 
     def _ids(self, choice: Choice) -> Tensor:
         """A prompt's ids, [1, P]. Raises InvalidPrompt for more than there is room for."""

@@ -6,7 +6,10 @@ config, and a record of why. Called by `selfspec calibrate`.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +19,236 @@ from torch import Tensor
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs
+from selfspec.decoding.prices import Costs, Exits, expected
+from selfspec.heads.confidence import entropy
 from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.judge import ExitJudge
+from selfspec.model.backbone import Backbone
 from selfspec.options import Exit, Ngram, NoDrafts
 from selfspec.options.drafters import FITTED
 from selfspec.training import records
-from selfspec.training.cost_model import Exits, Setting, best_setting, exits
-from selfspec.training.measure import coverage
-from selfspec.training.reliability import Reliability, Scores, reliability, score, threshold
-from selfspec.training.sources import Selection
+from selfspec.training.features import Features, FeatureSpec, Selection, features
+from selfspec.training.measure import Judged, coverage, judged
+from selfspec.training.text import Conversation, padded, planned
+
+TEMPERATURES = tuple(round(0.5 * 1.06**step, 4) for step in range(31))
+"""Candidates, 0.5 to 2.9."""
+
+_BINS = 15
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Answers of one exit layer at N held-out positions."""
+
+    confidence: Tensor
+    """[len(TEMPERATURES), N], under each candidate."""
+    right: Tensor
+    """[N] bool: the model says the same."""
+
+    def at(self, temperature: float) -> Tensor:
+        """[N] confidences under one of TEMPERATURES."""
+        return self.confidence[TEMPERATURES.index(temperature)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reliability:
+    """One exit layer's confidence against the truth."""
+
+    agreement: float
+    """Share of positions where the head is right, in 0..1."""
+    temperature: float
+    """Fitted."""
+    ece_before: float
+    """Expected calibration error at temperature 1, in 0..1."""
+    ece: float
+    """The same at the fitted one."""
+
+
+@torch.no_grad()
+def score(
+    heads: ExitHeads, batches: Iterable[Features]
+) -> tuple[dict[int, Scores], dict[int, Scores]]:
+    """By exit layer: first drafts of a round, and later ones (the same where nothing is read)."""
+    layers = heads.config.exit_layers
+    judges = [
+        ExitJudge(
+            heads.config.num_layers, dict.fromkeys(layers, 1.0), 0.0, dict.fromkeys(layers, t)
+        )
+        for t in TEMPERATURES
+    ]
+    first: dict[int, list[Scores]] = {layer: [] for layer in layers}
+    later: dict[int, list[Scores]] = {layer: [] for layer in layers}
+    for batch in batches:
+        for layer in layers:
+            first[layer].append(_scores(judges, layer, judged(heads, layer, batch)))
+            if heads.reads_deep:
+                found = judged(heads, layer, batch, second=True)
+                later[layer].append(_scores(judges, layer, found))
+    firsts = {layer: _joined(parts) for layer, parts in first.items()}
+    return firsts, {layer: _joined(p) for layer, p in later.items()} if heads.reads_deep else firsts
+
+
+def reliability(scores: Scores) -> Reliability:
+    """The temperature of the highest likelihood of being right and wrong where it was."""
+    losses = [_loss(confidence, scores.right) for confidence in scores.confidence]
+    best = min(range(len(TEMPERATURES)), key=losses.__getitem__)
+    neutral = min(range(len(TEMPERATURES)), key=lambda i: abs(TEMPERATURES[i] - 1.0))
+    return Reliability(
+        agreement=scores.right.double().mean().item(),
+        temperature=TEMPERATURES[best],
+        ece_before=calibration_error(scores.confidence[neutral], scores.right),
+        ece=calibration_error(scores.confidence[best], scores.right),
+    )
+
+
+def calibration_error(confidence: Tensor, right: Tensor) -> float:
+    """ECE over 15 equal bins: mean distance of confidence and share right, by positions."""
+    bins = (confidence * _BINS).long().clamp_max(_BINS - 1)
+    zeros = torch.zeros(_BINS, dtype=torch.float64)
+    sure = zeros.index_add(0, bins, confidence.double())
+    correct = zeros.index_add(0, bins, right.double())
+    return float((sure - correct).abs().sum() / len(confidence))
+
+
+def threshold(confidence: Tensor, right: Tensor, precision: float) -> float | None:
+    """The lowest threshold from which on a share of at least `precision` is right, or None.
+
+    `confidence` and `right` are [N]; positions of the same confidence stay together.
+    """
+    ranked, order = confidence.sort(descending=True)
+    shares = right[order].double().cumsum(0) / torch.arange(1, len(ranked) + 1)
+    last_of_its_kind = torch.cat([ranked[1:] != ranked[:-1], torch.tensor([True])])
+    enough = ((shares >= precision) & last_of_its_kind).nonzero()[:, 0]
+    return float(ranked[enough[-1]]) if len(enough) else None
+
+
+def _scores(judges: list[ExitJudge], layer: int, found: Judged) -> Scores:
+    confidence = torch.stack([judge.confidence(found.logits, layer) for judge in judges])
+    return Scores(confidence.cpu(), found.right.cpu())
+
+
+def _joined(parts: list[Scores]) -> Scores:
+    return Scores(
+        torch.cat([part.confidence for part in parts], dim=1),
+        torch.cat([part.right for part in parts]),
+    )
+
+
+def _loss(confidence: Tensor, right: Tensor) -> float:
+    """Mean negative log-likelihood, in nats."""
+    chance = torch.where(right, confidence, 1.0 - confidence).double().clamp_min(1e-9)
+    return float(-chance.log().mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Options of the runtime, and what they should give."""
+
+    exit_layers: tuple[int, ...]
+    exit_threshold: tuple[float, ...]
+    max_draft_tokens: int
+    compression_rate: float
+    """Tokens per verification."""
+    speed_up: float
+    """Over plain decoding on the same runtime."""
+
+
+def exits(
+    confidence: Sequence[Tensor], right: Sequence[Tensor], thresholds: Sequence[float]
+) -> Exits:
+    """Statistics over N positions, [N] by exit layer from shallow to deep."""
+    waiting = torch.ones_like(right[0])
+    at, kept = [], 0
+    for sure, correct, tau in zip(confidence, right, thresholds, strict=True):
+        leaves = waiting & (sure >= tau)
+        at.append(leaves.double().mean().item())
+        kept += int((leaves & correct).sum())
+        waiting &= ~leaves
+    return Exits(tuple(at), kept / len(waiting))
+
+
+def best_setting(
+    costs: Costs,
+    candidates: Mapping[int, Sequence[float]],
+    evaluate: Callable[[tuple[int, ...], tuple[float, ...]], tuple[Exits, Exits]],
+    most_layers: int = 2,
+) -> Setting:
+    """The fastest of all settings: at most `most_layers` exit layers, each with its thresholds.
+
+    Drafts are as long as the rows whose costs were measured allow.
+    """
+    found: list[Setting] = []
+    for count in range(1, most_layers + 1):
+        for layers in itertools.combinations(sorted(candidates), count):
+            for taus in itertools.product(*(candidates[layer] for layer in layers)):
+                first, later = evaluate(layers, taus)
+                for width in range(1, len(costs.layers)):
+                    rate, gain = expected(costs, layers, first, later, width)
+                    found.append(
+                        Setting(
+                            exit_layers=layers,
+                            exit_threshold=taus,
+                            max_draft_tokens=width,
+                            compression_rate=rate,
+                            speed_up=gain,
+                        )
+                    )
+    return max(found, key=lambda setting: setting.speed_up)
+
+
+SHARE = 0.05
+"""p, the share of high-entropy steps (EASD section 3.6)."""
+
+_LOGIT_ROWS = 128
+"""Rows whose full logits exist at a time; 25 MB for 49,152 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyThreshold:
+    """What was found."""
+
+    entropy_threshold: float
+    """tau_H, in nats."""
+    positions: int
+    """Answer positions of the text."""
+    mean_entropy: float
+    """Over all of them, in nats."""
+
+
+def measured_entropy(
+    backbone: Backbone,
+    conversations: Sequence[Conversation],
+    batch_tokens: int,
+    progress: Callable[[int, int], None],
+) -> EntropyThreshold:
+    """tau_H of a model over the answers of a text; `progress` hears of batches done and in all."""
+    plan = planned(conversations, batch_tokens)
+    parts = []
+    for done, group in enumerate(plan, start=1):
+        parts.append(entropies(backbone, group))
+        progress(done, len(plan))
+    found = torch.cat(parts)
+    return EntropyThreshold(
+        entropy_threshold=round(high_entropy(found), 4),
+        positions=len(found),
+        mean_entropy=round(found.mean().item(), 4),
+    )
+
+
+def entropies(backbone: Backbone, conversations: Sequence[Conversation]) -> Tensor:
+    """Entropy of the model's law at each answer position, [N] in nats, at temperature 1."""
+    last = backbone.num_layers
+    hidden = features(backbone, FeatureSpec((last,)), padded(conversations)).hidden[last]
+    with torch.no_grad():
+        parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(_LOGIT_ROWS)]
+    return torch.cat(parts).cpu()
+
+
+def high_entropy(found: Tensor) -> float:
+    """Mean of the highest ceil(p N) of N entropies, equation 10."""
+    return found.double().topk(math.ceil(SHARE * len(found))).values.mean().item()
+
 
 PRECISIONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 

@@ -27,12 +27,10 @@ from selfspec.heads.exit_heads import (
 from selfspec.model.backbone import Backbone
 from selfspec.options.drafters import FITTED
 from selfspec.training import checkpoint
-from selfspec.training.data import draft_vocabulary
-from selfspec.training.features import FeatureSpec
+from selfspec.training.features import FeatureSpec, Processes, Selection
 from selfspec.training.measure import agreements, coverage
 from selfspec.training.options import FitOptions
-from selfspec.training.processes import Processes
-from selfspec.training.sources import Selection
+from selfspec.training.text import draft_vocabulary
 from selfspec.training.trainer import Trainer
 
 

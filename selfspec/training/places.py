@@ -1,7 +1,7 @@
 """Where conversations lie: a file, or a data set of the hub. Imports no torch.
 
 Comes in: what `--data` and the like name. Goes out: the file, opened, or InvalidData. Called by
-`formats`, and by the commands before anything long begins.
+`text`, and by the commands before anything long begins.
 """
 
 from __future__ import annotations

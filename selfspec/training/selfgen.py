@@ -1,32 +1,353 @@
-"""A model answers prompts of many kinds, and writes the user's turns where a recipe says so.
+"""Text that is made for training: answers of a model, or rows as they are, in a file that grows.
 
-Comes in: a model and the prompts of `recipe`. Goes out: records, batch by batch; a batch depends on
-its number and seed alone, but for rows that the file holds already. Called by `selfspec data` and
-`given`.
+Comes in: a model and the prompts of `recipe`, or a reader of rows. Goes out: records, batch by
+batch; a batch depends on its number and seed alone, but for rows that the file holds already. They
+are lines of OUTPUT, plain or gzipped, beside OUTPUT.run.json, which says how it is made, how many
+of its bytes are whole batches, and which lines come next, so that what a killed run left
+half-written is told from lines of somebody else: it can be killed at any moment and continued.
+Called by `selfspec data`.
 """
 
 from __future__ import annotations
 
+import copy
+import gzip
 import hashlib
+import itertools
 import json
+import logging
+import os
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Generic, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.errors import InvalidOption
+from selfspec import files
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.model.backbone import Backbone
-from selfspec.training.formats import Message
 from selfspec.training.options import DataOptions
 from selfspec.training.recipe import Prompts, Row
-from selfspec.training.texts import Sampling, continued, loop_start
-from selfspec.training.turns import Turns, end_ids
-from selfspec.training.writer import Counts, Writer
+from selfspec.training.text import (
+    Conversation,
+    Message,
+    Reader,
+    Sampling,
+    Turns,
+    check,
+    continued,
+    encoded,
+    end_ids,
+    loop_start,
+    messages_of,
+)
+from selfspec.typed import fits
+from selfspec.untrusted import read_json
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 2
+"""1: counts were not kept by family."""
+
+_MOST_BYTES = 1 << 30
+"""Of a record: it holds the lines of a batch while they are written."""
+
+
+DROPPED = {
+    "duplicates": "duplicates",
+    "alike": "answers that were there nearly so",
+    "excluded": "rows with words of an excluded text",
+    "unfinished": "user turns without an end",
+    "empty": "empty ones",
+    "too_long": "too long for the model",
+    "bad_rows": "bad rows",
+}
+"""Why a row is not in the file, and how people read it."""
+
+KEPT = ("rows", "tokens", "answers", "answer_tokens", "loops_cut")
+"""What is counted of rows in the file; `tokens` are all of a row, `loops_cut` answers that fell
+into a loop, and end with its first turn."""
+
+
+@dataclass
+class Counts:
+    """What became of rows, by family of a recipe; rows from elsewhere have the family ""."""
+
+    families: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def add(self, family: str, name: str, count: int = 1) -> None:
+        """Count one of KEPT or DROPPED."""
+        found = self.families.setdefault(family, dict.fromkeys((*KEPT, *DROPPED), 0))
+        found[name] += count
+
+    def add_row(self, record: Mapping[str, Any]) -> None:
+        """Count a record that goes into the file."""
+        ids, answers = encoded(dict(record), None)
+        values = (1, len(ids), len(answers), sum(end - first for first, end in answers))
+        for name, value in zip(KEPT, (*values, record.get("loops", 0)), strict=True):
+            self.add(record.get("family", ""), name, value)
+
+    def total(self, name: str) -> int:
+        """Of all families."""
+        return sum(found[name] for found in self.families.values())
+
+    def dropped(self) -> dict[str, int]:
+        """Of all families, in words for people."""
+        return {words: self.total(name) for name, words in DROPPED.items()}
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of answers in the file."""
+        return self.total("answer_tokens")
+
+
+class Writer:
+    """Appends batches of lines; what it holds is what `run.json` counted last."""
+
+    def __init__(
+        self, output: Path, options: Mapping[str, Any], versions: Mapping[str, Any]
+    ) -> None:
+        """Begin a file, or continue one that was begun with the same options.
+
+        Raises InvalidOption for other options, CannotWrite for a file of another origin,
+        InvalidData for one that lost lines.
+        """
+        self.output = check_output(output)
+        self._record = _record_of(output)
+        plain = json.loads(json.dumps(dict(options)))  # as it will be read: lists, no tuples
+        self._state: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "made_by": "selfspec data",
+            "options": plain,
+            "versions": dict(versions),
+            "counts": asdict(Counts()),
+            "seeds": [],
+            "bytes": 0,
+            "next": [],
+        }
+        try:
+            if self._record.exists():
+                self._resume(plain)
+            else:
+                self._save(self._state)
+                self.output.touch()
+        except OSError as error:
+            raise _cannot_write(output, error) from error
+
+    @property
+    def batches(self) -> int:
+        """How many are written."""
+        return len(self._state["seeds"])
+
+    @property
+    def counts(self) -> Counts:
+        """Of all batches so far; a copy."""
+        return Counts(copy.deepcopy(self._state["counts"]["families"]))
+
+    def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
+        """Add a batch. Raises CannotWrite if the disk is full; earlier batches stay whole."""
+        block = self._block(lines)
+        state = self._state | {
+            "seeds": [*self._state["seeds"], seed],
+            "counts": asdict(counts),
+            "bytes": self._state["bytes"] + len(block),
+        }
+        try:
+            self._save(self._state | {"next": list(lines)})
+            with files.appended(self.output, block) as file:
+                os.fsync(file.fileno())
+                self._save(state)
+        except (OSError, CannotWrite) as error:
+            with suppress(CannotWrite):
+                self._save(self._state)
+            raise _cannot_write(self.output, error) from error
+        self._state = state
+
+    def _block(self, lines: Sequence[str]) -> bytes:
+        """As the file holds them."""
+        block = "".join(f"{line}\n" for line in lines).encode()
+        if block and self.output.suffix == ".gz":
+            block = gzip.compress(block, mtime=0)  # members in a row are one file, and no clock
+        return block
+
+    def discard_if_empty(self) -> None:
+        """Remove what was begun and has no batch: its source could not be read at all."""
+        if not self.batches:
+            self.output.unlink(missing_ok=True)
+            self._record.unlink(missing_ok=True)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """What is written so far."""
+        return iter(Reader(self.output, lambda record: record))
+
+    def _resume(self, options: dict[str, Any]) -> None:
+        """Take over what is recorded and cut off what a killed run wrote behind it."""
+        found = self._read()
+        for name in options | found["options"]:
+            before, now = found["options"].get(name), options.get(name)
+            if before != now:
+                raise InvalidOption(
+                    f"{self.output} was begun with {name} {before}, not {now}. Give the same "
+                    f"options to continue it, another --output, or remove {self._record} with it"
+                )
+        changed = {
+            k: v for k, v in self._state["versions"].items() if found["versions"].get(k) != v
+        }
+        if changed:
+            logger.warning("%s was begun with other versions than %s", self.output, changed)
+        self.output.touch()  # a run may be killed between its record and its file
+        whole = found["bytes"]
+        if (size := self.output.stat().st_size) < whole:
+            raise InvalidData(
+                f"{self.output} has {size} bytes, its record says {whole}. Delete both to start "
+                "over"
+            )
+        with self.output.open("rb") as file:
+            lines = _lines(file, whole, zipped=self.output.suffix == ".gz")
+            file.seek(whole)
+            cut = self._block(found["next"])
+            added = file.read(len(cut) + 1)
+        if lines is None:
+            raise InvalidData(
+                f"{self._record} says that {whole} bytes of {self.output.name} are whole, but no "
+                "line ends there. Give another --output"
+            )
+        if not cut.startswith(added):
+            raise InvalidData(
+                f"{self.output}, line {lines + 1}, and what follows was not written by this run. "
+                "Move it to a file of its own, or give another --output"
+            )
+        os.truncate(self.output, whole)
+        self._state = found | {"next": []}
+
+    def _read(self) -> dict[str, Any]:
+        """The record. Raises InvalidData if it is none of this format."""
+        try:
+            found = read_json(self._record, _MOST_BYTES)
+            if isinstance(found, dict):
+                found = {"next": []} | found  # records of an earlier selfspec have none
+            fits = _is_record(found, self._state.keys())
+        except InvalidData:
+            fits = False
+        if not fits:
+            raise InvalidData(
+                f"{self._record} is no record of this version of selfspec data. Delete it and "
+                f"{self.output.name} to start over"
+            )
+        return dict(found)
+
+    @property
+    def status(self) -> Path:
+        """Where people may read how far it is."""
+        return _status_of(self.output)
+
+    def _save(self, state: Mapping[str, Any]) -> None:
+        """Replace the record: it is always whole."""
+        files.write(self._record, json.dumps(state, indent=1) + "\n")
+
+
+def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
+    """The name of a file that is new, or that its record lets `Writer` continue.
+
+    Asked before a model is loaded. Raises CannotWrite, for a file that the command `reads`, too.
+    """
+    path = Path(output)
+    try:
+        record = _record_of(path) if path.name else path
+        files.refuse_inputs([path, record], reads)
+        if not path.name or not (path.exists() or record.exists() or path.is_symlink()):
+            if path.name and _status_of(path).exists():
+                raise CannotWrite(f"{_status_of(path)} is of another run. Give another --output")
+            if path.suffix not in ("", ".jsonl", ".json", ".gz"):
+                raise CannotWrite(
+                    f"{path} would hold lines of JSON. Name it {path.with_suffix('.jsonl')}"
+                )
+            return files.check_file(output)
+        for name in (path, record):
+            if name.is_symlink() or (name.exists() and not name.is_file()):
+                raise CannotWrite(f"{name} is a link, a folder or a device. Name a file")
+        if not record.exists():
+            raise CannotWrite(
+                f"{path} exists and there is no {record.name} to continue it by. Give another "
+                "--output"
+            )
+    except (OSError, ValueError) as error:
+        raise _cannot_write(path, error) from error
+    return path
+
+
+def template_of(output: Path) -> str | None:
+    """The chat template that a file of `selfspec data` was written with, if not the model's own."""
+    try:
+        found = read_json(_record_of(output))
+        template = found["options"]["chat_template"]
+    except (InvalidData, KeyError, TypeError, ValueError):
+        return None
+    return template if isinstance(template, str) else None
+
+
+def _lines(file: IO[bytes], size: int, *, zipped: bool) -> int | None:
+    """Lines in the first `size` bytes, text or gzip members; None where they end within one."""
+    lines, last = 0, b"\n"
+    member, inside = zlib.decompressobj(wbits=31), False
+    try:
+        while size > 0 and (block := file.read(min(size, 1 << 16))):
+            size -= len(block)
+            while block:
+                text = member.decompress(block) if zipped else block
+                lines, last = lines + text.count(b"\n"), text[-1:] or last
+                block, inside = member.unused_data, zipped and not member.eof
+                if member.eof:
+                    member = zlib.decompressobj(wbits=31)
+    except zlib.error:
+        return None
+    return None if inside or last != b"\n" else lines
+
+
+def _record_of(output: Path) -> Path:
+    return output.with_name(output.name + ".run.json")
+
+
+def _status_of(output: Path) -> Path:
+    return output.with_name(output.name + ".status")
+
+
+def _cannot_write(path: Path, error: Exception) -> CannotWrite:
+    if isinstance(error, CannotWrite):
+        return error
+    reason = getattr(error, "strerror", None) or str(error)
+    return CannotWrite(
+        f"cannot write {path}: {reason}. What was written before is whole: make room, or name "
+        "another place, and run the same command again"
+    )
+
+
+def _is_record(found: Any, keys: Collection[str]) -> bool:
+    """Whether JSON is what `Writer` saves, with counts that can be counts."""
+    if not isinstance(found, dict) or found.keys() != set(keys):
+        return False
+    counts, seeds = found["counts"], found["seeds"]
+    families = counts.get("families") if isinstance(counts, dict) else None
+    if not (isinstance(families, dict) and isinstance(seeds, list)):
+        return False
+    if not (isinstance(found["options"], dict) and isinstance(found["versions"], dict)):
+        return False
+    if not fits(found["next"], list[str]):
+        return False
+    names = {*KEPT, *DROPPED}
+    if any(not isinstance(f, dict) or f.keys() != names for f in families.values()):
+        return False
+    numbers = [number for family in families.values() for number in family.values()]
+    numbers += [found["format_version"], found["bytes"], *seeds]
+    whole = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+    return whole and found["format_version"] == FORMAT_VERSION
+
 
 Record = dict[str, Any]
 
@@ -474,3 +795,104 @@ def _answered_in(record: Record) -> str:
 def key(text: str) -> bytes:
     """What duplicates share: case and white space do not count."""
     return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=16).digest()
+
+
+T = TypeVar("T")
+
+
+class Answered:
+    """Rows of a file or data set whose user turns the model answers."""
+
+    def __init__(self, author: Author, reader: Reader[Talk], done: int) -> None:
+        """`reader` parses with `talk_of`; `done` batches are written already."""
+        self._author = author
+        self._rows = _Rows(reader, author.options, done, Talk.asked)
+
+    def batch(self, index: int, seed: int, counts: Counts) -> list[Record] | None:  # noqa: ARG002  # in order
+        """Answer the next rows; which of them are sampled is drawn."""
+        talks = self._rows.take(counts)
+        if talks is None:
+            return None
+        rng, options = random.Random(seed), self._author.options
+        for talk in talks:
+            talk.sampled = rng.random() >= options.greedy_share
+        records = self._author.converse(talks, options.temperature, counts)
+        return [record | {"seed": seed} for record in records]
+
+
+class Converted:
+    """Rows of a file or data set with the answers that they hold."""
+
+    def __init__(self, reader: Reader[Record], options: DataOptions, done: int) -> None:
+        """`reader` parses with `converted`; `done` batches are written already."""
+        self._rows = _Rows(reader, options, done, lambda record: str(record["input_ids"]))
+
+    def batch(self, index: int, seed: int, counts: Counts) -> list[Record] | None:  # noqa: ARG002  # in order, nothing is drawn
+        """The next rows."""
+        return self._rows.take(counts)
+
+
+class _Rows(Generic[T]):
+    """One part of a reader's rows, in batches, without duplicates."""
+
+    def __init__(
+        self, reader: Reader[T], options: DataOptions, done: int, text: Callable[[T], str]
+    ) -> None:
+        first, parts = options.part
+        self._reader = reader
+        self._rows = itertools.islice(reader, first, None, parts)
+        self._size = options.batch_size
+        self._text = text
+        self._known = {key(text(row)) for row in self._next(done * self._size)}
+
+    def take(self, counts: Counts) -> list[T] | None:
+        """The next batch; None behind the last."""
+        rows = self._next(self._size)
+        counts.add("", "bad_rows", self._reader.skipped - counts.total("bad_rows"))
+        fresh = []
+        for row in rows:
+            known = len(self._known)
+            self._known.add(key(self._text(row)))
+            if len(self._known) > known:
+                fresh.append(row)
+            else:
+                counts.add("", "duplicates")
+        return fresh if rows else None
+
+    def _next(self, count: int) -> list[T]:
+        return list(itertools.islice(self._rows, count))
+
+
+def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: str | None) -> Talk:
+    """A row's user turns, to be answered; `system` is for rows without a system message.
+
+    Raises InvalidData with the reason.
+    """
+    messages = messages_of(record)
+    if messages[0]["role"] == "system":
+        system = messages.pop(0)["content"]
+    if any(message["role"] == "system" for message in messages):
+        raise InvalidData("has a system message behind its first turn")
+    questions = [entry["content"].strip() for entry in messages if entry["role"] == "user"]
+    if not questions or not all(questions):
+        raise InvalidData(f"has {'an empty' if questions else 'no'} user turn to answer")
+    turns = Turns.of(tokenizer, system)
+    return Talk.begun(turns, questions[0], questions[1:])
+
+
+def converted(
+    record: Record, tokenizer: PreTrainedTokenizerBase | None, *, vocab_size: int, max_length: int
+) -> Record:
+    """A row with its ids, cut behind the last answer and behind `max_length` tokens.
+
+    Raises InvalidData with the reason.
+    """
+    ids, answers = encoded(record, tokenizer)
+    spans = [(first, min(end, max_length)) for first, end in answers if first < max_length]
+    ids = ids[: spans[-1][1]] if spans else ids[:max_length]
+    check(Conversation(ids, tuple(spans)), vocab_size, max_length)
+    if "conversations" in record:
+        record = {"messages": messages_of(record)}
+    return {name: record[name] for name in ("messages", "text") if name in record} | located(
+        ids, spans
+    )

@@ -18,10 +18,9 @@ from selfspec.errors import SelfspecError
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
-from selfspec.training.features import Features
+from selfspec.training.features import Features, Processes
 from selfspec.training.losses import Targets, cross_entropy, draft_index, targets
 from selfspec.training.options import FitOptions
-from selfspec.training.processes import Processes
 
 _HEAD_ROWS = 1024
 """Rows whose draft logits exist at a time; 34 MB for 8,192 of them. A step takes twice as long with

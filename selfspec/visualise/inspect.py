@@ -30,8 +30,8 @@ from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.judge import ExitJudge, spread
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
-from selfspec.training.data import Batch
 from selfspec.training.features import FeatureSpec, features
+from selfspec.training.text import Batch
 from selfspec.visualise.layers import Kind, LayerTrace, Place, TraceInfo, TraceSettings
 from selfspec.visualise.lenses import Lens, Reader, chained
 from selfspec.visualise.origins import origins

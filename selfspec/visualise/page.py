@@ -1,41 +1,35 @@
 """One HTML file that shows an answer layer by layer: a trace comes in, with it a record and costs.
 
-The file needs nothing else: no network, no framework. From the record it replays other settings in
-the reader's browser: assets/replay.js is eval/replay.py again, with scripts for the runtime's
-drafters. Called by `selfspec trace --html` and by `/trace` in a chat.
+The file needs nothing else: no network, no framework. What other settings would have done is
+replayed here, for every point of a Grid, and kept in the file. Called by `selfspec trace --html`
+and by `/trace` in a chat.
 """
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import math
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from selfspec import pages
 from selfspec.api.givers import NAMES
+from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs
+from selfspec.decoding.sources import DRAFT_MODEL, EXIT
+from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.eval.record import NONE, Record
+from selfspec.eval import replay
+from selfspec.eval.record import Record
 from selfspec.visualise.gain import gain, head_right, right_from
+from selfspec.visualise.grid import DRAFTERS, Grid, grid
 from selfspec.visualise.layers import LayerSays, LayerTrace, TraceInfo
-from selfspec.visualise.start import Start, start
 
 _HOME = "selfspec.visualise"
 
 _SCRIPTS = (
-    "prices.js",
-    "drafts.js",
-    "ngram.js",
-    "paying.js",
-    "tree.js",
-    "replay.js",
     "story.js",
     "readout.js",
     "settings.js",
@@ -52,22 +46,21 @@ def render(
     trace: LayerTrace,
     record: Record | None,
     costs: Costs | None,
-    texts: Mapping[int, str] | None = None,
+    texts: Callable[[int], str] = "#{}".format,
     why: str = "",
 ) -> str:
-    """The whole file as text; `texts`: of tokens that a replay may draft.
+    """The whole file as text; `texts` says what a token is that another setting drafts.
 
-    Without `record` nothing can be replayed, for a reason that `why` gives; without `costs` no
+    Without `record` no other setting is shown, for a reason that `why` gives; without `costs` no
     speed-up is predicted; the page says so. Raises InvalidData for a record of another answer,
     InvalidOption for costs of another model or of too few rows.
     """
-    begin = None
     if not trace.info.settings.lossless:
+        record = None
         why = "Decoded by a lossy rule: with other drafts the answer would have been another one."
-    elif record is not None:
+    if record is not None:
         _check(trace, record, costs)
-        begin = start(trace, record)
-    data = page_data(trace, record if begin else None, costs, begin, texts) | {"why": why}
+    data = page_data(trace, record, costs, texts) | {"why": why}
     style = pages.style_of(_HOME, "page.css")
     script = pages.script_of(_HOME, *_SCRIPTS)
     return pages.filled(
@@ -87,48 +80,144 @@ def page_data(
     trace: LayerTrace,
     record: Record | None,
     costs: Costs | None,
-    begin: Start | None,
-    texts: Mapping[int, str] | None = None,
+    texts: Callable[[int], str] = "#{}".format,
 ) -> dict[str, Any]:
     """Everything the page shows, ready for JSON; a token with its text is an index into `words`."""
-    words: dict[tuple[int, str], int] = {}
-
-    def word(token: int, text: str) -> int:
-        return words.setdefault((token, text), len(words))
-
+    words = _Pool()
     places = [
         {
-            "word": word(place.token, place.text),
+            "word": words.add((place.token, place.text)),
             "kind": place.kind,
             "round": place.round,
             "copied_from": place.copied_from,
             "right_from": right_from(trace, place),
             "head_right": head_right(trace, place),
-            "final": list(map(word, place.final_top_tokens, place.final_top_texts)),
+            "final": _tops(words, place.final_top_tokens, place.final_top_texts),
             "final_probs": _numbers(place.final_top_probs),
             "layers": [
-                {"top": list(map(word, said.top_tokens, said.top_texts)), **_said(said)}
+                {"top": _tops(words, said.top_tokens, said.top_texts), **_said(said)}
                 for said in place.layers
             ],
         }
         for place in trace.places
     ]
-    rounds = [
-        asdict(entry) | {"drafts": list(map(word, entry.draft_tokens, texts))}
-        for entry, texts in zip(trace.rounds, trace.draft_texts, strict=True)
-    ]
-    for token, text in (texts or {}).items():
-        word(token, text)
+    priced = costs
+    if any(DRAFT_MODEL in entry.sources for entry in trace.rounds):
+        priced = None  # costs do not know what a draft model takes
+    told = _Rounds(words, priced)
+    decoded = told.add(trace.rounds, trace.draft_texts)
+    found = (
+        None
+        if record is None
+        else _grid(grid(trace, record, most_rows(trace, record)), record, told, texts)
+    )
     return {
         "info": asdict(trace.info),
         "names": NAMES,
         "places": places,
-        "rounds": rounds,
-        "words": list(words),
-        "record": None if record is None else _packed(record),
-        "most_rows": 0 if record is None else most_rows(trace, record),
-        "prices": None if costs is None else _prices(costs),
-        "start": None if begin is None else asdict(begin),
+        "decoded": decoded,
+        "grid": found,
+        "rounds": list(told.rounds.known),
+        "plain_step": None if priced is None else priced.plain_step(),
+        "words": list(words.known),
+    }
+
+
+class _Pool:
+    """Things that are said once, and named by their index from then on."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, int] = {}
+
+    def add(self, one: Any) -> int:
+        return self.known.setdefault(one, len(self.known))
+
+
+def _tops(words: _Pool, tokens: Sequence[int], texts: Sequence[str]) -> list[int]:
+    return [words.add(word) for word in zip(tokens, texts, strict=True)]
+
+
+class _Rounds:
+    """Rounds as the page tells them, each once, and what is counted of them."""
+
+    def __init__(self, words: _Pool, costs: Costs | None) -> None:
+        self.rounds = _Pool()
+        self._words, self._costs = words, costs
+
+    def add(self, rounds: Sequence[Round], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
+        """One answer's, with the texts of their drafts."""
+        told = [self.rounds.add(self._told(*each)) for each in zip(rounds, texts, strict=True)]
+        return {"rounds": told, "counts": counts(rounds, self._costs)}
+
+    def _told(self, entry: Round, texts: Sequence[str]) -> tuple[Any, ...]:
+        """As story.js reads it: who gave each draft is an exit layer or a name."""
+        givers = (
+            layer if source == EXIT else source
+            for layer, source in zip(entry.exit_layers, entry.sources, strict=True)
+        )
+        return (
+            len(entry.tokens),
+            tuple(_tops(self._words, entry.draft_tokens, texts)),
+            tuple(givers),
+            None if entry.parents is None else tuple(entry.parents),
+            tuple(entry.kept),
+            entry.prefill,
+            *self._took(entry),
+        )
+
+    def _took(self, entry: Round) -> tuple[float, float]:
+        """Seconds of drafting and of verifying; without costs steps of plain decoding."""
+        if self._costs is None or entry.prefill:
+            return (0.0, 0.0 if entry.prefill else 1.0)
+        whole = self._costs.seconds_of([entry])
+        ends = [run for run in entry.passes if run[2] == self._costs.num_layers]
+        verifying = self._costs.seconds(
+            [(rows, 1, last - first) for rows, first, last in ends],
+            [(len(entry.draft_tokens) + 1, 1)],
+            0,
+        )
+        return (_number(whole - verifying) or 0.0, _number(verifying) or 0.0)
+
+
+def counts(rounds: Sequence[Round], costs: Costs | None) -> dict[str, float | None]:
+    """What the table beside the controls shows; the prompt's pass is left out."""
+    behind = [entry for entry in rounds if not entry.prefill]
+    tokens = sum(len(entry.tokens) for entry in behind)
+    drafted = sum(len(entry.draft_tokens) for entry in behind)
+    accepted = sum(entry.accepted for entry in behind)
+    work = sum(rows * (last - first) for entry in behind for rows, first, last in entry.passes)
+    seconds = 0.0 if costs is None else costs.seconds_of(behind)
+    return {
+        "rounds": len(behind),
+        "cr": tokens / len(behind) if behind else 0.0,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": 100.0 * accepted / drafted if drafted else 0.0,
+        "work": work / tokens if tokens else None,
+        "speed": tokens * costs.plain_step() / seconds if costs is not None and seconds else None,
+    }
+
+
+def _grid(
+    found: Grid, record: Record, told: _Rounds, texts: Callable[[int], str]
+) -> dict[str, Any]:
+    """The controls, and what every point gives; points that give the same share it."""
+    results: dict[str, int] = {}
+
+    def result(options: SpeculationOptions) -> int:
+        rounds = replay.rounds(record, 0, options)
+        made = told.add(rounds, [list(map(texts, entry.draft_tokens)) for entry in rounds])
+        return results.setdefault(json.dumps(made), len(results))
+
+    points = {name: list(map(result, found.points(name))) for name in found.drafters}
+    own = {axis.name: axis.own for axis in found.axes}
+    return {
+        "drafters": {name: DRAFTERS[name] for name in found.drafters},
+        "axes": [axis._asdict() for axis in found.axes],
+        "begin": {"drafter": found.begin.drafter, **own},
+        "notes": found.notes,
+        "points": points,
+        "results": [json.loads(made) for made in results],
     }
 
 
@@ -168,52 +257,6 @@ def most_rows(trace: LayerTrace, record: Record) -> int:
     made = (len(entry.draft_tokens) + 1 for entry in trace.rounds if not entry.prefill)
     tree = settings.max_rows if settings.guesses > 1 else 1
     return max(record.widest, settings.ngram_tokens + 1, tree, *made)
-
-
-def _prices(costs: Costs) -> dict[str, Any]:
-    """Seconds that replay.js multiplies its counts by; lists go by rows: 1, 2, .."""
-    rows = range(1, len(costs.layers) + 1)
-    return {
-        "pass": costs.start,
-        "layer": [costs.layer(row) for row in rows],
-        "verdict": [costs.verdict(row) for row in rows],
-        "head": costs.head,
-        "plain_step": costs.plain_step(),
-    }
-
-
-def _packed(record: Record) -> dict[str, Any]:
-    """A record of one prompt. `arrays`, as replay.js unpacks it: zlib of little-endian numbers."""
-    info, prompt = record.info, record.prompts[0]
-    unsure = record.confidence < info.min_threshold  # no setting tells these apart: they pack well
-    unsure[record.roots[record.roots != NONE]] = False  # but they are shown
-    confidence = np.where(unsure, np.float32(0.0), record.confidence)
-    parts = (
-        np.array(record.context(0), "<i4"),
-        record.answers.astype("<i4"),
-        record.roots.astype("<i4"),
-        record.tokens.astype("<i4"),
-        record.children.astype("<i4"),
-        confidence.astype("<f4"),
-        record.guesses.astype("<i4"),
-        record.behind.astype("<i4"),
-        record.chances[:, :, 1:].astype("<f4"),  # the best guess has the first column's confidence
-    )
-    arrays = b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
-    return {
-        "num_layers": info.num_layers,
-        "exit_layers": list(info.exit_layers),
-        "anneal_strengths": list(info.anneal_strengths),
-        "min_threshold": info.min_threshold,
-        "max_draft_tokens": info.max_draft_tokens,
-        "end_tokens": list(info.end_tokens),
-        "prompt_tokens": prompt.prompt_tokens,
-        "max_new_tokens": prompt.max_new_tokens,
-        "places": len(record.answers),
-        "nodes": len(record.tokens),
-        "guesses": record.guesses.shape[-1],
-        "arrays": base64.b64encode(zlib.compress(arrays, 9)).decode("ascii"),
-    }
 
 
 def _number(value: float) -> float | None:

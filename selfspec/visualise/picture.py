@@ -1,12 +1,11 @@
-"""An answer as a picture: its text in the colours of who gave it, with a bar of depth per token.
+"""An answer as a card to share: its text in the colours of who gave it, beside one number.
 
-A LayerTrace comes in, one PNG or SVG file of any length goes out, or a card to share: the answer in
-large type beside one number. Called by `selfspec trace`.
+A LayerTrace comes in, a PNG file goes out. Called by `selfspec trace`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,27 +13,21 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.patches import Circle, Rectangle
+from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
+from matplotlib.patches import Rectangle
+from rich.cells import cell_len, set_cell_size
 
 from selfspec import files
 from selfspec.decoding.prices import Costs
 from selfspec.pages import palette
-from selfspec.visualise.flow import Run, Width, flow
-from selfspec.visualise.fonts import drawable, families, fitting
-from selfspec.visualise.gain import counted, gain, givers, head_right, right_from
+from selfspec.visualise.gain import counted, gain, givers
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.texts import visible
 
-WIDE, CARD = 1200, (1200, 675)
-"""Pixels, before `_SHARPER`."""
+CARD = (1200, 675)
+"""Pixels."""
 
-_SHARPER, _MOST = 1.5, 60_000
-"""How much finer a picture is than it is laid out, and the most pixels that matplotlib draws."""
-
-_MARGIN = 48
-_BAR, _STEM = 22, 4
-"""The highest bar, and its width."""
+Width = Callable[[str], float]
 
 _INK, _DIM, _PAPER, _OTHER = (palette.TONES[n].light for n in ("ink", "dim", "card", "other"))
 
@@ -47,29 +40,8 @@ class _Face(NamedTuple):
     """From line to line."""
 
 
-_TEXT = _Face(19, 64)
-_CARD_FACES = tuple(_Face(size, 1.62 * size) for size in (40, 36, 32, 29, 26))
+_FACES = tuple(_Face(size, 1.62 * size) for size in (40, 36, 32, 29, 26))
 """The largest that fits is taken; with the smallest the answer is cut."""
-
-
-def save(trace: LayerTrace, path: Path, costs: Costs | None = None) -> None:
-    """The whole answer, as PNG or SVG by the path's suffix. Raises CannotWrite."""
-    with _style():
-        runs = flow(_texts(trace), _width(_TEXT.size), WIDE - 2 * _MARGIN)
-        top = 164
-        end = top + (1 + max((run.line for run in runs), default=0)) * _TEXT.leading
-        sheet = _Sheet(WIDE, end + 92)
-        headline = gain(trace, costs).headline
-        size = min(30, 30 * (WIDE - 2 * _MARGIN) / _width(30, "bold")(drawable(headline)))
-        sheet.write(headline, _MARGIN, 66, size, weight="bold")
-        sheet.write(_asked(trace), _MARGIN, 104, 17)
-        sheet.write(_described(trace), _MARGIN, 132, 14, color=_DIM)
-        sheet.bars(trace, runs, top, _MARGIN)
-        sheet.answer(trace, runs, _MARGIN, top + _BAR + 6, _TEXT)
-        sheet.legend(trace, _MARGIN, end + 30, 16)
-        words = "bar: from this layer on every guess is the token; dot: a fitted head says it here"
-        sheet.write(words, _MARGIN, end + 60, 14, color=_DIM)
-        sheet.keep(path, min(_SHARPER, _MOST / (end + 92)))
 
 
 def save_card(trace: LayerTrace, path: Path, costs: Costs | None = None) -> None:
@@ -89,7 +61,7 @@ def save_card(trace: LayerTrace, path: Path, costs: Costs | None = None) -> None
         sheet.write(fitting(_name(trace), 34), 46, height - 34, 14, color=_DIM)
         sheet.answer(trace, runs, left, 44, face)
         sheet.legend(trace, left, height - 34, 16)
-        sheet.keep(path, 1)
+        sheet.keep(path)
 
 
 _DPI = 72
@@ -98,7 +70,7 @@ _DPI = 72
 
 def _fitting(texts: Sequence[str], room: float, height: float) -> tuple[_Face, list[Run]]:
     """The largest face in which the answer fits; what does not fit is left out, with a sign."""
-    for face in _CARD_FACES:
+    for face in _FACES:
         runs = flow(texts, _width(face.size), room)
         most = int(height / face.leading)
         if not runs or runs[-1].line < most:
@@ -143,24 +115,6 @@ class _Sheet:
                 indent = width(run.text[: len(run.text) - len(said)])
                 self.write(said, at + indent, base, face.size)
 
-    def bars(self, trace: LayerTrace, runs: Sequence[Run], top: float, left: float) -> None:
-        """Over the first part of each token, from which layer on guesses stay right."""
-        total, drawn = trace.info.num_layers, set[int]()
-        for run in runs:
-            layer = right_from(trace, trace.places[run.place])
-            if layer is None or run.place in drawn:
-                continue
-            drawn.add(run.place)
-            at = left + run.left + (run.width - _STEM) / 2
-            foot = top + run.line * _TEXT.leading + _BAR
-            high = max(2.0, _BAR * layer / total)
-            self.box(at, foot - _BAR, _STEM, _BAR, facecolor=_OTHER, alpha=0.35)
-            self.box(at, foot - high, _STEM, high, facecolor=palette.of_layer(layer, total))
-            head = head_right(trace, trace.places[run.place])
-            if head is not None:
-                middle = at + _STEM / 2, foot - _BAR * head / total
-                self._axes.add_patch(Circle(middle, 4, facecolor=_PAPER, edgecolor=_INK, lw=1.6))
-
     def legend(self, trace: LayerTrace, left: float, base: float, size: float) -> None:
         """Who gave how many tokens."""
         width = _width(size)
@@ -171,28 +125,21 @@ class _Sheet:
             self.write(words, left + 1.2 * size, base, size, color=_DIM)
             left += width(words) + 2.6 * size
 
-    def keep(self, path: Path, scale: float) -> None:
+    def keep(self, path: Path) -> None:
         """Raises CannotWrite."""
-        by = {"Creator": "selfspec", "Date": None} if path.suffix == ".svg" else {}
         with files.replacing(path) as new:
-            self.figure.savefig(new, dpi=_DPI * scale, metadata=by or {"Software": "selfspec"})
+            self.figure.savefig(new, dpi=_DPI, metadata={"Software": "selfspec"})
 
 
 def _style() -> Any:
     """The same picture gives the same file, and looks the same everywhere."""
-    look = {
-        "svg.fonttype": "path",
-        "svg.hashsalt": "selfspec",
-        "font.family": families("DejaVu Sans"),
-        "text.hinting": "none",
-    }
-    return mpl.rc_context(look)  # type: ignore[arg-type]  # its keys are literals
+    return mpl.rc_context({"font.family": families(), "text.hinting": "none"})
 
 
 def _width(size: float, weight: str = "normal") -> Width:
     """How wide a text is, spaces at its ends included."""
     renderer = RendererAgg(1, 1, _DPI)  # type: ignore[no-untyped-call]  # matplotlib's own
-    font = FontProperties(family=families("DejaVu Sans"), size=size, weight=weight)
+    font = FontProperties(family=families(), size=size, weight=weight)
 
     def ink(text: str) -> float:
         measure = renderer.get_text_width_height_descent
@@ -218,12 +165,115 @@ def _name(trace: LayerTrace) -> str:
     return _shown(trace.info.base_model)
 
 
-def _asked(trace: LayerTrace) -> str:
-    return fitting(" ".join(_shown(trace.info.prompt.replace("\n", " ")).split()), 110)
+class Run(NamedTuple):
+    """A token's text, or a part of it, on one line."""
+
+    place: int
+    """Of the token in the answer."""
+    text: str
+    line: int
+    left: float
+    width: float
 
 
-def _described(trace: LayerTrace) -> str:
-    """What answered, how."""
-    drafts = sum(len(entry.draft_tokens) for entry in trace.rounds)
-    words = f"{_name(trace)}, drafter {trace.info.settings.drafter}, {len(trace.places)} tokens"
-    return f"{words}, {drafts} drafts" + ("" if trace.info.settings.lossless else ", lossy")
+class _Part(NamedTuple):
+    place: int
+    text: str
+
+
+def flow(texts: Sequence[str], width: Width, room: float) -> list[Run]:
+    """All texts on lines that are `room` wide.
+
+    A line breaks where a word begins; a word that is longer than a line breaks between its tokens,
+    a token that is longer within itself.
+    """
+    runs: list[Run] = []
+    line, left = 0, 0.0
+    for word in _words(texts):
+        if word is None:
+            line, left = line + 1, 0.0
+            continue
+        whole = sum(width(part.text) for part in word)
+        if left and left + whole > room:
+            line, left = line + 1, 0.0
+            word = [_Part(word[0].place, word[0].text.lstrip(" ")), *word[1:]]
+        for part in _short(word, width, room):
+            wide = width(part.text)
+            if left and left + wide > room:
+                line, left = line + 1, 0.0
+            if part.text:
+                runs.append(Run(part.place, part.text, line, left, wide))
+            left += wide
+    return runs
+
+
+def _words(texts: Iterable[str]) -> Iterator[list[_Part] | None]:
+    """Parts up to the next that begins with a space; None: the line ends."""
+    word: list[_Part] = []
+    for place, text in enumerate(texts):
+        for number, piece in enumerate(text.split("\n")):
+            if number:
+                yield from ([word] if word else [])
+                yield None
+                word = []
+            if piece.startswith(" ") and word:
+                yield word
+                word = []
+            if piece:
+                word.append(_Part(place, piece))
+    if word:
+        yield word
+
+
+def _short(word: Iterable[_Part], width: Width, room: float) -> Iterator[_Part]:
+    """None of them wider than a line."""
+    for place, text in word:
+        while len(text) > 1 and width(text) > room:
+            fits = max(1, int(len(text) * room / width(text)) - 1)
+            yield _Part(place, text[:fits])
+            text = text[fits:]
+        yield _Part(place, text)
+
+
+_WANTED = (
+    "DejaVu Sans",  # comes with matplotlib
+    "DejaVu Sans Mono",
+    "Noto Sans Mono CJK SC",
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "WenQuanYi Zen Hei",
+    "Noto Emoji",
+    "Symbola",
+)
+
+
+@cache
+def families() -> list[str]:
+    """Those wanted families that are installed; matplotlib takes a glyph from the first with it."""
+    installed = set(fontManager.get_font_names())
+    return [name for name in _WANTED if name in installed]
+
+
+def drawable(text: str) -> str:
+    """The text with `U+XXXX` for each character that no font here has."""
+    return "".join(c if ord(c) in _glyphs() else f"U+{ord(c):04X}" for c in text)
+
+
+def fitting(text: str, columns: int) -> str:
+    """The text, cut to so many columns; Chinese characters and emoji take two."""
+    if cell_len(text) <= columns:
+        return text
+    return set_cell_size(text, columns - 1).rstrip() + "…"
+
+
+@cache
+def _glyphs() -> frozenset[int]:
+    """Code points that the families have in both weights that are drawn."""
+    found: set[int] = set()
+    for family in families():
+        maps = [
+            get_font(findfont(FontProperties(family=[family], weight=weight))).get_charmap().keys()
+            for weight in ("normal", "bold")
+        ]
+        found.update(maps[0] & maps[1])
+    return frozenset(found)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import logging
+import re
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from gguf import GGUFReader
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from selfspec.api import chat_template as templates
+from selfspec.api import template
 from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.api.speculator import wrap
+from selfspec.api.template import templated
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.heads.exit_heads import ExitHeads
+from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from tests.api.test_text import byte_level_bpe
 from tests.models import make_model
+from tests.talks import TEMPLATE
 
 TALK = [
     {"role": "system", "content": "S"},
@@ -100,6 +109,10 @@ def test_a_template_is_for_this_speculator_alone_and_its_token_ends_answers(
     assert speculator.call("a", {"raw": True}).request.end_tokens == frozenset()
     said = speculator.call(TALK, {"eos_token_id": 5}).request.end_tokens
     assert said == {5}
+    model.generation_config.eos_token_id = 7
+    given: Any = {"generation_config": GenerationConfig(max_new_tokens=4)}
+    assert speculator.call(TALK, given).request.end_tokens == {end, 7}
+    model.generation_config.eos_token_id = None
 
 
 def test_a_text_that_ends_turns_is_a_stop_string(
@@ -162,33 +175,149 @@ def test_heads_bring_the_template_of_their_text_and_another_is_named(
     assert torch.equal(wrap(model, tokenizer, heads=kept).call(TALK, {}).request.input_ids, ids)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{% for %}", "line 1 is no chat template: Expected an expression"),
-        ("{{ messages[0].content", "is no chat template: unexpected end of template"),
-        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
-        ("{{ raise_exception('no') }}", "is no chat template: no. Correct it"),
-        ("hello {{ bos_token }}", "does not show what the user says"),
-        ("{{ messages[0].content }}" + " " * (1 << 16), "characters, a chat template at most"),
-        (
-            "{% set r = range(100000) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
-            "went on for more than",
-        ),
-        ("{{ messages[0].content * 99999999999 }}", "MemoryError"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "is no chat template: "),
-    ],
-)
-def test_a_hostile_or_broken_template_is_refused_in_one_line_before_a_model_is_loaded(
-    text: str, reason: str, tmp_path: Path
-) -> None:
+TIME, MEMORY = "it ran for more than 1.5 s", "it fills the memory"
+BROKEN = {
+    "{% for %}": "line 1 is no chat template: Expected an expression",
+    "{{ messages[0].content": "is no chat template: unexpected end of template",
+    "{{ ''.__class__.__mro__ }}": "access to attribute '__class__'",
+    "{{ namespace(_a=1) }}": "a namespace cannot have '_a'",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}": "a namespace cannot have '__class__'",
+    "{{ messages.append(1) }}": "access to attribute 'append'",
+    "{{ raise_exception('no') }}": "is no chat template: no. Correct it",
+    "{{ raise_exception('no' * 100000) }}": "is no chat template: nononono",
+    "hello {{ bos_token }}": "does not show what the user says",
+    "{{ messages[0].content }}" + " " * (1 << 16): "characters, a chat template at most",
+}
+HOSTILE = {
+    "{{ 10**(10**9) }}": TIME,
+    "{{ lipsum(n=1000000) }}": TIME,
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": TIME,
+    "{% macro f(n) %}{% for i in 'ab' %}{{ f(n - 1) }}{% endfor %}{% endmacro %}{{ f(99) }}": "",
+    "{{ range(99999) | map('string') | sort | list * 999 | unique | list }}": "",
+    "{{ 'a' * 10**10 }}": MEMORY,
+    "{{ [0] * 10**9 }}": MEMORY,
+    "{{ '%1000000000d' % 1 }}": MEMORY,
+    "{{ '{:>1000000000}'.format(1) }}": MEMORY,
+    "{{ '%1000000000d' | format(1) }}": MEMORY,
+    "{{ 'a'.ljust(10**9) }}": MEMORY,
+    "{{ 'a'.zfill(10**9) }}": MEMORY,
+    "{{ '\t'.expandtabs(10**9) }}": MEMORY,
+    "{{ 'a' | center(10**9) }}": MEMORY,
+    "{{ 'a\nb' | indent(10**9) }}": MEMORY,
+    "{{ [1] | batch(10**9, 0) | list }}": MEMORY,
+    "{{ [1] | slice(10**9) | list }}": "",
+    "{{ [1] | tojson(indent=10**9) }}": MEMORY,
+    "{{ ('a' * 60000) | replace('a', 'a' * 60000) }}": MEMORY,
+    "{{ (['a' * 9999] * 99999) | join }}": MEMORY,
+    "{% set n = namespace(s='a') %}{% for i in 'a' * 99 %}{% set n.s = n.s * 2 %}{% endfor %}": "",
+    "{% set n = namespace(s=[]) %}{% for i in range(9999) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
+    "{{ n.s }}": "",
+    "{{ 'a' * 9000000 }}": "it writes more than 1,",
+    "{% for a in range(9999) %}{{ 'a' * 9999 }}{% endfor %}": "it writes more than 1,",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
+    "{{ " + "(" * 30000 + "1" + ")" * 30000 + " }}": "",
+    "{% if 1 %}" * 5000: "",
+}
+"""By what is said of them; empty where that is up to chance, or to the version of Python."""
+
+
+@pytest.mark.parametrize("text", [*BROKEN, *HOSTILE])
+def test_a_broken_or_hostile_template_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(InvalidOption) as caught:
         templates.read(text)
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
-    (tmp_path / "own.jinja").write_text(text)
-    with pytest.raises(InvalidOption, match=r"own\.jinja"):
+    said = str(caught.value)
+    assert (BROKEN | HOSTILE)[text] in said
+    assert "\n" not in said
+    assert len(said) < 1000
+
+
+def test_a_file_with_a_broken_template_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% for %}")
+    with pytest.raises(InvalidOption, match=r"own\.jinja, line 1 is no chat template"):
         templates.read(tmp_path / "own.jinja")
+
+
+def test_a_hostile_template_holds_up_no_other_and_leaves_the_process_alone(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    good = templates.having(tokenizer, templates.read("chatml"))
+    bad = templates.having(tokenizer, "{{ 10**(10**9) }}")
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(templated, bad, TALK) for _ in range(3)]
+        texts = [templated(good, TALK, add_generation_prompt=True) for _ in range(20)]
+        assert not any(one.done() for one in waiting)
+        reasons = [str(one.exception()) for one in waiting]
+    assert {*texts} == {WRITTEN["chatml"]}
+    assert all(TIME in reason for reason in reasons)
+    assert limits == [
+        resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    ]
+
+
+def test_a_process_that_ended_is_replaced(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = templates.having(tokenizer, templates.read("chatml"))
+    before = templated(own, TALK)
+    for child in template._idle:
+        child.kill()
+        child.wait()
+    assert templated(own, TALK) == before
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1.5}}}
+TALKS: list[list[dict[str, Any]]] = [
+    TALK,
+    [{"role": "user", "content": "caf\u00e9 \U0001f600 \u2028 <|im_end|> {{ 1 }} \\ \" '"}],
+    [{"role": "user", "content": ""}, {"role": "assistant", "content": None, "tool_calls": [CALL]}],
+    [{"role": "assistant", "content": "a", "thinking": "b", "at": date(2020, 1, 2), "n": (1, 2)}],
+]
+EVERY_PART = """
+{%- set n = namespace(seen=[], name='\u00e9') -%}
+{% macro said(m) %}{% generation %}{{ m.content | trim | default('none', true) }}{% endgeneration %}
+{% endmacro %}
+{% for m in messages %}
+  {% if loop.index > 3 %}{% break %}{% endif %}
+  {% if m.content is none %}{% continue %}{% endif %}
+  {% set n.seen = n.seen + [m.role] %}
+    {{ said(m) }} {{ m | tojson }} {{ m | tojson(indent=2) }} {{ m.reasoning_content }}
+    {{ m.content[:1] ~ 2 ** 3 ~ 'ab' * 2 ~ '%3d' % 1 ~ '{:>3}'.format(1) }}
+{% endfor %}
+{{ n.seen | join(', ') }} {{ tools is none }} {{ tools | tojson }} {{ documents }}
+{{ dict(a=1) }} {{ strftime_now('%Y') }} {{ range(3) | list }} {{ bos_token }}{{ eos_token }}
+{% if add_generation_prompt %}ask{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def default_template() -> str:
+    """Of the default model's file."""
+    fields = GGUFReader(hub.default_model_file()).fields
+    return str(fields["tokenizer.chat_template"].contents())
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize("talk", range(len(TALKS)))
+@pytest.mark.parametrize("name", [*templates.NAMES, "default model", "ten words", "every part"])
+def test_texts_are_those_of_transformers(
+    name: str,
+    talk: int,
+    tools: Any,
+    asks: bool,
+    tokenizer: PreTrainedTokenizerFast,
+    default_template: str,
+) -> None:
+    own = {"ten words": TEMPLATE, "every part": EVERY_PART, "default model": default_template}
+    having = templates.having(tokenizer, own.get(name) or templates.read(name))
+    options: Any = {"tools": tools, "add_generation_prompt": asks}
+    try:
+        expected = having.apply_chat_template(TALKS[talk], tokenize=False, **options)
+    except Exception as error:  # noqa: BLE001  # a template's
+        reason = " ".join(str(error).split())
+        with pytest.raises(InvalidPrompt, match=re.escape(reason)):
+            templated(having, TALKS[talk], **options)
+    else:
+        assert templated(having, TALKS[talk], **options) == expected
 
 
 def test_a_wrong_name_and_a_missing_file_are_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.decode import remind
 from selfspec.errors import InvalidPrompt
 from selfspec.model.backbone import Backbone
-from tests.models import PACKED_EXECUTORS, make_model, random_ids
+from tests.models import EXECUTORS, make_model, random_ids
 
 LIMIT = 64
 FAMILIES = ["llama", "mistral", "gemma2", "gemma3", "granite"]
@@ -107,7 +107,7 @@ def test_without_a_length_a_prompt_at_the_limit_is_refused_as_by_hugging_face(
         speculator.generate(random_ids(length))
 
 
-@pytest.mark.parametrize("executor", ["generic", *PACKED_EXECUTORS, "cuda-graph"])
+@pytest.mark.parametrize("executor", [*EXECUTORS, "cuda-graph"])
 def test_every_executor_goes_on_behind_the_limit(executor: str) -> None:
     model = make_model("llama", max_position_embeddings=LIMIT)
     ids = random_ids(LIMIT - 9)
@@ -117,7 +117,7 @@ def test_every_executor_goes_on_behind_the_limit(executor: str) -> None:
     assert len(answer.token_ids) == 90
 
 
-@pytest.mark.parametrize("executor", ["generic", *PACKED_EXECUTORS])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_pinned_drafts_leave_the_text_behind_the_limit_unchanged(executor: str) -> None:
     model = make_model("llama", max_position_embeddings=LIMIT)
     speculator = wrap(model, executor=executor, pinned=True, **DRAFTING)

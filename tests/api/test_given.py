@@ -9,11 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData
-from selfspec.training.formats import Reader, encoded
-from selfspec.training.given import Answered, Converted, converted, talk_of
 from selfspec.training.options import DataOptions
-from selfspec.training.selfgen import write
-from selfspec.training.writer import Counts, Writer
+from selfspec.training.selfgen import Answered, Converted, Counts, Writer, converted, talk_of, write
+from selfspec.training.text import Reader, encoded
 from tests.authors import make_author, prompt_ids, read
 from tests.talks import WORDS, make_tokenizer
 

@@ -25,6 +25,7 @@ from selfspec.api.keywords import (
 )
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import InvalidOption
+from tests.api.test_text import byte_level_bpe
 from tests.models import make_model, random_ids
 
 LENGTH = 9
@@ -169,6 +170,81 @@ def test_a_field_that_is_honoured_has_the_effect_it_has_in_transformers(
     if through == "config" or name.startswith("encoder"):  # which are no keywords of ours
         options = {"generation_config": GenerationConfig(**options)}
     assert speculator.generate(ids, **options).token_ids == expected
+
+
+OWN_VALUES: dict[str, Any] = HONOURED_VALUES | {
+    "max_length": 20,  # what transformers takes where nobody says
+    "max_time": 60.0,
+    "temperature": 3.0,
+    "top_k": 3,
+    "top_p": 0.2,
+    "min_p": 0.5,
+    "top_h": 0.3,
+    "typical_p": 0.2,
+    "epsilon_cutoff": 0.02,
+    "eta_cutoff": 0.02,
+    "do_sample": True,
+    "renormalize_logits": True,
+    "remove_invalid_values": True,
+    "encoder_no_repeat_ngram_size": 1,
+    "forced_bos_token_id": 3,
+    "num_return_sequences": 3,
+    "pad_token_id": 298,
+    "return_dict_in_generate": True,
+    "stop_strings": ["\N{REPLACEMENT CHARACTER}", "t"],
+}
+"""Each field that is honoured, as a model's own config may have it."""
+
+SAMPLED = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "do_sample"}
+SAMPLED |= {"epsilon_cutoff", "eta_cutoff", "num_return_sequences"}
+
+
+@pytest.fixture(scope="module")
+def own() -> Speculator:
+    """A tiny Llama in float32, with a tokenizer."""
+    return wrap(make_model("llama", vocab_size=300), byte_level_bpe())
+
+
+def test_each_field_that_is_honoured_is_tried_on_a_model() -> None:
+    assert OWN_VALUES.keys() == HONOURED
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("built_in", [False, True])
+@pytest.mark.parametrize("name", sorted(OWN_VALUES))
+def test_what_a_model_says_of_itself_means_what_it_means_in_transformers(
+    name: str, built_in: bool, ends: bool, own: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = own.model
+    defaults = GenerationConfig._get_default_generation_params()
+    value = defaults.get(name) if built_in else OWN_VALUES[name]
+    ids = random_ids(LENGTH)
+    more: Any = {} if name.startswith("max_") else {"max_new_tokens": 11}
+    config = model.generation_config
+    monkeypatch.setattr(config, "eos_token_id", 3 if ends else None)
+    monkeypatch.setattr(config, "pad_token_id", 299)  # none of the prompt: it would be masked
+    monkeypatch.setattr(config, "do_sample", name in SAMPLED)
+    monkeypatch.setattr(config, name, value)
+    if name.startswith("max_") and config.max_new_tokens is config.max_length is None:
+        more = {"max_new_tokens": 128}  # ours where nobody says
+    torch.manual_seed(0)
+    try:
+        theirs = model.generate(ids, tokenizer=own.tokenizer, **more)
+    except RuntimeError:
+        with pytest.raises(InvalidOption, match=f"^{name} makes the end token likelier"):
+            own.generate(ids, **more)
+        return
+    torch.manual_seed(0)
+    found = own.generate_batch(ids, speculate=False, **more)
+    rows = getattr(theirs, "sequences", theirs)[:, LENGTH:].tolist()
+    assert len(found) == len(rows)
+    for answer, row in zip(found, rows, strict=True):
+        count = len(answer.token_ids)
+        assert answer.token_ids == row[:count]
+        assert {*row[count:]} <= {config.pad_token_id}
+    if not config.do_sample:
+        drafted = own.generate_batch(ids, **more)
+        assert [one.token_ids for one in drafted] == [one.token_ids for one in found]
 
 
 # Constrained and beam search: moved out of transformers, and nothing that a loop could honour

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,13 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 
 from selfspec.api import speculator as generate
-from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidOption, SelfspecError
+from selfspec.errors import (
+    HeadsMismatch,
+    HeadsNotFound,
+    InvalidOption,
+    SelfspecError,
+    UnsupportedModel,
+)
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.model.backbone import Backbone
 from tests.models import make_model
@@ -63,6 +71,14 @@ CASES: list[tuple[Callable[[Model], Any], type[SelfspecError], str]] = [
         "for 4 layers, 32 numbers wide, and 96 tokens, the model has 6, 32 and 96.*selfspec fit",
     ),
     (lambda model: wrap(model, heads=heads_of(vocab_size=64)), HeadsMismatch, "and 64 tokens"),
+    *(
+        (
+            lambda _, count=count: wrap(make_model("llama", max_position_embeddings=count)),
+            UnsupportedModel,
+            f"max_position_embeddings of the model's config is {count}, expected at least 1",
+        )
+        for count in (0, -1)
+    ),
     (lambda model: wrap(model, executor="fast"), InvalidOption, "executor is 'fast'.*Leave it out"),
     (lambda model: wrap(model, executor=None), InvalidOption, "executor is None"),
     (lambda model: wrap(model, draft_model="x"), InvalidOption, "draft_model is of type str"),
@@ -86,3 +102,26 @@ def test_it_says_what_was_found_and_what_to_do(
     with pytest.raises(kind, match=words) as caught:
         call(model)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
+@pytest.mark.parametrize("part", ["backbone", "heads", "session", "engine", "hf", "runtime"])
+@pytest.mark.parametrize("executor", ["auto", "generic"])
+def test_what_holds_a_model_is_not_copied(
+    how: Callable[[Any], Any], part: str, executor: str, model: Model
+) -> None:
+    speculator = wrap(model, heads="logit-lens", executor=executor)
+    held = getattr(speculator, part)
+    held = held() if part in ("session", "engine", "hf") else held
+    for one in (speculator, held):
+        if how is copy.copy and one is not speculator.backbone:
+            continue  # shares the model, as it should
+        with pytest.raises(TypeError, match=r"wrap the copy: selfspec\.wrap\(") as caught:
+            how(one)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_was_wrapped_is_copied_and_the_copy_runs(model: Model) -> None:
+    first = wrap(model, heads="logit-lens")
+    second = wrap(copy.deepcopy(model), heads="logit-lens")
+    assert second.generate([1, 2, 3]).token_ids == first.generate([1, 2, 3]).token_ids

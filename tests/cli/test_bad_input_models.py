@@ -91,6 +91,39 @@ def no_weights(instead: str) -> Damage:
     return damage
 
 
+def in_parts(called: Callable[[str], str]) -> Damage:
+    """Weights in another file, under a name in the index that leads to it by a path."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        name = called("part.safetensors")
+        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return damage
+
+
+WHOLE = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+def retyped(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], object]:
+    """A weight of whole numbers, as a changed header makes of one."""
+    name = "model.norm.weight"
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
+def loop(name: str) -> Damage:
+    """A link to a link back to it in place of a file."""
+
+    def apply(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(f"{name}.link")
+        (folder / f"{name}.link").symlink_to(name)
+
+    return apply
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
@@ -119,6 +152,8 @@ DAMAGES: dict[str, Damage] = {
     "a negative vocabulary": config(vocab_size=-5),
     "a huge vocabulary": config(vocab_size=10**12),
     "another vocabulary": config(vocab_size=50),
+    "no positions": config(max_position_embeddings=0),
+    "negative positions": config(max_position_embeddings=-1),
     "a vocabulary of text": config(vocab_size="many"),
     "a vocabulary of half a token": config(vocab_size=95.5),
     "no layers": config(num_hidden_layers=0),
@@ -157,10 +192,26 @@ DAMAGES: dict[str, Damage] = {
     ),
     "weights are another model's": another_model,
     "weights are a folder": no_weights("folder"),
+    "weights are a loop": loop("model.safetensors"),
+    "config is a loop": loop("config.json"),
+    "settings are a loop": loop("generation_config.json"),
+    "tokenizer is a loop": loop("tokenizer.json"),
+    "an index is a loop": loop("model.safetensors.index.json"),
     "weights are pickled": pickled,
     "weights are not there": no_weights(""),
     "an index of nothing": no_weights('{"weight_map": {"a": "b"}}'),
     "an index of text": no_weights('"all"'),
+    "an index of a path": in_parts(lambda name: str(Path("it", name).absolute())),
+    "an index of a folder above": in_parts(lambda name: f"../it/{name}"),
+    "an index of a folder within": in_parts(lambda name: f"./{name}"),
+    "an index of pickles": in_parts(lambda name: "config.json"),
+    **{f"weights of {dtype}": weights(retyped(dtype)) for dtype in WHOLE},
+    "quantised by nobody": config(quantization_config={"quant_method": "mine", "bits": 4}),
+    "quantised by no name": config(quantization_config={"bits": 4}),
+    "quantised by a list": config(quantization_config={"quant_method": ["gptq"], "bits": 4}),
+    "quantised, with plain weights": config(
+        quantization_config={"quant_method": "gptq", "bits": 4}
+    ),
     "tokenizer is empty": holding("tokenizer.json", ""),
     "tokenizer is a list": holding("tokenizer.json", "[]"),
     "tokenizer is deep": holding("tokenizer.json", DEEP),
@@ -173,6 +224,7 @@ DAMAGES: dict[str, Damage] = {
     "template without end": template(
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     ),
+    "template of a huge number": template("{{ 10**(10**9) }}"),
     "template of a huge range": template("{% for a in range(10**12) %}{% endfor %}"),
     "template that calls itself": template("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"),
     "template that raises": template("{{ raise_exception('no\nsuch\nrole') }}"),

@@ -98,11 +98,9 @@ def test_what_is_no_such_file_is_refused(
 WRITERS: dict[str, list[str]] = {
     "trace --output": ["trace", "--model", "missing", "a", "--output", "@"],
     "trace --html": ["trace", "--model", "missing", "a", "--html", "@.html"],
-    "trace --png": ["trace", "--model", "missing", "a", "--png", "@.png"],
-    "trace --svg": ["trace", "--model", "missing", "a", "--svg", "@.svg"],
     "trace --card": ["trace", "--model", "missing", "a", "--card", "@.png"],
     "trace --from --html": ["trace", "--from", "trace.jsonl", "--html", "@.html"],
-    "trace --from --png": ["trace", "--from", "trace.jsonl", "--png", "@.png"],
+    "trace --from --card": ["trace", "--from", "trace.jsonl", "--card", "@.png"],
     "trace --record": ["trace", "--model", "missing", "a", "--record", "@"],
     "bench --output": ["bench", "--model", "missing", "--suite", "prompts.jsonl", "--output", "@"],
     "report --output": ["report", "missing", "--output", "@"],

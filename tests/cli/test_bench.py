@@ -50,7 +50,9 @@ def test_results_hold_the_run_the_answers_and_the_tables(
     assert run["questions"] == {"reported": 2, "settings_chosen_on": []}
     assert run["speculation"]["drafter"] == "exit:layers=2/4,threshold=0.05"
     assert run["machine"]["threads"] == 1
-    assert run["model"]["executor"] == ("packed" if run["machine"]["compiled"] is None else "fused")
+    assert run["model"]["executor"] == (
+        "generic" if run["machine"]["compiled"] is None else "fused"
+    )
     assert str(workplace) not in (out / "run.yaml").read_text()
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["questions"], summary["failures"]) == (2, [])

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -179,7 +180,9 @@ def test_pulled_heads_are_found_by_name_and_replaced_when_pulled_again(
     (elsewhere / "notes.txt").write_text("not taken along")
     for version in (b"one", b"two"):
         (elsewhere / "model.safetensors").write_bytes(version)
-        assert main(["heads", "pull", str(elsewhere)]) == 0
+        pull = ["heads", "pull", str(elsewhere)]
+        assert main(pull) == (0 if version == b"one" else 2)
+        assert main([*pull, "--overwrite"]) == 0
         found = hub.resolve_heads("mine")
         assert found == hub.pulled_heads() / "mine"
         assert (found / "model.safetensors").read_bytes() == version
@@ -187,6 +190,46 @@ def test_pulled_heads_are_found_by_name_and_replaced_when_pulled_again(
     assert not (found / "notes.txt").exists()
     assert main(["heads", "pull", "mine"]) == 0
     assert "is there already" in capsys.readouterr().out
+
+
+def test_heads_of_two_owners_are_kept_apart(
+    heads_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And pulled anew each time, though their copies are known by then."""
+    monkeypatch.setattr(hub, "_heads_from_hub", lambda name: tmp_path / "hub" / name)
+    for version in ("one", "two"):
+        for name in ("a/mine", "b/mine"):
+            shutil.copytree(heads_folder, tmp_path / "hub" / name, dirs_exist_ok=True)
+            (tmp_path / "hub" / name / "run.yaml").write_text(f"{name} {version}")
+            assert main(["heads", "pull", name]) == 0
+    for name in ("a/mine", "b/mine"):
+        assert (hub.resolve_heads(name) / "run.yaml").read_text() == f"{name} two"
+        assert hub.heads_name(hub.resolve_heads(name)) == name
+    assert main(["heads", "show", "mine"]) == 2
+    assert "'mine' may be a/mine or b/mine. Give the whole name" in capsys.readouterr().err
+    shutil.rmtree(hub.resolve_heads("a/mine"))
+    assert hub.resolve_heads("mine") == hub.resolve_heads("b/mine")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "README.md", "run.yaml"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
+def test_a_folder_with_a_link_or_device_is_not_pulled(
+    name: str, kind: str, heads_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = heads_folder / name
+    kept = path.rename(path.with_suffix(".kept"))
+    make = {
+        "link": lambda: path.symlink_to(kept),
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "device": lambda: path.symlink_to("/dev/zero"),
+    }
+    make[kind]()
+    assert main(["heads", "pull", str(heads_folder)]) == 2
+    assert not hub.pulled_heads().exists()
 
 
 def test_what_is_no_heads_folder_is_not_pulled(

@@ -14,7 +14,7 @@ import pytest
 from selfspec.cli import data
 from selfspec.cli.main import main
 from selfspec.training import selfgen
-from selfspec.training.writer import Counts
+from selfspec.training.selfgen import Counts
 from tests.authors import RECIPE as PROMPTS
 from tests.authors import counted, read
 from tests.cli.nexts import nexts

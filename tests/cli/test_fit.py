@@ -22,7 +22,7 @@ from selfspec.cli.main import main
 from selfspec.cli.progress import bar
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.model.backbone import Backbone
-from selfspec.training import cache
+from selfspec.training import features as store
 from tests.cli.nexts import nexts
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
@@ -161,7 +161,7 @@ def test_the_paper_preset_is_under_the_flags(
 def test_killed_six_times_it_still_ends_as_if_never_killed(
     workplace: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(store, "_SHARD_BYTES", 20_000)
     expected = workplace / "expected"
     assert main([*command[:-1], str(expected)]) == 0
     moments = random.Random(0)

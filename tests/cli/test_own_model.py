@@ -64,7 +64,9 @@ def test_the_template_of_the_text_is_kept_in_the_heads_and_used_with_them(
     assert main(["heads", "show", "heads"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^chat_template +\{% for m in messages", shown, re.MULTILINE)
-    assert len(shown.splitlines()) == len(fields(HeadsConfig))
+    names = [line.split()[0] for line in shown.splitlines()]
+    known = [field.name for field in fields(HeadsConfig)]
+    assert names == [name for name in known if name in names]  # one line a field that is set
     generate = ["generate", *MODEL, "--max-new-tokens", "3", "a b"]
     assert main(generate) == 2
     assert "Its name says: --chat-template vicuna" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_help_states_the_defaults_of_the_facade() -> None:
     found = defaults["attn_implementation"].default
     assert f"{found} (the default)" in texts["attn_implementation"]
     assert defaults["dtype"].default is None
-    assert "Built in: bfloat16; for a .gguf file float32" in texts["dtype"]
+    assert "Built in: bfloat16, for a .gguf file float32" in texts["dtype"]
 
 
 def test_flags_reach_the_function_that_takes_them(speculator: FakeSpeculator) -> None:

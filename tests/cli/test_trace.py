@@ -43,8 +43,8 @@ def workplace(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept, png, card = (str(tmp_path / name) for name in ("t.jsonl", "a.png", "card.png"))
-    assert main([*COMMAND, "a b c", "--output", kept, "--png", png, "--card", card]) == 0
+    kept, card = (str(tmp_path / name) for name in ("t.jsonl", "card.png"))
+    assert main([*COMMAND, "a b c", "--output", kept, "--card", card]) == 0
     shown = capsys.readouterr().out
     found = LayerTrace.load(Path(kept))
     plain = load("model", dtype="float32", heads="logit-lens")
@@ -54,7 +54,7 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     assert found.info.settings.exit_layers == (2, 4)
     assert "6 tokens" in shown
     assert "\x1b" not in shown
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "card.png", "t.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["card.png", "t.jsonl"]
     assert main(["trace", "--from", kept]) == 0
     assert capsys.readouterr().out == shown
 
@@ -91,7 +91,7 @@ def test_the_page_replays_the_very_answer_or_nothing(
     assert main([*COMMAND, "a b c", *more, "--html", str(page)]) == 0
     assert ("cannot replay settings" in capsys.readouterr().err) != replays
     data = page_data(page)
-    assert (data["record"] is not None, data["prices"] is not None) == (replays, replays)
+    assert (data["grid"] is not None, data["plain_step"] is not None) == (replays, replays)
     assert ("greedy decoding without drafts gives another answer" in data["why"]) != replays
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
@@ -108,16 +108,15 @@ def test_a_page_of_a_kept_trace_replays_nothing(workplace: Path, tmp_path: Path)
     [
         (["a", "--html", "nowhere/a.html"], "--html nowhere/a.html: there is no folder nowhere"),
         (["a", "--html", "page"], "expected a name that ends in .html"),
-        (["a", "--png", "nowhere/map.png"], "--png nowhere/map.png: there is no folder nowhere"),
+        (["a", "--card", "nowhere/a.png"], "--card nowhere/a.png: there is no folder nowhere"),
         (["a", "--output", "nowhere/t.jsonl"], "there is no folder nowhere. Make it first"),
         (["a", "--output", "model"], "model is a folder. Name a file"),
-        (["a", "--svg", "map.png"], "expected a name that ends in .svg"),
         (["a", "--card", "card.jpg"], "--card card.jpg: expected a name that ends in .png"),
         (["a", "--drafter", "exit:layers=2/9"], "exit layer 9 is not among"),
         (["a", "--heads", "nowhere"], "nowhere"),
         (["a", "--suite", "six-tasks"], "--suite means nothing without --record"),
         (["a", "--min-threshold", "0.1"], "--min-threshold means nothing without --record"),
-        (["a", "--record", "new", "--png", "map.png"], "--png means nothing with --record"),
+        (["a", "--record", "new", "--card", "a.png"], "--card means nothing with --record"),
         (["a", "--record", "new", "--drafter", "exit"], "--drafter means nothing with"),
         (["a", "--from", "long.jsonl"], "a prompt and --from at once"),
         ([" "], "the prompt is empty"),
@@ -163,13 +162,17 @@ def test_a_model_without_heads_is_looked_at_through_the_logit_lens(
     page = tmp_path / "page.html"
     assert main([*command, "--html", str(page)]) == 0
     assert "3 tokens, 2 rounds" in capsys.readouterr().out
-    begin = page_data(page)["start"]
-    assert (begin["drafter"], begin["used"], begin["notes"]) == ("ngram", [], [])
+    grid = page_data(page)["grid"]
+    assert (grid["begin"]["drafter"], list(grid["drafters"]), grid["notes"]) == (
+        "ngram",
+        ["ngram", "none"],
+        [],
+    )
 
 
-def test_pictures_need_matplotlib_and_say_so_first(
+def test_cards_need_matplotlib_and_say_so_first(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["trace", "--from", "long.jsonl", "--png", "map.png"]) == 2
-    assert "--png needs matplotlib. Install it" in capsys.readouterr().err
+    assert main(["trace", "--from", "long.jsonl", "--card", "a.png"]) == 2
+    assert "--card needs matplotlib. Install it" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_a_dry_run_records_reports_and_keeps_nothing(
     suite = ["--suite", "suite.jsonl", "--limit", "2", "--max-exit-layers", "1"]
     assert main(["tune", *MODEL, *SHORT, *suite, "--objective", "latency", "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert "settings replayed on 2 prompts" in output
+    assert "settings tried on 2 prompts" in output
     assert "plain decoding" in output
     assert tuned.files() == []
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.decoding.work import alone, padded
-from selfspec.model.executors import Claims
 from selfspec.model.kv_store import Lease
 from selfspec.model.rows import Rows
 from tests.models import random_ids
@@ -124,16 +123,6 @@ def test_pinned_passes_are_padded_with_zeros_to_a_fixed_number(
     assert found.shape == (expected, 32)
     assert torch.equal(found[:rows], hidden)
     assert not found[rows:].any()
-
-
-def test_a_pass_has_at_least_the_rows_that_the_executor_asks_for(
-    watched: WatchedBackbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(WatchedBackbone, "claims", Claims(steady_from=3))
-    assert HiddenCache(watched, Lease(8), EXIT_LAYERS).least == 3
-    assert HiddenCache(watched, Lease(8), pinned_rows=4).least == 4
-    assert HiddenCache(watched, Lease(8), pinned_rows=2).least == 3
-    assert passed_rows(HiddenCache(watched, Lease(8), EXIT_LAYERS), watched) == 3
 
 
 def test_without_pinning_nothing_is_padded(cache: HiddenCache, watched: WatchedBackbone) -> None:

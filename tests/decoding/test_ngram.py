@@ -16,7 +16,7 @@ from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
-from tests.models import make_model, random_ids
+from tests.models import make_model, needs_compiler, random_ids
 
 
 class Text:
@@ -121,17 +121,19 @@ def test_a_draft_must_promise_what_its_first_row_costs() -> None:
         assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected
 
 
+@needs_compiler
 def test_a_block_costs_more_where_one_row_has_kernels_of_its_own() -> None:
     ids = torch.arange(96)[None]  # whatever comes was there before: a chance of 1/2
     options: dict[str, Any] = {"drafter": "ngram:size=1,max_tokens=1"}
-    for executor, expected in (("generic", False), ("packed", True)):
+    for executor, expected in (("generic", False), ("fused", True)):
         speculator = wrap(make_model("llama"), executor=executor, **options)
         stats = speculator.generate(ids, max_new_tokens=6).stats
         assert (stats.drafted > 0) is expected
 
 
+@needs_compiler
 def test_a_row_costs_more_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculator = wrap(make_model("llama"), executor="packed", drafter="ngram:size=1,max_tokens=1")
+    speculator = wrap(make_model("llama"), executor="fused", drafter="ngram:size=1,max_tokens=1")
     ids = torch.arange(96)[None]  # a chance of 1/2
     assert speculator.generate(ids, max_new_tokens=6).stats.drafted > 0
     dear = replace(speculator.backbone.claims, row_costs=(0.6,))

@@ -7,12 +7,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.decode import StopRule, propose, rounds, verify
 from selfspec.decoding.drafters import ExitDrafter
+from selfspec.decoding.schedule import Schedule
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch
@@ -297,3 +300,23 @@ def test_a_controller_ends_a_draft_and_hears_what_was_kept(
     assert [entry.ended for entry in entries] == ["off", "unsure", "unsure"]
     assert heard == [(3, 2), (3, 2)]
     assert state.ids[0].tolist() == truth[: state.length]
+
+
+@given(
+    st.sets(st.integers(0, 7), max_size=3),
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+)
+def test_verification_takes_every_row_through_every_layer_once(
+    exit_layers: set[int], reached: list[int]
+) -> None:
+    """`reached`: how far each new row is taken, with all rows that it meets."""
+    schedule = Schedule(sorted(exit_layers), 8)
+    for until in reached:
+        schedule.push(1)
+        for boundary in range(min(until, len(exit_layers))):
+            schedule.advance(boundary)
+    for boundary, until in schedule.finish():
+        schedule.advance(boundary, until)
+    assert schedule.waiting == [0] * (len(exit_layers) + 1) + [len(reached)]
+    assert sum(rows * (last - first) for rows, first, last in schedule.passes) == 8 * len(reached)
+    assert [last for _, _, last in schedule.passes].count(8) == 1  # one pass for all

@@ -11,10 +11,7 @@ from selfspec.decoding import speed
 from selfspec.decoding.clock import Clock
 from selfspec.decoding.speed import ROWS, StepSpeed, memory_rate, step_speed
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors import Claims
-from tests.models import make_model
-from tests.packing import RUNNING
-from tests.watched import WatchedBackbone
+from tests.models import make_model, needs_compiler
 
 CPU = torch.device("cpu")
 
@@ -46,15 +43,14 @@ def test_the_models_own_modules_read_weights_keys_and_values_in_its_dtype(
     assert found.step_bytes == found.weight_bytes + found.kv_bytes
 
 
-@pytest.mark.parametrize(("executor", "dtype"), RUNNING)
-def test_packed_weights_count_as_they_are_kept(executor: str, dtype: torch.dtype) -> None:
-    backbone = Backbone(make_model("llama", dtype), executor=executor)
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_weights_count_as_they_are_kept(dtype: torch.dtype) -> None:
+    backbone = Backbone(make_model("llama", dtype), executor="fused")
     found = step_speed(backbone, context=10, clock=ticking())
     assert found.weight_bytes == dtype.itemsize * PRODUCTS
-    kept = 2 * LAYERS * KV_HEADS * 10
-    # oneDNN's attention is in float32; ours takes values of sixteen numbers
-    size = HEAD_SIZE * 4 if executor == "packed" else 16 * dtype.itemsize
-    assert found.kv_bytes == kept * size
+    # values come in sixteens
+    assert found.kv_bytes == 2 * LAYERS * KV_HEADS * 10 * 16 * dtype.itemsize
 
 
 def test_an_unembedding_that_is_the_embedding_counts_once_and_another_embedding_never() -> None:
@@ -107,15 +103,6 @@ def test_the_limit_is_the_time_that_reading_takes() -> None:
         "share_of_limit": 0.5,
         "rows_in_steps": {2: 1.25, 8: 2.5},
     }
-
-
-def test_passes_are_padded_as_rounds_pad_them(
-    watched: WatchedBackbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(WatchedBackbone, "claims", Claims(steady_from=3))
-    step_speed(watched, context=20, clock=ticking())
-    passes = [(positions[0], len(positions)) for positions, _, _ in watched.runs]
-    assert passes == [(0, 20)] + [(20, max(rows, 3)) for rows in ROWS] * 2
 
 
 @pytest.mark.parametrize(

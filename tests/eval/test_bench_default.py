@@ -9,7 +9,6 @@ import pytest
 
 from selfspec.cli.main import main
 from tests.api.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
-from tests.packing import PINNED_DTYPE
 
 METHODS = "hugging-face,plain,speculation,no-width-bound,prompt-lookup"
 
@@ -17,13 +16,13 @@ METHODS = "hugging-face,plain,speculation,no-width-bound,prompt-lookup"
 def test_one_question_by_five_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "What is rain?"}\n{"prompt": "Say yes, yes, yes."}\n')
-    command = ["bench", "--suite", str(prompts), "--dtype", PINNED_DTYPE, "--json"]
+    command = ["bench", "--suite", str(prompts), "--json"]
     command += ["--limit", "1", "--tune-questions", "1", "--max-new-tokens", "4"]
     assert main([*command, "--methods", METHODS, "--output", str(tmp_path / "out")]) == 0
     summary = json.loads(capsys.readouterr().out)
     figures = summary["all"]["overall"]
     assert list(figures) == METHODS.split(",")
     for label in ("plain", "speculation", "no-width-bound"):
-        assert summary["unequal"][label] == 0  # packed kernels round a row alike beside any other
+        assert summary["unequal"][label] == 0  # compiled code rounds a row alike beside any other
     assert figures["plain"]["compression_rate"] == 1.0
     assert figures["speculation"]["over_plain"]["prompts"] == 1

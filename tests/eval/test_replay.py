@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import selfspec
@@ -19,14 +18,12 @@ from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.record import Record
-from selfspec.eval.totals import totals
 from selfspec.eval.trace import Recorder
 from selfspec.eval.trace_options import RecordOptions
 from selfspec.options import Exit, GammaTune, Ngram, Prices
 from selfspec.options.controllers import CONTROLLERS, Controller
 from tests.api.test_default_model import pytestmark as default_model
 from tests.models import random_ids
-from tests.packing import PINNED_DTYPE
 from tests.records import KINDS, NEW_TOKENS, OPTIONS, PROMPTS, recorded
 
 SETTINGS = 15
@@ -161,44 +158,6 @@ def test_a_record_holds_what_plain_decoding_writes(kind: str) -> None:
     assert min(lengths) < NEW_TOKENS == max(lengths)  # some ended by themselves
 
 
-def counted(entries: list[Round], judged: int, widest: int) -> dict[str, list[int]]:
-    """What totals count, from rounds."""
-    later = entries[1:]
-    passes = [run for entry in later for run in entry.passes]
-    return {
-        "rounds": [len(later)],
-        "tokens": [sum(len(entry.tokens) for entry in later)],
-        "drafted": [sum(len(entry.draft_tokens) for entry in later)],
-        "accepted": [sum(entry.accepted for entry in later)],
-        "judged": [judged],
-        "passes": [sum(rows == r for rows, _, _ in passes) for r in range(1, widest + 1)],
-        "layers": [
-            sum(last - first for rows, first, last in passes if rows == r)
-            for r in range(1, widest + 1)
-        ],
-        "verified": [
-            sum(len(entry.draft_tokens) + 1 == r for entry in later) for r in range(1, widest + 1)
-        ],
-    }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_totals_of_many_settings_equal_counted_rounds(kind: str) -> None:
-    record, _ = recorded(kind)
-    settings = [random_setting(record, seed) for seed in range(SETTINGS)]
-    # neighbours that differ in width are replayed together, in any order
-    settings += [settings[0].updated({"exit": {"max_tokens": width}}) for width in (3, 1, 4)]
-    found = totals(record, settings)
-    assert found.widest == OPTIONS.max_draft_tokens + 1
-    for index, options in enumerate(settings):
-        for prompt in PROMPTS:
-            entries = replay.rounds(record, prompt, options)
-            judged = sum(entry.heads for entry in entries)
-            for name, expected in counted(entries, judged, found.widest).items():
-                value = np.atleast_1d(getattr(found, name)[index, prompt]).tolist()
-                assert value == expected, (name, options)
-
-
 @pytest.mark.parametrize("drafter", ["exit", "ngram+exit"])
 @pytest.mark.parametrize("kind", ["deep-fused", "deep-fused-0"])
 def test_trees_replay_as_they_grow(
@@ -283,17 +242,6 @@ def test_what_was_not_recorded_is_refused(changes: dict[str, object], reason: st
 
 
 @pytest.mark.parametrize(
-    "changes", [{"drafter": "ngram"}, {"controller": "threshold"}, {"never_slower": True}]
-)
-def test_what_learns_from_round_to_round_has_no_totals(changes: dict[str, Any]) -> None:
-    record, _ = recorded("translator")
-    base = SpeculationOptions(exit=Exit(anneal_strength=0.5, max_tokens=4), never_slower=False)
-    options = base.updated(changes)
-    with pytest.raises(InvalidOption, match="is replayed round by round only"):
-        totals(record, [options])
-
-
-@pytest.mark.parametrize(
     "heads",
     [
         pytest.param(name, marks=default_model)
@@ -301,9 +249,9 @@ def test_what_learns_from_round_to_round_has_no_totals(changes: dict[str, Any]) 
     ],
 )
 def test_the_default_model_replays_as_it_runs(heads: str) -> None:
-    """From packed weights: rows round alike, however many run together."""
+    """Rows round alike, however many run together."""
     prompt, new_tokens = "Translate into French: The train leaves at nine.", 12
-    speculator = selfspec.load(heads=heads, dtype=PINNED_DTYPE)
+    speculator = selfspec.load(heads=heads)
     recorder = Recorder(
         speculator, RecordOptions(max_new_tokens=new_tokens, max_draft_tokens=3, min_threshold=0.25)
     )

@@ -79,37 +79,12 @@ def run(summary: dict[str, Any]) -> Results:
 # --- figures
 
 
-def test_a_sweep_is_sorted_by_its_value(summary: dict[str, Any]) -> None:
-    data = plots.sweep_data(summary)
-    assert list(data) == ["exit.threshold"]
-    found = plots.sweep_statistic("exit.threshold", data["exit.threshold"], "plain")
-    assert found.name == "exit threshold (tau)"
+def test_the_chart_holds_all_methods_but_no_sweep(summary: dict[str, Any]) -> None:
+    found = plots.methods_statistic(plots.methods_data(summary), "plain")
     assert (found.unit, found.prompts) == ("× plain", 2)
-    assert found.at == [0.1, 0.9]
-    assert found.speed_up == [8.0 / 5.0, 8.0 / 6.4]
+    assert found.at == ["plain", "speculation", "no-width-bound"]
+    assert found.speed_up == [1.0, 2.0, 0.8]
     assert found.low == found.high == found.speed_up  # both prompts took the same time
-    assert found.compression == [3.0, 3.0]
-
-
-def test_an_ablation_holds_those_of_its_methods_that_were_measured(
-    summary: dict[str, Any],
-) -> None:
-    data = plots.methods_data(summary, plots.ABLATION)
-    found = plots.methods_statistic("ablation", data, "plain")
-    assert found.at == ["speculation", "no-width-bound"]
-    assert found.speed_up == [2.0, 0.8]
-
-
-def test_what_a_round_saves_and_costs_is_told_in_plain_steps(summary: dict[str, Any]) -> None:
-    """Three tokens in one second behind the first, where plain decoding takes one for each."""
-    data = plots.trade_data(summary)
-    assert data[:2] == [("plain", 1.0, 1.0), ("speculation", 3.0, pytest.approx(1 / 3))]
-    found = plots.trade_statistic([*data[:2], ("slow", 1.5, 2.0)], "plain", 2)
-    assert found.names == ["speculation", "slow"]
-    assert found.saved == [2.0, 0.5]
-    assert found.cost == pytest.approx([0.0, 2.0])  # 1.5 tokens of two seconds: three steps
-    assert (found.base, found.answers) == ("plain", 2)
-    assert plots.trade_statistic(data[1:], "plain", 2).names == []
 
 
 def test_where_the_time_goes_in_percent_of_plain_decoding(summary: dict[str, Any]) -> None:
@@ -127,20 +102,17 @@ def test_where_the_time_goes_in_percent_of_plain_decoding(summary: dict[str, Any
     assert plots.profile_statistic(data, "hugging-face", 2) is None
 
 
-def test_lossy_methods_are_marked_in_figures(summary: dict[str, Any]) -> None:
+def test_lossy_methods_are_marked(summary: dict[str, Any]) -> None:
     summary["methods"]["speculation"]["lossy"] = True
     label = "speculation (lossy)"
-    assert plots.methods_data(summary, plots.ABLATION)[0][0] == label
-    assert label in plots.acceptance_data(summary, "layer")
-    assert plots.trade_data(summary)[1][0] == label
+    assert plots.methods_data(summary)[1][0] == label
+    assert tables.acceptance_table(summary).rows[0][0] == label
 
 
 def test_acceptance_in_percent_of_what_was_drafted(summary: dict[str, Any]) -> None:
-    data = plots.acceptance_data(summary, "layer")
-    assert list(data) == ["speculation", "no-width-bound"]
-    assert plots.acceptance_statistic(data)[0] == plots.Shares(
-        "speculation", 10, [2, 10], [75.0, 0.0]
-    )
+    rows = tables.acceptance_table(summary).rows
+    assert [row[0] for row in rows] == LABELS[1:]
+    assert rows[0][1:] == ["2: 75%, 10: 0%", "1: 60%"]
 
 
 def test_speed_ups_are_shown_over_plain_decoding_where_it_was_measured(
@@ -165,24 +137,12 @@ def test_the_verdict_is_the_fastest_lossless_method_or_says_that_none_is(
     assert tables.verdict({**summary, "all": {}}).startswith("No speed-up can be told")
 
 
-def test_values_that_are_lists_are_words_on_the_axis(summary: dict[str, Any]) -> None:
-    figures = summary["all"]["overall"]["speculation"]
-    found = plots.sweep_statistic("exit.layers", [([4, 20], figures)], "plain")
-    assert (found.name, found.at) == ("exit.layers", ["4/20"])
-
-
-def test_each_figure_is_a_file(summary: dict[str, Any], tmp_path: Path) -> None:
-    gains = plots.Gains("tau", "× plain", 2, [0.1, 0.9], [1.0, 2.0], [0.9, 1.5], [1.1, 2.2], [1, 2])
-    words = gains._replace(at=["4", "4/20"])
-    shares = [plots.Shares("speculation", 10, [2, 10], [75.0, 0.0])]
-    plots.save_sweeps([gains, words], tmp_path / "a.png")
-    plots.save_methods(words, tmp_path / "b.png")
-    plots.save_acceptance(shares, shares, tmp_path / "c.png")
-    plots.save_trade(plots.Trade("plain", 2, ["a"], [2.0], [0.5]), tmp_path / "d.png")
-    plots.save_profile(plots.Profile("plain", 2, ["a"], {"verify": [90.0]}), tmp_path / "e.png")
-    for name in "abcde":
+def test_each_figure_is_a_file(tmp_path: Path) -> None:
+    gains = plots.Gains("× plain", 2, ["a", "b"], [1.0, 2.0], [0.9, 1.5], [1.1, 2.2])
+    plots.save_methods(gains, tmp_path / "a.png")
+    plots.save_profile(plots.Profile("plain", 2, ["a"], {"verify": [90.0]}), tmp_path / "b.png")
+    for name in "ab":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
-    assert len(list(tmp_path.iterdir())) == 5
 
 
 # --- the report
@@ -191,8 +151,7 @@ def test_each_figure_is_a_file(summary: dict[str, Any], tmp_path: Path) -> None:
 def test_the_report_holds_every_table_and_picture(run: Results, tmp_path: Path) -> None:
     pages = report.write([run, run._replace(name="second")], tmp_path / "out")
     assert [page.name for page in pages] == ["report.md", "report.html"]
-    names = ("methods", "ablation", "sweeps", "trade", "acceptance")
-    pictures = [f"{number}-{name}.png" for number in (1, 2) for name in names]
+    pictures = [f"{number}-methods.png" for number in (1, 2)]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *pictures,
         "report.md",
@@ -211,7 +170,7 @@ def test_the_page_stands_alone_and_is_escaped(run: Results, tmp_path: Path) -> N
     _, page = report.write([run], tmp_path)
     text = page.read_text(encoding="utf-8")
     sources = re.findall(r'src="(.{0,30})', text)
-    assert len(sources) == 5
+    assert len(sources) == 1
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert "<b>" not in text
     assert "&lt;b&gt;model" in text

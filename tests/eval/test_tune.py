@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -9,17 +10,18 @@ import pytest
 
 from selfspec.api.tuned import TUNED_OPTIONS
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs
+from selfspec.decoding.prices import Costs, Exits, expected
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.record import NONE, Record
-from selfspec.eval.totals import plain_seconds, predicted_seconds, totals
 from selfspec.eval.trace_options import TuneOptions
 from selfspec.eval.tune import (
     candidates,
     cross_validated,
     folds,
+    plain_seconds,
     score,
+    screened,
     thresholds,
     tune,
 )
@@ -115,13 +117,75 @@ def test_every_candidate_can_be_replayed_and_widths_are_neighbours() -> None:
     assert len(candidates(record, 1)) < len(found) < len(candidates(record, 3))
 
 
+def exits(record: Record, prompt: int, setting: SpeculationOptions) -> tuple[Exits, Exits]:
+    """What the cost model goes by, place by place."""
+    asked = replay.Setting.of(record, setting)
+    counts: list[list[tuple[int | None, bool]]] = [[], []]
+
+    def look(node: int, place: int) -> int:
+        """Note what happens at a node; the node behind a draft that stays."""
+        if node == NONE:
+            return NONE
+        sure = record.confidence[node, list(asked.columns), asked.alpha] >= asked.thresholds
+        at = int(sure.argmax()) if sure.any() else None
+        column = asked.columns[at or 0]
+        right = at is not None and record.tokens[node, column] == record.answers[place + 1]
+        counts[step].append((at, right))
+        return int(record.children[node, column]) if right else NONE
+
+    for place in record.places(prompt):
+        node = int(record.roots[place])
+        for step in range(2):
+            node = look(node, place + step)
+    first, later = (
+        Exits(
+            tuple(mean(at == i for at, _ in seen) for i in range(len(asked.layers))),
+            mean(right for _, right in seen),
+        )
+        for seen in counts
+    )
+    return first, later
+
+
+def mean(found: Iterable[bool]) -> float:
+    """0 of none."""
+    values = list(found)
+    return sum(values) / max(len(values), 1)
+
+
+@pytest.mark.parametrize("kind", ["translator", "deep-fused"])
+def test_the_cost_model_goes_by_how_often_each_setting_exits(kind: str) -> None:
+    record = recorded(kind).record
+    settings = candidates(record, 2)
+    found = screened(record, COSTS, settings, unseen)
+    plain = plain_seconds(record, COSTS)
+    assert found.shape == (len(settings), len(plain))
+    for index in range(0, len(settings), len(settings) // 40):
+        setting = settings[index]
+        for prompt in range(len(plain)):
+            first, later = exits(record, prompt, setting)
+            layers, width = setting.exit.layers or (), setting.exit.max_tokens
+            gain = expected(COSTS, layers, first, later, width)[1]
+            assert found[index, prompt] == pytest.approx(plain[prompt] / gain)
+
+
+def test_what_the_cost_model_likes_is_fast_when_it_is_replayed() -> None:
+    record = recorded("translator").record
+    settings = candidates(record, 2)
+    expected_s = screened(record, COSTS, settings, unseen).sum(-1)
+    by_model = expected_s.argsort()
+    likes, dislikes = (
+        [followed(record, settings[i]) for i in some] for some in (by_model[:20], by_model[-20:])
+    )
+    assert max(likes) < plain_seconds(record, COSTS).sum() < min(dislikes)
+
+
 def test_predicted_seconds_add_up_the_parts_of_all_rounds() -> None:
     record = recorded("deep-fused").record
     setting = SpeculationOptions(
         exit=Exit(layers=(0, 5), threshold=0.3, anneal_strength=0.5, max_tokens=3),
         never_slower=False,
     )
-    found = predicted_seconds(totals(record, [setting]), COSTS)
     for prompt in range(len(record.prompts)):
         expected = 0.0
         for entry in replay.rounds(record, prompt, setting)[1:]:
@@ -131,7 +195,6 @@ def test_predicted_seconds_add_up_the_parts_of_all_rounds() -> None:
                 expected += start + (whole - start) * (last - first) / COSTS.num_layers
             asked = sum((0, 5).index(layer) + 1 for layer in entry.exit_layers)
             expected += COSTS.head * (asked + 2 * (entry.ended == "depth"))
-        assert found[0, prompt] == pytest.approx(expected)
         entries = replay.rounds(record, prompt, setting)
         assert COSTS.seconds_of(entries) == pytest.approx(expected)
 
@@ -170,15 +233,15 @@ def test_no_setting_is_faster_on_the_prompts_it_was_chosen_on() -> None:
     assert found.speculates
     settings = candidates(record, 2)
     assert not any(setting.never_slower for setting in settings)
-    seconds = predicted_seconds(totals(record, settings), COSTS).sum(-1)
+    seconds = screened(record, COSTS, settings, unseen).sum(-1)
     first = replace(settings[seconds.argmin()], never_slower=True, prices=COSTS_HERE)
     plain = plain_seconds(record, COSTS).sum()
     assert found.speed_up_in_sample >= plain / followed(record, first) - 1e-9
     assert found.speed_up <= found.speed_up_in_sample
     assert found.worst <= found.percentile_5
-    # seen text alone, the best four alone and behind it, at two prices of a row; other parts of
+    # seen text alone, the best fifty alone and behind it, at two prices of a row; other parts of
     # the prompts may have other best ones
-    assert len(settings) + 18 <= found.settings <= len(settings) + 2 + 16 * (4 + 1)
+    assert len(settings) + 202 <= found.settings <= len(settings) + 2 + 200 * (4 + 1)
     assert found.prompts == 4
     chosen = SpeculationOptions().updated(found.options)
     every = [replay.rounds(record, prompt, chosen) for prompt in range(4)]

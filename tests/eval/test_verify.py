@@ -25,8 +25,7 @@ from selfspec.eval.reference import speculator_in
 from selfspec.model.backbone import Backbone
 from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 from tests.heads.kinds import make_heads, train
-from tests.models import PACKED_EXECUTORS, make_model, needs_compiler, random_ids
-from tests.packing import RUNNING_BFLOAT16
+from tests.models import EXECUTORS, make_model, needs_compiler, random_ids
 from tests.talks import make_tokenizer
 
 OPTIONS: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.05,max_tokens=3"}
@@ -56,7 +55,7 @@ def outcomes(subject: Subject) -> list[str]:
 # --- the rungs
 
 
-@pytest.mark.parametrize("executor", RUNNING_BFLOAT16)
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_correct_model_passes_every_rung(executor: str) -> None:
     model = make_model("llama", torch.bfloat16)
     heads = train(make_heads("deep-fused", Backbone(model).unembedding))
@@ -82,7 +81,7 @@ def test_a_correct_model_passes_every_rung(executor: str) -> None:
     assert ("shared" in seventh.found) == (executor == "fused")
 
 
-@pytest.mark.parametrize("executor", ["generic", *PACKED_EXECUTORS])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_float32_leaves_the_fifth_rung_to_the_one_before(executor: str) -> None:
     found = speculator_of(make_model("llama"), executor=executor)
     rungs = [rung for _, rung in climb(subject_of(found))]

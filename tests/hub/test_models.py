@@ -19,8 +19,10 @@ from safetensors import SafetensorError
 
 from selfspec import files
 from selfspec.errors import HeadsNotFound, ModelNotFound
+from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.hub import models as hub
 from selfspec.hub import quantised_files
+from selfspec.training.records import CALIBRATION
 from tests.gguf_files import tiny
 
 Convert = Callable[[Path, Path, str], None]
@@ -138,12 +140,12 @@ def test_leftovers_of_killed_runs_are_removed_once_stale(
     target = cache / "models" / Path(hub.resolve_model(gguf).source).name
     gone = 2**22 + 1  # above every process id
     for age_s, process in ((3600.0, gone), (0.0, gone + 1)):
-        left = target.parent / f".{target.name}.{process}.new"
+        left = target.parent / f".{target.name}.{process}.a_1.new"
         left.mkdir()
         os.utime(left, (time.time() - age_s,) * 2)
     shutil.rmtree(target)
     hub.resolve_model(gguf)
-    assert entries(cache) == [f".{target.name}.{gone + 1}.new", target.name]
+    assert entries(cache) == [f".{target.name}.{gone + 1}.a_1.new", target.name]
 
 
 def test_damaged_gguf_file_is_named_with_the_reason(gguf: Path, cache: Path) -> None:
@@ -343,7 +345,7 @@ def test_heads_on_the_hub_come_without_pickles(
     monkeypatch.setattr(hub, "_hub_answers", lambda: True)
     assert hub.resolve_heads("someone/heads") == bundled / "checkpoints" / "a-heads"
     assert asked["name"] == "someone/heads"
-    assert asked["allow_patterns"] == ["*.json", "*.safetensors", "*.md", "*.yaml"]
+    assert asked["allow_patterns"] == sorted({*FILES_OF_A_FIT, CALIBRATION})
     assert not asked["local_files_only"]
 
 

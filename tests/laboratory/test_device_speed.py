@@ -26,7 +26,7 @@ def found() -> DeviceSpeed:
 
 
 def test_all_decoders_and_passes_are_measured(found: DeviceSpeed) -> None:
-    assert found.steps.keys() == {"generic", "packed", "fused"} - MISSING
+    assert found.steps.keys() == {"generic", "fused"} - MISSING
     assert found.token_s.keys() == {HUGGING_FACE, *found.steps}
     for step in found.steps.values():
         assert tuple(step.rows_s) == ROWS
@@ -55,7 +55,7 @@ def test_the_page_says_what_was_timed_and_sets_it_against_the_limit(found: Devic
 def test_an_executor_that_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     found = measure(make_model("llama"), "tiny", context=20, new_tokens=3, repeats=1)
-    assert found.steps.keys() == {"generic", "packed"}
+    assert found.steps.keys() == {"generic"}
 
 
 def test_random_models_have_their_shape_and_never_end() -> None:

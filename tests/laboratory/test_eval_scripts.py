@@ -16,11 +16,9 @@ import yaml
 from torch import Tensor
 
 from selfspec.errors import CannotWrite, InvalidOption
-from selfspec.eval import results
 from selfspec.eval.answers import Answer, Run
-from selfspec.eval.summary import summarise
+from selfspec.model.executors.fused_cpu import FusedExecutor
 from tests.models import make_model
-from tests.packing import EXACT
 from tests.talks import make_tokenizer
 
 
@@ -123,76 +121,6 @@ def test_the_grids_best_is_found_with_hindsight_and_on_the_other_half() -> None:
     assert found["tuned_over_searched"]["ratio"] == 15 / 8
 
 
-# --- two_runs
-
-
-def finished(folder: Path, seconds: dict[str, list[float]], **run: Any) -> Path:
-    """A folder of a bench with such seconds by method and prompt."""
-    answers = [
-        Answer(
-            id=str(at),
-            task="math",
-            turn=1,
-            repeat=1,
-            new_tokens=2,
-            runs={
-                label: Run(seconds=times[at], arrivals=[(1, 1.0), (1, 1.0)])
-                for label, times in seconds.items()
-            },
-        )
-        for at in range(len(seconds["plain"]))
-    ]
-    described = {
-        name: {"method": name, "source": "", "setting": {}, "chosen_from": []} for name in seconds
-    }
-    facts: dict[str, Any] = {part: {} for part in ("questions", "model", "speculation")}
-    machine = {"threads": len(folder.name)}
-    results.begin(folder, {"run": run, "machine": machine, **facts}, resume=False)
-    results.write(folder, summarise(answers, described))
-    return folder
-
-
-def test_runs_agree_where_their_intervals_meet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = [4.0, 4.0, 4.0]
-    first = finished(tmp_path / "a", {"plain": plain, "fast": [2.0, 3.0, 4.0]})
-    second = finished(tmp_path / "bb", {"plain": plain, "fast": [2.0, 2.5, 3.5]})
-    script("two_runs").main(first, second)
-    printed = capsys.readouterr().out
-    assert "machine threads: 1, then 2" in printed
-    # overall and math, all answers and those without loops
-    assert "4 of 4 speed-ups agree within their intervals" in printed
-    assert "furthest apart: fast over plain" in printed
-    assert "1.333 (" in printed
-    assert "1.500 (" in printed
-    assert "12.5% apart" in printed
-
-
-def test_runs_whose_intervals_do_not_meet_give_exit_code_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = [4.0, 4.0]
-    first = finished(tmp_path / "a", {"plain": plain, "fast": [2.0, 2.1]})
-    second = finished(tmp_path / "b", {"plain": plain, "fast": [1.0, 1.1]})
-    with pytest.raises(SystemExit) as caught:
-        script("two_runs").main(first, second)
-    assert caught.value.code == 1
-    printed = capsys.readouterr().out
-    assert printed.count("no overlap: fast over plain") == 4
-    assert "0 of 4 speed-ups agree" in printed
-
-
-def test_single_prompts_have_no_interval_and_other_commands_are_refused(tmp_path: Path) -> None:
-    one = finished(tmp_path / "a", {"plain": [4.0], "fast": [2.0]}, limit=1)
-    same = finished(tmp_path / "b", {"plain": [4.0], "fast": [1.0]}, limit=1)
-    other = finished(tmp_path / "c", {"plain": [4.0, 4.0], "fast": [2.0, 2.0]}, limit=2)
-    with pytest.raises(SystemExit, match="no speed-up over several prompts"):
-        script("two_runs").main(one, same)
-    with pytest.raises(InvalidOption, match="two commands: run limit is 1 in a, 2 in c"):
-        script("two_runs").main(one, other)
-
-
 # --- width_cost
 
 
@@ -222,13 +150,12 @@ def test_no_draft_moves_a_bit(workplace: Path) -> None:
 def test_kernels_that_depend_on_the_number_of_rows_are_found(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for (kind, name), right in EXACT.items():
+    exact = FusedExecutor.logits
 
-        def depends_on_rows(self: Any, rows: Tensor, exact: Any = right) -> Tensor:
-            product: Tensor = exact(self, rows)
-            return product * (1 + 2**-22 * (len(rows) >= 4))
+    def depends_on_rows(self: FusedExecutor, rows: Tensor) -> Tensor:
+        return exact(self, rows) * (1 + 2**-22 * (len(rows) >= 4))
 
-        monkeypatch.setattr(kind, name, depends_on_rows)
+    monkeypatch.setattr(FusedExecutor, "logits", depends_on_rows)
     with pytest.raises(SystemExit):
         run_invariance(workplace / "out")
     drafts = json.loads((workplace / "out" / "summary.json").read_text())["drafts"]
@@ -247,9 +174,9 @@ def test_peaks_of_loading_are_those_of_the_kernel(workplace: Path) -> None:
 
 
 def test_peaks_are_shown_beside_the_weights() -> None:
-    case = {"dtype": "bfloat16", "executor": "packed", "model_mb": 200.0}
+    case = {"dtype": "bfloat16", "executor": "fused", "model_mb": 200.0}
     table = script("load_memory").table([case | {"loading_mb": 250.0, "generating_mb": 300.0}])
-    last = "| bfloat16 | packed | 200 MB | 250 MB = 1.25 x | 300 MB = 1.50 x |"
+    last = "| bfloat16 | fused | 200 MB | 250 MB = 1.25 x | 300 MB = 1.50 x |"
     assert table.splitlines()[-1] == last
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from selfspec.model.compiler import (
     make_library,
 )
 from selfspec.model.products import CompiledLinear
+from tests.bad_input import snapshot
 from tests.models import needs_compiler
 
 ROOT = Path(__file__).parents[2]
@@ -76,13 +79,13 @@ def test_a_missing_compiler_is_said_once(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -pipe")
     monkeypatch.setattr(compiled_module, "_prebuilt", lambda *_: None)
-    compiled_module.say_missing.cache_clear()
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            with pytest.raises(ValueError, match="compiler no-such-compiler"):
-                compiled(source, NUMBER=42)
+    compiled_module._say_missing.cache_clear()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="compiler no-such-compiler"):
+            compiled(source, NUMBER=42)
     (said,) = caplog.messages
-    assert said == "slower without a C++ compiler (no-such-compiler): install g++ 11 or newer"
+    assert "compiler no-such-compiler. The model's own modules run: slower" in said
+    assert said.endswith("Install a wheel that brings compiled code, or g++ 11 or newer")
 
 
 @needs_compiler
@@ -94,6 +97,57 @@ def test_a_file_is_compiled_once(source: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(TypeError):
         compiled(source, NUMBER=43)
     assert list(cache_folder().rglob("*")) == made
+
+
+def as_somebody(path: Path) -> None:
+    os.chown(path, 65534, 65534)
+
+
+UNSAFE: dict[str, Callable[[Path], object]] = {
+    "file to all": lambda library: library.chmod(0o666),
+    "file to the group": lambda library: library.chmod(0o620),
+    "file of somebody": as_somebody,
+    "file behind a link": lambda library: library.symlink_to(library.rename(f"{library}.kept")),
+    "folder to all": lambda library: library.parent.chmod(0o777),
+    "folder with a sticky bit": lambda library: library.parent.chmod(0o1777),
+    "folder to the group": lambda library: library.parent.chmod(0o770),
+    "folder of somebody": lambda library: as_somebody(library.parent),
+    "cache to all": lambda library: library.parents[2].chmod(0o777),
+    "cache of somebody": lambda library: as_somebody(library.parents[2]),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_code_that_others_can_change_is_not_loaded(
+    kind: str, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if "somebody" in kind and os.geteuid():
+        pytest.skip("needs a second user")
+    target = compiler.this_machine(tiles=compiled_module._tiles_allowed())
+    library = cache_folder() / "compiled" / library_name(source, {"NUMBER": 42}, target)
+    library.parent.mkdir(parents=True)
+    make_library(library, source, {"NUMBER": 13}, target)
+    library.chmod(0o600)
+    assert compiled(source, NUMBER=42).answer() == 13  # nobody else can have put it there
+    UNSAFE[kind](library)
+    compiled_module._warn.cache_clear()
+    before = snapshot(cache_folder())
+    for _ in range(2):
+        assert compiled(source, NUMBER=42).answer() == 42
+    assert len([text for text in caplog.messages if "others can change" in text]) == 1
+    assert snapshot(cache_folder()) == before
+
+
+@needs_compiler
+def test_what_a_loose_umask_leaves_is_loaded(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = os.umask(0o002)
+    try:
+        compiled(source, NUMBER=42)
+    finally:
+        os.umask(mask)
+    monkeypatch.setattr(compiler, "make_library", None)
+    assert compiled(source, NUMBER=42).answer() == 42
 
 
 @needs_compiler

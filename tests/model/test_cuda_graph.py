@@ -18,8 +18,7 @@ from selfspec.decoding.drafters import NoDrafter
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.executors import cuda_graph
-from selfspec.model.executors.capture import Replays, Work, uncaptured
-from selfspec.model.executors.cuda_graph import CudaGraphExecutor
+from selfspec.model.executors.cuda_graph import CudaGraphExecutor, Replays, Work, uncaptured
 from selfspec.model.kv_store import Lease
 from selfspec.model.parts import parts_of
 from selfspec.model.rows import Rows
@@ -268,7 +267,7 @@ def test_where_capture_fails_segments_run_as_they_are_and_one_notice_says_so(
 
 
 def test_the_graph_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.model.executors.capture._MOST_GRAPHS", 2)
+    monkeypatch.setattr("selfspec.model.executors.cuda_graph._MOST_GRAPHS", 2)
     made: list[str] = []
 
     def noting(work: Work) -> Work:

@@ -14,10 +14,8 @@ from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.executors.fused_cpu import FusedExecutor
-from selfspec.model.executors.packed_cpu import PackedExecutor
-from selfspec.model.products import Product
-from tests.models import make_model, random_ids
-from tests.packing import PRODUCTS
+from selfspec.model.products import CompiledLinear
+from tests.models import make_model, needs_compiler, random_ids
 
 
 def same_as_the_model(model: Any, **options: Any) -> Backbone:
@@ -29,31 +27,29 @@ def same_as_the_model(model: Any, **options: Any) -> Backbone:
     return speculator.backbone
 
 
+@needs_compiler
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, NotImplementedError, AttributeError])
-def test_any_failure_of_packed_weights_leaves_the_models_own_modules(
+def test_any_failure_of_compiled_weights_leaves_the_models_own_modules(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> Product:
+    def fails(*_: Any, **__: Any) -> CompiledLinear:
         raise error("no such kernel\nand a long tale")
 
-    for linear in PRODUCTS.values():
-        monkeypatch.setattr(linear, "of", fails)
+    monkeypatch.setattr(CompiledLinear, "of", fails)
     backbone = Backbone(make_model("llama"))
     assert backbone.executor_name == "generic"
-    assert "no such kernel" in backbone.refused["packed"]
-    assert "tale" not in backbone.refused["packed"]
+    assert "no such kernel" in backbone.refused["fused"]
+    assert "tale" not in backbone.refused["fused"]
     with pytest.raises(UnsupportedModel, match=r"no such kernel.*choose generic"):
-        Backbone(make_model("llama"), executor="packed")
+        Backbone(make_model("llama"), executor="fused")
 
 
 def test_a_failure_while_it_runs_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("out of luck")
 
-    for executor in (FusedExecutor, PackedExecutor):
-        monkeypatch.setattr(executor, "run", fails)
-    backbone = same_as_the_model(make_model("llama"))
-    assert set(backbone.refused) == {"fused", "packed"}
+    monkeypatch.setattr(FusedExecutor, "run", fails)
+    assert set(same_as_the_model(make_model("llama")).refused) == {"fused"}
 
 
 class Hidden(Tensor):
@@ -72,12 +68,14 @@ class Hidden(Tensor):
     ) -> Any:
         if function is torch.ops.aten.detach.default:
             return cls(args[0].plain)
-        known = (torch.ops.aten.t.default, torch.ops.aten.mm.default, torch.ops.aten.view.default)
-        if function not in known:
+        aten = torch.ops.aten
+        views = (aten.t.default, aten.expand.default, aten.view.default)
+        if function not in (*views, aten.mm.default, aten.bmm.default):
             raise NotImplementedError(f"{function} of hidden weights")
+        hidden = isinstance(args[0], Hidden)
         plain = [one.plain if isinstance(one, Hidden) else one for one in args]
         found = function(*plain, **kwargs or {})
-        return cls(found) if function is torch.ops.aten.t.default else found
+        return cls(found) if hidden and function in views else found
 
 
 def hide(layer: Any) -> None:
@@ -118,7 +116,7 @@ def test_an_unembedding_of_another_dtype_behind_a_hook_runs() -> None:
     model.lm_head.float()
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
     backbone = same_as_the_model(model, heads="logit-lens", drafter="exit:threshold=0.05")
-    assert "lm_head has hooks" in backbone.refused["packed"]
+    assert "lm_head has hooks" in backbone.refused["fused"]
 
 
 @pytest.mark.parametrize("part", ["model.embed_tokens", "lm_head", ""])

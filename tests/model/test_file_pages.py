@@ -15,7 +15,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.conformance import check_conformance
 from selfspec.model.decoder import Decoder
 from selfspec.model.file_pages import FilePages
-from tests.models import make_model, random_ids
+from tests.models import make_model, needs_compiler, random_ids
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is let go")
 
@@ -86,16 +86,17 @@ def loaded(tmp_path: Path) -> PreTrainedModel:
     return model
 
 
+@needs_compiler
 def test_packing_needs_little_more_than_one_copy_and_leaves_the_model_whole(
     loaded: PreTrainedModel,
 ) -> None:
     ids = random_ids(9)
     logits = loaded(ids).logits
-    Backbone(make_model("llama"), executor="packed")  # what the first one loads is not counted
+    Backbone(make_model("llama"), executor="fused")  # what the first one loads is not counted
     size = sum(weight.nbytes for weight in loaded.parameters())
     assert size > 36 * MIB
     made: list[Backbone] = []
-    memory = peak_of(lambda: made.append(Backbone(loaded, executor="packed")), torch.device("cpu"))
+    memory = peak_of(lambda: made.append(Backbone(loaded, executor="fused")), torch.device("cpu"))
     assert memory is not None
     # measured: 1.4 times the model with all that a pass needs, and 2.3 if nothing were let go
     assert memory.growth < 1.8 * size

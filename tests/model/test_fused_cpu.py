@@ -10,18 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selfspec.errors import UnsupportedModel
+from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.asked import _ACTIVATIONS, Activation, Norm, Rotation
 from selfspec.model.executors.fused_cpu import FusedExecutor
-from selfspec.model.executors.program import Program
-from selfspec.model.executors.recipe import Attention
-from selfspec.model.executors.structs import Operation
+from selfspec.model.executors.program import Operation, Program
+from selfspec.model.executors.recipe import _ACTIVATIONS, Activation, Attention, Norm, Rotation
 from selfspec.model.kv_pages import POSITIONS, PageLayout
 from selfspec.model.kv_store import Lease
 from selfspec.model.parts import parts_of
 from selfspec.model.products import CompiledLinear
-from selfspec.model.rows import Span
+from selfspec.model.rows import Rows, Span
 from tests.models import keys_of, make_model, needs_compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -361,9 +359,9 @@ def test_scores_are_capped(dtype: torch.dtype) -> None:
 
 def test_an_unknown_activation_is_left_to_others() -> None:
     model = make_model("llama", hidden_act="mish")
-    assert Backbone(model).executor_name == "packed"
     with pytest.raises(UnsupportedModel, match="the activation is MishActivation"):
         Backbone(model, executor="fused")
+    assert Backbone(model).executor_name == "generic"
 
 
 def test_norms_in_another_dtype_are_left_to_others() -> None:
@@ -371,20 +369,6 @@ def test_norms_in_another_dtype_are_left_to_others() -> None:
     model.model.layers[1].input_layernorm.double()
     with pytest.raises(ValueError, match=r"LlamaRMSNorm gives torch\.float64"):
         FusedExecutor(parts_of(model), model.lm_head)
-
-
-def test_without_a_compiler_packed_weights_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert Backbone(make_model("llama")).executor_name == "packed"
-    with pytest.raises(UnsupportedModel, match=r"no compiled library: .*no-such-compiler"):
-        Backbone(make_model("llama"), executor="fused")
-
-
-@needs_compiler
-def test_with_one_they_run() -> None:
-    backbone = Backbone(make_model("llama"))
-    assert backbone.executor_name == "fused"
-    assert isinstance(backbone._executor, FusedExecutor)
 
 
 @needs_compiler
@@ -397,4 +381,49 @@ def test_a_broken_library_is_no_reason_to_fail(
         raise OSError("failed to map segment from shared object")
 
     monkeypatch.setattr(ctypes, "CDLL", broken)
-    assert Backbone(make_model("llama")).executor_name == "packed"
+    assert Backbone(make_model("llama")).executor_name == "generic"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "persimmon", "gptj", "llama4"])
+def test_other_families_keep_their_own_layers(family: str) -> None:
+    model = make_model(family)
+    assert Backbone(model).executor_name == "generic"
+    with pytest.raises(UnsupportedModel, match="the fused executor cannot run it"):
+        Backbone(model, executor="fused")
+
+
+def test_float64_and_hooked_layers_keep_their_own() -> None:
+    assert Backbone(make_model("llama", torch.float64)).executor_name == "generic"
+    hooked: Any = make_model("llama")
+    hooked.model.layers[2].mlp.register_forward_hook(lambda *_: None)
+    assert Backbone(hooked).executor_name == "generic"
+
+
+@needs_compiler
+def test_an_executor_that_computes_something_else_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = FusedExecutor.logits
+    monkeypatch.setattr(FusedExecutor, "logits", lambda self, rows: right(self, rows) * 1.001)
+    backbone = Backbone(make_model("llama"))
+    assert backbone.executor_name == "generic"
+    assert "the logits come out differently" in backbone.refused["fused"]
+
+
+def test_an_unknown_executor_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="auto, fused, cuda-graph, generic"):
+        Backbone(make_model("llama"), executor="packed")
+
+
+@needs_compiler
+def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, ids = Backbone(make_model("mistral"), executor="fused"), torch.arange(90)
+
+    def states() -> Tensor:
+        rows = Rows.of(Lease(6), 0, 90, ids.device)
+        return backbone.run(backbone.embed(ids), 0, 6, rows)
+
+    with torch.inference_mode():
+        whole = states()
+        monkeypatch.setattr("selfspec.model.executors.fused_cpu._BLOCK_ROWS", 40)
+        assert torch.equal(states(), whole)

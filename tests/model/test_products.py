@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from selfspec.model import compiled, panels
 from selfspec.model.compiler import TARGETS, Target, make_library
-from selfspec.model.products import CompiledLinear, PackedLinear
+from selfspec.model.products import CompiledLinear
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
@@ -111,10 +111,9 @@ def test_layers_side_by_side_in_another_order() -> None:
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     x = torch.randn(2, 3, 7)
     expected = torch.cat([first(x), second(x)], -1)[..., order]
-    for linear in (CompiledLinear, PackedLinear):
-        found = linear.of(first, second, order=order)(x)
-        assert found.shape == (2, 3, 9)
-        assert torch.allclose(found, expected, atol=1e-6)
+    found = CompiledLinear.of(first, second, order=order)(x)
+    assert found.shape == (2, 3, 9)
+    assert torch.allclose(found, expected, atol=1e-6)
 
 
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

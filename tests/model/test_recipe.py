@@ -12,29 +12,30 @@ from transformers.activations import ACT2FN
 
 from eval.tiny_families import TINY, WINDOW, tiny_model
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.asked import (
+from selfspec.model.executors.masks import attention_types
+from selfspec.model.executors.recipe import (
     Activation,
     Shares,
     activation_of,
     norm_of,
+    recipe_of,
     rotation_of,
     shares_of,
 )
-from selfspec.model.executors.masks import attention_types
-from selfspec.model.executors.recipe import recipe_of
 from selfspec.model.kv_store import Lease
 from selfspec.model.parts import parts_of
 from selfspec.model.rows import Rows
 from tests.models import VOCAB_SIZE, make_model, needs_compiler
 
 FAMILIES = [
+    *("llama", "mistral", "qwen2", "qwen3"),
     *("gemma", "gemma2", "gemma3_text", "vaultgemma"),  # offsets, norms behind, two rotations
     *("cohere", "cohere2", "phi", "gpt_neox", "stablelm"),  # side by side, parts rotated
     *("olmo2", "olmo3", "exaone4"),  # norms behind alone, over whole rows, layers unrotated
     *("glm", "glm4", "helium", "ernie4_5", "smollm3"),  # neighbours rotated
     *("phi3", "granite", "hyperclovax", "hunyuan_v1_dense"),  # joined weights, factors
     *("starcoder2", "nemotron", "arcee", "jais2"),  # MLPs without gates, biases
-    *("mixtral", "qwen3_moe", "flex_olmo", "olmoe"),  # experts
+    *("mixtral", "qwen3_moe", "flex_olmo", "olmoe", "cohere2_moe"),  # experts
 ]
 
 

@@ -92,3 +92,24 @@ def test_rows_that_mind_themselves_are_drafted_for() -> None:
     stats = speculator.generate(random_ids(9), max_new_tokens=40).stats
     assert stats.drafted > 0
     assert stats.drafts_refused is None
+
+
+@pytest.mark.parametrize(("family", "seed"), [("llama", 5), ("mistral", 3), ("granite", 3)])
+def test_float16_drafts_where_bits_are_pinned_and_says_so_once_elsewhere(
+    family: str, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seeds whose text drafts changed."""
+    speculator = wrap(make_model(family, torch.float16), heads="logit-lens")
+    ids, options = random_ids(9, seed), dict[str, Any](max_new_tokens=40)
+    eager: dict[str, Any] = {"drafter": "exit:threshold=0.01", "never_slower": False}
+    plain = speculator.generate(ids, **options, speculate=False)
+    assert plain.stats.drafts_refused is None
+    for drafting in (eager, {"drafter": "ngram"}):
+        answer = speculator.generate(ids, **options | drafting)
+        assert answer.token_ids == plain.token_ids
+        assert "float16" in str(answer.stats.drafts_refused)
+    assert caplog.text.count("no drafts in float16") == 1
+    options |= {"pinned": True, "pinned_rows": 16}
+    answer = speculator.generate(ids, **options | eager)
+    assert answer.stats.drafted > 0
+    assert answer.token_ids == speculator.generate(ids, **options, speculate=False).token_ids

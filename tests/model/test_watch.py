@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import ModelChanged
+from selfspec.eval.memory import _resident
 from selfspec.model.hooks import captured_outputs
-from selfspec.model.watch import ModelWatch
-from tests.models import PACKED_EXECUTORS, make_model, random_ids
+from selfspec.model.watch import PARTS, ModelWatch
+from tests.models import BREADTH, EXECUTORS, FAMILIES, make_model, random_ids
 
 
 def layer(model: Any) -> Any:
@@ -74,8 +80,20 @@ def _forward(model: Any) -> None:
     layer(model).mlp.forward = torch.zeros_like
 
 
-def _switch(model: Any) -> None:
-    layer(model).self_attn.scaling = 1.0
+def _bias(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.ones(96))
+
+
+def _kind(model: Any) -> None:
+    model.lm_head.__class__ = type("Louder", (nn.Linear,), {})
+
+
+def _nested(model: Any) -> None:
+    model.config.rope_parameters["rope_theta"] = 1.0
+
+
+def _scaled(model: Any) -> None:
+    model.config.logit_scale = 2.0  # which no Llama has, and Cohere's are asked for
 
 
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
@@ -92,7 +110,10 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (_module, "model.layers.3.mlp has other modules"),
     (_hook, "model.layers.3.mlp has other hooks"),
     (_forward, "the forward of model.layers.3.mlp was replaced"),
-    (_switch, "scaling of model.layers.3.self_attn was changed"),
+    (_bias, "lm_head has other weights"),
+    (_kind, "lm_head is a Louder, it was a Linear"),
+    (_scaled, "config of the model has logit_scale, which it had not"),
+    (_nested, "rope_parameters of config of the model was changed"),
 ]
 
 
@@ -105,7 +126,139 @@ def test_each_change_is_named(change: Callable[[Any], None], found: str) -> None
     assert found in str(watch.change())
 
 
-@pytest.mark.parametrize("executor", ["generic", "cuda-graph", *PACKED_EXECUTORS])
+def places(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The attributes of all modules, and of all configs that these hold."""
+    configs: dict[int, tuple[str, dict[str, Any]]] = {}
+
+    def look(path: str, own: dict[str, Any]) -> None:
+        for name, value in own.items():
+            if isinstance(value, PreTrainedConfig) and id(value) not in configs:
+                configs[id(value)] = f"{name} of {path}", vars(value)
+                look(*configs[id(value)])
+
+    for path, module in model.named_modules():
+        yield path or "the model", vars(module)
+        look(path or "the model", vars(module))
+    yield from configs.values()
+
+
+def other(value: Any) -> Any:
+    """Something else of the same kind, or an object where there is none."""
+    if isinstance(value, bool):
+        return not value
+    if value is None or isinstance(value, int | float):
+        return 1 + (value or 0)
+    if isinstance(value, dict):
+        return {**value, "other": 1}
+    return type(value)([*value, 1]) if isinstance(value, list | tuple) else object()
+
+
+HELD = vars(nn.Module()).keys() - {"training"}
+"""What holds modules, weights and hooks."""
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *BREADTH])
+def test_an_attribute_that_decides_a_logit_is_watched(family: str) -> None:
+    model: Any = make_model(family, num_hidden_layers=2)
+    watch, ids = ModelWatch(model), random_ids(12)
+    expected = model(ids)[0].detach()
+    noticed = 0
+    for path, own in places(model):
+        for name in own.keys() - HELD:
+            value, own[name] = own[name], other(own[name])
+            found = watch.change()
+            if found is None:
+                assert torch.equal(model(ids)[0], expected), f"{name} of {path}"
+            else:
+                assert name in found
+                assert path in found
+                noticed += 1
+            own[name] = value
+            assert watch.change() is None
+    assert noticed > 80
+
+
+def _view(weight: Tensor) -> Any:
+    """As numpy sees it: what is written there moves no counter."""
+    return weight.detach().view(torch.int16).numpy()
+
+
+WRITES: dict[str, Callable[[Tensor, int], object]] = {
+    "a row multiplied": lambda weight, at: weight.data[at].mul_(50),
+    "a row of another": lambda weight, at: weight.data[at].copy_(weight.data[at - 1]),
+    "rows zeroed": lambda weight, at: weight.data[at : at + 9].zero_(),
+    "a column set": lambda weight, at: weight.data[:, at % weight.shape[1]].fill_(7),
+    "all but a row": lambda weight, at: weight.data[at:].neg_(),
+    "half of each row": lambda weight, _: weight.data[:, ::2].neg_(),
+    "a row through numpy": lambda weight, at: _view(weight)[at].fill(3),
+    "rows swapped": lambda weight, at: weight.data[[at, at - 1]].copy_(weight.data[[at - 1, at]]),
+}
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(2, 400),
+    st.integers(1, 60),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.data(),
+)
+def test_a_row_or_a_column_that_no_counter_saw_is_found_in_time(
+    rows: int, width: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    model = nn.ModuleList([nn.Linear(4 * width, rows, dtype=dtype) for _ in range(2)])
+    watch = ModelWatch(model)
+    assert [watch.change() for _ in range(PARTS)] == [None] * PARTS
+    write = data.draw(st.sampled_from(sorted(WRITES)))
+    weight: Any = model[1].weight
+    before = weight.detach().clone()
+    WRITES[write](weight, data.draw(st.integers(1, rows - 1)))
+    if not torch.equal(before, weight):
+        assert "1.weight was changed" in [watch.change() for _ in range(PARTS)]
+
+
+@pytest.mark.parametrize("size", [1, 3, 17, 33, 1001])
+def test_each_number_of_a_vector_is_compared(size: int) -> None:
+    norm = nn.LayerNorm(size, dtype=torch.bfloat16)
+    for at in {0, size // 2, size - 1}:
+        watch = ModelWatch(norm)
+        norm.weight.data[at] += 1
+        assert "weight was changed" in [watch.change() for _ in range(PARTS)]
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> nn.Module:
+    """8,192 rows of ones: a private mapping of a file, as safetensors makes it; none are read."""
+    rows, width = 1 << 13, 1 << 10  # a page that is read brings its neighbours, up to two megabytes
+    path = tmp_path / "weights"
+    path.write_bytes(torch.ones(rows * width).numpy().tobytes())
+    weight = torch.from_file(str(path), shared=False, size=rows * width, dtype=torch.float32)
+    module = nn.Linear(1, 1, bias=False)
+    module.weight = nn.Parameter(weight.view(rows, width), requires_grad=False)
+    return module
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no kernel tells")
+def test_one_number_of_a_mapped_file_is_found_and_nothing_is_read_for_that(
+    mapped: nn.Linear,
+) -> None:
+    before = _resident("RssFile")
+    watch = ModelWatch(mapped)
+    assert [watch.change() for _ in range(PARTS)] == [None] * PARTS
+    assert _resident("RssFile") - before < mapped.weight.nbytes / 4
+    mapped.weight.data[700, 3] = 2
+    assert "weight was changed" in [watch.change() for _ in range(PARTS)]
+
+
+def test_a_mapped_file_is_read_where_no_kernel_tells(
+    mapped: nn.Linear, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("selfspec.model.file_pages._PAGES", tmp_path / "absent")
+    watch = ModelWatch(mapped)
+    mapped.weight.data[700] = 2
+    assert "weight was changed" in [watch.change() for _ in range(PARTS)]
+
+
+@pytest.mark.parametrize("executor", ["cuda-graph", *EXECUTORS])
 def test_a_cast_after_wrapping_is_refused_before_anything_is_read(executor: str) -> None:
     model = make_model("llama")
     speculator = wrap(model, heads="logit-lens", executor=executor)

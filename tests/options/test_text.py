@@ -47,9 +47,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "reading": st.sampled_from(["intent", "paper"]),
     "entropy": st.none() | SHARES,
     "size": st.integers(1, 9),
-    "max_tokens": st.integers(1, 10**6),
+    "max_tokens": st.integers(1, 64),
     "guesses": st.integers(1, 9),
-    "max_rows": st.integers(1, 99),
+    "max_rows": st.integers(1, 64),
     "top_beta": st.integers(1, 9),
     "tokens": st.integers(1, 9),
 }
@@ -82,7 +82,7 @@ options = st.builds(
     easd=some(Easd),
     never_slower=st.booleans(),
     pinned=st.sampled_from([None, False]),
-    pinned_rows=st.integers(1, 1024),
+    pinned_rows=st.integers(1, 128),
 )
 
 

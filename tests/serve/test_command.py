@@ -21,6 +21,8 @@ from selfspec.serve.keys import VARIABLE
     [
         (["--host", "0.0.0.0"], "which others can reach. Set SELFSPEC_API_KEY"),
         (["--host", "no.such.host.example"], "which others can reach"),
+        (["--cors-origin", "*"], "every web page that"),
+        (["--cors-origin", "https://a.example", "--cors-origin", "*"], "every web page that"),
         (["--port", "70000"], "port is 70000, expected at most 65535"),
         (["--concurrency", "0"], "concurrency is 0, expected at least 1"),
         (["--timeout", "0"], "timeout is 0.0, expected more than 0"),

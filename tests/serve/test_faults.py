@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from selfspec.api.speculator import Speculator
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.engine import Engine
+from selfspec.serve.options import ServeOptions
+from selfspec.serve.texts import Answer, Piece
+from selfspec.serve.writer import Choice, Job, Writer
+from tests.models import make_model
 from tests.serve.live import running
 from tests.serve.raw import CHAT, GOOD, answers, wait_until
 
@@ -32,3 +38,88 @@ def test_a_round_that_fails_is_a_status_500(
         wait_until(lambda: broken.writer.open == 0)
         assert b'request_refused_total{status="500"} 1.0' in broken.writer.metrics.text()
         answers(broken)
+
+
+class Panic(BaseException):
+    """What packages in Rust raise, which is no Exception."""
+
+
+@pytest.fixture(scope="module")
+def writer() -> Iterator[Writer]:
+    found = Writer(wrap(make_model("llama")), ServeOptions())
+    yield found
+    found.stop()
+
+
+ENDED = "ended"
+
+
+def submitted(writer: Writer, prompt: list[int], **options: Any) -> tuple[Job, queue.Queue[Any]]:
+    """A job of one text, and what is heard of it: pieces, and ENDED behind the last."""
+    heard: queue.Queue[Any] = queue.Queue()
+
+    def wrote(piece: Piece) -> None:
+        heard.put(piece)
+        if piece.finish is not None or piece.error is not None:
+            heard.put(ENDED)
+
+    asked: Any = {"max_new_tokens": 12, "max_time": 60.0, **options}
+    job = Job(choices=[Choice(prompt=prompt, options=asked)], begun=lambda _: None, wrote=wrote)
+    writer.submit(job)
+    return job, heard
+
+
+def tokens(heard: queue.Queue[Any]) -> list[int]:
+    pieces: list[Piece] = list(iter(lambda: heard.get(timeout=30), ENDED))
+    assert pieces[-1].error is None
+    return [token for piece in pieces for token in piece.tokens]
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, MemoryError, RecursionError, Panic])
+@pytest.mark.parametrize("stage", ["encode", "call", "step", "piece", "begun", "wrote", "stop"])
+def test_whatever_one_text_raises_ends_that_text_alone(
+    stage: str, kind: type[BaseException], writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise kind
+
+    expected = tokens(submitted(writer, [1, 2, 3])[1])
+    _, beside = submitted(writer, [1, 2, 3])
+    more: dict[str, Any] = {}
+    if stage == "step":
+        more = {"logits_processor": [lambda ids, scores: scores if ids.shape[1] < 12 else fail()]}
+    if stage == "stop":
+        more = {"stopping_criteria": [lambda ids, _: ids.shape[1] > 12 and fail()]}
+    prompt = [5, 6, 7, 8, 9]
+    with monkeypatch.context() as patch:
+        of_writer = {"encode": "_ids", "call": "_call"}.get(stage)
+        if of_writer is not None:
+            own = getattr(writer, of_writer)
+            patch.setattr(
+                writer, of_writer, lambda *a: fail() if a[-1].prompt == prompt else own(*a)
+            )
+        if stage == "piece":
+            piece = Answer.piece
+            patch.setattr(
+                Answer, "piece", lambda one: fail() if five(one) else piece(one), raising=True
+            )
+        if stage in ("begun", "wrote"):
+            heard: queue.Queue[Any] = queue.Queue()
+            listeners: Any = {"begun": lambda _: None, "wrote": heard.put, stage: fail}
+            asked: Any = {"max_new_tokens": 12, "max_time": 60.0}
+            job = Job(choices=[Choice(prompt=prompt, options=asked)], **listeners)
+            writer.submit(job)
+        else:
+            job, heard = submitted(writer, prompt, **more)
+        if stage != "wrote":
+            pieces = iter(lambda: heard.get(timeout=30), ENDED)
+            assert any(type(piece.error) is kind for piece in pieces)
+        wait_until(lambda: job.left == 0)
+        assert tokens(beside) == expected
+    assert writer.alive
+    wait_until(lambda: writer.open == 0)
+    assert tokens(submitted(writer, [1, 2, 3])[1]) == expected
+
+
+def five(answer: Answer) -> bool:
+    return answer.running.state.committed(0)[:5] == [5, 6, 7, 8, 9]

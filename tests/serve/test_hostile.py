@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import fields
 from typing import Any
 
 import httpx
@@ -17,6 +19,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from selfspec.api.speculator import Speculator
+from selfspec.options.controllers import CONTROLLERS
+from selfspec.options.drafters import DRAFTERS
 from tests.serve.live import JSON, Running, running
 from tests.serve.raw import CHAT, GOOD, Level, all_of, answers, connected, request, statuses
 
@@ -26,6 +30,9 @@ LONG = b"X-Long: @"
 
 LEAST = 200
 """Every status from here to 499 will do."""
+
+EACH_ITS_OWN = httpx.Limits(max_keepalive_connections=0)
+"""Connections: a kept one may just be cut off."""
 
 slowly = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -165,11 +172,70 @@ def outcome(answer: bytes) -> str:
     return ", ".join(map(str, statuses(answer))) or "closed"
 
 
+NUMBERS_OF_OPTIONS = (0, -1, 17, 65, 10**9, 2**63, 10**30, "1e9", "1e400", "nan", "none", "9" * 99)
+HOSTILE_OPTIONS: list[dict[str, Any]] = [
+    *(
+        {"speculation": {group: f"{kind}:{entry.name}={value}"}}
+        for group, kinds in (("drafter", DRAFTERS), ("controller", CONTROLLERS))
+        for kind, made in kinds.items()
+        for entry in fields(made)
+        for value in NUMBERS_OF_OPTIONS
+    ),
+    *({name: 10**9} for name in ("n", "max_tokens", "top_k", "seed", "top_logprobs")),
+    *({name: 1e308} for name in ("temperature", "top_p", "min_p", "presence_penalty")),
+    {"logit_bias": {str(token): 100 for token in range(40_000)}},
+    {"stop": ["a" * 64] * 5},
+    {"speculation": {"drafter": "+".join(["ngram"] * 10_000)}},
+    {"speculation": {"drafter": "exit:threshold=" + "/".join(["0.5"] * 100_000)}},
+]
+
+
+def test_two_hundred_requests_of_hostile_options_beside_fifty_good_ones(
+    default: Speculator,
+) -> None:
+    step = len(HOSTILE_OPTIONS) / 192
+    bad = [HOSTILE_OPTIONS[int(step * number)] for number in range(192)] + HOSTILE_OPTIONS[-8:]
+    good = [
+        {
+            **GOOD,
+            "max_tokens": 4,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": f"Say {number}."}],
+        }
+        for number in range(50)
+    ]
+    with (
+        running(default, max_tokens=4) as target,
+        httpx.Client(
+            base_url=target.address, timeout=120, limits=EACH_ITS_OWN, headers=JSON
+        ) as client,
+    ):
+
+        def text(body: dict[str, Any]) -> str:
+            answer = client.post(CHAT, json=body)
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["choices"][0]["message"]["content"])
+
+        def status(more: dict[str, Any]) -> int:
+            return client.post(CHAT, json={**GOOD, **more}).status_code
+
+        alone = [text(body) for body in good]
+        level = Level(target)
+        with ThreadPoolExecutor(8) as pool:
+            refusals = pool.map(status, bad)
+            texts = pool.map(text, good)
+            found = list(refusals)
+            assert list(texts) == alone
+        assert all(LEAST <= one < 500 for one in found)
+        assert found.count(400) > 100
+        assert target.writer.alive
+        level.returns()
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_whatever_a_body_says_it_gets_an_answer(target: Running, path: str) -> None:
     level = Level(target)
-    each_its_own = httpx.Limits(max_keepalive_connections=0)  # a kept one may just be cut off
-    client = httpx.Client(base_url=target.address, timeout=60, limits=each_its_own, headers=JSON)
+    client = httpx.Client(base_url=target.address, timeout=60, limits=EACH_ITS_OWN, headers=JSON)
 
     @slowly
     @given(bodies(chat=path == CHAT))

@@ -142,7 +142,8 @@ def test_the_keyboard_is_enough(opened: Open, server: Running) -> None:
     page.keyboard.press("Enter")
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()") == text
-    press(page, "stop", ["Tab", "Enter"])
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # the focus is at Stop now, if only until the answer has ended
     expect(page.locator("[data-figure=drafts]")).to_have_text("none made")
     ended(page)
     assert page.evaluate("document.activeElement.id") == "question"
@@ -167,7 +168,7 @@ def test_side_by_side_writes_the_same_text_on_a_phone_in_the_dark(
     dark = page.evaluate(PAPER)
     page.get_by_label("side by side").check()
     page.locator("#temperature").fill("0.8")  # with no seed: the page takes one for both
-    ask(page, "Tell me about seven rivers.", tokens=16)
+    ask(page, "Tell me about seven rivers.", tokens=40)  # few may come without a draft
     expect(page.locator(".verdict")).to_contain_text("The same text, letter for letter")
     ended(page)
     drafted, plain = by_source(shown(page, 0)), by_source(shown(page, 1))
@@ -190,7 +191,7 @@ def test_stop_ends_the_work_of_the_server(opened: Open, server: Running, way: st
     page.locator("#temperature").fill("2")
     page.locator("#seed").fill("1")
     ask(page, tokens=4000)
-    expect(page.locator(".text .piece").first).to_be_visible()
+    expect(page.locator(".text .piece").first).to_be_visible(timeout=60_000)
     assert server.writer.open == 1
     if way == "Escape":
         page.keyboard.press(way)

@@ -20,9 +20,9 @@ from selfspec.errors import (
     InvalidData,
     InvalidOption,
 )
-from selfspec.training import formats
-from selfspec.training.data import Conversation, read_conversations
-from selfspec.training.writer import Writer
+from selfspec.training import text
+from selfspec.training.selfgen import Writer
+from selfspec.training.text import Conversation, read_conversations
 from tests.authors import counted
 from tests.bad_input import DEEP, one_line, snapshot
 from tests.models import VOCAB_SIZE
@@ -107,8 +107,8 @@ CONTENTS: dict[str, tuple[str, bytes]] = {
 def test_a_file_of_conversations_of_other_content(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "_MOST_LINE", 8192)
-    monkeypatch.setattr(formats, "_MOST_ARRAY", 1 << 16)
+    monkeypatch.setattr(text, "_MOST_LINE", 8192)
+    monkeypatch.setattr(text, "_MOST_ARRAY", 1 << 16)
     name, content = CONTENTS[kind]
     path = tmp_path / name
     path.write_bytes(content)
@@ -116,6 +116,23 @@ def test_a_file_of_conversations_of_other_content(
         read_talks(path)
     one_line(caught, path)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("long", [LINE[:-1] + b" " * 8192, b"{" * 8193, b"x" * 8193, b"x" * 99999])
+@pytest.mark.parametrize("place", range(4))
+def test_a_line_that_is_too_long_is_a_bad_row(
+    tmp_path: Path, place: int, long: bytes, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "_MOST_LINE", 8192)
+    lines = [LINE.rstrip()] * 3
+    lines.insert(place, long)
+    path = tmp_path / name
+    content = b"\n".join(lines)
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert len(read_talks(path, skip=True)) == 3
+    with pytest.raises(InvalidData, match=f"{name}, line {place + 1} has more than 8192 bytes"):
+        read_talks(path)
 
 
 @pytest.mark.parametrize("kind", ["gone", "a pipe", "a device", "a loop", "a long name"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from selfspec.errors import (
     InvalidData,
 )
 from selfspec.model.backbone import Backbone
-from selfspec.training import cache, checkpoint
-from selfspec.training.data import Conversation
-from selfspec.training.features import FeatureSpec
+from selfspec.training import checkpoint
+from selfspec.training import features as store
+from selfspec.training.features import FeatureSpec, StreamSource
 from selfspec.training.fit import fit
-from selfspec.training.sources import StreamSource
+from selfspec.training.text import Conversation
 from tests.bad_input import NAN, Change, one_line
 from tests.models import VOCAB_SIZE
 from tests.talks import make_talks
@@ -48,12 +47,12 @@ def talks(backbone: Backbone) -> list[Conversation]:
 def features(tmp_path: Path, backbone: Backbone, talks: list[Conversation]) -> Path:
     source = StreamSource(backbone, SPEC, talks[:3], 64)
     base = {"base_model": "tiny", "base_fingerprint": "abc", "dtype": "float32", "data": "talks"}
-    cache.write(tmp_path / "features", source, cache.identity(source, base, 800))
+    store.write(tmp_path / "features", source, store.identity(source, base, 800))
     return tmp_path / "features"
 
 
 def read_features(folder: Path, backbone: Backbone) -> None:
-    source = cache.CacheSource(folder, "abc", (backbone.hidden_size, backbone.vocab_size))
+    source = store.CacheSource(folder, "abc", (backbone.hidden_size, backbone.vocab_size))
     source.check()
     for index in range(len(source.sizes)):
         source.batch(index)
@@ -86,7 +85,7 @@ MANIFEST_VALUES: list[tuple[str, Any]] = [
 def test_a_manifest_with_a_strange_value(
     features: Path, backbone: Backbone, name: str, value: Any
 ) -> None:
-    path = features / cache.MANIFEST
+    path = features / store.MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     with pytest.raises(InvalidData) as caught:
         read_features(features, backbone)
@@ -103,9 +102,9 @@ def shard(name: str, make: Callable[[Tensor], Tensor] | None) -> Change:
         if make is not None:
             tensors[f"0.{name}"] = make(tensor).contiguous()
         save_file(tensors, path)
-        manifest = json.loads((folder / cache.MANIFEST).read_text())
-        manifest["sha256"] = [cache.sha256(path)]
-        (folder / cache.MANIFEST).write_text(json.dumps(manifest))
+        manifest = json.loads((folder / store.MANIFEST).read_text())
+        manifest["sha256"] = [store.sha256(path)]
+        (folder / store.MANIFEST).write_text(json.dumps(manifest))
 
     return apply
 
@@ -209,13 +208,3 @@ def test_a_strange_checkpoint(
         fit(make_job(backbone, talks, workplace=begun.parent))
     one_line(caught, begun)
     assert begun.read_bytes() == before
-
-
-@pytest.mark.parametrize("content", [b"", b"half", bytes(99), struct.pack("<Q", 1 << 60), b"{}"])
-def test_a_checkpoint_of_other_content(
-    begun: Path, backbone: Backbone, talks: list[Conversation], content: bytes
-) -> None:
-    begun.write_bytes(content)
-    with pytest.raises(InvalidData, match="is no checkpoint") as caught:
-        fit(make_job(backbone, talks, workplace=begun.parent))
-    one_line(caught, begun)

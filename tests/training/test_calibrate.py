@@ -13,14 +13,20 @@ import torch
 
 from selfspec.cli.calibrate import described
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs
+from selfspec.decoding.prices import Costs, Exits, expected
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
-from selfspec.training import calibrate, records, reliability
-from selfspec.training.cost_model import Exits, best_setting, exits, expected
-from selfspec.training.data import Conversation
-from selfspec.training.reliability import TEMPERATURES, Scores, calibration_error, threshold
+from selfspec.training import calibrate, records
+from selfspec.training.calibrate import (
+    TEMPERATURES,
+    Scores,
+    best_setting,
+    calibration_error,
+    exits,
+    threshold,
+)
+from selfspec.training.text import Conversation
 from tests.talks import make_talks
 from tests.training.test_fit import fitted, make_job
 
@@ -58,7 +64,7 @@ def test_the_fitted_temperature_makes_confidence_true() -> None:
     truth = torch.rand(4000, generator=generator) * 2.0  # logit of the first token, at least 0
     right = torch.rand(4000, generator=generator) < truth.sigmoid()
     confidence = torch.stack([(2.0 * truth / t).sigmoid() for t in TEMPERATURES])
-    found = reliability.reliability(Scores(confidence, right))
+    found = calibrate.reliability(Scores(confidence, right))
     assert found.temperature == pytest.approx(2.0, rel=0.1)
     assert found.ece < 0.02 < found.ece_before
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData
 from selfspec.model.backbone import Backbone
-from selfspec.training import data
-from selfspec.training.data import Conversation, padded, planned
+from selfspec.training import text
+from selfspec.training.text import Conversation, padded, planned
 from tests.models import VOCAB_SIZE
 from tests.talks import WORDS, make_talks, make_tokenizer
 
@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def read(path: Path, *lines: str, tokenizer: Any = None, **limits: Any) -> list[Conversation]:
     path.write_text("".join(f"{line}\n" for line in lines))
     sizes = {"vocab_size": VOCAB_SIZE, "max_length": 64} | limits
-    return data.read_conversations(path, tokenizer, **sizes)
+    return text.read_conversations(path, tokenizer, **sizes)
 
 
 GOOD = '{"input_ids": [1, 2, 3, 4], "answer_start": 2, "messages": []}'
@@ -41,7 +41,7 @@ def test_ids_are_read_as_they_are_from_plain_and_gzipped_lines(tmp_path: Path) -
     assert plain == [Conversation((1, 2, 3, 4), ((2, 4),))] * 2
     zipped = tmp_path / "a.jsonl.gz"
     zipped.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    assert data.read_conversations(zipped, None, vocab_size=VOCAB_SIZE, max_length=64) == plain
+    assert text.read_conversations(zipped, None, vocab_size=VOCAB_SIZE, max_length=64) == plain
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     broken.write_bytes(gzip.compress(GOOD.encode() * 99)[:40])
     for path, reason in ((tmp_path / "no.jsonl", "No such"), (empty, "no conv"), (broken, "ended")):
         with pytest.raises(InvalidData, match=reason) as caught:
-            data.read_conversations(path, None, vocab_size=VOCAB_SIZE, max_length=64)
+            text.read_conversations(path, None, vocab_size=VOCAB_SIZE, max_length=64)
         assert str(path) in str(caught.value)
 
 
@@ -113,10 +113,10 @@ def test_reading_stops_behind_max_tokens(tmp_path: Path) -> None:
 
 
 def test_a_twentieth_is_held_out_and_one_conversation_is_too_few(talks: list[Conversation]) -> None:
-    train, held_out = data.split(talks * 5)
+    train, held_out = text.split(talks * 5)
     assert (len(train), held_out) == (57, talks[-3:])
     with pytest.raises(InvalidData, match="too few"):
-        data.split(talks[:1])
+        text.split(talks[:1])
 
 
 def test_batches_hold_every_conversation_once_within_the_limit(talks: list[Conversation]) -> None:
@@ -135,10 +135,10 @@ def test_a_position_predicts_the_token_behind_it() -> None:
 
 def test_the_draft_vocabulary_is_special_then_frequent_then_low() -> None:
     counts = Counter({7: 3, 3: 2, 5: 1})
-    assert data.draft_vocabulary(counts, 3, {50}, 60).tolist() == [3, 7, 50]
-    assert data.draft_vocabulary(counts, 6, {50, 2}, 60).tolist() == [0, 2, 3, 5, 7, 50]
-    assert len(data.draft_vocabulary(counts, 60, (), 60)) == 60
+    assert text.draft_vocabulary(counts, 3, {50}, 60).tolist() == [3, 7, 50]
+    assert text.draft_vocabulary(counts, 6, {50, 2}, 60).tolist() == [0, 2, 3, 5, 7, 50]
+    assert len(text.draft_vocabulary(counts, 60, (), 60)) == 60
 
 
 def test_special_tokens_without_a_role_count_too(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert data.special_ids(tokenizer) == {0, 1, 3}
+    assert text.special_ids(tokenizer) == {0, 1, 3}

@@ -14,8 +14,7 @@ import pytest
 from selfspec.errors import SelfspecError
 from selfspec.training.endpoint import RemoteAuthor
 from selfspec.training.recipe import Passages, Prompts
-from selfspec.training.selfgen import Written
-from selfspec.training.writer import Counts
+from selfspec.training.selfgen import Counts, Written
 from tests.authors import RECIPE, make_author, recipe_of
 
 

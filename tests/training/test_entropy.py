@@ -14,7 +14,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.model.backbone import Backbone
 from selfspec.options import Easd
-from selfspec.training.entropy import calibrated, entropies, threshold
+from selfspec.training.calibrate import entropies, high_entropy, measured_entropy
 from tests.heads.kinds import make_heads
 from tests.models import make_model, random_ids
 from tests.talks import make_talks, make_tokenizer
@@ -29,7 +29,7 @@ COMMAND = ["calibrate", "--entropy", *MODEL, "--data", "talks.jsonl"]
 )
 def test_the_threshold_is_the_mean_of_the_highest_twentieth(count: int, expected: float) -> None:
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    assert threshold(order.float()) == expected
+    assert high_entropy(order.float()) == expected
 
 
 def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(
@@ -46,10 +46,10 @@ def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(
     # float32, batched otherwise; largest difference measured: 2e-6
     torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=2e-5)
     heard: list[tuple[int, int]] = []
-    whole = calibrated(backbone, talks, 64, lambda done, total: heard.append((done, total)))
+    whole = measured_entropy(backbone, talks, 64, lambda done, total: heard.append((done, total)))
     assert whole.positions == sum(len(talk.answer_ids) for talk in talks)
     assert heard == [(step + 1, len(heard)) for step in range(len(heard))]
-    one_batch = calibrated(backbone, talks, 10_000, lambda *_: None)
+    one_batch = measured_entropy(backbone, talks, 10_000, lambda *_: None)
     assert one_batch.entropy_threshold == pytest.approx(whole.entropy_threshold, abs=2e-4)
 
 

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.model.backbone import Backbone
-from selfspec.training.data import Conversation, padded
 from selfspec.training.features import Features, FeatureSpec, features
+from selfspec.training.text import Conversation, padded
 from tests.talks import make_talks
 
 LAYERS = (0, 2, 4)

@@ -16,9 +16,9 @@ from torch.nn import functional
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
 from selfspec.heads.types import DraftVocabulary, TranslatorHead
 from selfspec.model.backbone import Backbone
-from selfspec.training import cache, checkpoint
-from selfspec.training.data import Conversation
-from selfspec.training.features import FeatureSpec
+from selfspec.training import checkpoint
+from selfspec.training import features as store
+from selfspec.training.features import FeatureSpec, Selection, StreamSource, whole
 from selfspec.training.fit import (
     Fitted,
     Job,
@@ -30,7 +30,7 @@ from selfspec.training.fit import (
 )
 from selfspec.training.measure import agreements
 from selfspec.training.options import FITTED_HEAD_TYPES, FitOptions
-from selfspec.training.sources import Selection, StreamSource, whole
+from selfspec.training.text import Conversation
 from tests.models import VOCAB_SIZE, make_model
 from tests.talks import make_talks
 
@@ -316,8 +316,8 @@ def test_a_cache_gives_the_heads_that_the_text_gives(
     job = make_job(backbone, talks)
     source = job.train.source
     base = {"base_model": "tiny", "base_fingerprint": "", "dtype": "float32", "data": "talks"}
-    cache.write(tmp_path, source, cache.identity(source, base, 100))
-    read = whole(cache.CacheSource(tmp_path))
+    store.write(tmp_path, source, store.identity(source, base, 100))
+    read = whole(store.CacheSource(tmp_path))
     assert_same(fit(replace(job, train=read, validation=read)), fit(job))
 
 

@@ -12,8 +12,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData
-from selfspec.training import formats
-from selfspec.training.formats import Reader, encoded, messages_of, rendered, rows
+from selfspec.training import text
+from selfspec.training.text import Reader, encoded, messages_of, rendered, rows
 from tests.talks import WORDS, make_tokenizer
 
 TALK = [
@@ -237,7 +237,7 @@ def test_without_the_package_the_line_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InvalidData, match=r'pip install "selfspec\[train\]"'):
-        list(formats.rows("someone/some-talks"))
+        list(text.rows("someone/some-talks"))
 
 
 def test_the_real_package_reads_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from selfspec.cli.main import BUG, main
 from selfspec.errors import CannotWrite
 from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
-from selfspec.training.writer import Writer
+from selfspec.training.selfgen import Writer
 from tests.authors import counted
 from tests.heads.kinds import make_heads
 
@@ -85,6 +85,8 @@ def contents(folder: Path) -> dict[str, bytes | str]:
         ([*DATA, "link.jsonl"], "is a link"),
         ([*DATA, "dangling"], "is a link"),
         ([*DATA, "pipe"], "a folder or a device"),
+        ([*DATA, "d.txt"], "d.txt would hold lines of JSON. Name it d.jsonl"),
+        ([*DATA, "notes/d.csv"], "Name it notes/d.jsonl"),
         ([*DATA, "/dev/full"], "a folder or a device"),
         ([*DATA, "notes"], "a folder or a device"),
         ([*DATA, "file/below.jsonl"], "Not a directory"),
@@ -129,19 +131,6 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / checkpoint.FILE
-    checkpoint.save(path, {"a": torch.zeros(2)}, {"job": {}})
-    before = contents(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(CannotWrite, match=r"No space left on device\. What was there before"):
-            checkpoint.save(path, {"a": torch.ones(2)}, {"job": {}})
-    assert contents(tmp_path) == before
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_a_full_disk_keeps_the_batches_before(
@@ -179,8 +168,9 @@ def test_a_lock_s_holder_clears_what_killed_processes_left(tmp_path: Path) -> No
         os._exit(0)
     os.waitpid(gone, 0)
     (tmp_path / "out" / "unfinished").mkdir(parents=True)
-    stale = [f"out/.config.json.{gone}.new", f"out/unfinished/.a.{gone}.new", f".out.{gone}.new"]
-    kept = [f"out/.config.json.{os.getpid()}.new", "out/.notes.new", "out/.a.1x.new"]
+    begins = ("out/.config.json", "out/unfinished/.a", ".out")
+    stale = [f"{begin}.{gone}.a_1.new" for begin in begins]
+    kept = [f"out/.config.json.{os.getpid()}.a_1.new", "out/.notes.new", "out/.a.1x.b.new"]
     for name in (*stale, *kept):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".tmpLibrary").touch()

@@ -14,8 +14,8 @@ from selfspec.api.chat_template import read
 from selfspec.errors import HeadsMismatch
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
-from selfspec.training import card, curves, records
-from selfspec.training.data import Conversation
+from selfspec.training import records
+from selfspec.training.text import Conversation
 from tests.models import make_model
 from tests.talks import make_talks
 from tests.training.test_fit import LAYERS, fitted
@@ -83,7 +83,7 @@ def test_the_card_of_heads_that_read_deep_states_shows_second_drafts(
     backbone: Backbone, talks: list[Conversation]
 ) -> None:
     result = fitted(backbone, talks, head_type="deep-fused", ce_share=0.5)
-    text = card.card(result.heads.config, result.metrics)
+    text = records.card(result.heads.config, result.metrics)
     share = result.metrics["layers"]["2"]["agreement_second"]
     assert f"| {100 * share:.1f} % |" in text
     assert "0.5 of it cross-entropy" in text
@@ -94,13 +94,13 @@ def test_the_header_names_a_model_of_the_hub_and_the_card_how_to_use_the_heads(
 ) -> None:
     result = fitted(backbone, talks)
     known = replace(result.heads.config, base_model="lmsys/vicuna-7b", chat_template=read("vicuna"))
-    text = card.card(known, result.metrics, licence="apache-2.0")
+    text = records.card(known, result.metrics, licence="apache-2.0")
     header = yaml.safe_load(text.split("---\n")[1])
     assert header["base_model"] == "lmsys/vicuna-7b"
     assert (header["license"], header["library_name"]) == ("apache-2.0", "selfspec")
     assert "selfspec generate --model lmsys/vicuna-7b --heads HEADS" in text
     assert "chat template that the model does not bring, `vicuna`" in text
-    local = card.card(result.heads.config, result.metrics)
+    local = records.card(result.heads.config, result.metrics)
     assert "base_model" not in yaml.safe_load(local.split("---\n")[1])
     assert "--model MODEL --heads HEADS" in local
 
@@ -109,7 +109,7 @@ def test_curves_hold_every_epoch_of_every_layer(
     backbone: Backbone, talks: list[Conversation]
 ) -> None:
     result = fitted(backbone, talks, epochs=3)
-    found = curves.curves(result.epochs)
+    found = records.curves(result.epochs)
     assert [curve.layer for curve in found] == list(LAYERS)
     assert all(curve.epochs == [1, 2, 3] for curve in found)
     assert found[0].agreement == [100 * e["agreement"] for e in result.epochs if e["layer"] == 2]

@@ -10,12 +10,20 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidOption
-from selfspec.training import data
+from selfspec.training import text
 from selfspec.training.recipe import Passages, Prompts
-from selfspec.training.selfgen import Author, Written, batch_seed, key, ngrams, write
-from selfspec.training.texts import Sampling, continued, loop_start
-from selfspec.training.turns import Turns
-from selfspec.training.writer import DROPPED, Counts, Writer
+from selfspec.training.selfgen import (
+    DROPPED,
+    Author,
+    Counts,
+    Writer,
+    Written,
+    batch_seed,
+    key,
+    ngrams,
+    write,
+)
+from selfspec.training.text import Sampling, Turns, continued, loop_start
 from tests.authors import RECIPE, SMALL, invent, make_author, prompt_ids, read, recipe_of
 from tests.models import MAX_POSITIONS
 from tests.talks import WORDS, make_tokenizer
@@ -126,7 +134,7 @@ def test_the_last_batch_is_small_where_few_tokens_are_missing(tmp_path: Path) ->
 def test_what_is_written_can_be_read_for_training(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     counts = invent(make_author(tokens=200), path)
-    talks = data.read_conversations(path, None, vocab_size=len(WORDS), max_length=MAX_POSITIONS)
+    talks = text.read_conversations(path, None, vocab_size=len(WORDS), max_length=MAX_POSITIONS)
     assert sum(len(talk.answer_ids) for talk in talks) == counts.answer_tokens
     assert sum(len(talk.answers) for talk in talks) == counts.total("answers")
     assert any(not talk.answers for talk in talks)  # only read

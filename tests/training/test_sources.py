@@ -13,11 +13,9 @@ import torch
 
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
 from selfspec.model.backbone import Backbone
-from selfspec.training import cache, sources
-from selfspec.training.data import Conversation
-from selfspec.training.features import Features, FeatureSpec
-from selfspec.training.processes import Processes
-from selfspec.training.sources import StreamSource
+from selfspec.training import features as store
+from selfspec.training.features import Features, FeatureSpec, Processes, StreamSource
+from selfspec.training.text import Conversation
 from tests.talks import make_talks
 
 SPEC = FeatureSpec((2, 4), deep=True, top_k=4, everywhere=True)
@@ -36,15 +34,15 @@ def stream(backbone: Backbone, talks: list[Conversation]) -> StreamSource:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_SHARD_BYTES", 40_000)
+    monkeypatch.setattr(store, "_SHARD_BYTES", 40_000)
 
 
 def manifest_of(source: StreamSource, **changes: str) -> dict[str, Any]:
-    return cache.identity(source, BASE | changes, SPEC.bytes_per_token(32, 4))
+    return store.identity(source, BASE | changes, SPEC.bytes_per_token(32, 4))
 
 
 def write(folder: Path, source: StreamSource, **options: Any) -> None:
-    cache.write(folder, source, manifest_of(source), **options)
+    store.write(folder, source, manifest_of(source), **options)
 
 
 def assert_same(one: Features, other: Features) -> None:
@@ -82,18 +80,18 @@ def test_the_digest_is_that_of_the_text_and_its_batches(
 
 def test_every_twentieth_batch_is_held_out(backbone: Backbone, talks: list[Conversation]) -> None:
     source = StreamSource(backbone, SPEC, talks * 4, 32)
-    train, held_out = sources.split(source)
+    train, held_out = store.split(source)
     assert sorted([*train.indices, *held_out.indices]) == list(range(len(source.sizes)))
     assert len(held_out.indices) == pytest.approx(len(source.sizes) / 20, abs=1)
     assert train.positions + held_out.positions == sum(source.sizes)
     with pytest.raises(InvalidData, match="one batch is too little"):
-        sources.split(StreamSource(backbone, SPEC, talks[:1], 64))
+        store.split(StreamSource(backbone, SPEC, talks[:1], 64))
 
 
 def test_a_part_of_a_source_is_large_enough_and_not_the_shortest_conversations(
     backbone: Backbone, talks: list[Conversation]
 ) -> None:
-    every = sources.whole(StreamSource(backbone, SPEC, talks * 4, 32))
+    every = store.whole(StreamSource(backbone, SPEC, talks * 4, 32))
     part = every.limited(200)
     assert 200 <= part.answers < 200 + max(every.source.answers)
     assert list(part.indices) == sorted(part.indices)
@@ -106,7 +104,7 @@ def test_a_part_of_a_source_is_large_enough_and_not_the_shortest_conversations(
 def test_a_cache_gives_back_the_very_batches(stream: StreamSource, tmp_path: Path) -> None:
     seen: list[tuple[int, bool]] = []
     write(tmp_path / "features", stream, progress=lambda *entry: seen.append(entry))
-    found = cache.CacheSource(tmp_path / "features", "abc")
+    found = store.CacheSource(tmp_path / "features", "abc")
     assert len(shards(tmp_path / "features")) > 2
     assert (found.spec, found.sizes, found.digest) == (SPEC, stream.sizes, stream.digest)
     for index in range(len(stream.sizes)):
@@ -135,7 +133,7 @@ def test_a_stopped_run_goes_on_at_the_next_shard(
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "stopped", stream)
     with pytest.raises(InvalidData, match="is unfinished"):
-        cache.CacheSource(tmp_path / "stopped")
+        store.CacheSource(tmp_path / "stopped")
     kept = len(shards(tmp_path / "stopped"))
     monkeypatch.setattr(StreamSource, "batch", batch)
     seen: list[tuple[int, bool]] = []
@@ -158,10 +156,10 @@ def test_a_damaged_shard_is_named_and_rebuilt(stream: StreamSource, tmp_path: Pa
     whole = victim.read_bytes()
     victim.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(InvalidData, match=f"{victim.name} is damaged"):
-        cache.CacheSource(tmp_path).check()
+        store.CacheSource(tmp_path).check()
     write(tmp_path, stream)
     assert victim.read_bytes() == whole
-    cache.CacheSource(tmp_path).check()
+    store.CacheSource(tmp_path).check()
 
 
 def test_a_full_disk_is_reported_and_leaves_nothing_half_written(
@@ -172,12 +170,12 @@ def test_a_full_disk_is_reported_and_leaves_nothing_half_written(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "save_file", full)
+        patch.setattr(store, "save_file", full)
         with pytest.raises(SelfspecError, match=r"shard-00000.safetensors: .*No space left"):
             write(tmp_path, stream)
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
     write(tmp_path, stream)
-    cache.CacheSource(tmp_path).check()
+    store.CacheSource(tmp_path).check()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +190,7 @@ def test_a_folder_of_other_features_is_refused(
 ) -> None:
     write(tmp_path, stream)
     with pytest.raises(InvalidOption, match=reason):
-        cache.write(tmp_path, stream, manifest_of(stream, **change))
+        store.write(tmp_path, stream, manifest_of(stream, **change))
 
 
 def test_changed_text_under_a_cache_is_refused(
@@ -201,22 +199,22 @@ def test_changed_text_under_a_cache_is_refused(
     write(tmp_path, stream)
     changed = StreamSource(backbone, SPEC, talks[1:], 64)
     with pytest.raises(InvalidOption, match="another digest"):
-        cache.write(tmp_path, changed, manifest_of(changed))
+        store.write(tmp_path, changed, manifest_of(changed))
 
 
 def test_a_cache_of_another_model_is_refused(stream: StreamSource, tmp_path: Path) -> None:
     write(tmp_path, stream)
     with pytest.raises(InvalidData, match=r"features of tiny \(abc\)"):
-        cache.CacheSource(tmp_path, "def")
+        store.CacheSource(tmp_path, "def")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format_version": 9}'])
 def test_a_folder_that_is_no_cache_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(InvalidData, match=str(tmp_path)):
-        cache.CacheSource(tmp_path)
+        store.CacheSource(tmp_path)
     with pytest.raises(InvalidData, match="no feature cache"):
-        cache.CacheSource(tmp_path / "nowhere")
+        store.CacheSource(tmp_path / "nowhere")
 
 
 @pytest.mark.usefixtures("small_shards")
@@ -242,4 +240,4 @@ def test_the_manifest_says_what_is_inside(stream: StreamSource, tmp_path: Path) 
         "top_k": 4,
         "everywhere": True,
     }
-    assert manifest["sha256"] == [cache.sha256(path) for path in shards(tmp_path)]
+    assert manifest["sha256"] == [store.sha256(path) for path in shards(tmp_path)]

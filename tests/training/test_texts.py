@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.model.backbone import Backbone
-from selfspec.training.texts import Sampling, continued, loop_start
+from selfspec.training.text import Sampling, continued, loop_start
 from tests.models import VOCAB_SIZE, make_model, random_ids
 
 PROMPTS = [random_ids(length, seed=length)[0].tolist() for length in (5, 1, 12, 9)]

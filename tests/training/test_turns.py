@@ -5,7 +5,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.api.chat_template import having, read
 from selfspec.errors import InvalidData
-from selfspec.training.turns import Turns, end_ids
+from selfspec.training.text import Turns, end_ids
 from tests.api.test_text import byte_level_bpe
 from tests.authors import prompt_ids
 from tests.models import make_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
-from selfspec.training.writer import DROPPED, KEPT, Counts, Writer
+from selfspec.training.selfgen import DROPPED, KEPT, Counts, Writer
 from tests.authors import counted
 
 OPTIONS = {"seed": 0, "shard": "1/1", "pair": (0.8, 1.0)}
@@ -48,19 +48,43 @@ def test_batches_are_appended_and_recorded(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("whole", [0, 1, 2])
-@pytest.mark.parametrize("more", [b"", b'{"a": ', b"\x1f\x8b\x08"])
+@pytest.mark.parametrize("written", [0, 1, 5, 10, None])
 def test_what_a_killed_run_left_behind_is_cut_off(
-    tmp_path: Path, name: str, whole: int, more: bytes
+    tmp_path: Path, name: str, whole: int, written: int | None
 ) -> None:
+    """The batch behind `whole` ones, as far as its first `written` bytes."""
     write(tmp_path / "expected" / name)
     path = tmp_path / name
-    write(path, 0, whole)
+    writer = write(path, 0, whole)
+    block = writer._block(LINES[whole])
+    writer._save(writer._state | {"next": LINES[whole]})
     with path.open("ab") as file:
-        file.write(more)
+        file.write(block[:written])
     record(path).with_name(record(path).name + ".new").write_text("{")  # killed while writing it
     assert opened(path).batches == whole
     write(path, whole)
     assert path.read_bytes() == (tmp_path / "expected" / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("coming", [0, 1], ids=["whole", "killed"])
+@pytest.mark.parametrize(
+    "added", [b'{"mine": 1}\n', b'{"mi', b"\n", gzip.compress(b"mine\n", mtime=0)]
+)
+def test_lines_of_somebody_else_behind_ours_are_kept(
+    tmp_path: Path, name: str, coming: int, added: bytes
+) -> None:
+    """After a whole run, and after one that was killed while it wrote a batch."""
+    path = tmp_path / name
+    writer = write(path)
+    block = writer._block(LINES[0]) * coming
+    writer._save(writer._state | {"next": LINES[0] * coming})
+    with path.open("ab") as file:
+        file.write(block + added)
+    before = path.read_bytes()
+    with pytest.raises(InvalidData, match=f"{name}, line 4, and what follows was not written"):
+        opened(path)
+    assert path.read_bytes() == before
 
 
 def test_a_run_killed_before_its_first_batch_is_continued(tmp_path: Path) -> None:

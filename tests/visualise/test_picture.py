@@ -1,19 +1,18 @@
-"""Pictures hold the whole answer at any length, in the colours of who gave it; a card fits."""
+"""A card fits, whatever the answer holds, in the colours of who gave each token."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from matplotlib.image import imread
 
 from selfspec.pages import palette
 from selfspec.visualise import picture
-from selfspec.visualise.flow import flow
 from selfspec.visualise.gain import Gain, counted, gain, givers, head_right, right_from
+from selfspec.visualise.picture import drawable, fitting, flow
 from tests.hand_traces import long_trace, place, small_trace
 from tests.traces import some_costs
 
@@ -81,36 +80,43 @@ def test_a_headline_says_for_nothing_only_where_drafts_gained(
     )
 
 
-def test_a_long_headline_stays_in_its_picture(
+def test_a_card_holds_any_text_without_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     loss = Gain(tokens=50, drafted=22, per_verification=1.5, speed_up=0.8)
     monkeypatch.setattr(picture, "gain", lambda *_: loss)
-    picture.save(small_trace(), tmp_path / "a.png")
-    picture.save_card(small_trace(), tmp_path / "card.png")
-    assert (imread(tmp_path / "a.png")[:120, -60:, :3] > 0.97).all()
-    assert (imread(tmp_path / "card.png")[:, 320:336, :3].std(axis=(0, 1)) < 0.01).all()
-
-
-def test_a_picture_holds_each_draft_in_its_colour(tmp_path: Path) -> None:
-    picture.save(small_trace(), tmp_path / "a.svg")
-    picture.save(small_trace(), tmp_path / "b.svg")
-    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
-    ElementTree.fromstring(text)
-    for layer in (2, 4):
-        assert palette.of_layer(layer, 6) in text
-    assert palette.SEEN not in text
-    assert text == (tmp_path / "b.svg").read_text(encoding="utf-8")
-
-
-def test_any_text_of_any_length_takes_one_picture_without_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        picture.save(long_trace(ODD), tmp_path / "short.png")
-        picture.save(long_trace([*ODD, *["\nline"] * 90]), tmp_path / "long.png")
-        picture.save_card(long_trace(ODD * 20), tmp_path / "card.png")
-    short, long = (imread(tmp_path / f"{name}.png").shape for name in ("short", "long"))
-    assert short[1] == 1800
-    assert long[0] / long[1] > 4
-    assert imread(tmp_path / "card.png").shape[:2] == (675, 1200)
-    assert len(list(tmp_path.iterdir())) == 3
+        for name, trace in {"small": small_trace(), "long": long_trace(ODD * 20)}.items():
+            picture.save_card(trace, tmp_path / f"{name}.png")
+            picture.save_card(trace, tmp_path / "again.png")
+            made = (tmp_path / f"{name}.png").read_bytes()
+            assert made == (tmp_path / "again.png").read_bytes()
+            shown = imread(tmp_path / f"{name}.png")
+            assert shown.shape[:2] == (675, 1200)
+            assert (shown[:, 320:336, :3].std(axis=(0, 1)) < 0.01).all()  # words stay in their box
+
+
+def test_a_card_has_each_draft_in_its_colour(tmp_path: Path) -> None:
+    picture.save_card(small_trace(), tmp_path / "card.png")
+    shown = {
+        tuple(pixel)
+        for pixel in (imread(tmp_path / "card.png")[..., :3] * 255).round().reshape(-1, 3)
+    }
+    for layer in (2, 4):
+        assert tuple(bytes.fromhex(palette.of_layer(layer, 6)[1:])) in shown
+    assert tuple(bytes.fromhex(palette.SEEN[1:])) not in shown
+
+
+def test_characters_without_a_glyph_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drawable("aä␣⏎…") == "aä␣⏎…"
+    monkeypatch.setattr(picture, "_glyphs", lambda: frozenset(map(ord, "abc")))
+    assert drawable("a你🎉") == "aU+4F60U+1F389"
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "shown"),
+    [("abcdef", 6, "abcdef"), ("abcdefg", 6, "abcde…"), ("你好世界", 6, "你好…"), ("", 3, "")],
+)
+def test_wide_characters_count_twice(text: str, columns: int, shown: str) -> None:
+    assert fitting(text, columns) == shown

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import prices
 from selfspec.decoding.controllers import make_controller
+from selfspec.decoding.drafters.attending import AttendingDrafter
 from selfspec.decoding.drafters.base import Drafter, DraftsFrom, NoDrafter, Trunks
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.exit import ExitDrafter, Siblings
@@ -19,6 +20,7 @@ from selfspec.decoding.drafters.tree import Guesser, TreeDrafter
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
 from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.judge import ExitJudge, spread
 from selfspec.model.backbone import Backbone
@@ -40,7 +42,7 @@ class Sources:
         Padded passes draft chains: what a row sums over lies elsewhere there, once a sibling was in
         between.
         """
-        steady = not options.pinned or self.backbone.claims.steady_from is not None
+        steady = not options.pinned or self.backbone.claims.steady
         return options.grows_trees and steady and self.backbone.runs_trees
 
     def reads_embedding(self, options: SpeculationOptions) -> bool:
@@ -72,6 +74,9 @@ def make_drafter(
     token = 0.0
     if options.uses("draft-model"):
         other, token = _draft_model(options, sources, sampler, end_tokens)
+    elif isinstance(sources.heads, AttendingHeads):
+        other = _attending(sources.heads, options, sampler, end_tokens)
+        token = prices.share(sources.heads.nbytes, sources.backbone)
     elif sources.runs_trees(options) and sources.reads_embedding(options):
         return _tree(options, sources, cost, sampler, end_tokens, trunks)
     else:
@@ -213,6 +218,24 @@ def _exit(
         siblings=siblings,
     )
     return drafter, heads.layers_in_use(options)
+
+
+def _attending(
+    heads: AttendingHeads,
+    options: SpeculationOptions,
+    sampler: Sampler,
+    end_tokens: Collection[int],
+) -> AttendingDrafter:
+    """Chains only, on any executor."""
+    heads.layers_in_use(options)
+    return AttendingDrafter(
+        heads,
+        _judge(heads, options),
+        sampler,
+        make_controller(options, options.exit.max_tokens),
+        end_tokens,
+        beliefs=options.acceptance.reads_beliefs,
+    )
 
 
 def _cost(

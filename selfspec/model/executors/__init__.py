@@ -15,11 +15,8 @@ from selfspec.model.rows import Rows
 class Claims:
     """What an executor says of itself. The backbone never gives it a pass that it cannot run."""
 
-    steady_from: int | None = None
-    """From this many rows on a row's bits do not depend on how many others run with it, so shorter
-    passes are padded; the probe tests it. None: not claimed."""
-    steady_to: int | None = None
-    """Up to this many rows. None: any number, so that a row has the same bits in a prompt."""
+    steady: bool = False
+    """Whether a row's bits are its own, in a prompt as in a pass of one row; the probe tests it."""
     trees: bool = False
     """Runs rows that have siblings."""
     row_costs: tuple[float, ...] = (0.08,)
@@ -31,11 +28,6 @@ class Claims:
     """Sequences of one pass at most; the backbone splits what has more."""
     pages: PageLayout | None = None
     """Of keys and values, where texts can share them."""
-
-    @property
-    def least_rows(self) -> int:
-        """Rows of a pass at least."""
-        return self.steady_from or 1
 
 
 class Executor(Protocol):

@@ -1,29 +1,208 @@
 """Runs the model's own layers on a GPU as CUDA graphs: one launch per segment instead of hundreds.
 
 A graph replays kernels with the addresses and shapes that it was captured with. So inputs are
-copied into fixed buffers, rows are padded to a few counts, keys and values stay where they are
-(`static_slots.py`), and which slots a row may see comes from slot numbers on the device. Nothing
-here needs a GPU but the capture itself (`capture.py`).
+copied into fixed buffers, rows are padded to a few counts, keys and values stay where they are, and
+which slots a row may see comes from slot numbers on the device. How work is captured is a strategy:
+nothing here needs a GPU but `GraphCapture`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.model.executors import Claims
-from selfspec.model.executors.capture import Capture, GraphCapture, Replays, uncaptured
 from selfspec.model.executors.generic import GenericExecutor
-from selfspec.model.executors.known import require_capturable
 from selfspec.model.executors.masks import SLIDING, as_mask
-from selfspec.model.executors.static_slots import SamplingLease, SlotView, StaticSlots
+from selfspec.model.hooks import require_own_code
 from selfspec.model.kv_store import Lease
 from selfspec.model.rows import Rows
+
+
+class StaticSlots:
+    """Buffers of every layer, [1, kv heads, slots, head_dim], and the sequence that has them."""
+
+    def __init__(self, samples: Sequence[tuple[Tensor, Tensor]], slots: int) -> None:
+        """`samples`: keys and values of one position, [1, kv heads, 1, head_dim], per layer."""
+        self.slots = slots
+        with torch.inference_mode(False):  # else only inference mode could write to them
+            self.keys = [_zeros(keys, slots) for keys, _ in samples]
+            self.values = [_zeros(values, slots) for _, values in samples]
+        self._tenant: weakref.ref[Lease] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
+
+    def lend(self, kv: Lease) -> None:
+        """Move the keys and values of `kv` here; those of the sequence before it move out."""
+        if self._tenant is not None and self._tenant() is kv:
+            return
+        self.recall()
+        for buffer in (*self.keys, *self.values):
+            buffer.zero_()  # masked slots weigh nothing, but nothing times NaN is NaN
+        kv.move_to(self.keys, self.values)
+        self._tenant = weakref.ref(kv)
+
+    def recall(self) -> None:
+        """Move out what is lent, into buffers of its own; a sequence that is gone needs none."""
+        tenant = None if self._tenant is None else self._tenant()
+        self._tenant = None
+        if tenant is not None:
+            held = max(tenant.length(layer) for layer in range(tenant.num_layers))
+            tenant.move_to(
+                [_zeros(buffer, held) for buffer in self.keys],
+                [_zeros(buffer, held) for buffer in self.values],
+            )
+
+
+class SlotView:
+    """What the layers of one segment see of the slots: their cache, in transformers' terms.
+
+    Where a row is written is read from `places` on the device: a replay with other places writes
+    elsewhere.
+    """
+
+    def __init__(self, slots: StaticSlots, places: Tensor, seen: int) -> None:
+        """`places` [rows]: slots; layers look at the first `seen` slots."""
+        self._slots = slots
+        self._places = places
+        self._seen = seen
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write [1, heads, rows, head_dim] at their places; what is seen, [1, heads, S, ..]."""
+        all_keys, all_values = self._slots.keys[layer], self._slots.values[layer]
+        all_keys.index_copy_(2, self._places, keys)
+        all_values.index_copy_(2, self._places, values)
+        return all_keys[:, :, : self._seen], all_values[:, :, : self._seen]
+
+
+class SamplingLease(Lease):
+    """A lease that notes what each layer wants to keep."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.samples: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """As of any cache."""
+        self.samples[layer] = keys, values
+        return super().update(keys, values, layer)
+
+
+def _zeros(like: Tensor, slots: int) -> Tensor:
+    """[1, heads, slots, head_dim] for a buffer of any number of slots."""
+    return like.new_zeros(*like.shape[:-2], slots, like.shape[-1])
+
+
+_MOST_GRAPHS = 64
+"""Graphs kept at a time; the one unused for longest makes room."""
+
+_WARM_UPS = 3
+"""Runs on another stream before a capture: libraries set up their workspaces at first use, which
+must not happen during a capture."""
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[], Tensor]
+"""Computes from buffers at fixed addresses."""
+
+Capture = Callable[[Work], Work]
+"""From work to the same work, captured; what that returns may be overwritten by the next one."""
+
+
+def uncaptured(work: Work) -> Work:
+    """The work itself: the strategy where there is nothing to capture with."""
+    return work
+
+
+class GraphCapture:
+    """Captures work as CUDA graphs that share one memory pool, as the documentation of torch does.
+
+    What graphs of one pool keep between replays may overlap, which is safe because they never run
+    at the same time and every output is copied before the next one runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: where the work runs."""
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        """Raises RuntimeError where the work cannot be captured."""
+        with torch.cuda.device(self._device):  # streams belong to the current device
+            return self._captured(work)
+
+    def _captured(self, work: Work) -> Work:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what other threads do on the GPU meanwhile is no fault of this capture
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+class Replays:
+    """Captured work by key: captured at its first use, replayed from then on."""
+
+    def __init__(self, strategy: Callable[[], Capture]) -> None:
+        """`strategy` makes a Capture: one for all graphs that live together."""
+        self._strategy = strategy
+        self._capture = strategy()
+        self._graphs: dict[Hashable, Work] = {}
+
+    @property
+    def captures(self) -> bool:
+        """Whether work is captured, rather than run as it is."""
+        return self._capture is not uncaptured
+
+    def run(self, key: Hashable, work: Work) -> Tensor:
+        """What `work` computes, by the graph under `key`; copy it before the next run."""
+        graph = self._graphs.pop(key, None)
+        if graph is None:
+            if len(self._graphs) >= _MOST_GRAPHS:
+                self._graphs.pop(next(iter(self._graphs)))
+            graph = self._captured(work)
+        self._graphs[key] = graph  # newest last
+        return graph()
+
+    def clear(self) -> None:
+        """Drop all graphs: their addresses are no longer right."""
+        self._graphs.clear()
+        if self.captures:  # a pool is not used again once the last graph in it is gone
+            self._capture = self._strategy()
+
+    def _captured(self, work: Work) -> Work:
+        """Falls back to the work itself, for good, where capturing it fails."""
+        try:
+            return self._capture(work)
+        except RuntimeError as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            logger.warning("no CUDA graphs (%s): segments run uncaptured from now on", reason)
+            self._capture = uncaptured
+            return work
+
 
 ROW_COUNTS = (1, 2, 4, 8, 16)
 """Rows of a captured pass; fewer are padded, more (prompts) run uncaptured."""
@@ -44,8 +223,6 @@ _TRIAL_ERROR = 0.05
 """Largest error of a replay, relative to the output (root mean square): a library may pick another
 kernel for a capture, but an input that a graph misses is off by much more."""
 
-logger = logging.getLogger(__name__)
-
 
 class CudaGraphExecutor:
     """Segments at fixed addresses, each captured once per number of rows and of slots."""
@@ -57,8 +234,8 @@ class CudaGraphExecutor:
 
         Raises ValueError, with the reason, for layers that cannot be captured.
         """
-        require_capturable(decoder, lm_head)
-        _require_one_device(decoder, lm_head)
+        require_own_code(decoder, lm_head)
+        _require_capturable(decoder, lm_head)
         self._decoder = decoder
         self._generic = GenericExecutor(decoder, lm_head)
         self._num_layers = len(decoder.layers)
@@ -212,8 +389,14 @@ def _padded(count: int) -> int | None:
     return next((rows for rows in ROW_COUNTS if rows >= count), None)
 
 
-def _require_one_device(decoder: Any, lm_head: nn.Module) -> None:
-    """Raise ValueError unless all weights are on one device."""
+def _require_capturable(decoder: Any, lm_head: nn.Module) -> None:
+    """Raise ValueError for experts, and for weights on several devices.
+
+    Python reads back which experts rows take, which breaks a capture off.
+    """
+    for kind in {type(part) for layer in decoder.layers for part in layer.modules()}:
+        if any(word in kind.__name__.lower() for word in ("expert", "moe")):
+            raise ValueError(f"{kind.__name__} reads values back")
     devices = {weight.device for part in (decoder.module, lm_head) for weight in part.parameters()}
     if len(devices) != 1:
         raise ValueError(f"weights are on {len(devices)} devices, expected one")

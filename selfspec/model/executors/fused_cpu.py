@@ -2,8 +2,7 @@
 
 Every row is computed by itself, in an order that its position alone decides: its bits are the same
 in a prompt, among drafts, on a branch of a tree and alone. Needs Linux and a C++ compiler, or a
-wheel with compiled code inside; without, the packed executor runs the models that it knows, and the
-generic one all others.
+wheel with compiled code inside; without, the generic executor runs the model.
 """
 
 from __future__ import annotations
@@ -16,17 +15,60 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.executors import Claims
-from selfspec.model.executors.asked import activation_of, norm_of
-from selfspec.model.executors.known import require_known
 from selfspec.model.executors.masks import attention_types
-from selfspec.model.executors.program import HIDDEN, Program
-from selfspec.model.executors.recipe import Experts, Mlp, Recipe, recipe_of
-from selfspec.model.executors.rotations import Rotations
-from selfspec.model.executors.structs import Operation
+from selfspec.model.executors.program import HIDDEN, Operation, Program
+from selfspec.model.executors.recipe import (
+    Experts,
+    Mlp,
+    Recipe,
+    Rotation,
+    activation_of,
+    norm_of,
+    plain_linear,
+    recipe_of,
+)
+from selfspec.model.hooks import require_own_code
 from selfspec.model.panels import blocks_pay, tiles, wide_vectors
 from selfspec.model.parts import DecoderParts
 from selfspec.model.products import CompiledLinear
 from selfspec.model.rows import Rows, Span
+
+
+class Rotations:
+    """The rotations of a decoder, rounded as its own module does."""
+
+    def __init__(self, decoder: DecoderParts) -> None:
+        self._decoder = decoder
+        self._ways: dict[str, Rotation | None] = {}
+        self._tables: list[Tensor] = []  # [slots, pairs] by kind, as long as the texts so far
+        self._offset = 0  # position of the first slot, which is not 0 in checks only
+
+    def index(self, kind: str, rotation: Rotation | None) -> int:
+        """Where layers of this kind find theirs. Raises ValueError where such layers differ."""
+        known = self._ways.get(kind) or rotation
+        self._ways[kind] = known
+        if rotation not in (None, known):
+            raise ValueError("layers differ in how positions are rotated")
+        return list(self._ways).index(kind)
+
+    def at(self, rows: Tensor, positions: Tensor, start: int) -> list[Tensor]:
+        """By kind, [T, pairs], for `positions` [T] of rows behind `start` slots."""
+        offset = int(positions[0]) - start
+        end = int(positions.max()) - offset + 1
+        if not self._tables or len(self._tables[0]) < end or offset != self._offset:
+            every = torch.arange(offset, offset + 2 * end)[None]
+            self._tables = [self._table(rows, every, kind) for kind in self._ways]
+            self._offset = offset
+        places = positions - offset
+        return [table[places] for table in self._tables]
+
+    def _table(self, rows: Tensor, positions: Tensor, kind: str) -> Tensor:
+        """For `positions` [1, S]; layers without rotations need none of it."""
+        if (way := self._ways[kind]) is None:
+            return torch.zeros(positions.shape[1], 0, dtype=torch.complex64)
+        cos, sin = self._decoder.rotations(rows[None], positions, kind)
+        return way.turns(cos[0], sin[0])
+
 
 _BLOCK_ROWS = 1024
 """Rows of a prompt that run through the layers together: its memory does not grow with it."""
@@ -68,7 +110,7 @@ def _costs(linear: CompiledLinear) -> _Costs:
 class FusedExecutor:
     """The decoder from compiled products, norms, attention and activations."""
 
-    claims = Claims(steady_from=1, trees=True, spans=_BLOCK_ROWS)
+    claims = Claims(steady=True, trees=True, spans=_BLOCK_ROWS)
     """What rows and heads cost comes with the weights."""
 
     def __init__(
@@ -81,10 +123,11 @@ class FusedExecutor:
 
         Raises ValueError, with the reason, for layers that have no recipe, and without a compiler.
         """
-        require_known(decoder, lm_head)
+        require_own_code(decoder, lm_head)
         self._decoder, dtype = decoder, lm_head.weight.dtype
+        lm_head = plain_linear(lm_head, "lm_head", dtype)
         kinds = attention_types(decoder.config)
-        recipe_of(decoder, decoder.layers[0], kinds[0], dtype)  # raises before long work
+        self._recipe(0, kinds[0], dtype)  # raises before long work
         self._program = Program(dtype, lm_head.in_features)
         # the largest first, while there is most room
         linear = CompiledLinear.of(lm_head)
@@ -104,12 +147,18 @@ class FusedExecutor:
         )
         done(lm_head)
         self._rotations = Rotations(decoder)
-        for layer, kind in zip(decoder.layers, kinds, strict=True):
-            recipe = recipe_of(decoder, layer, kind, dtype)
+        for index, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
+            recipe = self._recipe(index, kind, dtype)
             rotation = self._rotations.index(kind, recipe.attention.rotation)
             self._program.add_layer(list(self._operations(recipe, rotation)))
             done(layer)
         self.claims = replace(self.claims, pages=self._program.layout)
+
+    def _recipe(self, index: int, kind: str, dtype: torch.dtype) -> Recipe:
+        try:
+            return recipe_of(self._decoder, self._decoder.layers[index], kind, dtype)
+        except (AttributeError, TypeError, ValueError) as error:  # other shapes fail in many ways
+            raise ValueError(f"layer {index + 1}: {error}") from error
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""

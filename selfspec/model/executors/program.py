@@ -1,7 +1,8 @@
 """Decoder layers as a list of operations that compiled code runs in one call: `kernels/layers.cpp`.
 
 Comes in: what a layer is made of. Goes out: a Program, which runs any range of its layers on a
-block of rows. Another family is another list. Called by the fused executor.
+block of rows. Another family is another list. Structs are those of `layers.cpp`, field by field the
+same. Called by the fused executor.
 """
 
 from __future__ import annotations
@@ -9,30 +10,131 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Collection, Sequence
+from enum import IntEnum
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from selfspec.model.compiled import compiled
-from selfspec.model.executors.asked import Activation, Norm
-from selfspec.model.executors.recipe import Attention, Experts
-from selfspec.model.executors.structs import (
-    ExpertsStruct,
-    Heads,
-    Kind,
-    Long,
-    Operation,
-    Pass,
-    Pointer,
-    SpanStruct,
-    pointers,
-)
-from selfspec.model.kv_pages import PageLayout
+from selfspec.model.compiled import TEAM, compiled
+from selfspec.model.executors.recipe import Activation, Attention, Experts, Norm
+from selfspec.model.kv_pages import Page, PageLayout
 from selfspec.model.panels import PANEL, Stripes, in_panels
 from selfspec.model.products import CompiledLinear
 from selfspec.model.rows import Span
+
+Long, Float, Pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
+
+
+class Kind(IntEnum):
+    """`Kinds` of `layers.cpp`."""
+
+    NORM = 0
+    PRODUCT = 1
+    ATTEND = 2
+    ACTIVATE = 3
+    EXPERTS = 4
+    ADD = 5
+
+
+class Heads(ctypes.Structure):
+    """The struct of `attention.hpp` by this name, which says what the fields mean."""
+
+    _fields_ = (
+        ("size", Long),
+        ("group", Long),
+        ("kv", Long),
+        ("rotated", Long),
+        ("norms", Pointer),
+        ("centred", Long),
+        ("norms_last", Long),
+        ("window", Long),
+        ("eps", Float),
+        ("scaling", Float),
+        ("softcap", Float),
+    )
+
+
+class ExpertsStruct(ctypes.Structure):
+    """The struct `Experts` of `experts.hpp`, which says what the fields mean."""
+
+    _fields_ = (
+        ("count", Long),
+        ("each", Long),
+        ("normalised", Long),
+        ("rounds", Long),
+        ("inner", Long),
+        ("activation", Long),
+        ("into", Pointer),
+        ("down", Pointer),
+        ("into_size", Long),
+        ("down_size", Long),
+        ("gathered", Long),
+        ("opened", Long),
+        ("activated", Long),
+        ("closed", Long),
+    )
+
+
+class Operation(ctypes.Structure):
+    """The struct of `layers.cpp` by this name, which says what the fields mean."""
+
+    _fields_ = (
+        ("kind", Long),
+        ("source", Long),
+        ("target", Long),
+        ("inputs", Long),
+        ("outputs", Long),
+        ("weight", Pointer),
+        ("bias", Pointer),
+        ("adds", Float),
+        ("eps", Float),
+        ("at", Long),
+        ("row", Long),
+        ("centred", Long),
+        ("rounds", Long),
+        ("activation", Long),
+        ("gated", Long),
+        ("keys", Long),
+        ("rotation", Long),
+        ("heads", Heads),
+        ("logits", Long),
+        ("experts", ExpertsStruct),
+    )
+
+
+class SpanStruct(ctypes.Structure):
+    """The struct `Span` of `layers.cpp`."""
+
+    _fields_ = (
+        ("first", Long),
+        ("rows", Long),
+        ("held", Long),
+        ("parents", ctypes.POINTER(Long)),
+        ("pages", ctypes.POINTER(Pointer)),
+    )
+    memory: list[Page]
+    """A lease may forget them while they are read."""
+
+
+class Pass(ctypes.Structure):
+    """The struct `Pass` of `layers.cpp`."""
+
+    _fields_ = (
+        ("rows", Long),
+        ("buffers", ctypes.POINTER(Pointer)),
+        ("rotations", ctypes.POINTER(Pointer)),
+        ("spans", Long),
+        ("span", ctypes.POINTER(SpanStruct)),
+        ("room", Pointer),
+    )
+
+
+def pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    """A table of addresses."""
+    return (Pointer * len(addresses))(*addresses)
+
 
 _SOURCE = Path(__file__).parents[1] / "kernels" / "layers.cpp"
 
@@ -288,7 +390,8 @@ class Program:
         asked.buffers = pointers([buffer.data_ptr() for buffer in buffers])
         start, end = self._starts[first], self._starts[last]
         at = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
-        self._run(at, end - start, ctypes.addressof(asked))
+        with TEAM.measured():
+            self._run(at, end - start, ctypes.addressof(asked))
         return buffers[target]
 
     def _need(self, buffer: int, width: int) -> None:

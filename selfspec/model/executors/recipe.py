@@ -1,29 +1,219 @@
 """What a decoder layer is made of, as data, whatever its family calls its parts.
 
-Comes in: a layer whose modules are all known (`known`). Goes out: its Recipe, from which executors
-build what they run; a ValueError names what does not fit. Whether the numbers agree is for the
-agreement check. Another family is a line in a table here.
+Comes in: a layer. Goes out: its Recipe, from which the fused executor builds what it runs; a
+ValueError names what does not fit. What norms, activations, rotations and routers compute is found
+by asking them: names and classes say little, as families that call their norm RMSNorm differ in
+what they do to a weight. Whether the numbers agree is for the agreement check. Another family is a
+line in a table here.
 """
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.executors.asked import (
-    Norm,
-    Rotation,
-    Shares,
-    norm_of,
-    rotation_of,
-    shares_of,
-)
 from selfspec.model.executors.masks import FULL
-from selfspec.model.executors.source import words
 from selfspec.model.parts import DecoderParts
+from selfspec.model.products import why_unusual
+
+_ERROR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
+"""Largest error of an answer, relative to the largest number in it."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm, or LayerNorm where a mean is taken off, over the last dimension."""
+
+    weight: Tensor
+    """[d] or [heads, d], float32; what families add to theirs is in it."""
+    bias: Tensor | None
+    eps: float
+    centred: bool
+    rounds: bool
+    """Whether what is normed is rounded to the model's dtype before the weight."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[.., d] -> [.., d], in the dtype of `rows`."""
+        found = rows.float()
+        if self.centred:
+            found = found - found.mean(-1, keepdim=True)
+        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + self.eps)
+        if self.rounds:
+            found = found.to(rows.dtype).float()
+        found = found * self.weight
+        return (found if self.bias is None else found + self.bias).to(rows.dtype)
+
+
+@torch.no_grad()
+def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
+    """The norm that `module` computes on rows of `width`. Raises ValueError for another."""
+    kind, one = type(module).__name__, torch.ones(())
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", 1e-5))
+    given = torch.ones(width) if weight is None else weight.detach()
+    bias = None if bias is None else bias.detach().float()
+    sizes = torch.tensor([1.0, 0.1, float(eps) ** 0.5]).view(-1, *[1] * given.dim())
+    generator = torch.Generator().manual_seed(0)
+    rows = (torch.randn(3, *given.shape, generator=generator) + 0.5) * sizes
+    rows = rows.to(dtype)
+    answer = module(rows)
+    if answer.dtype != dtype or answer.shape != rows.shape:
+        raise ValueError(f"{kind} gives {answer.dtype} {tuple(answer.shape)}")
+    weights = [given.float(), given.float() + 1]
+    weights += [(given + one.to(given.dtype)).float()]  # rounded, too
+    ways = [
+        Norm(way, bias, float(eps), centred, rounds)
+        for centred, way, rounds in itertools.product((False, True), weights, (True, False))
+    ]
+    best = min(ways, key=lambda way: float((way(rows) - answer).abs().sum()))
+    if not _near(best(rows), answer):
+        raise ValueError(f"{kind} is neither RMSNorm nor LayerNorm")
+    return best
+
+
+class Activation(IntEnum):
+    """`Activations` of `activations.hpp`."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+    RELU = 3
+    RELU_SQUARED = 4
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: nn.functional.silu,
+    Activation.GELU: nn.functional.gelu,
+    Activation.GELU_TANH: lambda x: nn.functional.gelu(x, approximate="tanh"),
+    Activation.RELU: nn.functional.relu,
+    Activation.RELU_SQUARED: lambda x: nn.functional.relu(x).square(),
+}
+
+
+def activation_of(module: Callable[[Tensor], Tensor]) -> Activation:
+    """The one that `module` computes. Raises ValueError for another."""
+    far = torch.tensor([-1e4, -30.0, 30.0, 1e4])  # some are cut off from 6 or 10 on
+    numbers = torch.cat([torch.linspace(-6, 6, 193), far])
+    answer = module(numbers)
+    for name, way in _ACTIVATIONS.items():
+        if float((way(numbers) - answer).abs().max()) < 1e-5:
+            return name
+    raise ValueError(f"the activation is {type(module).__name__}, which is not known")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How positions turn the first numbers of a query or key, in pairs."""
+
+    size: int
+    """Of the numbers that are turned."""
+    halves: bool
+    """Whether j and j + size / 2 are a pair, else neighbours are."""
+    angles: slice
+    """Where each pair's angle is among the `size` that the model gives for a position."""
+
+    def pairs(self, head_size: int) -> Tensor:
+        """[head_size]: the numbers of a head in the order that makes pairs neighbours."""
+        found = torch.arange(head_size)
+        if self.halves:
+            found[: self.size] = torch.arange(self.size).view(2, -1).T.flatten()
+        return found
+
+    def turns(self, cos: Tensor, sin: Tensor) -> Tensor:
+        """Of the model, [T, size] each -> one complex number for each pair, [T, size / 2]."""
+        return torch.complex(cos[:, self.angles].float(), sin[:, self.angles].float())
+
+
+def rotation_of(
+    decoder: DecoderParts, attention: nn.Module, kind: str, head_size: int, dtype: torch.dtype
+) -> Rotation | None:
+    """How a layer's queries and keys are rotated; None: not at all. ValueError for other ways."""
+    positions = torch.tensor([[1, 5, 60]])
+    like = torch.zeros(1, 3, decoder.config.hidden_size, dtype=dtype)
+    cos, sin = decoder.rotations(like, positions, kind)
+    if not _rotates(attention, like, cos, sin):
+        return None
+    turn = vars(sys.modules[type(attention).__module__]).get("apply_rotary_pos_emb")
+    size = cos.shape[-1]
+    if turn is None or size % 2 or not 0 < size <= head_size:
+        raise ValueError("positions are rotated in an unknown way")
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(1, 1, 3, size, generator=generator).to(dtype)
+    queries, keys = turn(heads, heads, cos, sin)
+    half, every_second = slice(0, size // 2), slice(0, None, 2)
+    for halves, angles in ((True, half), (False, every_second), (False, half)):
+        way = Rotation(size, halves, angles)
+        order = way.pairs(size)
+        turned = torch.view_as_complex(heads[..., order].float().view(1, 1, 3, -1, 2))
+        found = torch.empty(heads.shape)
+        turned = torch.view_as_real(turned * way.turns(cos[0], sin[0])).flatten(-2)
+        found[..., order] = turned
+        if _near(found, queries) and _near(found, keys):
+            return way
+    raise ValueError("positions are rotated in an unknown way")
+
+
+def _rotates(attention: nn.Module, like: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether attention asks where it is."""
+    rows = torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(like.dtype)
+    still = torch.ones_like(cos), torch.zeros_like(sin)
+    here, nowhere = (
+        attention(hidden_states=rows, position_embeddings=given, attention_mask=None)[0]
+        for given in ((cos, sin), still)
+    )
+    return not torch.equal(here, nowhere)
+
+
+def _near(found: Tensor, answer: Tensor) -> bool:
+    error = (found.float() - answer.float()).abs().max()
+    return bool(error <= _ERROR[answer.dtype] * answer.float().abs().max())
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a router shares a row out: a softmax over all experts, of which it takes the largest."""
+
+    each: int
+    """Experts that a row takes."""
+    normalised: bool
+    """Whether the shares of those sum up to 1."""
+    rounds: bool
+    """Whether shares are rounded to the model's dtype."""
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, experts] -> shares and experts, [T, each]."""
+        shares, chosen = logits.float().softmax(-1).topk(self.each, dim=-1)
+        if self.normalised:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return (shares.to(logits.dtype).float() if self.rounds else shares), chosen
+
+
+def shares_of(router: Any, dtype: torch.dtype) -> Shares:
+    """What `router` does with its logits. Raises ValueError for other ways."""
+    weight = router.weight
+    rows = torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    answer = router(rows)
+    if isinstance(answer, tuple) and len(answer) == 3:
+        logits, shares, chosen = answer
+        expected = nn.functional.linear(rows, weight)
+        for normalised, rounds in itertools.product((False, True), repeat=2):
+            way = Shares(chosen.shape[-1], normalised, rounds)
+            mine, where = way(logits)
+            same = torch.equal(logits, expected) and torch.equal(where, chosen)
+            if (
+                same
+                and shares.dtype == (dtype if rounds else torch.float32)
+                and _near(mine, shares)
+            ):
+                return way
+    raise ValueError(f"{type(router).__name__} shares rows out in an unknown way")
 
 
 @dataclass(frozen=True)
@@ -125,12 +315,16 @@ _MLPS = (
     (("dense_h_to_4h", "dense_4h_to_h"), False),
 )
 """Names of the linear layers, and whether a gate is among them."""
-_ACTIVATIONS = ("act_fn", "activation_fn", "act")
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+_CAPPED = ("gemma2", "vaultgemma")
+"""Families whose attention hands its cap on: one that few scores reach is not seen in numbers."""
 
 
 @torch.no_grad()
 def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) -> Recipe:
     """What `layer`, with attention of `kind`, is made of. Raises ValueError for other layers."""
+    for name, part in layer.named_modules():
+        _require_read(name, part)
     children = _names_of_children(layer)
     attention = _only(_ATTENTIONS, children, "attention")
     names = children - {attention, "mlp"}
@@ -152,6 +346,34 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
     )
 
 
+def _require_read(name: str, part: nn.Module) -> None:
+    """Raise ValueError for weights that a recipe does not read: they may act on few rows only."""
+    allowed: set[str] = set()
+    if name == "mlp.experts":
+        allowed = {"gate_up_proj", "down_proj"}
+    elif not [*part.children()]:
+        allowed = {"weight", "bias"}
+    own = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
+    if more := own.keys() - allowed:
+        raise ValueError(f"{name or 'the layer'} has {', '.join(sorted(more))}")
+
+
+def plain_linear(found: Any, name: str, dtype: torch.dtype) -> nn.Linear:
+    """`found` itself. Raises ValueError for another kind of layer, or unusual weights."""
+    if type(found) is not nn.Linear:
+        raise ValueError(f"{name} is {type(found).__module__}.{type(found).__name__}")
+    _require_usual(name, found.weight, dtype)
+    return found
+
+
+def _require_usual(name: str, weight: Tensor, dtype: torch.dtype) -> None:
+    reason = why_unusual(weight)
+    if reason is None and weight.dtype != dtype:
+        reason = f"weights are {weight.dtype}, others {dtype}"
+    if reason is not None:
+        raise ValueError(f"{name}: {reason}")
+
+
 def _names_of_children(part: nn.Module) -> set[str]:
     """The names of what it holds, without what does nothing in evaluation."""
     idle = (nn.Dropout, nn.Identity)
@@ -165,7 +387,7 @@ def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) 
     norms = next((one for one in _HEAD_NORMS if children.issuperset(one)), ())
     if not names or children != {*names, output, *norms}:
         raise ValueError(f"attention holds {', '.join(sorted(children))}")
-    projections = tuple(getattr(part, name) for name in names)
+    projections = tuple(plain_linear(getattr(part, name), name, dtype) for name in names)
     size = int(getattr(part, "head_dim", 0) or part.head_size)
     places, heads = _heads_among(projections, size, decoder.config)
     kv_heads = (len(places) - heads) // 2
@@ -179,9 +401,11 @@ def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) 
             row_norms = _in_order(queries, pairs), _in_order(keys, pairs)
         else:
             head_norms = _of_heads(queries, heads, keys, kv_heads, pairs)
-    # transformers' sdpa leaves the cap out, with a warning
-    capped = decoder.config._attn_implementation == "eager"
-    capped = capped and "softcap=" in words(type(part).forward)
+    cap = getattr(part, "attn_logit_softcapping", None)
+    if decoder.config._attn_implementation != "eager":
+        cap = None  # transformers' sdpa leaves it out, with a warning
+    if cap is not None and decoder.config.model_type not in _CAPPED:
+        raise ValueError("attention may cap its scores")
     return Attention(
         projections=projections,
         order=torch.cat([turned[:, pairs], values]).flatten(),
@@ -193,9 +417,9 @@ def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) 
         head_norms=head_norms,
         norms_last=norms == _LAST_NORMS,
         scaling=float(part.scaling),
-        softcap=part.attn_logit_softcapping if capped else None,
+        softcap=cap,
         window=window_of(decoder.config, kind),
-        output=getattr(part, output),
+        output=plain_linear(getattr(part, output), output, dtype),
     )
 
 
@@ -215,7 +439,7 @@ def _heads_among(projections: tuple[nn.Linear, ...], size: int, config: Any) -> 
         places = places.view(-1, 3, size).transpose(0, 1).reshape(count, size)
     else:
         heads = config.num_attention_heads
-        keys = values = config.num_key_value_heads
+        keys = values = getattr(config, "num_key_value_heads", heads)
     if keys != values or heads % keys or heads + keys + values != count:
         raise ValueError(f"attention has {heads} query, {keys} key and {values} value heads")
     return places, heads
@@ -246,11 +470,13 @@ def _mlp(part: Any, dtype: torch.dtype) -> Mlp | Experts:
     children = _names_of_children(part)
     if children == {"gate", "experts"}:
         shares, inner = shares_of(part.gate, dtype), part.experts
+        for weight in (part.gate.weight, inner.gate_up_proj, inner.down_proj):
+            _require_usual("experts", weight, dtype)
         return Experts(part.gate.weight, shares, inner.gate_up_proj, inner.act_fn, inner.down_proj)
-    activation = _only(_ACTIVATIONS, children, "activation")
+    activation = _only(_ACTIVATION_NAMES, children, "activation")
     for names, gated in _MLPS:
         if children == {*names, activation}:
-            *into, down = (getattr(part, name) for name in names)
+            *into, down = (plain_linear(getattr(part, name), name, dtype) for name in names)
             return Mlp(tuple(into), gated, getattr(part, activation), down)
     raise ValueError(f"mlp holds {', '.join(sorted(children))}")
 

@@ -9,21 +9,8 @@ const LEFT = 48;
 
 const race = { plain: [], drafts: [], end: 0, now: 0, frame: 0, shown: {} };
 
-const isPriced = () => data.prices !== null && view.story.rounds.every((entry) => !entry.sources.includes("draft-model"));
-
-/** What a round took: [drafting, verifying]. */
-function roundTimes(entry) {
-  if (!isPriced()) return [0, 1];
-  const passes = (wanted) => entry.passes
-    .filter(([, , last]) => (last === info.num_layers) === wanted)
-    .reduce((sum, [rows, first, last]) => sum + passSeconds(data.prices, rows, last - first), 0);
-  return [
-    passes(false) + entry.heads * data.prices.head,
-    passes(true) + data.prices.verdict[entry.draft_tokens.length],
-  ];
-}
-
-const plainStep = () => (isPriced() ? data.prices.plain_step : 1);
+const isPriced = data.plain_step !== null;
+const plainStep = data.plain_step ?? 1;
 
 /** When each token is there, and what each round did when; the prompt's pass is left out. */
 function schedule() {
@@ -32,18 +19,18 @@ function schedule() {
   for (const entry of view.story.rounds) {
     const began = now;
     if (!entry.prefill) {
-      const [drafting, verifying] = roundTimes(entry);
+      const { drafting, verifying } = entry;
       found.blocks.push({ lane: "draft", from: now, until: now + drafting });
       found.blocks.push({ lane: "verify", from: now + drafting, until: now + drafting + verifying });
       now += drafting + verifying;
     }
-    const share = (now - began) / entry.tokens.length;
-    entry.tokens.forEach((_, index) => {
+    const share = (now - began) / entry.count;
+    for (let index = 0; index < entry.count; index += 1) {
       const from = began + index * share;
       found.blocks.push({ lane: "kept", from, until: from + share, place: found.drafts.length });
-      found.plain.push(found.drafts.length * plainStep());
+      found.plain.push(found.drafts.length * plainStep);
       found.drafts.push(now);
-    });
+    }
   }
   return found;
 }
@@ -75,8 +62,8 @@ function paintLanes() {
 
 function raceWords() {
   const [ours, plain] = [race.drafts.at(-1), race.plain.at(-1)];
-  const words = (time) => (isPriced() ? `${time.toFixed(2)} s` : plural(Math.round(time), "step"));
-  const how = isPriced() ? "by what passes cost on this machine" : "each pass of the whole model counts as a step, drafts as nothing";
+  const words = (time) => (isPriced ? `${time.toFixed(2)} s` : plural(Math.round(time), "step"));
+  const how = isPriced ? "by what passes cost on this machine" : "each pass of the whole model counts as a step, drafts as nothing";
   return `With drafts ${words(ours)}, plain decoding ${words(plain)}, both after the first token; ${how}.`;
 }
 
@@ -99,7 +86,7 @@ function moveTo(now) {
   race.hand.setAttribute("x1", at);
   race.hand.setAttribute("x2", at);
   $("time").value = race.end ? Math.round((1000 * now) / race.end) : 1000;
-  const words = isPriced() ? `${now.toFixed(2)} s` : plural(Math.round(now), "step");
+  const words = isPriced ? `${now.toFixed(2)} s` : plural(Math.round(now), "step");
   $("time-value").textContent = words;
   $("time").setAttribute("aria-valuetext", words);
 }
@@ -107,7 +94,7 @@ function moveTo(now) {
 function playRace() {
   if (race.frame) return stopRace();
   const from = race.now >= race.end ? 0 : race.now;
-  const lasts = isPriced() ? Math.min(RACE_MS, 1000 * race.end) : RACE_MS;
+  const lasts = isPriced ? Math.min(RACE_MS, 1000 * race.end) : RACE_MS;
   const began = performance.now() - (race.end ? (lasts * from) / race.end : 0);
   $("play").textContent = "pause";
   const tick = (time) => {

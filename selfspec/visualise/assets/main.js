@@ -5,41 +5,30 @@ const view = {
   choice: null,
   story: null,
 
-  /** tau of a layer; only recorded ones have sliders. */
+  /** tau of a layer; only recorded ones have another one under another setting. */
   tauOf(layer) {
-    const column = this.choice ? record.exit_layers.indexOf(layer) : -1;
-    if (column >= 0) return this.choice.thresholds[column];
-    return info.thresholds[info.exit_layers.indexOf(layer)];
-  },
-
-  /** Confidence of a place's layer, annealed by the alpha shown where that was recorded. */
-  sureOf(place, index) {
-    const traced = places[place].layers[index].sure;
-    if (!this.choice || this.choice.alpha === data.start.alpha || place === 0) return traced;
-    const column = record.exit_layers.indexOf(info.exit_layers[index]);
-    const node = record.roots[place - 1];
-    return column < 0 || node < 0 ? traced : confidenceAt(record, node, column, this.choice.alpha);
+    const taus = this.choice && stopOf(this.choice, "tau");
+    return taus?.[layer] ?? info.thresholds[info.exit_layers.indexOf(layer)];
   },
 
   /** Whether a layer may be left at. */
   asks(layer) {
     if (!this.choice) return info.settings.exit_layers.includes(layer) && layer <= info.settings.max_draft_depth;
-    return drafts(this.choice, "exit") && settingOf(this.choice).layers.includes(layer);
+    const exits = stopOf(this.choice, "exits");
+    return exits !== null && exits[0].includes(layer);
   },
 };
 
-const decoded = tell(data.rounds);
-const used = record && summary(replayRounds(record, settingOf(data.start)), data.prices);
+const decoded = tell(data.decoded.rounds);
 
 /** Show the decode itself (null), or what another choice would have done. */
 function apply(choice) {
   stopRace();
   view.choice = choice;
-  const replayed = choice && replayRounds(record, settingOf(choice));
-  view.story = replayed ? tell(replayed) : decoded;
-  if (record) {
-    placeSettings(choice ?? data.start);
-    showResults(used, replayed ? summary(replayed, data.prices) : used);
+  view.story = choice ? tell(resultOf(choice).rounds) : decoded;
+  if (grid) {
+    placeSettings(choice ?? grid.begin);
+    showResults(resultOf(grid.begin).counts, resultOf(choice ?? grid.begin).counts);
     document.querySelectorAll(".reset").forEach((button) => (button.hidden = !choice));
   }
   paintAnswer();
@@ -50,26 +39,23 @@ function apply(choice) {
 }
 
 function describe() {
-  const counts = summary(data.rounds, null);
+  const { counts } = data.decoded;
   $("facts").textContent = [
     info.base_model,
     `${info.dtype}, ${info.executor}`,
     plural(places.length, "token"),
     `${counts.rounds} verifications`,
-    `${counts.compression_rate.toFixed(2)} tokens each`,
+    `${counts.cr.toFixed(2)} tokens each`,
     `${counts.accepted} of ${plural(counts.drafted, "draft")} accepted`,
     info.settings.lossless ? "" : "lossy",
   ].filter(Boolean).join(" · ");
   $("prompt").textContent = info.prompt;
-  const notes = record ? [...data.start.notes] : [];
-  if (record && !data.prices) notes.push("no cost table, so no speed-up is predicted");
+  $("no-replay").hidden = grid !== null;
+  $("no-replay").textContent = data.why || "The trace came without a record, so other settings cannot be tried here.";
+  if (!grid) return;
+  const notes = data.plain_step === null ? [...grid.notes, "no cost table, so no speed-up is predicted"] : grid.notes;
   $("notes").replaceChildren(...notes.map((note) => el("li", {}, note)));
-  if (notes.length && data.start?.notes.length) $("results").tHead.rows[0].cells[1].textContent = "nearest";
-  if (record) return;
-  $("no-replay").hidden = false;
-  $("no-replay").textContent = data.record
-    ? "This browser cannot unpack the record, so other settings cannot be tried here."
-    : data.why || "The trace came without a record, so other settings cannot be tried here.";
+  if (grid.notes.length) $("results").tHead.rows[0].cells[1].textContent = "nearest";
 }
 
 function setClass(node, classes) {
@@ -82,16 +68,7 @@ buildAnswer();
 buildDepth();
 startMap();
 buildLanes();
-if (record) buildSettings(apply);
+if (grid) buildSettings(apply);
 view.story = decoded;
 apply(null);
 document.documentElement.dataset.ready = "true";
-
-// for the console, and for the tests
-globalThis.selfspec = {
-  data,
-  record,
-  apply,
-  replay: (choice) => replayRounds(record, settingOf(choice)),
-  summary: (rounds) => summary(rounds, data.prices),
-};

@@ -61,7 +61,7 @@ function paintCell(cell, told) {
   const says = places[cell.place].layers[cell.index];
   const layer = info.exit_layers[cell.index];
   const right = tokenOf(says.top[0]) === tokenOf(places[cell.place].word);
-  const sure = view.sureOf(cell.place, cell.index);
+  const sure = places[cell.place].layers[cell.index].sure;
   const classes = [right ? "right" : "other"];
   if (told.exit === layer) classes.push("left");
   else if (told.rejectedAt.includes(layer)) classes.push("rejected");
@@ -84,7 +84,7 @@ function enterCell(row, column, { focus = true } = {}) {
 function cellWords(cell) {
   const emitted = `token ${cell.place + 1} ${visible(finalText(cell.place))}`;
   if (cell.index < 0) return `${emitted}, ${view.story.places[cell.place].kind}`;
-  const sure = percent(view.sureOf(cell.place, cell.index));
+  const sure = percent(places[cell.place].layers[cell.index].sure);
   const says = visible(textOf(places[cell.place].layers[cell.index].top[0]));
   const marks = [...cell.classList].join(", ");
   return `layer ${info.exit_layers[cell.index]} says ${says}, ${sure}, ${marks}; ${emitted}`;

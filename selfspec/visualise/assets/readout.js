@@ -5,7 +5,7 @@ function readCell(place, index) {
   const says = places[place].layers[index];
   const layer = info.exit_layers[index];
   const tau = view.tauOf(layer);
-  const sure = view.sureOf(place, index);
+  const sure = says.sure;
   const right = tokenOf(says.top[0]) === tokenOf(places[place].word);
   show(
     heading(`layer ${layer}`, info.head_kinds[index], place),

@@ -2,47 +2,47 @@
 
 const data = JSON.parse($("data").textContent);
 const { info, places } = data;
-const record = data.record && (await unpackRecord(data.record).catch(() => null));
-const textById = new Map(data.words.map(([token, text]) => [token, text]));
 const textOf = (word) => data.words[word][1];
 const tokenOf = (word) => data.words[word][0];
 const finalText = (place) => textOf(places[place].word);
 
-/** Texts of a round's drafts; a replayed one has ids. */
-function draftTexts(entry) {
-  if (entry.drafts) return entry.drafts.map(textOf);
-  return entry.draft_tokens.map((token) => textById.get(token) ?? `#${token}`);
+/** A round as page.py packs it: who gave a draft is an exit layer or a name. */
+function roundAt(index) {
+  const [count, words, givers, parents, kept, prefill, drafting, verifying] = data.rounds[index];
+  return { count, words, givers, parents, kept, prefill, drafting, verifying };
 }
 
-/** Rounds -> for each place who gave it, and what was rejected there. */
-function tell(rounds) {
-  const story = { rounds, places: [] };
-  for (const [index, entry] of rounds.entries()) {
+/** Rounds by index -> for each place who gave it, and what was rejected there. */
+function tell(indices) {
+  const story = { rounds: indices.map(roundAt), places: [] };
+  for (const [index, entry] of story.rounds.entries()) {
     const rejected = rejectedOf(entry);
-    entry.tokens.forEach((_, offset) => {
+    for (let offset = 0; offset < entry.count; offset += 1) {
       const draft = entry.kept[offset] ?? null;
       const there = rejected.get(offset) ?? [];
+      const exit = draft === null ? null : exitOf(entry, draft);
       story.places.push({
         round: index,
         kind: entry.prefill ? "prefill" : draft === null ? "bonus" : "accepted",
-        source: draft === null ? "model" : entry.sources[draft],
-        exit: draft === null ? null : exitOf(entry, draft),
+        source: draft === null ? "model" : exit === null ? entry.givers[draft] : "exit",
+        exit,
         rejected: there.map((branch) => branch.text),
         rejectedAt: there.map((branch) => branch.exit),
       });
-    });
+    }
   }
   return story;
 }
 
 /** The exit layer where a draft left; null: it came from elsewhere. */
-const exitOf = (entry, draft) => (entry.sources[draft] === "exit" ? entry.exit_layers[draft] : null);
+const exitOf = (entry, draft) => (typeof entry.givers[draft] === "number" ? entry.givers[draft] : null);
 
 /** Drafts that were not kept, by the token of the round that stands in their place. */
 function rejectedOf(entry) {
   const found = new Map();
   const branchOf = new Map();
-  draftTexts(entry).forEach((text, draft) => {
+  entry.words.forEach((word, draft) => {
+    const text = textOf(word);
     if (entry.kept.includes(draft)) return;
     const parent = entry.parents ? entry.parents[draft] : draft - 1;
     const branch = branchOf.get(parent);

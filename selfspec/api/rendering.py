@@ -1,0 +1,170 @@
+"""A program that renders chat templates for `template`, which runs this file as a process.
+
+Comes in: a line of JSON for each text, `[template, variables, most characters]`. Goes out: a line
+of JSON, `[text, null, null]`, or `[null, reason, line of the template]`. A template is a stranger's
+program, and no list of what a program may do is complete: within `10**(10**9)` no other Python code
+runs. So the process is bounded: it may have `MEMORY` bytes, and the system ends it after `SECONDS`,
+whether or not somebody still waits for the text.
+
+Imports jinja2 and nothing that takes longer to start. Templates may use what transformers lets them
+use (`transformers.utils.chat_template_utils`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.ext import loopcontrols as LoopControls
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace as AnyNamespace
+
+MEMORY = 256 << 20
+"""Bytes of address space; the program itself takes 30 MB."""
+
+SECONDS = 1.5
+"""Of the processor, so that a busy machine refuses none: a hundred turns take milliseconds."""
+
+FULL = 3
+"""Exit status of a process that had no more memory."""
+
+LATE = -getattr(signal, "SIGPROF", -1)
+"""Exit status of one whose time was up."""
+
+_MOST_REASON = 500
+"""Characters."""
+
+
+class Generation(Extension):
+    """`{% generation %}` marks what an assistant says; the text is the same."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """A block that gives what is in it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
+
+    def _inside(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class Namespace(AnyNamespace):
+    """Takes no name with an underscore in front: those lead into Python."""
+
+    def __init__(self, /, *given: Any, **values: Any) -> None:
+        for name in dict(*given, **values):
+            _check_name(name)
+        super().__init__(*given, **values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a namespace cannot have {name!r}")
+
+
+class Dictionary:
+    """`dict`, and nothing else that can be reached from the class."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        """As `dict`."""
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """As `dict.fromkeys`."""
+        return dict.fromkeys(*args)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)  # fmt: skip
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+@functools.lru_cache(maxsize=8)
+def compiled(template: str) -> Template:
+    """With what transformers gives to templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControls]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda shape: datetime.now().strftime(shape),
+        "dict": Dictionary(),
+        "namespace": Namespace,
+    }
+    return environment.from_string(template)
+
+
+def answer(line: str) -> list[Any]:
+    """To one line."""
+    template, variables, most = json.loads(line)
+    try:
+        text = compiled(template).render(json.loads(variables))
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a program from outside fails with anything
+        reason = " ".join(str(error)[:_MOST_REASON].split()) or type(error).__name__
+        return [None, reason, getattr(error, "lineno", None)]
+    if len(text) > most:
+        return [None, f"it writes more than {most:,} characters", None]
+    return [text, None, None]
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # is for the program that waits
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    except (ImportError, ValueError):
+        pass  # Windows; or less is allowed already
+    for line in sys.stdin:
+        _end_after(SECONDS)
+        try:
+            said = json.dumps(answer(line))
+        except MemoryError:
+            os._exit(FULL)
+        _end_after(0)
+        print(said, flush=True)  # noqa: T201  # to who asked
+
+
+def _end_after(seconds: float) -> None:
+    """Have this process end, whatever it does then; 0: it goes on."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of a signal that nobody handles
+    elif seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    else:
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()

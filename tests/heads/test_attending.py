@@ -1,0 +1,250 @@
+"""EAGLE-3 heads: folders as others publish them give what the reference package computed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
+from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.folder import attends
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_store import Lease
+from selfspec.model.unembedding import Unembedding
+from tests.bad_input import DEEP, NAN, Change, one_line, snapshot
+from tests.heads.eagle3.make import (
+    DRAFTED,
+    HEADS,
+    HERE,
+    LENGTH,
+    SHOWN,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    states,
+    target,
+    text,
+)
+
+FIRST = LENGTH - STEPS - SHOWN
+"""The first row whose logits are kept; row r is token r + 1."""
+
+
+def read(folder: Path, family: str = "llama") -> AttendingHeads:
+    model = target(family)
+    unembedding = Unembedding(model.lm_head.weight, model.model.norm, Tensor.float)
+    return AttendingHeads.from_pretrained(folder, unembedding, "", "tiny", 8)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logits_and_drafts_are_those_of_the_reference(name: str) -> None:
+    family = HEADS[name][0]
+    heads, ids = read(HERE / name, family), text()
+    expected = load_file(HERE / f"{name}.expected.safetensors")
+    seen = states(family, list(heads.layers), ids)[0]
+    embed = target(family).get_input_embeddings()
+    table = dict(heads.parts.items()).get("embed_tokens", embed)
+    rows = heads.head(heads.run(table(ids[0, 1:]), heads.fuse(seen[:-1]), Lease(1)))
+    first = expected["logits"][0]
+    torch.testing.assert_close(rows[FIRST : FIRST + SHOWN], first, rtol=1e-5, atol=1e-5)
+    for place in range(SHOWN):
+        row = FIRST + place
+        reading = heads.attention(embed)
+        for piece in seen[: row + 1].split(7):  # as prompts enter in pieces
+            reading.add(piece)
+        tokens = ids[0].tolist()
+        for forced in (True, False):
+            output = reading.read(tokens)
+            for step in range(STEPS):
+                assert output is not None
+                logits = heads.head(output)[0]
+                if forced:
+                    wanted = expected["logits"][step, place]
+                    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+                best = int(heads.head.to_target_ids(logits.argmax()))
+                if not forced:
+                    assert best == int(expected["drafts"][place, step])
+                follows = tokens[row + 2 + step : row + 3 + step] if forced else [best]
+                output = reading.draft(follows[0] if follows else best, output)
+
+
+@pytest.mark.parametrize("name", ["llama", "original-qwen3"])
+def test_a_model_s_vocabulary_may_be_padded(name: str) -> None:
+    model = target(HEADS[name][0])
+    padded = torch.cat([model.lm_head.weight, torch.zeros(8, WIDTH)])
+    unembedding = Unembedding(padded, model.model.norm, Tensor.float)
+    heads = AttendingHeads.from_pretrained(HERE / name, unembedding, "", "tiny", 8)
+    reading = heads.attention(model.get_input_embeddings())
+    reading.add(torch.randn(2, 3 * WIDTH))
+    output = reading.read([0, 1, VOCABULARY + 7])
+    assert output is not None
+    wide = heads.head.to_target_logits(heads.head(output))
+    assert wide.shape == (1, VOCABULARY + 8)
+    assert not wide[:, VOCABULARY:].isfinite().any()
+
+
+def test_folders_are_told_from_those_of_other_heads(tmp_path: Path) -> None:
+    assert all(attends(HERE / name) for name in HEADS)
+    (tmp_path / "config.json").write_text('{"head_type": "mlp", "draft_vocab_size": 5}')
+    assert not attends(tmp_path)
+    assert not attends(tmp_path / "nowhere")
+
+
+def test_no_head_is_asked_about_a_single_row() -> None:
+    with pytest.raises(InvalidOption, match="attend to the whole text"):
+        read(HERE / "llama")[0]
+
+
+# --- damaged folders ------------------------------------------------------------------------------
+
+
+def config(change: Callable[[dict[str, Any]], Any]) -> Change:
+    def apply(folder: Path) -> None:
+        path = folder / "config.json"
+        values = json.loads(path.read_text())
+        change(values)
+        path.write_text(json.dumps(values))
+
+    return apply
+
+
+def put(name: str, value: Any) -> Change:
+    return config(lambda values: values.update({name: value}))
+
+
+def layer(name: str, value: Any) -> Change:
+    return config(lambda values: values["transformer_layer_config"].update({name: value}))
+
+
+def tensors(change: Callable[[dict[str, Tensor]], Any]) -> Change:
+    def apply(folder: Path) -> None:
+        held = load_file(folder / "model.safetensors")
+        change(held)
+        save_file({k: v.contiguous() for k, v in held.items()}, folder / "model.safetensors")
+
+    return apply
+
+
+def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
+    return tensors(lambda held: held.update({name: make(held[name])}))
+
+
+def raw(name: str, content: bytes) -> Change:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+Q = "layers.0.self_attn.q_proj.weight"
+DAMAGES: dict[str, tuple[Change, str]] = {
+    **{f"config {c!r:.12}": (raw("config.json", c), "config.json") for c in (b"", b"[]", b"\xff")},
+    "config deep": (raw("config.json", DEEP.encode()), "config.json"),
+    "another kind": (put("speculators_model_type", "dflash"), "speculators_model_type is 'dflash'"),
+    "no layer": (config(lambda v: v.pop("transformer_layer_config")), "hidden_size is None"),
+    "layer of text": (put("transformer_layer_config", "llama"), "expected an object"),
+    **{
+        f"{name} {value!r:.20}": (layer(name, value), name)
+        for name, value in [
+            *(("model_type", value) for value in ("gpt2", None, ["llama"])),
+            *(("hidden_size", value) for value in (None, "32", 0, -1, 1 << 40, True, 32.0)),
+            *(("num_attention_heads", value) for value in (0, 1 << 30)),
+            *(("num_hidden_layers", value) for value in (2, 0, "1")),
+            *(("num_key_value_heads", 3), ("head_dim", 7), ("hidden_act", "gelu")),
+            *(("rms_norm_eps", value) for value in (0, "small", -1.0)),
+            *(
+                ("attention_bias", "yes"),
+                ("layer_types", ["sliding_attention"]),
+                ("layer_types", 5),
+            ),
+            ("rope_parameters", "linear"),
+        ]
+    },
+    "dynamic rope": (layer("rope_parameters", {"rope_type": "dynamic"}), "rope_type"),
+    **{
+        f"rope factor {value}": (
+            layer("rope_parameters", {"rope_type": "linear", "factor": value}),
+            "factor is",
+        )
+        for value in ("two", NAN, [2.0], 10**400)
+    },
+    "rope without a factor": (layer("rope_parameters", {"rope_type": "llama3"}), "factor"),
+    **{
+        f"{name} {value!r:.20}": (put(name, value), name)
+        for name, value in [
+            *(("norm_output", "no"), ("norm_before_residual", 1), ("draft_vocab_size", -4)),
+            *(("target_hidden_size", 1 << 60), ("eagle_aux_hidden_state_layer_ids", [1, 1, 2])),
+            *(("eagle_aux_hidden_state_layer_ids", v) for v in (3, ["1"], [-1, 2, 3], [[1]])),
+        ]
+    },
+    "both norms": (config(lambda v: v.update(fc_norm=True, norm_before_fc=True)), "fc_norm"),
+    "norm without weights": (put("fc_norm", value=True), "no fc_norm.0.weight"),
+    "another width": (layer("intermediate_size", 1 << 20), "expected"),
+    "four layers": (put("eagle_aux_hidden_state_layer_ids", [1, 2, 3, 4]), "fc.weight"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors"),
+    "pickled": (pickled, "pickles"),
+    "weights cut": (raw("model.safetensors", b"\x10\0\0\0\0\0\0\0{}"), "model.safetensors"),
+    "header of petabytes": (raw("model.safetensors", b"\xff" * 9), "model.safetensors"),
+    "a tensor less": (tensors(lambda held: held.pop(Q)), f"no {Q}"),
+    "a tensor more": (tensors(lambda held: held.update(x=torch.ones(2))), "x is unknown"),
+    "transposed": (tensor(Q, Tensor.t), Q),
+    "whole numbers": (tensor(Q, Tensor.int), Q),
+    "nan": (tensor(Q, lambda t: t * NAN), "not finite"),
+    "no d2t": (tensors(lambda held: held.pop("d2t")), "no d2t"),
+    "d2t of floats": (tensor("d2t", Tensor.float), "d2t"),
+    "d2t too high": (tensor("d2t", lambda t: t + VOCABULARY), "d2t"),
+    "d2t repeated": (tensor("d2t", lambda t: -torch.arange(DRAFTED)), "d2t"),
+    "d2t short": (tensor("d2t", lambda t: t[:-1]), "d2t"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_one_line_that_says_where(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "heads"
+    shutil.copytree(HERE / "llama", folder)
+    change, said = DAMAGES[damage]
+    change(folder)
+    before = snapshot(folder)
+    with pytest.raises(InvalidHeads) as caught:
+        read(folder)
+    one_line(caught, folder)
+    assert said in str(caught.value)
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (put("eagle_aux_hidden_state_layer_ids", [1, 4, 9]), "8 layers"),
+        (put("target_hidden_size", WIDTH * 2), "width 64"),
+        (layer("vocab_size", VOCABULARY + 1), "129 tokens"),
+    ],
+)
+def test_heads_of_another_model_are_told_so(tmp_path: Path, change: Change, said: str) -> None:
+    folder = tmp_path / "heads"
+    shutil.copytree(HERE / "llama", folder)
+    change(folder)
+    with pytest.raises(HeadsMismatch, match=said):
+        read(folder)
+
+
+def test_heads_run_in_the_model_s_dtype() -> None:
+    model = Backbone(target("llama").bfloat16(), executor="generic")
+    heads = AttendingHeads.from_pretrained(
+        HERE / "llama", model.unembedding, "", "tiny", model.num_layers
+    )
+    reading = heads.attention(model.embed)
+    reading.add(torch.randn(5, 3 * WIDTH, dtype=torch.bfloat16))
+    output = reading.read(list(range(6)))
+    assert output is not None
+    assert output.dtype == torch.bfloat16
+    assert heads.head(output).shape == (1, DRAFTED)

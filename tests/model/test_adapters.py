@@ -1,0 +1,126 @@
+"""Low-rank adapters in a model: its text is Hugging Face's, and what is done to them is noticed.
+
+PEFT's own layers are stood for by one with their attributes: names of adapters in a list, their
+scalings in a dict, merged ones in another list, and modules in two dicts of modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from selfspec.api.speculator import wrap
+from selfspec.errors import ModelChanged
+from tests.models import make_model, random_ids
+
+
+class Adapted(nn.Module):
+    """A linear layer and what adapters add to it."""
+
+    def __init__(self, base_layer: nn.Linear, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.base_layer = base_layer
+        self.lora_A: Any = nn.ModuleDict()
+        self.lora_B: Any = nn.ModuleDict()
+        self.scaling = {"first": 2.0, "second": 0.5}
+        for name in self.scaling:
+            self.lora_A[name] = nn.Linear(base_layer.in_features, 4, bias=False)
+            self.lora_B[name] = nn.Linear(4, base_layer.out_features, bias=False)
+        for weight in [*self.lora_A.parameters(), *self.lora_B.parameters()]:
+            nn.init.normal_(weight, std=0.3, generator=generator)
+        self.to(base_layer.weight.dtype)
+        self._active_adapter = ["first"]
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+
+    def forward(self, rows: Tensor) -> Tensor:
+        answer: Tensor = self.base_layer(rows)
+        for name in () if self._disable_adapters or self.merged_adapters else self._active_adapter:
+            added: Tensor = self.lora_B[name](self.lora_A[name](rows))
+            answer = answer + self.scaling[name] * added
+        return answer
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        for name in self._active_adapter:
+            down, up = self.lora_A[name].weight, self.lora_B[name].weight
+            self.base_layer.weight.data += self.scaling[name] * up @ down
+            self.merged_adapters.append(name)
+
+
+def adapted() -> Any:
+    model: Any = make_model("llama", torch.float64)
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj, index)
+        layer.mlp.down_proj = Adapted(layer.mlp.down_proj, 100 + index)
+    return model.eval()
+
+
+def each(change: Callable[[Adapted], object]) -> Callable[[Any], None]:
+    """A change of all adapted layers but the first."""
+
+    def run(model: Any) -> None:
+        for module in [one for one in model.modules() if isinstance(one, Adapted)][1:]:
+            change(module)
+
+    return run
+
+
+def _unload(model: Any) -> None:
+    """The plain layers take their place again."""
+    for layer in model.model.layers:
+        layer.mlp.down_proj = layer.mlp.down_proj.base_layer
+        layer.self_attn.q_proj = layer.self_attn.q_proj.base_layer
+
+
+def _switch(layer: Adapted) -> None:
+    layer._active_adapter = ["second"]
+
+
+def _disable(layer: Adapted) -> None:
+    layer._disable_adapters = True
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "switched": each(_switch),
+    "joined": each(lambda layer: layer._active_adapter.append("second")),
+    "merged": each(Adapted.merge),
+    "disabled": each(_disable),
+    "scaled": each(lambda layer: layer.scaling.update(first=3.0)),
+    "removed": each(lambda layer: layer.lora_A.pop("second")),
+    "fitted": each(lambda layer: layer.lora_B["first"].weight.data.mul_(2)),
+    "unloaded": _unload,
+}
+
+
+def texts(model: Any, speculator: Any) -> tuple[list[int], list[int]]:
+    """Hugging Face's and ours."""
+    ids = random_ids(9)
+    expected = model.generate(ids, max_new_tokens=30, do_sample=False)[0, 9:].tolist()
+    answer = speculator.generate(ids, max_new_tokens=30, never_slower=False)
+    assert answer.stats.drafted > 0
+    return expected, answer.token_ids
+
+
+@pytest.mark.parametrize("before", [None, "merged", "disabled", "switched", "unloaded"])
+def test_the_text_is_that_of_the_adapted_model(before: str | None) -> None:
+    model = adapted()
+    if before is not None:
+        CHANGES[before](model)
+    expected, ours = texts(model, wrap(model, heads="logit-lens", drafter="exit:threshold=0.01"))
+    assert ours == expected
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_adapters_after_wrapping_is_refused(change: str) -> None:
+    model = adapted()
+    speculator = wrap(model, drafter="ngram")
+    speculator.generate(random_ids(9), max_new_tokens=3)
+    CHANGES[change](model)
+    with pytest.raises(ModelChanged, match="Wrap the model again"):
+        speculator.generate(random_ids(9), max_new_tokens=3)

@@ -1,0 +1,241 @@
+"""An executor takes layers only if its numbers agree near and far, and if nothing else acts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Ministral3Config, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from eval.tiny_families import TINY, tiny_model
+from selfspec.api.speculator import wrap
+from selfspec.errors import UnsupportedModel
+from selfspec.model.backbone import Backbone
+from selfspec.model.conformance import named_positions, stretches
+from selfspec.model.executors.cuda_graph import CudaGraphExecutor
+from selfspec.model.executors.fused_cpu import FusedExecutor, Rotations
+from selfspec.model.parts import parts_of
+from tests.models import FAMILIES, make_model, needs_compiler, random_ids
+
+THRESHOLD = 32
+
+
+@pytest.fixture
+def ministral(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.dtype], PreTrainedModel]:
+    """A tiny Ministral 3, whose queries grow with each THRESHOLD positions."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "llama_4_scaling_beta": 0.9,
+        "original_max_position_embeddings": THRESHOLD,
+    }
+    special = {"rope_parameters": rope, "tie_word_embeddings": False}
+    monkeypatch.setitem(FAMILIES, "ministral3", (Ministral3Config, special))
+    return lambda dtype: make_model("ministral3", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_queries_scaled_by_position_come_out_as_the_models_own(
+    ministral: Callable[[torch.dtype], PreTrainedModel], dtype: torch.dtype
+) -> None:
+    model, ids = ministral(dtype), random_ids(THRESHOLD - 5)
+    speculator = wrap(model, heads="logit-lens", drafter="exit:threshold=0.05")
+    answer = speculator.generate(ids, max_new_tokens=3 * THRESHOLD)
+    expected = model.generate(ids, max_new_tokens=3 * THRESHOLD, do_sample=False)  # type: ignore[operator]  # typed as Tensor | Module upstream
+    assert answer.token_ids == expected[0, ids.shape[1] :].tolist()
+    assert speculator.backbone.executor_name == "generic"
+
+
+@needs_compiler
+def test_what_knows_no_scaling_by_position_does_not_run_it(
+    ministral: Callable[[torch.dtype], PreTrainedModel],
+) -> None:
+    with pytest.raises(UnsupportedModel, match=r"layer 1: .*position_ids"):
+        Backbone(ministral(torch.float32), executor="fused")
+
+
+class Doubling(nn.Linear):
+    """A linear layer of another kind."""
+
+
+class Gated(LlamaMLP):
+    """More than its parts say, and nothing unless a number is large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x)
+        return found * 2 if float(x.abs().max()) > 1e3 else found
+
+
+def branches(self: Any, x: Tensor) -> Tensor:
+    """As a patch of a class: the same numbers but for inputs that no check has."""
+    return Gated.forward(self, x)
+
+
+def _parameter(model: Any) -> None:
+    model.model.layers[3].self_attn.sinks = nn.Parameter(torch.zeros(4))
+
+
+def _buffer(model: Any) -> None:
+    model.model.layers[3].mlp.register_buffer("scale", torch.ones(1))
+
+
+def _replaced(model: Any) -> None:
+    own = model.model.layers[3].mlp
+    own.forward = lambda hidden: LlamaMLP.forward(own, hidden)
+
+
+def _subclass(model: Any) -> None:
+    model.model.layers[3].mlp.__class__ = Gated
+
+
+def _kind(model: Any) -> None:
+    model.model.layers[3].mlp.up_proj.__class__ = Doubling
+
+
+def _dtype(model: Any) -> None:
+    model.model.layers[3].mlp.double()
+
+
+def _hook(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(lambda _, args: None)
+
+
+def _norm_hook(model: Any) -> None:
+    model.model.norm.register_forward_hook(lambda *_: None)
+
+
+def _weight_norm(model: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[3].mlp.up_proj)
+
+
+def _causal(model: Any) -> None:
+    model.config.is_causal = False
+
+
+def _clipped(model: Any) -> None:
+    model.config.clip_qkv = 1e3
+
+
+def _capped(model: Any) -> None:
+    model.config._attn_implementation = "eager"
+    model.model.layers[3].self_attn.attn_logit_softcapping = 1e3
+
+
+def _bounded(model: Any) -> None:
+    model.model.layers[3].mlp.act_fn = nn.ReLU6()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (_parameter, "layer 4: self_attn has sinks"),
+        (_buffer, "layer 4: mlp has scale"),
+        (_replaced, "the forward of layers.3.mlp was replaced"),
+        (_subclass, r"layers.3.mlp \(Gated\) runs code of tests.model"),
+        (_kind, "layer 4: up_proj is tests.model.test_agreement.Doubling"),
+        (_dtype, "layer 4: .*torch.float64"),
+        (_hook, "lm_head has hooks"),
+        (_norm_hook, "norm has hooks"),
+        (_weight_norm, "layer 4: .*up_proj"),
+        (_causal, "attention is not causal"),
+        (_clipped, "queries, keys and values are clipped"),
+        (_capped, "layer 4: attention may cap its scores"),
+        (_bounded, "the activation is ReLU6"),
+    ],
+)
+def test_what_numbers_may_not_show_is_refused_by_name(
+    change: Callable[[Any], None], found: str
+) -> None:
+    model: Any = make_model("llama")
+    FusedExecutor(parts_of(model), model.lm_head)
+    change(model)
+    with pytest.raises(ValueError, match=found):
+        FusedExecutor(parts_of(model), model.lm_head)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_classes_whose_code_is_anothers_are_not_taken(
+    model: Any, monkeypatch: pytest.MonkeyPatch, *, wrapped: bool
+) -> None:
+    CudaGraphExecutor(parts_of(model), model.lm_head)
+    code = wraps(LlamaMLP.forward)(branches) if wrapped else branches
+    monkeypatch.setattr(LlamaMLP, "forward", code)
+    for executor in (FusedExecutor, CudaGraphExecutor):
+        with pytest.raises(ValueError, match=r"layers.0.mlp \(LlamaMLP\) runs code of tests.model"):
+            executor(parts_of(model), model.lm_head)
+
+
+def test_hooks_of_all_modules_count(model: Any) -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        for executor in (FusedExecutor, CudaGraphExecutor):
+            with pytest.raises(ValueError, match="hooks are set for all modules"):
+                executor(parts_of(model), model.lm_head)
+    finally:
+        handle.remove()
+
+
+def test_experts_are_not_captured() -> None:
+    model: Any = tiny_model("mixtral", TINY, torch.float32)
+    with pytest.raises(ValueError, match=r"Mixtral\w+ reads values back"):
+        CudaGraphExecutor(parts_of(model), model.lm_head)
+
+
+@needs_compiler
+def test_an_executor_that_errs_only_far_from_the_start_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = Rotations.at
+
+    def far(self: Any, rows: Tensor, positions: Tensor, start: int) -> list[Tensor]:
+        (turns,) = right(self, rows, positions, start)
+        return [turns.conj().resolve_conj() if int(positions[-1]) >= 200 else turns]
+
+    Backbone(make_model("llama"), executor="fused")
+    monkeypatch.setattr(Rotations, "at", far)
+    with pytest.raises(UnsupportedModel, match="at position 246"):
+        Backbone(make_model("llama"), executor="fused")
+
+
+@needs_compiler
+def test_a_window_that_is_wrong_by_one_is_found_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("mistral", sliding_window=100)
+    Backbone(model, executor="fused")
+    monkeypatch.setattr("selfspec.model.executors.recipe.window_of", lambda *_: 101)
+    with pytest.raises(UnsupportedModel, match="comes out differently at position 93"):
+        Backbone(model, executor="fused")
+
+
+def test_a_decoder_that_does_more_far_from_the_start_is_refused() -> None:
+    model: Any = make_model("llama")
+    whole = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = whole(*args, **kwargs)
+        if int(kwargs["position_ids"].max()) >= 200:
+            output.last_hidden_state = output.last_hidden_state * 2
+        return output
+
+    model.model.forward = forward
+    with pytest.raises(UnsupportedModel, match="the logits"):
+        Backbone(model)
+
+
+def test_far_places_are_those_that_the_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = {"original_max_position_embeddings": 64.0, "factor": 8.0, "rope_theta": 10000.0}
+    fields = {"sliding_window": 100, "rope_parameters": {"full_attention": rope}, "max_length": 20}
+    fields |= {"num_hidden_layers": 30, "max_window_layers": 28, "is_position": True}
+    assert named_positions(fields, 256) == {64, 100, 20}
+    assert named_positions(fields, 80) == {64, 20}
+    backbone = Backbone(make_model("mistral", sliding_window=100), executor="generic")
+    assert stretches(backbone) == [(93, 93), (246, 246)]
+    monkeypatch.setattr("selfspec.model.conformance._MOST_HELD", 200)
+    assert stretches(backbone) == [(93, 93), (246, 0)]
+    Backbone(make_model("mistral", sliding_window=100), executor="cuda-graph")

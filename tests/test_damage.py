@@ -1,0 +1,296 @@
+"""Any damage to a file from outside is one line of ours, or does no harm; for every format.
+
+`make hostile` tries 3,000 damaged files of each format, the suite a few.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from selfspec.errors import SelfspecError
+from selfspec.eval import answers, results
+from selfspec.eval.record import Record
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.hub import models as hub
+from selfspec.model.backbone import Backbone
+from selfspec.training import checkpoint
+from selfspec.training import features as store
+from selfspec.training.features import FeatureSpec, StreamSource
+from selfspec.training.selfgen import Writer
+from selfspec.training.text import read_conversations
+from selfspec.visualise.layers import LayerTrace
+from tests.authors import counted
+from tests.bad_input import INF, NAN, patience, snapshot
+from tests.gguf_models import write_model
+from tests.hand_traces import long_trace
+from tests.heads.kinds import FINGERPRINT, make_heads, train
+from tests.models import VOCAB_SIZE, make_model
+from tests.records import recorded
+from tests.talks import make_talks, make_tokenizer
+
+MOST_MEMORY = 1 << 30
+"""Bytes that reading a damaged file may take: each of the whole files has less than 4 MB."""
+
+HOSTILE: list[Any] = [
+    *(
+        None,
+        True,
+        0,
+        -1,
+        1,
+        3,
+        10**9,
+        2**63,
+        10**40,
+        0.5,
+        -0.0,
+        NAN,
+        INF,
+        "",
+        "a",
+        "\udc80",
+        "a\nb",
+    ),
+    *("x" * 3000, [], {}, [[]], [None], [1, "a"], {"a": 1}, [[[[]]]], "../x", "/dev/zero"),
+]
+NUMBERS = (0, 1, 2, 3, 7, 2**31, 2**32 - 1, 2**60, 2**62, 2**63, 2**64 - 1)
+PARTS = [b"", bytes(30), b"[" * 9000, *(struct.pack("<Q", number) for number in NUMBERS)]
+PARTS += [struct.pack("<I", number) for number in NUMBERS[:7]]
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+class Format(NamedTuple):
+    """Files that are read together."""
+
+    damaged: tuple[str, ...]
+    """Those that are changed."""
+    make: Callable[[Path, Backbone], object]
+    read: Callable[[Path, Backbone], object]
+
+
+def make_gguf(folder: Path, _: Backbone) -> None:
+    write_model(folder / "it.gguf", tied=True)
+
+
+def make_folder(folder: Path, _: Backbone) -> None:
+    make_model("llama").save_pretrained(folder, max_shard_size="100KB")
+    make_tokenizer().save_pretrained(folder)
+
+
+def make_features(folder: Path, backbone: Backbone) -> None:
+    source = StreamSource(
+        backbone, FeatureSpec((2, 4), top_k=4), make_talks(backbone.model)[:3], 64
+    )
+    base = {"base_model": "tiny", "base_fingerprint": "abc", "dtype": "float32", "data": "talks"}
+    store.write(folder, source, store.identity(source, base, 800))
+
+
+def read_features(folder: Path, backbone: Backbone) -> None:
+    source = store.CacheSource(folder, "abc", (backbone.hidden_size, backbone.vocab_size))
+    source.check()
+    for index in range(len(source.sizes)):
+        source.batch(index)
+
+
+def make_talk_lines(folder: Path, _: Backbone) -> None:
+    rows: list[Any] = [
+        {"input_ids": [1, 2, 3, 4], "answers": [[1, 2], [3, 4]]},
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
+        {"messages": [{"role": r, "content": "a"} for r in ("system", "user", "assistant")]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    ]
+    (folder / "it.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def make_run(folder: Path, _: Backbone) -> None:
+    results.begin(folder, {"run": {"seed": 0}}, resume=False)
+    run = answers.Run(seconds=1.0, arrivals=[(1, 0.5)])
+    answers.append(
+        folder / answers.ANSWERS,
+        answers.Answer(id="a", task="b", turn=1, repeat=1, runs={"plain": run}),
+    )
+    (folder / results.SUMMARY).write_text('{"methods": {"plain": {"seconds": 1.0}}}')
+
+
+def read_run(folder: Path, _: Backbone) -> None:
+    results.read(folder)
+    answers.read(folder / answers.ANSWERS)
+
+
+def begin_data(folder: Path, _: Backbone) -> None:
+    Writer(folder / "it.jsonl", {"seed": 0}, {}).append(['{"text": "a"}'], 7, counted(rows=1))
+
+
+def save_checkpoint(folder: Path, backbone: Backbone) -> None:
+    heads = make_heads("linear", backbone.unembedding)
+    checkpoint.save(folder / checkpoint.FILE, dict(heads.state_dict()), {"job": {"a": [1, None]}})
+
+
+FORMATS = {
+    "GGUF": Format(
+        ("it.gguf",),
+        make_gguf,
+        lambda folder, _: hub.load_model(folder / "it.gguf", dtype="float32", blocks=True),
+    ),
+    "a model": Format(
+        ("config.json", "model.safetensors.index.json", "model-00001-of-*", "tokenizer.json"),
+        make_folder,
+        lambda folder, _: hub.load_model(folder, dtype="float32", device="cpu"),
+    ),
+    "heads": Format(
+        ("config.json", "model.safetensors"),
+        lambda folder, backbone: train(make_heads("low-rank-draft", backbone.unembedding)).save(
+            folder
+        ),
+        lambda folder, backbone: ExitHeads.from_pretrained(
+            folder, backbone.unembedding, FINGERPRINT, "tiny", 6
+        ),
+    ),
+    "features": Format(("manifest.json", "shard-00000.*"), make_features, read_features),
+    "a checkpoint": Format(
+        (checkpoint.FILE,),
+        save_checkpoint,
+        lambda folder, _: checkpoint.load(folder / checkpoint.FILE),
+    ),
+    "a trace": Format(
+        ("it.jsonl",),
+        lambda folder, _: long_trace(["a ", "b "]).save(folder / "it.jsonl"),
+        lambda folder, _: LayerTrace.load(folder / "it.jsonl"),
+    ),
+    "a record": Format(
+        ("record.json", "record.safetensors"),
+        lambda folder, _: recorded("deep-fused-0").record.save(folder),
+        lambda folder, _: Record.load(folder),
+    ),
+    "conversations": Format(
+        ("it.jsonl",),
+        make_talk_lines,
+        lambda folder, _: read_conversations(
+            folder / "it.jsonl", make_tokenizer(), vocab_size=VOCAB_SIZE, max_length=100
+        ),
+    ),
+    "a run of data": Format(
+        ("it.jsonl.run.json",),
+        begin_data,
+        lambda folder, _: Writer(folder / "it.jsonl", {"seed": 0}, {}),
+    ),
+    "a run of bench": Format(("run.yaml", "summary.json", "answers.jsonl"), make_run, read_run),
+}
+
+
+def damaged(draw: Draw, data: bytes) -> bytes:
+    """Other bytes than `data`: most where headers are, and in its JSON where it has some."""
+    for _ in range(draw(st.integers(1, 3))):
+        begin, end = _json(data)
+        if end > begin and draw(st.booleans()):
+            text = edited(draw, data[begin:end])
+            head = struct.pack("<Q", len(text)) if begin else b""
+            data = head + text + data[end:]
+            continue
+        last = max(0, len(data) - 1)
+        at = draw(st.one_of(st.integers(0, min(last, 600)), st.integers(0, last)))
+        part = draw(st.one_of(st.binary(min_size=1, max_size=8), st.sampled_from(PARTS)))
+        size = draw(st.sampled_from([0, 1, 4, 8, len(part), len(data)]))
+        data = data[:at] + part + data[at + size :]
+    return data
+
+
+def _json(data: bytes) -> tuple[int, int]:
+    """Where a file's JSON, or that of its header, begins and ends; nowhere in others."""
+    if data[8:9] == b"{":
+        return 8, min(len(data), 8 + int.from_bytes(data[:8], "little"))
+    return (0, len(data)) if data[:1] == b"{" else (0, 0)
+
+
+def edited(draw: Draw, text: bytes) -> bytes:
+    """JSON, or lines of it, with a value of any other kind somewhere, or with a key less."""
+    try:
+        rows = [json.loads(part) for part in (text.splitlines() if b"}\n{" in text else [text])]
+    except ValueError:  # damaged before
+        return text
+    paths = [(number, *path) for number, row in enumerate(rows) for path in _paths(row)]
+    *outer, last = paths[draw(st.integers(0, len(paths) - 1))]
+    inner: Any = rows
+    for step in outer:
+        inner = inner[step]
+    if isinstance(inner, dict) and draw(st.booleans()):
+        value = inner.pop(last)
+        if draw(st.booleans()):
+            inner["more"] = value
+    else:
+        inner[last] = draw(st.sampled_from(HOSTILE))
+    return "\n".join(map(json.dumps, rows)).encode() + b"\n"
+
+
+def _paths(value: Any) -> Iterator[tuple[Any, ...]]:
+    yield ()
+    if isinstance(value, dict | list):
+        for step in value if isinstance(value, dict) else range(len(value)):
+            yield from ((step, *path) for path in _paths(value[step]))
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """What takes more than MOST_MEMORY fails."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + MOST_MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Callable[[str], Path]:
+    """A folder of whole files of a format, made once."""
+    root = tmp_path_factory.mktemp("whole")
+
+    def made(name: str) -> Path:
+        if not (folder := root / name.replace(" ", "-")).exists():
+            folder.mkdir()
+            FORMATS[name].make(folder, backbone)
+            FORMATS[name].read(folder, backbone)
+        return folder
+
+    return made
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(suppress_health_check=list(HealthCheck))
+@given(draws=st.data())
+def test_damage_is_one_line_or_does_no_harm(
+    name: str,
+    draws: st.DataObject,
+    whole: Callable[[str], Path],
+    backbone: Backbone,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged") / "it"
+    shutil.copytree(whole(name), folder)
+    pattern = draws.draw(st.sampled_from(FORMATS[name].damaged))
+    path = draws.draw(st.sampled_from(sorted(folder.glob(pattern))))
+    path.write_bytes(damaged(draws.draw, path.read_bytes()))
+    before = snapshot(folder)
+    try:
+        with patience(30), little_memory():
+            FORMATS[name].read(folder, backbone)
+    except SelfspecError as error:
+        text = str(error)
+        assert "\n" not in text
+        assert len(text) < 2000
+        assert str(folder) in text
+    assert snapshot(folder) == before
+    shutil.rmtree(folder)
