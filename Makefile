@@ -26,7 +26,7 @@ export UV_SYSTEM_CERTS ?= true
 # Python's compiled files are kept: without them each program compiles transformers for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test docs test-oldest fuzz hostile wheel lint browser clean
+.PHONY: setup demo test docs test-oldest fuzz same-texts hostile wheel lint browser clean
 
 setup: $(READY)
 
@@ -61,6 +61,12 @@ docs: setup
 fuzz: setup
 	$(BIN)/pytest $(PARALLEL:loadfile=load) tests/test_fuzz.py --hypothesis-profile=fuzz \
 	    $(if $(SEED),--hypothesis-seed=$(SEED)) --hypothesis-show-statistics
+
+# 20,000 texts of 51 random models in three dtypes: without drafts and alone, with drafts and in a
+# batch. Half an hour.
+same-texts: setup
+	$(BIN)/pytest tests/test_fuzz.py -k neighbours \
+	    --hypothesis-profile=same-texts $(if $(SEED),--hypothesis-seed=$(SEED))
 
 # 3,000 bodies of each kind and as many byte streams against a live server, and as many damaged
 # files of each format; ten minutes each.

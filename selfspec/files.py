@@ -263,7 +263,7 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
     """While open, no other process may write `output`, a file or a folder.
 
     A lock ends with its process, however that ends. Raises CannotWrite while another one holds it,
-    unless told to `wait` for that.
+    unless told to `wait` for that. What killed processes left there is cleared away.
     """
     place = output.with_name(f".{output.name[:100]}.lock")
     if output.is_dir() and not os.access(place.parent, os.W_OK):
@@ -283,25 +283,12 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
                 f"{output} is being written by another process. Wait for it, or name another output"
             ) from error
     try:
+        _sweep(output, alone=True)
         yield
     finally:
         with contextlib.suppress(OSError):  # Windows removes no open files
             place.unlink(missing_ok=True)
         lock.release()
-
-
-def sweep(output: Path) -> None:
-    """Remove what killed processes left of `output` under temporary names, whatever their age.
-
-    Only for who has the lock of `output`: nobody else writes there.
-    """
-    found = [*output.parent.glob(f".{glob.escape(output.name[:100])}.*.new")]
-    if output.is_dir():
-        found += [*output.glob(".*.new"), *output.glob("*/.*.new")]
-    for left in found:
-        # whoever else has its number now: a writer would need the lock
-        if _maker(left) not in (None, os.getpid()):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 # --- what they share ------------------------------------------------------------------------------
@@ -390,19 +377,23 @@ def _maker(room: Path) -> int | None:
     return None if name is None or room.is_symlink() else int(name[1])
 
 
-def _sweep(path: Path) -> None:
+def _sweep(path: Path, *, alone: bool = False) -> None:
     """Remove what killed processes left under temporary names of `path`.
 
-    A folder that was moved aside and never replaced comes back first.
+    A folder that was moved aside and never replaced comes back first. `alone`: nobody else writes
+    there now, so whatever its age, and whoever has the number of its process.
     """
-    for left in path.parent.glob(f".{glob.escape(path.name[:100])}.*.new"):
+    found = [*path.parent.glob(f".{glob.escape(path.name[:100])}.*.new")]
+    if alone and path.is_dir():
+        found += [*path.glob(".*.new"), *path.glob("*/.*.new")]
+    for left in found:
         with contextlib.suppress(OSError):
             maker = _maker(left)
-            if maker is None or _runs(maker):
+            if maker in (None, os.getpid()) or (_runs(maker) and not alone):
                 continue
             if (left / _ASIDE).is_dir() and not path.exists():
                 (left / _ASIDE).rename(path)
-            elif time.time() - left.stat().st_mtime > _STALE_S:
+            if alone or time.time() - left.stat().st_mtime > _STALE_S:
                 shutil.rmtree(left)
 
 

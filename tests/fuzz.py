@@ -6,9 +6,10 @@ again. Prompts are short or end near a limit: a sliding window (8), a block (64)
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -134,13 +135,40 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return built
 
 
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "cohere"]
+
+Sizes = tuple[tuple[str, Any], ...]
+"""Entries of a config."""
+
+
 @cache
-def model(family: str, dtype: torch.dtype, layers: int = LAYERS) -> PreTrainedModel:
+def configuration(number: int) -> tuple[str, Sizes]:
+    """A family and sizes, the same at every call; number 0 is the tiny Llama."""
+    if number == 0:
+        return "llama", ()
+    draw = random.Random(number)
+    kv, groups, width = draw.choice([1, 2, 3]), draw.choice([1, 2]), draw.choice([4, 8, 12, 16])
+    sizes = {
+        "hidden_size": kv * groups * draw.choice([4, 5, 8]),
+        "num_attention_heads": kv * groups,
+        "num_key_value_heads": kv,
+        "head_dim": width,
+        "intermediate_size": draw.choice([17, 32, 48, 80]),
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+    return draw.choice(FAMILIES), tuple(sizes.items())
+
+
+@lru_cache(maxsize=64)
+def model(
+    family: str, dtype: torch.dtype, layers: int = LAYERS, sizes: Sizes = ()
+) -> PreTrainedModel:
     """Deep layers add little, so that about half of the drafts are right; `layers` keep the first.
 
     A model of fewer layers has the weights of the larger one.
     """
-    made: Any = make_model(family, dtype, num_hidden_layers=LAYERS, max_position_embeddings=CONTEXT)
+    lengths: dict[str, Any] = {"num_hidden_layers": LAYERS, "max_position_embeddings": CONTEXT}
+    made: Any = make_model(family, dtype, **lengths, **dict(sizes))
     with torch.no_grad():
         for layer in made.model.layers[1:]:
             layer.self_attn.o_proj.weight.mul_(0.3)
@@ -153,11 +181,13 @@ def model(family: str, dtype: torch.dtype, layers: int = LAYERS) -> PreTrainedMo
     return made
 
 
-@cache
-def speculator(family: str, dtype: torch.dtype, executor: str, kind: str) -> Speculator:
+@lru_cache(maxsize=64)
+def speculator(
+    family: str, dtype: torch.dtype, executor: str, kind: str, sizes: Sizes = ()
+) -> Speculator:
     """With heads of a kind, and a draft model of two layers."""
     heads: Any = kind
-    whole = model(family, dtype)
+    whole = model(family, dtype, sizes=sizes)
     if kind != "logit-lens":
         heads = random_heads(wrap(whole, drafter="none").backbone.unembedding, kind)
     return wrap(
@@ -165,7 +195,7 @@ def speculator(family: str, dtype: torch.dtype, executor: str, kind: str) -> Spe
         tokenizer(),
         heads=heads,
         executor=executor,
-        draft_model=model(family, dtype, layers=2),
+        draft_model=model(family, dtype, layers=2, sizes=sizes),
     )
 
 
@@ -267,11 +297,13 @@ shares = st.sampled_from([0.01, 0.05, 0.2, 0.5, 0.9, 1.0])
 
 
 @st.composite
-def speculations(draw: st.DrawFn, heads: str) -> dict[str, Any]:
-    """Options that are in range and fit together."""
+def speculations(
+    draw: st.DrawFn, heads: str, kept: tuple[bool | None, ...] = (None, None, False, True)
+) -> dict[str, Any]:
+    """Options that are in range and fit together; `kept`: whether bits have to be, pinned."""
     layers = tuple(sorted(draw(st.sets(st.sampled_from(EXITS[heads]), min_size=1))))
     rows = draw(st.sampled_from([4, 8]))
-    pinned = draw(st.sampled_from([None, None, False, True]))
+    pinned = draw(st.sampled_from(kept))
     most = rows - 1 if pinned else 12
     longest = draw(st.integers(1, most))
     settings: dict[str, dict[str, Any]] = {
@@ -280,7 +312,13 @@ def speculations(draw: st.DrawFn, heads: str) -> dict[str, Any]:
             "threshold": draw(st.one_of(shares, st.tuples(*[shares for _ in layers]))),
             "max_depth": draw(st.sampled_from([None, *layers])),
             "max_tokens": draw(st.integers(1, most)),
-            **draw(tuning(anneal_strength=st.sampled_from([0.0, 0.5, 2.0]))),
+            **draw(
+                tuning(
+                    anneal_strength=st.sampled_from([0.0, 0.5, 2.0]),
+                    guesses=st.integers(1, 4),
+                    max_rows=st.integers(2, 32),
+                )
+            ),
         },
         "ngram": {"max_tokens": draw(st.integers(1, most)), **draw(tuning(size=st.integers(1, 5)))},
         "draft-model": {"max_tokens": draw(st.integers(1, most))},
@@ -332,6 +370,27 @@ def cases(draw: st.DrawFn, executors: tuple[str, ...]) -> Case:
         executor=draw(st.sampled_from(executors)),
         speculation=draw(speculations(heads)),
     )
+
+
+@st.composite
+def batches(draw: st.DrawFn, executors: tuple[str, ...]) -> tuple[Case, list[Tensor]]:
+    """A request whose bits are kept, and prompts that are answered with it, its own among them."""
+    case = draw(cases(executors))
+    kept = (True,) if case.executor == "generic" else (None, True)
+    case = replace(case, speculation=draw(speculations(case.heads, kept)))
+    many = 0 if case.wishes.stateful else 4  # a processor that counts its calls is for one text
+    others = draw(st.lists(prompts(longest=case.prompt.length), max_size=many))
+    place = draw(st.integers(0, len(others)))
+    together = [*others[:place], case.prompt, *others[place:]]
+    return case, [prompt.ids for prompt in together]
+
+
+DRAWS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True, "seed": 1, "temperature": 0.8},
+    {"do_sample": True, "seed": 2, "top_p": 0.7},
+]
+"""Sampling that keeps a text by its seed."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def test_what_a_library_makes_beside_the_new_file_goes_with_it(ours: Path) -> No
     os.waitpid(child, 0)
     assert snapshot(ours.parent) != before
     with files.locked(ours):
-        files.sweep(ours)
+        pass
     assert snapshot(ours.parent) == before
 
 

@@ -141,7 +141,6 @@ def writing(output: str) -> Iterator[None]:
         yield
         return
     with files.locked(Path(output).absolute()):
-        files.sweep(Path(output).absolute())
         yield
 
 
