@@ -28,7 +28,7 @@ torch.set_num_threads(1)  # tiny products: a second thread only waits, for secon
 settings.register_profile("suite", max_examples=8, derandomize=True, deadline=None, database=None)
 settings.register_profile("fuzz", max_examples=150, deadline=None, print_blob=True)
 settings.register_profile("hostile", max_examples=3000, deadline=None, print_blob=True)
-settings.register_profile("same-texts", max_examples=2500, deadline=None, print_blob=True)
+settings.register_profile("same-texts", max_examples=4000, deadline=None, print_blob=True)
 settings.load_profile("suite")
 
 TinyModel = Callable[..., PreTrainedModel]

@@ -386,7 +386,7 @@ def batches(draw: st.DrawFn, executors: tuple[str, ...]) -> tuple[Case, list[Ten
 
 
 DRAWS: list[dict[str, Any]] = [
-    {},
+    {"seed": 0},  # in 16 bits two tokens may be the best: top_k of 1 draws between them
     {"do_sample": True, "seed": 1, "temperature": 0.8},
     {"do_sample": True, "seed": 2, "top_p": 0.7},
 ]

@@ -161,8 +161,8 @@ def test_neither_drafts_nor_neighbours_change_a_text(
         speculator = fuzz.speculator(family, dtype, case.executor, case.heads, sizes)
         together = dict(speculator.generate_each(prompts, **all_options(case) | draws))
         for row, prompt in enumerate(prompts):
-            own = {"seed": draws["seed"] + row} if draws else {}
-            alone = all_options(case) | draws | own | {"speculate": False}
+            own = draws | {"seed": draws["seed"] + row, "speculate": False}
+            alone = all_options(case) | own
             plain, drafted = answer_of(speculator, prompt, alone), together[row]
             if isinstance(plain, SelfspecError) or isinstance(drafted, SelfspecError):
                 assert str(plain) == str(drafted)
