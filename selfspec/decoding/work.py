@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.decoding.acceptance import Target, Together
-from selfspec.heads import answers
-from selfspec.heads.answers import Answer
+from selfspec.heads.answers import Answer, answer, joined
 from selfspec.heads.confidence import Signal
 from selfspec.heads.types import ExitHead
 from selfspec.model.backbone import Backbone
@@ -158,10 +157,10 @@ class Ask:
     def done(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
         """One question."""
         hidden = [work.hidden for work in alike]
-        whole = answers.answer(
+        whole = answer(
             self.head,
             hidden[0] if len(alike) == 1 else torch.cat(hidden),
-            answers.joined([work.deep for work in alike], hidden),
+            joined([work.deep for work in alike], hidden),
             temperature=self.temperature,
             count=self.count,
             signal=self.signal,

@@ -19,12 +19,12 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec.errors import UnsupportedModel
 from selfspec.model.decoder import Decoder
 from selfspec.model.executors import Executor
-from selfspec.model.executors.masks import MASKS, attention_types
+from selfspec.model.executors.masks import MASKS
 from selfspec.model.file_pages import FilePages
 from selfspec.model.hooks import captured_outputs
 from selfspec.model.kv_pages import POSITIONS, Page, PageLayout, Pages
 from selfspec.model.kv_store import Lease
-from selfspec.model.parts import text_config
+from selfspec.model.parts import attention_types, text_config
 from selfspec.model.rows import Rows
 
 _CHECK_PREFIX, _CHECK_BLOCK = 7, 3

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from selfspec.model.executors.masks import FULL, SLIDING, attention_types
-from selfspec.model.parts import DecoderParts
+from selfspec.model.parts import FULL, SLIDING, DecoderParts, attention_types
 
 _IDLE = ("transformers.utils.output_capturing", "selfspec.model.hooks")
 """Where hooks come from that change nothing: transformers leaves some behind after a call with

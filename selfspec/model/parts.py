@@ -42,6 +42,11 @@ _NORMS_EMBEDDINGS = {"nanochat"}
 _DIVIDES_BEFORE_HEAD = {"minicpm3"}
 """Families that divide by `logits_scaling` before lm_head; others do so behind it."""
 
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
+"""Attention types whose layers keep one key and value per position."""
+
 _INSTEAD = "Use transformers' own generate for it"
 
 
@@ -110,6 +115,15 @@ class DividedNorm(nn.Module):
 def text_config(model: PreTrainedModel) -> Any:
     """The decoder's own config; typed Any because its fields differ by family."""
     return model.config.get_text_config(decoder=True)
+
+
+def attention_types(config: PreTrainedConfig) -> list[str]:
+    """Attention type of each layer; one for all, by `sliding_window`, if the config names none."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return list(types)
+    one = FULL if getattr(config, "sliding_window", None) is None else SLIDING
+    return [one] * config.num_hidden_layers
 
 
 def parts_of(model: PreTrainedModel) -> DecoderParts:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from selfspec.config import SpeculationOptions
+from selfspec.decoding import work
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.prices import beside
@@ -21,7 +22,6 @@ from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.eval.company import Listening
 from selfspec.eval.decoding import Recorder
-from selfspec.heads import answers
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.model.backbone import Backbone
 from selfspec.model.rows import Rows
@@ -134,7 +134,7 @@ def test_all_texts_of_a_round_draft_and_verify_together(
     """Each pass of a round, of the model and of one that drafts, has a row of every text."""
     seen: list[tuple[int, int, int]] = []
     asked: list[int] = []
-    run, ask = Backbone.run, answers.answer
+    run, ask = Backbone.run, work.answer
 
     def watched(self: Backbone, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         seen.append((len(rows.spans), first, last))
@@ -149,7 +149,7 @@ def test_all_texts_of_a_round_draft_and_verify_together(
         engine.add(Wanted(random_ids(9 + number, seed=number), None, options).asked(), options)
     engine.step()  # the prompts
     monkeypatch.setattr(Backbone, "run", watched)
-    monkeypatch.setattr(answers, "answer", heard)
+    monkeypatch.setattr(work, "answer", heard)
     engine.step()
     assert {texts for texts, _, _ in seen} == {5}
     layers = runtime.backbone.num_layers

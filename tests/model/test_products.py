@@ -23,7 +23,7 @@ PROCESSORS = [Target("x86-64", "-march=x86-64"), *TARGETS["x86_64"]]
 """Vectors of four and no fused additions, and what wheels are built for."""
 
 
-def weights(out: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def made_weights(out: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[out, in] and a bias, of many magnitudes."""
     made = torch.Generator().manual_seed(out * 1000 + inner)
     scale = torch.exp2(torch.randint(-20, 4, (out, 1), generator=made).float())
@@ -54,7 +54,7 @@ def close(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor) -> bool:
     dtype=st.sampled_from(DTYPES),
 )
 def test_sums_are_right_at_any_size(rows: int, inner: int, out: int, dtype: torch.dtype) -> None:
-    weight, bias = weights(out, inner, dtype)
+    weight, bias = made_weights(out, inner, dtype)
     x = inputs(rows, inner, dtype)
     assert close(CompiledLinear(weight, bias)(x), x, weight, bias)
 
@@ -63,7 +63,7 @@ def test_sums_are_right_at_any_size(rows: int, inner: int, out: int, dtype: torc
 @pytest.mark.parametrize(("out", "inner"), [(96, 32), (50, 2100), (1000, 577)])
 def test_the_bits_of_a_row_depend_on_the_row(out: int, inner: int, dtype: torch.dtype) -> None:
     """Alone, among 2 to 17 others, among 63 and 511; on one thread and on two."""
-    linear, x = CompiledLinear(*weights(out, inner, dtype)), inputs(512, inner, dtype)
+    linear, x = CompiledLinear(*made_weights(out, inner, dtype)), inputs(512, inner, dtype)
     whole = linear(x)
     threads = torch.get_num_threads()
     try:
@@ -135,7 +135,7 @@ def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
         pytest.skip(f"compiled; this processor does not run {target.name}")
     monkeypatch.setattr(panels, "compiled", lambda *_, **__: compiled._load(library))
     monkeypatch.setattr(panels, "_library", panels._library.__wrapped__)
-    (weight, bias), x = weights(50, 333, dtype), inputs(40, 333, dtype)
+    (weight, bias), x = made_weights(50, 333, dtype), inputs(40, 333, dtype)
     linear = CompiledLinear(weight, bias)
     assert close(linear(x), x, weight, bias)
     for rows in (1, 2, 5, 9):

@@ -12,7 +12,6 @@ from transformers.activations import ACT2FN
 
 from eval.tiny_families import TINY, WINDOW, tiny_model
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.masks import attention_types
 from selfspec.model.executors.recipe import (
     Activation,
     Shares,
@@ -23,7 +22,7 @@ from selfspec.model.executors.recipe import (
     shares_of,
 )
 from selfspec.model.kv_store import Lease
-from selfspec.model.parts import parts_of
+from selfspec.model.parts import attention_types, parts_of
 from selfspec.model.rows import Rows
 from tests.models import VOCAB_SIZE, make_model, needs_compiler
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from selfspec.model.executors import Claims
 from selfspec.model.executors.generic import GenericExecutor
-from selfspec.model.executors.masks import SLIDING, as_mask
+from selfspec.model.executors.masks import as_mask
 from selfspec.model.hooks import require_own_code
 from selfspec.model.kv_store import Lease
+from selfspec.model.parts import SLIDING
 from selfspec.model.rows import Rows
 
 

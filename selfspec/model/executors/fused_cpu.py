@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.executors import Claims
-from selfspec.model.executors.masks import attention_types
 from selfspec.model.executors.program import HIDDEN, Operation, Program
 from selfspec.model.executors.recipe import (
     Experts,
@@ -29,7 +28,7 @@ from selfspec.model.executors.recipe import (
 )
 from selfspec.model.hooks import require_own_code
 from selfspec.model.panels import blocks_pay, tiles, wide_vectors
-from selfspec.model.parts import DecoderParts
+from selfspec.model.parts import DecoderParts, attention_types
 from selfspec.model.products import CompiledLinear
 from selfspec.model.rows import Rows, Span
 

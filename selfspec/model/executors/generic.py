@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from selfspec.model.executors import Claims
-from selfspec.model.executors.masks import MASKS, attention_types, tree_mask
+from selfspec.model.executors.masks import MASKS, tree_mask
 from selfspec.model.kv_store import Lease
-from selfspec.model.parts import DecoderParts
+from selfspec.model.parts import DecoderParts, attention_types
 from selfspec.model.rows import Rows
 
 

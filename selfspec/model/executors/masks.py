@@ -13,26 +13,15 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from selfspec.model.parts import CHUNKED, FULL, SLIDING
 from selfspec.model.rows import ancestors, held_behind
 
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-CHUNKED = "chunked_attention"
 MASKS = {
     FULL: create_causal_mask,
     SLIDING: create_sliding_window_causal_mask,
     CHUNKED: create_chunked_causal_mask,
 }
 """Attention types whose layers keep one key and value per position, and who makes their masks."""
-
-
-def attention_types(config: PreTrainedConfig) -> list[str]:
-    """Attention type of each layer; one for all, by `sliding_window`, if the config names none."""
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return list(types)
-    one = FULL if getattr(config, "sliding_window", None) is None else SLIDING
-    return [one] * config.num_hidden_layers
 
 
 def tree_mask(

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.executors.masks import FULL
-from selfspec.model.parts import DecoderParts
+from selfspec.model.parts import FULL, DecoderParts
 from selfspec.model.products import why_unusual
 
 _ERROR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
