@@ -22,6 +22,7 @@ from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.eval.company import Listening
 from selfspec.eval.decoding import Recorder
+from selfspec.heads.answers import answer
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.model.backbone import Backbone
 from selfspec.model.rows import Rows
@@ -134,7 +135,7 @@ def test_all_texts_of_a_round_draft_and_verify_together(
     """Each pass of a round, of the model and of one that drafts, has a row of every text."""
     seen: list[tuple[int, int, int]] = []
     asked: list[int] = []
-    run, ask = Backbone.run, work.answer
+    run, ask = Backbone.run, answer
 
     def watched(self: Backbone, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         seen.append((len(rows.spans), first, last))
