@@ -11,16 +11,16 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfspec.model.compiled import compiled
+from selfspec.model.compiler import KERNELS
 from selfspec.model.quantised import QuantisedWeight
 
-_SOURCE = Path(__file__).parent / "kernels" / "products.cpp"
+_SOURCE = KERNELS / "products.cpp"
 
 PANEL = 16
 """Outputs side by side, as in `panels.hpp`."""

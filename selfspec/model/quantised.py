@@ -11,7 +11,6 @@ import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from selfspec.model.compiled import compiled
+from selfspec.model.compiler import KERNELS
 
-_SOURCE = Path(__file__).parent / "kernels" / "products.cpp"
+_SOURCE = KERNELS / "products.cpp"
 
 _UNCHANGEABLE = (
     "weights that are blocks of a file cannot be changed. Change a copy (copy.deepcopy), or load "

@@ -12,12 +12,12 @@ import ctypes
 from collections.abc import Collection, Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from selfspec.model.compiled import TEAM, compiled
+from selfspec.model.compiler import KERNELS
 from selfspec.model.executors.recipe import Activation, Attention, Experts, Norm
 from selfspec.model.kv_pages import Page, PageLayout
 from selfspec.model.panels import PANEL, Stripes, in_panels
@@ -136,7 +136,7 @@ def pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (Pointer * len(addresses))(*addresses)
 
 
-_SOURCE = Path(__file__).parents[1] / "kernels" / "layers.cpp"
+_SOURCE = KERNELS / "layers.cpp"
 
 HIDDEN = 0
 """The buffer of what comes in and goes out."""
