@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from selfspec.errors import InvalidOption
-from selfspec.options import text
 from selfspec.options.controllers import CONTROLLERS, Bounded, Controller, Fixed
 from selfspec.options.drafters import DRAFTERS, TOGETHER, DraftModel, Exit, Ngram
 from selfspec.options.parts import Part, between, check_asked, check_fields
 from selfspec.options.prices import Prices
 from selfspec.options.rules import ACCEPTANCE, Acceptance, Easd, Lenient, Lossless
+from selfspec.options.text import Kinds, as_text, changed, parsed, settings_text
 from selfspec.typed import check_keys, shown
 
 if TYPE_CHECKING:
@@ -178,13 +178,13 @@ class SpeculationOptions:
 
     def described(self) -> dict[str, Any]:
         """Keywords that give these options, as text where they have settings, ready for JSON."""
-        used = [text.text(part) for part in self._drafters() if self.uses(part.kind)]
+        used = [as_text(part) for part in self._drafters() if self.uses(part.kind)]
         found = {name: getattr(self, name) for name in OPTION_NAMES} | {
             "drafter": "+".join(used) or "none",
-            "controller": text.text(self.controller),
+            "controller": as_text(self.controller),
             # in full: easd as text starts where the heads say
-            "acceptance": text.text(self.acceptance, full=isinstance(self.acceptance, Easd)),
-            "prices": text.settings(self.prices),
+            "acceptance": as_text(self.acceptance, full=isinstance(self.acceptance, Easd)),
+            "prices": settings_text(self.prices),
         }
         return {name: value for name, value in found.items() if value != ""}
 
@@ -193,7 +193,7 @@ class SpeculationOptions:
         built_in = SpeculationOptions()
         usual = built_in.described()
         idle = [part for part in self._drafters() if not self.uses(part.kind)]
-        kept = {_field(type(part)): text.settings(part) for part in (*idle, self.easd)}
+        kept = {_field(type(part)): settings_text(part) for part in (*idle, self.easd)}
         found = {name: value for name, value in kept.items() if value}
         return found | {k: v for k, v in self.described().items() if v != usual.get(k)}
 
@@ -206,24 +206,24 @@ _Fields = dict[str, Any]
 
 def _settings(name: str, value: Any, present: _Fields) -> _Fields:
     """Of one part, whichever is in use."""
-    return {name: text.changed(present[name], value)}
+    return {name: changed(present[name], value)}
 
 
 def _drafter(name: str, value: Any, present: _Fields) -> _Fields:
     """Which are in use, and their settings."""
     now = {kind: present.get(_field(part), part()) for kind, part in DRAFTERS.items()}
-    found = text.parts(name, value, DRAFTERS, now)
+    found = parsed(name, value, DRAFTERS, now)
     kinds = "+".join(part.kind for part in found)
     check_keys([kinds], TOGETHER, name)
     return {name: kinds} | {_field(type(part)): part for part in found if part.kind != "none"}
 
 
-def _one_of(kinds: text.Kinds) -> Callable[[str, Any, _Fields], _Fields]:
+def _one_of(kinds: Kinds) -> Callable[[str, Any, _Fields], _Fields]:
     """A reader of an option that has one of several kinds."""
 
     def read(name: str, value: Any, present: _Fields) -> _Fields:
         own = {kind: present.get(_field(part), part()) for kind, part in kinds.items()}
-        found = text.parts(name, value, kinds, own | {present[name].kind: present[name]})
+        found = parsed(name, value, kinds, own | {present[name].kind: present[name]})
         if len(found) != 1:
             raise InvalidOption(
                 f"{name} is {shown(value)}, expected one kind. Leave the others out"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from selfspec.api.structure import Grammar, check, matcher_class
 from selfspec.decoding.grammar import GrammarMask
 from selfspec.decoding.penalties import OccurrencePenalty
 from selfspec.errors import InvalidOption
-from selfspec.options.structure import Grammar, check, matcher_class
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

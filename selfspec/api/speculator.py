@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypeIs, Unpack
 
 from selfspec.api import chat_template as templates
-from selfspec.api import tuned
+from selfspec.api import structure, tuned
 from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.api.finding import find_heads, heads_for, without_heads
 from selfspec.api.given import LOADING, WRAPPING, check_loading, check_wrapping
@@ -46,7 +46,6 @@ from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.options import structure
 from selfspec.typed import plain_numbers
 
 logger = logging.getLogger(__name__)

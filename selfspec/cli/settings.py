@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from selfspec import config
+from selfspec.api import structure
 from selfspec.cli.flags import Flag, grouped, merged, option_flags
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import InvalidOption
-from selfspec.options import structure
 from selfspec.untrusted import read_json, read_text
 
 _USUAL = frozenset(

@@ -1,6 +1,6 @@
 """A grammar that a text follows: which tokens may come next, and which ones must.
 
-Comes in: a matcher of llguidance, made by `api.structured`. `scores` runs the mask as a processor,
+Comes in: a matcher of llguidance, made by `api.structure`. `scores` runs the mask as a processor,
 on true prefixes; the grammar drafter asks what is forced, and how much of a draft is allowed.
 """
 

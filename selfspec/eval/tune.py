@@ -24,7 +24,8 @@ from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.record import NONE, Record
 from selfspec.eval.trace_options import TuneOptions
-from selfspec.options import Exit, Ngram, Prices, text
+from selfspec.options import Exit, Ngram, Prices
+from selfspec.options.text import as_text, settings_text
 
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 """Candidate thresholds let this share of the places exit, of those above the recorded floor."""
@@ -360,6 +361,6 @@ def _runtime(setting: SpeculationOptions) -> dict[str, Any]:
     drafters = [part for part in (setting.ngram, setting.exit) if setting.uses(part.kind)]
     return {
         "speculate": True,
-        "drafter": "+".join(text.text(part, full=True) for part in drafters),
-        "prices": text.settings(setting.prices, full=True),
+        "drafter": "+".join(as_text(part, full=True) for part in drafters),
+        "prices": settings_text(setting.prices, full=True),
     }

@@ -25,7 +25,7 @@ _JOIN = re.compile(r"\+(?=\s*[A-Za-z])")
 """A plus in front of a name; not that of 1e+3."""
 
 
-def parts(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) -> list[Part]:
+def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) -> list[Part]:
     """What `value` asks for of a `group` (drafter, controller, ..), in its order.
 
     Objects are taken as they are. Text and mappings change what they name of what is `present`.
@@ -78,16 +78,16 @@ def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
     return {kind: first.get(kind, {}) | settings for kind, settings in second.items()}
 
 
-def text(part: Part, *, full: bool = False) -> str:
+def as_text(part: Part, *, full: bool = False) -> str:
     """The shortest text that gives `part`: its kind, and what differs from the defaults.
 
     `full`: all settings, for where other defaults may be in force.
     """
-    said = settings(part, full=full)
+    said = settings_text(part, full=full)
     return f"{part.kind}:{said}" if said else part.kind
 
 
-def settings(part: Part, *, full: bool = False) -> str:
+def settings_text(part: Part, *, full: bool = False) -> str:
     """`KEY=VALUE,..` of what differs from the defaults; empty if nothing does."""
     built_in = type(part)()
     values = {

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.api.shaping import Grammars
 from selfspec.api.speculator import Speculator
+from selfspec.api.structure import Grammar, of_lark, of_schema
 from selfspec.decoding.drafters.grammar import GrammarDrafter
 from selfspec.decoding.grammar import GrammarMask
 from selfspec.errors import InvalidOption
-from selfspec.options.structure import Grammar, of_lark, of_schema
 from tests.jsonish import END, VOCAB_SIZE, speculator, tokenizer
 from tests.models import random_ids
 

@@ -29,7 +29,7 @@ from selfspec.options.controllers import CONTROLLERS
 from selfspec.options.drafters import DRAFTERS, TOGETHER
 from selfspec.options.parts import Part
 from selfspec.options.rules import ACCEPTANCE
-from selfspec.options.text import changed, text
+from selfspec.options.text import as_text, changed
 
 SHARES = st.floats(0.0, 1.0, exclude_min=True)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
@@ -92,7 +92,7 @@ options = st.builds(
 @given(st.one_of([some(made) for made in KINDS]))
 def test_a_part_is_what_its_text_says(part: Part) -> None:
     for full in (False, True):
-        _, _, said = text(part, full=full).partition(":")
+        _, _, said = as_text(part, full=full).partition(":")
         assert changed(type(part)(), said or None) == part
 
 
@@ -111,9 +111,9 @@ def test_a_description_gives_all_that_is_in_use(found: SpeculationOptions) -> No
 
 
 def test_the_shortest_text_says_what_differs() -> None:
-    assert text(Exit()) == "exit"
-    assert text(Exit(threshold=0.5, layers=(10, 20))) == "exit:layers=10/20,threshold=0.5"
-    assert text(Easd(), full=True) == "easd:entropy=none,overlap=0.8,tokens=5"
+    assert as_text(Exit()) == "exit"
+    assert as_text(Exit(threshold=0.5, layers=(10, 20))) == "exit:layers=10/20,threshold=0.5"
+    assert as_text(Easd(), full=True) == "easd:entropy=none,overlap=0.8,tokens=5"
     assert SpeculationOptions().differing() == {}
 
 
