@@ -22,8 +22,7 @@ from typing import Annotated, Any
 import typer
 from torch import Tensor
 
-from eval.called import command
-from eval.side_by_side import loaded
+from eval.lab import command, loaded
 from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
 from selfspec.config import SpeculationOptions

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 import selfspec
-from eval.called import command
+from eval.lab import command
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
 from selfspec.cli.env import machine

@@ -21,7 +21,7 @@ import torch
 import typer
 
 import selfspec
-from eval.called import command
+from eval.lab import command
 from selfspec.eval.suites import load_suite
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads

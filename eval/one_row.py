@@ -20,8 +20,8 @@ import torch
 import typer
 
 import selfspec
-from eval.called import command
 from eval.draft_invariance import table
+from eval.lab import command
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
 from selfspec.cli.env import machine

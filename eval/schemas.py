@@ -21,7 +21,7 @@ import jsonschema
 import typer
 
 import selfspec
-from eval.called import command
+from eval.lab import command
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
 from selfspec.cli.env import machine

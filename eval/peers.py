@@ -1,6 +1,6 @@
 """Beside llama.cpp on one GGUF file: the same ids, threads and number of tokens, greedy, in turns.
 
-    python -m eval.against_llama_cpp --python /path/to/python --output eval/results/llama-cpp
+    python -m eval.peers --python /path/to/python --output eval/results/llama-cpp
 
 PYTHON is an interpreter that has `llama-cpp-python`; it runs in a process of its own, which waits
 while others work. Answers are as long as our plain decoding's. Methods: llama.cpp, with its prompt
@@ -27,14 +27,12 @@ import typer
 from torch import Tensor
 
 import selfspec
-from eval.called import command
+from eval import lab
 from selfspec.api.text import encode
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.errors import InvalidOption
 from selfspec.eval.arrivals import Arrivals
 from selfspec.eval.methods import METHODS, endless
-from selfspec.eval.metrics import ratio_interval
-from selfspec.eval.suites import Question, load_suite
+from selfspec.eval.suites import SIX_TASKS, Question, load_suite
 from selfspec.files import write
 from selfspec.hub.models import default_model_file
 
@@ -42,20 +40,23 @@ LLAMA, LOOKUP, PLAIN, DEFAULT = "llama.cpp", "llama.cpp, prompt lookup", "plain"
 NUMBERS, NUMBERS_DEFAULT = "numbers, plain", "numbers, default"
 THEIRS, THEIR_LOOKUP = "hugging-face", "hugging-face, prompt lookup"
 
+Ask = Callable[[dict[str, Any]], dict[str, Any]]
+"""A line of JSON there, one back: eval/llama_cpp_worker.py says which."""
+
 Write = Callable[[Tensor, int], dict[str, Any]]
 """From ids [1, P] and a number of tokens to token_ids, first_s and seconds."""
 
 
 def main(
-    python: Annotated[str, typer.Option(help="Interpreter with llama-cpp-python.")],
-    output: Annotated[Path, typer.Option(help="Results folder.")],
+    python: lab.LlamaPython,
+    output: lab.Output,
     model: Annotated[Path | None, typer.Option(help=".gguf file; the default model's.")] = None,
-    suite: Annotated[str, typer.Option(help="As of selfspec bench.")] = "six-tasks",
-    questions: Annotated[Path | None, typer.Option(help="File of a suite.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Questions at most, spread evenly.")] = None,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Per answer at most.")] = 64,
-    dtype: Annotated[str | None, typer.Option(help="Of ours.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Of all.")] = 2,
+    suite: lab.Suite = SIX_TASKS,
+    questions: lab.Questions = None,
+    limit: lab.Limit = None,
+    new_tokens: lab.NewTokens = 64,
+    dtype: lab.Dtype = None,
+    threads: lab.Threads = 2,
     context: Annotated[int, typer.Option(help="Positions that llama.cpp keeps room for.")] = 4096,
     numbers: Annotated[bool, typer.Option(help="De-quantised weights, too.")] = False,
     lookup: Annotated[bool, typer.Option(help="llama.cpp's prompt lookup, too.")] = True,
@@ -64,26 +65,19 @@ def main(
     """Measure, then write."""
     torch.set_num_threads(threads)
     asked = load_suite(suite, questions, limit)
-    gguf = model or default_model_file()
-    speculator = selfspec.load(model, dtype=dtype)
-    answers = []
-    with (
-        worker(python, gguf, threads, context) as ask,
-        progress.bar("answering", "questions") as advance,
-    ):
+    speculator = lab.loaded(model, dtype=dtype)
+    with worker(python, model or default_model_file(), threads, context) as ask:
         ways = methods(speculator, ask, lookup=lookup)
         if numbers:
             ways |= de_quantised(model, speculator)
-        answered(asked[0], speculator, ways, new_tokens, in_front)  # what happens once, now
-        for done, question in enumerate(asked):
-            advance(done, len(asked), question.task)
-            answers.append(answered(question, speculator, ways, new_tokens, in_front))
-        advance(len(asked), len(asked), "")
+        answer = partial(
+            answered, speculator=speculator, ways=ways, new_tokens=new_tokens, in_front=in_front
+        )
+        answer(asked[0])  # what happens once, now
+        answers = [answer(question) for question in lab.each(asked, "answering")]
     output.mkdir(parents=True, exist_ok=True)
     write(output / "answers.jsonl", "".join(json.dumps(answer) + "\n" for answer in answers))
     summary = {
-        "command": command(),
-        "machine": machine(),
         "threads": threads,
         "dtype": str(speculator.backbone.dtype),
         "executor": speculator.backbone.executor_name,
@@ -91,19 +85,12 @@ def main(
         "tokens": {name: sum(len(a[name]["token_ids"]) for a in answers) for name in ways},
         "tables": tables(answers, list(ways)),
     }
-    write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write(output / "table.md", as_text(summary))
-    print(as_text(summary), end="")
-
-
-# --- answers --------------------------------------------------------------------------------------
+    lab.finish(output, summary, as_text(summary))
 
 
 @contextmanager
-def worker(
-    python: str, gguf: Path, threads: int, context: int
-) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """A process with llama.cpp; gives what asks it for an answer."""
+def worker(python: str, gguf: Path, threads: int, context: int) -> Iterator[Ask]:
+    """A process with llama.cpp; gives what asks it."""
     script = Path(__file__).with_name("llama_cpp_worker.py")
     command = [python, str(script), str(gguf), str(threads), str(context)]
     with subprocess.Popen(
@@ -114,7 +101,7 @@ def worker(
         def ask(asked: dict[str, Any]) -> dict[str, Any]:
             print(json.dumps(asked), file=to, flush=True)
             if not (line := answers.readline()):
-                raise typer.BadParameter(f"{python} cannot run llama.cpp on {gguf}: see above")
+                raise InvalidOption(f"{python} cannot run llama.cpp on {gguf}: see above")
             answer: dict[str, Any] = json.loads(line)
             return answer
 
@@ -124,12 +111,7 @@ def worker(
             to.close()
 
 
-def methods(
-    speculator: selfspec.Speculator,
-    ask: Callable[[dict[str, Any]], dict[str, Any]],
-    *,
-    lookup: bool,
-) -> dict[str, Write]:
+def methods(speculator: selfspec.Speculator, ask: Ask, *, lookup: bool) -> dict[str, Write]:
     """llama.cpp's ways, and ours from blocks."""
 
     def theirs(ids: Tensor, count: int, *, drafts: bool) -> dict[str, Any]:
@@ -147,8 +129,7 @@ def de_quantised(model: Path | None, like: selfspec.Speculator) -> dict[str, Wri
 
     loaded, tokenizer, files = load_model(model, dtype=like.backbone.dtype)
     speculator = selfspec.wrap(loaded, tokenizer, heads=like.heads or "none", label=files.label)
-    found = ours(speculator, NUMBERS, NUMBERS_DEFAULT)
-    return found | {
+    return ours(speculator, NUMBERS, NUMBERS_DEFAULT) | {
         THEIRS: partial(timed, speculator, "hugging-face", {}),
         THEIR_LOOKUP: partial(timed, speculator, "prompt-lookup", {"prompt_lookup_num_tokens": 10}),
     }
@@ -185,86 +166,55 @@ def answered(
     """The first turn by all methods, in an order that depends on the question alone."""
     ids = encode(speculator.tokenizer, question.turns[0])
     ids = ids.repeat(1, -(-in_front // ids.shape[1]))[:, -in_front:] if in_front else ids
-    plain = speculator.generate(
-        ids, max_new_tokens=new_tokens, speculate=False, do_sample=False
-    ).token_ids
-    order = list(ways)
-    random.Random(question.id).shuffle(order)
-    found = {name: ways[name](ids, max(2, len(plain))) for name in order}
+    plain = speculator.generate(ids, max_new_tokens=new_tokens, speculate=False, do_sample=False)
+    order = random.Random(question.id).sample(list(ways), len(ways))
+    found = {name: ways[name](ids, max(2, len(plain.token_ids))) for name in order}
     return {"id": question.id, "task": question.task, "prompt_tokens": ids.shape[1], **found}
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 def tables(answers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Each method against llama.cpp, whole and behind the prompt; tokens per second; texts."""
+    tasks = [answer["task"] for answer in answers]
+    parts: dict[str, Callable[[Mapping[str, Any]], float]] = {
+        "whole": lambda row: row["seconds"],
+        "behind the prompt": lambda row: row["seconds"] - row["first_s"],
+        "first token": lambda row: row["first_s"],
+    }
     found: dict[str, Any] = {}
     for name in names:
         rows = [answer[name] for answer in answers]
-        behind = sum(row["seconds"] - row["first_s"] for row in rows)
         tokens = sum(len(row["token_ids"]) - 1 for row in rows)
-        same = sum(answer[name]["token_ids"] == answer[PLAIN]["token_ids"] for answer in answers)
         found[name] = {
-            "tokens_per_s": tokens / behind,
+            "tokens_per_s": tokens / sum(map(parts["behind the prompt"], rows)),
             "first_token_s": median(row["first_s"] for row in rows),
-            "equal_to_plain": same,
-            **{
-                part: _faster(answers, name, part)
-                for part in ("whole", "behind the prompt", "first token")
-            },
+            "equal_to_plain": sum(
+                answer[name]["token_ids"] == answer[PLAIN]["token_ids"] for answer in answers
+            ),
         }
+        for part, seconds in parts.items():
+            theirs = [seconds(answer[LLAMA]) for answer in answers]
+            found[name][part] = lab.faster(theirs, list(map(seconds, rows)), tasks)
     return found
 
 
-def _faster(answers: Sequence[Mapping[str, Any]], name: str, part: str) -> dict[str, Any]:
-    """How many times as fast as llama.cpp: of all, by task, its interval, and the worst."""
-    pairs = [(_seconds(answer[LLAMA], part), _seconds(answer[name], part)) for answer in answers]
-    theirs, mine = zip(*pairs, strict=True)
-    by_task: dict[str, list[tuple[float, float]]] = {}
-    for answer, pair in zip(answers, pairs, strict=True):
-        by_task.setdefault(answer["task"], []).append(pair)
-    return {
-        "ratio": sum(theirs) / sum(mine),
-        "interval": ratio_interval(theirs, mine),
-        "worst": min(a / b for a, b in pairs),
-        "tasks": {
-            task: sum(a for a, _ in some) / sum(b for _, b in some)
-            for task, some in by_task.items()
-        },
-    }
-
-
-def _seconds(row: Mapping[str, Any], part: str) -> float:
-    whole, first = float(row["seconds"]), float(row["first_s"])
-    return {"whole": whole, "behind the prompt": whole - first, "first token": first}[part]
-
-
 def as_text(summary: Mapping[str, Any]) -> str:
-    """For people."""
+    """Two tables, and whose texts are plain's."""
     found: Mapping[str, Any] = summary["tables"]
-    tasks = list(next(iter(found.values()))["whole"]["tasks"])
-    lines = [
+    text = (
         f"Times as fast as llama.cpp on the same file; {summary['questions']} questions, "
-        f"{summary['threads']} threads, ours in {summary['dtype'].removeprefix('torch.')}",
-        "",
-    ]
+        f"{summary['threads']} threads, ours in {summary['dtype'].removeprefix('torch.')}\n"
+    )
     for part in ("whole", "behind the prompt"):
-        lines += [f"{part.capitalize()}:", ""]
-        lines += [f"| method | overall | worst | {' | '.join(tasks)} | tokens/s | first token |"]
-        lines += ["| --- |" + " ---: |" * (len(tasks) + 4)]
+        tasks = found[LLAMA][part]["tasks"]
+        rows = []
         for name, entry in found.items():
-            figures = entry[part]
-            low, high = figures["interval"]
-            cells = [f"{figures['ratio']:.2f} ({low:.2f} to {high:.2f})", f"{figures['worst']:.2f}"]
-            cells += [f"{figures['tasks'][task]:.2f}" for task in tasks]
-            cells += [f"{entry['tokens_per_s']:.1f}", f"{1e3 * entry['first_token_s']:.0f} ms"]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        lines.append("")
+            ends = [f"{entry['tokens_per_s']:.1f}", f"{1e3 * entry['first_token_s']:.0f} ms"]
+            rows.append([name, *lab.faster_cells(entry[part]), *ends])
+        header = ("method", "overall", "worst", *tasks, "tokens/s", "first token")
+        text += f"\n{part.capitalize()}:\n\n{lab.table(header, rows)}"
     same = ", ".join(f"{name} {entry['equal_to_plain']}" for name, entry in found.items())
-    lines.append(f"Texts equal to plain's, of {summary['questions']}: {same}.")
-    return "\n".join(lines) + "\n"
+    return f"{text}\nTexts equal to plain's, of {summary['questions']}: {same}.\n"
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    lab.run(main)
