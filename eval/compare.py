@@ -18,13 +18,12 @@ each. Exit code 1 where a text differs. Nothing else should run on the machine.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import statistics
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -38,7 +37,7 @@ from selfspec.decoding.measure import measure
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval import results
 from selfspec.eval.answers import Answer
-from selfspec.eval.contenders import Contender, candidates, described, swept
+from selfspec.eval.contenders import Contender, described, swept
 from selfspec.eval.metrics import SpeedUp, speed_up
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite, spread
@@ -51,15 +50,6 @@ from selfspec.files import write
 from selfspec.options.text import word
 
 app = typer.Typer(pretty_exceptions_enable=False)
-
-PLAIN = "plain"
-
-
-def plain_way(speculator: Speculator) -> Contender:
-    """Plain decoding."""
-    (plain,) = candidates(speculator, [PLAIN])[PLAIN]
-    return replace(plain, label=PLAIN)
-
 
 # --- settings -------------------------------------------------------------------------------------
 
@@ -81,7 +71,7 @@ def settings(
     """Drafters side by side, first turns, greedy."""
     speculator = lab.loaded(model, heads, dtype, executor, numbers=numbers)
     asked = [replace(q, turns=q.turns[:1]) for q in load_suite(suite, questions, limit)]
-    ways = [plain_way(speculator)]
+    ways = [lab.PLAIN]
     for name, setting in named_settings(drafter).items():
         ways.append(Contender(label=name, method="ngram+exit", setting=setting))
     options = BenchOptions(suite=suite, max_new_tokens=new_tokens)
@@ -106,7 +96,7 @@ def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
     for text in drafters:
         name, equals, rest = text.partition("=")
         drafter, _, prices = rest.partition(";")
-        if not (name and equals and drafter) or name == PLAIN:
+        if not (name and equals and drafter) or name == lab.PLAIN.label:
             raise InvalidOption(f"{text!r} is not NAME=DRAFTER. Give --drafter tree=ngram+exit")
         found[name] = {"drafter": drafter} | ({"prices": prices} if prices else {})
     return found
@@ -147,7 +137,7 @@ def tuned(
     # no drafter where none pays
     moves = [Moved("drafter", one.get("drafter", "none"), one) for one in settings]
     own, *others = swept(speculator, moves)
-    ways = [plain_way(speculator), replace(own, label="tuned"), *others]
+    ways = [lab.PLAIN, replace(own, label="tuned"), *others]
     options = BenchOptions(suite=suite, max_new_tokens=new_tokens, repeats=repeats, seed=seed)
     ids = [question.id for question in tuning]
     about = {"tuned_on": ids, "tuned": dict(own.setting)}
@@ -181,8 +171,8 @@ def grid(speculator: Speculator, points: int, seed: int) -> list[dict[str, Any]]
 
 def compared(answers: Sequence[Answer], labels: Sequence[str], seed: int) -> dict[str, Any]:
     """The tuned setting against plain decoding and against the grid's best, found in both ways."""
-    points = {label: seconds_by_prompt(answers, label, PLAIN)[0] for label in labels}
-    plain, tuned = (seconds_by_prompt(answers, label, PLAIN)[0] for label in (PLAIN, "tuned"))
+    points = {label: seconds_by_prompt(answers, label, "plain")[0] for label in labels}
+    tuned, plain = seconds_by_prompt(answers, "tuned", "plain")
     best = min(points, key=lambda label: sum(points[label].values()))
     fair = searched(points)
     pairs = {
@@ -268,43 +258,21 @@ for line in sys.stdin:
 """What runs in each checkout: only what both versions offer."""
 
 
-class Version:
-    """A checkout that answers in a process of its own."""
+@contextmanager
+def version(folder: Path, python: str, asked: Mapping[str, Any]) -> Iterator[lab.Ask]:
+    """A checkout that answers in a process of its own.
 
-    def __init__(self, folder: Path, python: str, asked: dict[str, Any]) -> None:
-        """Raises InvalidOption where that process loads another selfspec than the folder's."""
-        self.folder = folder.absolute()
-        environment = os.environ | {"PYTHONPATH": str(self.folder)}
-        self._process = subprocess.Popen(
-            [os.path.abspath(python), "-c", ANSWERS],  # noqa: PTH100  # a link in .venv stays one
-            cwd=self.folder,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        said = self.ask(asked)
-        if Path(said["home"]) != self.folder:
-            raise InvalidOption(f"{python} takes selfspec from {said['home']}, not {self.folder}")
-        self.executor: str = said["executor"]
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One line there, one line back. Raises InvalidOption where the process has ended."""
-        there, back = self._process.stdin, self._process.stdout
-        assert there is not None  # noqa: S101  # both are pipes
-        assert back is not None  # noqa: S101
-        there.write(json.dumps(request) + "\n")
-        there.flush()
-        line = back.readline()
-        if not line:
-            raise InvalidOption(f"the process of {self.folder} has ended: see its error above")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+    Raises InvalidOption where that process loads another selfspec than the folder's.
+    """
+    home = folder.absolute()
+    command = [os.path.abspath(python), "-c", ANSWERS]  # noqa: PTH100  # a link in .venv stays one
+    environment = os.environ | {"PYTHONPATH": str(home)}
+    with lab.answering(command, cwd=home, env=environment) as ask:
+        said = ask(asked)
+        if Path(said["home"]) != home:
+            raise InvalidOption(f"{python} takes selfspec from {said['home']}, not {home}")
+        print(f"{folder}: {said['executor']}")
+        yield ask
 
 
 class Answered(NamedTuple):
@@ -348,26 +316,23 @@ def versions(
     asked: dict[str, Any] = {"model": model, "dtype": dtype, "executor": executor}
     asked |= {"threads": threads, "timed": timed}
     prompts = [question.turns[0] for question in load_suite(suite, questions, limit)]
-    both = [Version(*pair, asked) for pair in zip((before, after), pythons, strict=True)]
-    try:
+    with ExitStack() as stack:
+        pairs = zip((before, after), pythons, strict=True)
+        both = [stack.enter_context(version(*pair, asked)) for pair in pairs]
         found = answers(both, prompts, new_tokens)
-    finally:
-        for version in both:
-            version.close()
-    names = " and ".join(version.executor for version in both)
-    print(f"{len(prompts)} prompts, {new_tokens} tokens, {dtype}, {names}")
+    print(f"{len(prompts)} prompts, {new_tokens} tokens, {dtype}")
     print("\n".join((seconds if timed else bits)(found)))
     if any(one.difference for one in found):
         raise SystemExit(1)
 
 
-def answers(versions: Sequence[Version], prompts: Sequence[str], count: int) -> list[Answered]:
+def answers(versions: Sequence[lab.Ask], prompts: Sequence[str], count: int) -> list[Answered]:
     """Every prompt in every way, the versions in random order."""
     shuffled, found = random.Random(0), []
     for prompt in lab.each(prompts, "ask", "prompts"):
         for way, options in WAYS.items():
             request = {"prompt": prompt, "max_new_tokens": count, "do_sample": False} | options
-            said = {index: versions[index].ask(request) for index in shuffled.sample(range(2), 2)}
+            said = {index: versions[index](request) for index in shuffled.sample(range(2), 2)}
             found.append(Answered(prompt, way, said[0], said[1]))
     return found
 

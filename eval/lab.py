@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import IO, Annotated, Any, TypeVar, cast
 
 import typer
+from torch import Tensor
 
 import selfspec
 from selfspec.cli import progress
 from selfspec.cli.env import machine
-from selfspec.errors import SelfspecError
+from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.eval import results
 from selfspec.eval.answers import ANSWERS, Answer, failures
 from selfspec.eval.bench import Bench
@@ -23,7 +26,9 @@ from selfspec.eval.metrics import ratio_interval
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.suites import Question
 from selfspec.files import write
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.hub.models import load_model
+from selfspec.model.backbone import Backbone
 
 Output = Annotated[Path, typer.Option(help="Results folder.")]
 Model = Annotated[str | None, typer.Option(help="Folder, file or hub id; the default model.")]
@@ -38,7 +43,11 @@ Threads = Annotated[int, typer.Option(min=1, help="Of all.")]
 Numbers = Annotated[str, typer.Option(help="With commas.")]
 LlamaPython = Annotated[str, typer.Option(help="Interpreter with llama-cpp-python.")]
 
+PLAIN = Contender(label="plain", method="plain", setting={"speculate": False})
+
 Item = TypeVar("Item")
+
+Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def run(command: Callable[..., object]) -> None:
@@ -77,13 +86,54 @@ def loaded(
     numbers: bool = False,
 ) -> selfspec.Speculator:
     """From the files as they are; `numbers`: from de-quantised weights."""
-    chosen = {} if executor == "auto" else {"executor": executor}
-    asked = {} if dtype is None else {"dtype": dtype}
+    chosen: dict[str, Any] = {} if executor == "auto" else {"executor": executor}
+    asked: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if not numbers:
         return selfspec.load(model, heads=heads, **asked, **chosen)
     like = selfspec.load(model, heads=heads, **asked)
     plain, tokenizer, files = load_model(model, dtype=like.backbone.dtype)
     return selfspec.wrap(plain, tokenizer, heads=like.heads or "none", label=files.label, **chosen)
+
+
+def untrained(
+    backbone: Backbone, layer: int, head_type: str, draft_ids: Tensor | None = None
+) -> ExitHeads:
+    """Heads of one exit; over `draft_ids` alone where there are any."""
+    config = HeadsConfig(
+        base_model="",
+        base_fingerprint="",
+        hidden_size=backbone.hidden_size,
+        num_layers=backbone.num_layers,
+        vocab_size=backbone.vocab_size,
+        exit_layers=(layer,),
+        head_type=head_type,
+        draft_vocab_size=None if draft_ids is None else len(draft_ids),
+    )
+    return ExitHeads(config, backbone.unembedding, draft_ids)
+
+
+@contextmanager
+def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
+    """A process that answers one line of JSON with another, until its input ends.
+
+    Its Ask raises InvalidOption where the process has ended.
+    """
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where
+    ) as process:
+        there, back = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+
+        def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+            print(json.dumps(request), file=there, flush=True)
+            if not (line := back.readline()):
+                raise InvalidOption(f"{command[0]} has ended: see its error above")
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+
+        try:
+            yield ask
+        finally:
+            there.close()
 
 
 def each(items: Sequence[Item], name: str, unit: str = "questions") -> Iterator[Item]:
@@ -107,8 +157,14 @@ def benched(
 
     The same command goes on where it was stopped. Raises InvalidOption for a folder of another run.
     """
+    ran = {
+        "command": command(),
+        "model": speculator.label,
+        "dtype": str(speculator.backbone.dtype),
+        "executor": speculator.backbone.executor_name,
+    }
     about = {
-        "run": {"command": command(), "model": speculator.label, **options.record(), **facts},
+        "run": {**ran, **options.record(), **facts},
         "options": speculator.options.described(),
         "machine": machine(),
     }

@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,7 +37,6 @@ from selfspec.decoding.clock import Clock
 from selfspec.decoding.measure import measure
 from selfspec.decoding.speed import ROWS, Passes, memory_rate, step_speed
 from selfspec.errors import InvalidOption, UnsupportedModel
-from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.hub.models import default_model_file, load_model
 from selfspec.model.backbone import Backbone
 from selfspec.model.executors.program import Kind, Program
@@ -125,6 +123,7 @@ def steps(
 
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> Any:
     """A Llama that never ends a text by itself."""
+    nothing: Any = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
@@ -133,7 +132,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> Any:
         num_key_value_heads=shape.kv_heads,
         vocab_size=shape.vocab,
         max_position_embeddings=shape.positions,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **nothing,
     )
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -574,21 +573,10 @@ def widths(
     Time does not depend on what was learned. As `selfspec tune` measures, between whole steps.
     """
     backbone = lab.loaded(model, dtype=dtype).backbone
-    config = HeadsConfig(
-        base_model="",
-        base_fingerprint="",
-        hidden_size=backbone.hidden_size,
-        num_layers=backbone.num_layers,
-        vocab_size=backbone.vocab_size,
-        exit_layers=(0,),
-        head_type="deep-fused",
-    )
     seconds: dict[str, dict[int, float]] = {"a draft token": {}, "a plain step": {}}
     for width in (*lab.counts(widths), backbone.vocab_size):
-        narrow = width < backbone.vocab_size
-        draft_ids = torch.arange(width) if narrow else None
-        sized = replace(config, draft_vocab_size=width if narrow else None)
-        costs = measure(backbone, ExitHeads(sized, backbone.unembedding, draft_ids), rows=2)
+        draft_ids = torch.arange(width) if width < backbone.vocab_size else None
+        costs = measure(backbone, lab.untrained(backbone, 0, "deep-fused", draft_ids), rows=2)
         seconds["a draft token"][width] = costs.head
         seconds["a plain step"][width] = costs.plain_step()
     text = as_table("ms by draft vocabulary (of a plain step)", seconds, _of_step)

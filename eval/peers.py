@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import IO, Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -29,7 +28,6 @@ from torch import Tensor
 import selfspec
 from eval import lab
 from selfspec.api.text import encode
-from selfspec.errors import InvalidOption
 from selfspec.eval.arrivals import Arrivals
 from selfspec.eval.methods import METHODS, endless
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite
@@ -39,9 +37,6 @@ from selfspec.hub.models import default_model_file
 LLAMA, LOOKUP, PLAIN, DEFAULT = "llama.cpp", "llama.cpp, prompt lookup", "plain", "default"
 NUMBERS, NUMBERS_DEFAULT = "numbers, plain", "numbers, default"
 THEIRS, THEIR_LOOKUP = "hugging-face", "hugging-face, prompt lookup"
-
-Ask = Callable[[dict[str, Any]], dict[str, Any]]
-"""A line of JSON there, one back: eval/llama_cpp_worker.py says which."""
 
 Write = Callable[[Tensor, int], dict[str, Any]]
 """From ids [1, P] and a number of tokens to token_ids, first_s and seconds."""
@@ -88,30 +83,13 @@ def main(
     lab.finish(output, summary, as_text(summary))
 
 
-@contextmanager
-def worker(python: str, gguf: Path, threads: int, context: int) -> Iterator[Ask]:
-    """A process with llama.cpp; gives what asks it."""
+def worker(python: str, gguf: Path, threads: int, context: int) -> AbstractContextManager[lab.Ask]:
+    """A process with llama.cpp."""
     script = Path(__file__).with_name("llama_cpp_worker.py")
-    command = [python, str(script), str(gguf), str(threads), str(context)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        to, answers = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
-
-        def ask(asked: dict[str, Any]) -> dict[str, Any]:
-            print(json.dumps(asked), file=to, flush=True)
-            if not (line := answers.readline()):
-                raise InvalidOption(f"{python} cannot run llama.cpp on {gguf}: see above")
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-
-        try:
-            yield ask
-        finally:
-            to.close()
+    return lab.answering([python, str(script), str(gguf), str(threads), str(context)])
 
 
-def methods(speculator: selfspec.Speculator, ask: Ask, *, lookup: bool) -> dict[str, Write]:
+def methods(speculator: selfspec.Speculator, ask: lab.Ask, *, lookup: bool) -> dict[str, Write]:
     """llama.cpp's ways, and ours from blocks."""
 
     def theirs(ids: Tensor, count: int, *, drafts: bool) -> dict[str, Any]:

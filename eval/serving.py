@@ -383,7 +383,7 @@ def equal(
     """Is each text over HTTP that of `generate` alone?"""
     prompts = first_turns(questions, requests)
     given = {"model": model, "heads": heads, "dtype": dtype}
-    speculator, alone = lab.loaded(model, heads, dtype), []
+    speculator, alone = lab.loaded(model, heads, dtype), list[Alone]()
     for prompt in lab.each(prompts, "alone", "answers"):
         alone.append(without_server(speculator, len(alone), prompt, tokens))
     flags = [part for name, value in given.items() if value for part in (f"--{name}", value)]

@@ -48,8 +48,6 @@ STEP_COSTS = (4, 10)
 """c, plain steps of the large model to one of the draft model: "typically 4 to 10" (GammaTune,
 section 3)."""
 
-PLAIN = "plain"
-
 
 class Setting(NamedTuple):
     """A controller and where it starts."""
@@ -107,12 +105,11 @@ def main(
     speculator = load(draft_model, dtype)
     asked = first_turns(suite, questions, limit)
     every = SETTINGS + (VARIANTS if unprinted else ())
-    plain = Contender(label=PLAIN, method="plain", setting={"speculate": False})
     options = BenchOptions(max_new_tokens=new_tokens)
-    ways = [plain, *(setting.contender for setting in every)]
+    ways = [lab.PLAIN, *(setting.contender for setting in every)]
     answers = lab.benched(output, speculator, asked, ways, options)
     counts = {setting: counted(answers, setting.contender.label) for setting in every}
-    alone = counted(answers, PLAIN)
+    alone = counted(answers, lab.PLAIN.label)
     costs = {
         f"c = {c}": {s: one.rounds + one.drafted / c for s, one in counts.items()}
         for c in STEP_COSTS

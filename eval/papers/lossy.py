@@ -57,7 +57,7 @@ def measured(
 ) -> tuple[Summary, list[Answer]]:
     """`rules` by label, beside plain decoding and no rule; `drawn`: keywords of all."""
     check_packages()
-    given = {PLAIN: {"speculate": False}, LOSSLESS: {}}
+    given: dict[str, dict[str, Any]] = {PLAIN: {"speculate": False}, LOSSLESS: {}}
     given |= {name: {"acceptance": rule} for name, rule in rules.items()}
     ways = [
         Contender(label=name, method="speculation", setting=drawn | setting, lossy=name in rules)

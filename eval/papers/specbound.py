@@ -39,7 +39,7 @@ from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.eval.decoding import decode, greedy_request
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite
 from selfspec.files import write
-from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.types import DraftVocabulary, LogitLensHead
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import text_config
@@ -182,17 +182,7 @@ def dialled_heads(
     backbone: Backbone, layer: int, draft_ids: Tensor | None = None, seed: int = 0
 ) -> tuple[ExitHeads, DialledHead]:
     """Heads of one exit at `layer`, and that head, whose `wrong_share` is to be dialled."""
-    config = HeadsConfig(
-        base_model="early",
-        base_fingerprint="",
-        hidden_size=backbone.hidden_size,
-        num_layers=backbone.num_layers,
-        vocab_size=backbone.vocab_size,
-        exit_layers=(layer,),
-        head_type="logit-lens",
-        draft_vocab_size=None if draft_ids is None else len(draft_ids),
-    )
-    heads = ExitHeads(config, backbone.unembedding, draft_ids)
+    heads = lab.untrained(backbone, layer, "logit-lens", draft_ids)
     vocabulary = DraftVocabulary.of(backbone.unembedding, draft_ids)
     head = DialledHead(backbone.unembedding, vocabulary, seed)
     heads.by_layer[str(layer)] = head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from selfspec.eval.answers import Answer, Run
 def test_drafters_are_set_beside_plain_decoding_and_the_first(
     tiny_model: str, prompts: str, tmp_path: Path
 ) -> None:
-    asked = {"model": tiny_model, "heads": "logit-lens", "dtype": "float32", "suite": prompts}
+    asked: Any = {"model": tiny_model, "heads": "logit-lens", "dtype": "float32", "suite": prompts}
     drafters = ["chain=exit:layers=2,max_tokens=1", "text=ngram;row=0"]
     out = tmp_path / "out"
     compare.settings(out, drafters, **asked, limit=2, new_tokens=6)
@@ -57,8 +58,8 @@ def test_the_tuned_setting_and_the_grid_answer_prompts_that_were_not_tuned_on(
     out = tmp_path / "out"
     kept = SimpleNamespace(options=found, speed_up=1.5)
     monkeypatch.setattr(compare, "tune", lambda *_: kept)
-    asked = {"model": tiny_model, "heads": "logit-lens", "dtype": "float32", "suite": prompts}
-    small = {"limit": 2, "tune_limit": 3, "new_tokens": 6, "points": 4}
+    asked: Any = {"model": tiny_model, "heads": "logit-lens", "dtype": "float32", "suite": prompts}
+    small: Any = {"limit": 2, "tune_limit": 3, "new_tokens": 6, "points": 4}
     compare.tuned(out, **asked, **small)
     names = ["answers.jsonl", "run.yaml", "summary.json", "table.md"]
     assert sorted(path.name for path in out.iterdir()) == names
@@ -125,9 +126,9 @@ class Fake:
     def __init__(self, seconds: float, odd: str = "") -> None:
         self.seconds = seconds
         self.odd = odd
-        self.asked: list[dict[str, Any]] = []
+        self.asked: list[Mapping[str, Any]] = []
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self.asked.append(request)
         ids = [1, 2, 3] if request["prompt"] == self.odd else [1, 2]
         counts = {"rounds": len(request["prompt"])}
@@ -135,8 +136,8 @@ class Fake:
 
 
 def test_every_prompt_is_asked_plainly_and_with_drafts_of_both() -> None:
-    versions: Any = [Fake(2.0), Fake(1.0)]
-    found = compare.answers(versions, ["a", "bc"], 7)
+    versions = [Fake(2.0), Fake(1.0)]
+    found = compare.answers([one.ask for one in versions], ["a", "bc"], 7)
     assert [(one.prompt, one.way) for one in found] == [
         *(("a", "plain"), ("a", "default"), ("bc", "plain"), ("bc", "default")),
     ]
@@ -149,8 +150,8 @@ def test_every_prompt_is_asked_plainly_and_with_drafts_of_both() -> None:
 
 
 def test_a_difference_is_named() -> None:
-    versions: Any = [Fake(1.0), Fake(1.0, odd="bc")]
-    assert compare.bits(compare.answers(versions, ["a", "bc"], 7)) == [
+    found = compare.answers([Fake(1.0).ask, Fake(1.0, odd="bc").ask], ["a", "bc"], 7)
+    assert compare.bits(found) == [
         "plain ids differ: 'bc'",
         "default ids differ: 'bc'",
         "10 tokens and their logits, 2 answers differ",

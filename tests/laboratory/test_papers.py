@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.talks import make_tokenizer
 TASKS = ("math", "translation", "summary")
 
 
+@cache
 def tiny(*_: Any, max_tokens: int = 6, controller: str = "fixed") -> Speculator:
     """In the place of the default model; float64, so that texts are equal."""
     model = make_model("llama", torch.float64, vocab_size=10)

@@ -40,7 +40,7 @@ def asked(tiny_model: str, prompts: str, tmp_path: Path) -> dict[str, Any]:
 
 def test_no_draft_moves_a_bit(asked: dict[str, Any]) -> None:
     draft_invariance.main(**asked)
-    drafts = json.loads((asked["output"] / "summary.json").read_text())["drafts"]
+    drafts = json.loads((asked["output"] / "summary.json").read_text())["ways"]
     assert {name: found["differing"] for name, found in drafts.items()} == {"default": 0, "bold": 0}
     assert all(found["positions"] == 16 for found in drafts.values())
 
@@ -56,7 +56,7 @@ def test_kernels_that_depend_on_the_number_of_rows_are_found(
     monkeypatch.setattr(FusedExecutor, "logits", depends_on_rows)
     with pytest.raises(SystemExit):
         draft_invariance.main(**asked)
-    drafts = json.loads((asked["output"] / "summary.json").read_text())["drafts"]
+    drafts = json.loads((asked["output"] / "summary.json").read_text())["ways"]
     assert drafts["bold"]["differing"] > 0
 
 
