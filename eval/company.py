@@ -31,8 +31,6 @@ from selfspec.decoding.runtime import Asked
 from selfspec.eval.company import Listening
 from selfspec.eval.suites import load_suite, spread
 
-PATIENCE = 1.0
-
 
 class Hashing:
     """An acceptance rule that hashes the target logits of every committed token."""
@@ -105,7 +103,7 @@ class Texts:
     def differing(self, most: int, *, drafts: bool) -> dict[str, int]:
         """Texts, positions, and how many of both are not what they are alone."""
         dice = random.Random(most)
-        engine = Engine(self.runtime, most=most, patience=PATIENCE)
+        engine = Engine(self.runtime, most=most, patience=1.0)
         left = list(range(len(self.prompts)))
         dice.shuffle(left)
         running: dict[Running, tuple[int, Hashing]] = {}

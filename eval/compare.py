@@ -107,9 +107,6 @@ def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
 TAUS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 WIDTHS = (1, 2, 3, 5, 7)
 
-Seconds = Mapping[str, float]
-"""By question."""
-
 
 @app.command()
 def tuned(
@@ -187,7 +184,7 @@ def compared(answers: Sequence[Answer], labels: Sequence[str], seed: int) -> dic
     }
 
 
-def searched(grid: Mapping[str, Seconds]) -> dict[str, float]:
+def searched(grid: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Of each half of the prompts the seconds of the setting that is best on the other half."""
     prompts = list(next(iter(grid.values())))
     halves = prompts[::2], prompts[1::2] or prompts

@@ -89,8 +89,7 @@ def selfspec(*arguments: str) -> str:
 def markdown(rows: list[dict[str, Any]]) -> str:
     """All tables; no arithmetic here."""
     layers = sorted({int(layer) for row in rows for layer in row["agreement"]})
-    columns = [f"layer {layer}" for layer in layers]
-    columns += ["second draft", "coverage", "MB"]
+    columns = [*(f"layer {layer}" for layer in layers), "second draft", "coverage", "MB"]
     parts = []
     for table in dict.fromkeys(row["table"] for row in rows):
         lines = []

@@ -59,8 +59,14 @@ def measured(
     check_packages()
     given: dict[str, dict[str, Any]] = {PLAIN: {"speculate": False}, LOSSLESS: {}}
     given |= {name: {"acceptance": rule} for name, rule in rules.items()}
+    drafter = "ngram+exit" if speculator.draft_model is None else "draft-model"
     ways = [
-        Contender(label=name, method="speculation", setting=drawn | setting, lossy=name in rules)
+        Contender(
+            label=name,
+            method=PLAIN if name == PLAIN else drafter,
+            setting=drawn | setting,
+            lossy=name in rules,
+        )
         for name, setting in given.items()
     ]
     options = BenchOptions(max_new_tokens=new_tokens, quality=True)
@@ -178,8 +184,8 @@ def easd(
 
     rules = {label(*pair): "easd:entropy={:g},overlap={:g}".format(*pair) for pair in sorted(pairs)}
     summary, answers = measured(output, speculator, asked, rules, new_tokens)
-    summary["calibrated_entropy_threshold"] = entropy_threshold
-    summary["numbers"] = found = {name: numbers(answers, name) for name in summary["methods"]}
+    found = {name: numbers(answers, name) for name in summary["methods"]}
+    summary |= {"calibrated_entropy_threshold": entropy_threshold, "numbers": found}
     rows = [[name, *(f"{share:.0%}" for share in one.values())] for name, one in found.items()]
     finish(
         output, summary, [Table("Answers to sums", ["setting", "right", "plain's number"], rows)]

@@ -62,9 +62,9 @@ def run(command: Callable[..., None], asked: dict[str, Any], **more: Any) -> dic
 def test_gammatune_compares_controllers_from_all_initial_lengths(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = [Setting(name, initial) for name in gammatune.CONTROLLERS for initial in (1, 5)]
-    monkeypatch.setattr(gammatune, "SETTINGS", tuple(few))
-    monkeypatch.setattr(gammatune, "VARIANTS", tuple(gammatune.VARIANTS[:1]))
+    few = (Setting("fixed", 1), Setting("fixed", 5), Setting("gammatune-plus", 5))
+    monkeypatch.setattr(gammatune, "SETTINGS", few)
+    monkeypatch.setattr(gammatune, "VARIANTS", gammatune.VARIANTS[:1])
     summary = run(gammatune.main, asked, limit=2, unprinted=True)
     assert summary["questions"] == 2
     assert list(summary["gains"]) == ["c = 4", "c = 10", "timed"]
