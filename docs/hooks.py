@@ -30,7 +30,7 @@ from selfspec.options.parts import Part
 
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "docs" / "gallery"
-"""What `python -m eval.gallery` keeps."""
+"""What `python -m eval.pictures gallery` keeps."""
 
 _MARK = re.compile(r"<!-- (options|settings|commands):? ?(\S*) -->")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")

@@ -12,29 +12,24 @@ and from the blocks of the model's file. Writes `summary.json` and `table.md`.
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from torch import Tensor
 
-from eval.called import command
-from eval.side_by_side import loaded
+from eval import lab
 from selfspec.api.speculator import Speculator
-from selfspec.cli.env import machine
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.runtime import Asked
 from selfspec.eval.company import Listening
 from selfspec.eval.suites import load_suite, spread
-from selfspec.files import write
-
-PATIENCE = 1.0
 
 
 class Hashing:
@@ -108,7 +103,7 @@ class Texts:
     def differing(self, most: int, *, drafts: bool) -> dict[str, int]:
         """Texts, positions, and how many of both are not what they are alone."""
         dice = random.Random(most)
-        engine = Engine(self.runtime, most=most, patience=PATIENCE)
+        engine = Engine(self.runtime, most=most, patience=1.0)
         left = list(range(len(self.prompts)))
         dice.shuffle(left)
         running: dict[Running, tuple[int, Hashing]] = {}
@@ -143,45 +138,27 @@ class Texts:
 
 def main(
     questions: Annotated[Path, typer.Option(help="Spec-Bench's question file.")],
-    output: Annotated[Path, typer.Option(help="Results folder.")],
-    model: str | None = None,
+    output: lab.Output,
+    model: lab.Model = None,
     dtypes: Annotated[str, typer.Option(help="With commas.")] = "float32,bfloat16",
     requests: Annotated[int, typer.Option(min=1)] = 60,
-    new_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    new_tokens: lab.NewTokens = 32,
     most: Annotated[str, typer.Option(help="Texts at once, with commas.")] = "2,7,16,32",
 ) -> None:
     """Compare, then write."""
     suite = spread(load_suite("spec-bench", questions), requests)
     prompts = [question.turns[0] for question in suite]
-    found = []
-    for dtype in dtypes.split(","):
-        for numbers in (False, True):
-            texts = Texts(loaded(model, None, dtype, "auto", numbers=numbers), prompts, new_tokens)
-            for count in map(int, most.split(",")):
-                for drafts in (False, True):
-                    weights = "numbers" if numbers else "as in the file"
-                    entry = {"dtype": dtype, "weights": weights, "most": count, "drafts": drafts}
-                    found.append(entry | texts.differing(count, drafts=drafts))
-                    print(found[-1], flush=True)
-    summary = {
-        "command": command(),
-        "machine": machine(),
-        "requests": len(prompts),
-        "found": found,
-    }
-    output.mkdir(parents=True, exist_ok=True)
-    write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write(output / "table.md", as_text(found))
-    print(as_text(found), end="")
-
-
-def as_text(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    names = list(found[0])
-    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
-    lines += [f"| {' | '.join(str(entry[name]) for name in names)} |" for entry in found]
-    return "\n".join(lines) + "\n"
+    found: list[dict[str, Any]] = []
+    for dtype, numbers in product(dtypes.split(","), (False, True)):
+        texts = Texts(lab.loaded(model, None, dtype, numbers=numbers), prompts, new_tokens)
+        weights = "numbers" if numbers else "as in the file"
+        for count, drafts in product(lab.counts(most), (False, True)):
+            entry = {"dtype": dtype, "weights": weights, "most": count, "drafts": drafts}
+            found.append(entry | texts.differing(count, drafts=drafts))
+            print(found[-1], flush=True)
+    table = lab.table(found[0], (entry.values() for entry in found))
+    lab.finish(output, {"requests": len(prompts), "found": found}, table)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    lab.run(main)

@@ -1,21 +1,19 @@
 """Which families of models run, on which executor, and whether their texts are exact: a page.
 
     python -m eval.families --output docs/families.md --overwrite
-    python -m eval.families --output docs/families.md --overwrite --speed  # on a quiet machine
     python -m eval.families --output few.md --only llama,gpt_neox
 
 Each causal language model that the installed transformers has is built with random weights, a few
 layers and narrow windows. In float64, drafted texts (exit heads, n-grams) must be those of
-`model.generate`, from short and long prompts. `--speed` times plain decoding in float32 at d = 576.
+`model.generate`, from short and long prompts.
 """
 
 from __future__ import annotations
 
-import logging
-import statistics
-import time
+import dataclasses
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,19 +22,21 @@ import torch
 import transformers
 import typer
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from eval.tiny_families import LAYERS, MIDDLE, NO_TEXT, ORIGINAL, TINY, WINDOW, tiny_model
+from eval.lab import run
 from selfspec import files
 from selfspec.api.speculator import wrap
 from selfspec.errors import SelfspecError
+from selfspec.eval.quality import first_divergence
 from selfspec.model.backbone import Backbone
+from selfspec.model.kv_store import Lease
+from selfspec.model.rows import Rows
 
 PROMPTS = (5, 90)
 """Tokens of the prompts: inside every window, and beyond the windows and the original maximum."""
 NEW_TOKENS = 40
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,31 +51,29 @@ class Row:
     """exact, WRONG, refused, or not tried."""
     reason: str
     """Why it is not exact."""
-    speed_up: float | None = None
-    """Plain decoding over Hugging Face's, float32."""
 
 
 def main(
     output: Annotated[Path, typer.Option(help="The page, Markdown.")],
     only: Annotated[str | None, typer.Option(help="Families (model_type), with commas.")] = None,
-    speed: Annotated[bool, typer.Option("--speed", help="Time plain decoding too.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page.")] = False,
 ) -> None:
     """Try each family, then write. Exit code 1 if one comes out wrong."""
     files.check_file(output, overwrite=overwrite)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    names = only.split(",") if only else sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*NO_TEXT})
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*_PARTS.split(), *_ENCODERS.split()}
+    names = only.split(",") if only else sorted(known)
     rows = []
     for number, name in enumerate(names, 1):
-        rows.append(tried(name, speed=speed))
+        rows.append(tried(name))
         print(f"{number}/{len(names)} {name}: {rows[-1].verdict} {rows[-1].reason}", flush=True)
     files.write(output, "\n".join(page(rows)) + "\n")
     if any(row.verdict == "WRONG" for row in rows):
         raise typer.Exit(1)
 
 
-def tried(family: str, *, speed: bool = False) -> Row:
+def tried(family: str) -> Row:
     """A family's row. Errors that are not selfspec's own count as wrong, not as a refusal."""
     named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, family)
     try:
@@ -94,17 +92,17 @@ def tried(family: str, *, speed: bool = False) -> Row:
         return Row(family, named, executor, "WRONG", wrong)
     note = "" if model.dtype == torch.float64 else "texts compared in float32: no float64 there; "
     note += "" if executor == "fused" else f"not fused: {backbone.refused['fused'][:_MOST_WORDS]}"
-    return Row(family, named, executor, "exact", note, timed(family) if speed else None)
+    return Row(family, named, executor, "exact", note)
 
 
 def _running_model(family: str) -> PreTrainedModel:
     """A tiny model whose own forward runs: in float64, or float32 if it knows no other."""
     try:
-        model = tiny_model(family, TINY, torch.float64)
+        model = tiny_model(family, torch.float64)
         with torch.no_grad():
             model(random_ids(PROMPTS[0]))
     except RuntimeError:
-        model = tiny_model(family, TINY, torch.float32)
+        model = tiny_model(family, torch.float32)
         with torch.no_grad():
             model(random_ids(PROMPTS[0]))
     return model
@@ -112,7 +110,7 @@ def _running_model(family: str) -> PreTrainedModel:
 
 def _compared(family: str, model: PreTrainedModel) -> tuple[Backbone, str]:
     """With the executor that auto takes in float32, and what differs, if anything."""
-    single = tiny_model(family, TINY, torch.float32)
+    single = tiny_model(family, torch.float32)
     backbone = wrap(single, heads="logit-lens").backbone
     drafted = dict.fromkeys(_DRAFTERS, 0)
     for length in PROMPTS:
@@ -123,18 +121,13 @@ def _compared(family: str, model: PreTrainedModel) -> tuple[Backbone, str]:
             answer = speculator.generate(ids, max_new_tokens=NEW_TOKENS)
             drafted[kind] += answer.stats.drafted
             if answer.token_ids != expected:
-                place = _first_difference(answer.token_ids, expected)
-                return (
-                    backbone,
-                    f"{kind} drafts, prompt of {length}: another text from token {place}",
-                )
+                place = first_divergence(answer.token_ids, expected)
+                return backbone, f"{kind} drafts, prompt {length}: another text from token {place}"
     if not (drafted["exit"] and drafted["ngram"]):
         return backbone, f"nothing was drafted, which shows nothing: {drafted}"
     if (error := executor_error(single)) > 1e-3:
-        return (
-            backbone,
-            f"{backbone.executor_name} executor: logits differ by {error:.2g} of their size",
-        )
+        name = backbone.executor_name
+        return backbone, f"{name} executor: logits differ by {error:.2g} of their size"
     return backbone, ""
 
 
@@ -148,9 +141,6 @@ _DRAFTERS: dict[str, dict[str, Any]] = {
 def executor_error(model: PreTrainedModel) -> float:
     """Largest error of a position's logits on auto's executor, of the size of all logits."""
     backbone, ids = wrap(model, heads="logit-lens").backbone, random_ids(sum(PROMPTS))
-    from selfspec.model.kv_store import Lease
-    from selfspec.model.rows import Rows
-
     lease, parts = Lease(backbone.num_layers), []
     with torch.inference_mode():
         expected = model(ids).logits.float()
@@ -160,26 +150,6 @@ def executor_error(model: PreTrainedModel) -> float:
             parts.append(backbone.logits(backbone.run(hidden, 0, backbone.num_layers, rows)))
     errors = (torch.cat(parts) - expected).square().mean(-1).sqrt().max()
     return float(errors / expected.square().mean().sqrt())
-
-
-def timed(family: str, *, context: int = 32, new_tokens: int = 48, repeats: int = 3) -> float:
-    """Plain decoding over Hugging Face's: time of a text, medians of interleaved runs."""
-    model = tiny_model(family, MIDDLE, torch.float32)
-    speculator = wrap(model, heads="logit-lens", speculate=False)
-    ids = random_ids(context)
-    ways: tuple[Callable[[], object], ...] = (
-        lambda: speculator.generate(ids, max_new_tokens=new_tokens),
-        lambda: _theirs(model, ids, new_tokens),
-    )
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(repeats + 1):
-        for way, found in zip(ways, seconds, strict=True):
-            begin = time.perf_counter()
-            way()
-            if repeat:  # the first one warms up
-                found.append(time.perf_counter() - begin)
-    ours, theirs = map(statistics.median, seconds)
-    return theirs / ours
 
 
 def random_ids(length: int) -> Tensor:
@@ -195,22 +165,164 @@ def _theirs(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> list[int]:
     return made[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]  # untyped module
 
 
-def _first_difference(ours: list[int], theirs: list[int]) -> int:
-    equal = (one == other for one, other in zip(ours, theirs, strict=False))
-    return next(
-        (place for place, same in enumerate(equal) if not same), min(len(ours), len(theirs))
-    )
-
-
 def _line(error: Exception) -> str:
     """An error's first line of words."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0].strip()[:_MOST_WORDS] if lines else type(error).__name__
 
 
+# --- tiny models --------------------------------------------------------------------------------
+
+LAYERS, WINDOW, ORIGINAL, MAX_POSITIONS = 6, 8, 64, 256
+MAX_PARAMETERS = 10_000_000
+"""Of a tiny model: a config whose sizes go by other names would build the real thing."""
+
+_NAMES = {
+    "hidden": "hidden_size n_embd d_model embed_dim word_embed_proj_dim",
+    "inner": "intermediate_size n_inner ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim "
+    "intermediate_size_mlp ffn_intermediate_size",
+    "layers": "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
+    "num_decoder_layers num_encoder_layers",
+    "heads": "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+    "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads",
+    "kv_heads": "num_key_value_heads num_kv_heads n_head_kv kv_n_heads",
+    "head": "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim query_pre_attn_scalar "
+    "kv_channels index_head_dim hidden_size_per_layer_input global_head_dim",
+    "rank": "q_lora_rank kv_lora_rank moe_intermediate_size shared_expert_intermediate_size "
+    "moe_shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
+    "shared_experts_intermediate_size",
+    "positions": "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx",
+    "window": "sliding_window attention_chunk_size window_size attention_window",
+    "experts": "num_local_experts num_experts n_routed_experts moe_num_experts",
+    "two": "num_experts_per_tok moe_topk moe_k moe_top_k num_experts_per_token index_n_heads",
+    "one": "n_shared_experts n_group topk_group first_k_dense_replace moe_num_shared_experts",
+    "rotary": "rotary_dim index_topk",
+    "vocabulary": "vocab_size vocab_size_per_layer_input",
+    "nothing": "bos_token_id eos_token_id pad_token_id",
+}
+"""What families call their sizes; fields that a config class lacks are left out."""
+
+_ALSO_IF_NONE = {"head_dim", "num_key_value_heads", "v_head_dim", "n_inner"}
+"""Sizes that are set although their default is None: some classes cannot do without."""
+
+TINY: dict[str, int | None] = {
+    **{"hidden": 32, "inner": 64, "layers": LAYERS, "heads": 4, "kv_heads": 2, "head": 8},
+    **{"rank": 16, "positions": MAX_POSITIONS, "window": WINDOW, "experts": 4, "two": 2, "one": 1},
+    **{"rotary": 4, "vocabulary": 96, "nothing": None},
+}
+
+_HYBRID: dict[str, Any] = {
+    "mamba_d_head": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 64,
+    "mamba_n_groups": 1,
+}
+_SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {**_HYBRID, "attn_layer_indices": [1, 3, 5]},
+    "cwm": {"bos_token_id": 1},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "falcon_h1": _HYBRID,
+    "gemma3n_text": _SHARED,
+    "gemma4_text": _SHARED,
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "granitemoehybrid": {**_HYBRID, "layer_types": ["linear_attention", "full_attention"] * 3},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
+    "llama4_text": {"floor_scale": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+    "modernbert-decoder": {
+        **dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"), 1),
+        **dict.fromkeys(("cls_token_id", "sep_token_id"), 1),
+        "local_attention": WINDOW,
+    },
+    "zamba2": {"mamba_headdim": 16, "n_mamba_heads": 4},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a family needs beside its sizes, or what makes it show its specialities when tiny."""
+
+_PARTS = (
+    "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart "
+    "prophetnet trocr whisper moshi musicgen musicgen_melody mllama git fuyu got_ocr2 blt "
+    "phi4_multimodal moss_transcribe_diarize gemma3 gemma3n gemma4 gemma4_unified emu3 llama4 "
+    "qwen3_5 qwen3_5_moe qwen4_exp dots3_note"
+)
+"""Of an encoder-decoder, or listed by its text model where it has one."""
+
+_ENCODERS = (
+    "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
+    "roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod xlm xlnet "
+    "reformer gemma4_assistant gemma4_unified_assistant cpmant"
+)
+"""With a causal mask, or no model of its own."""
+
+
+def tiny_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A random model of a family, with weights large enough that each layer changes the answer."""
+    config = tiny_config(family)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if count > MAX_PARAMETERS:
+        raise ValueError(f"it would have {count:,} parameters")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() < 2:  # norms and biases: near their neutral value, but not at it
+                weight.add_(0.2 * noise)
+            elif re.search("embed|lm_head|wte|wpe", name):
+                weight.copy_(0.7 * noise)
+            else:
+                weight.copy_(noise * 1.7 * weight.shape[-1] ** -0.5)
+    model.generation_config.eos_token_id = None  # type: ignore[union-attr]  # a model to generate with
+    return model.eval()
+
+
+def tiny_config(family: str) -> PreTrainedConfig:
+    """A family's config, without special tokens."""
+    kind = type(AutoConfig.for_model(family).get_text_config(decoder=True))
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    given = {
+        name: TINY[size]
+        for size, names in _NAMES.items()
+        for name in names.split()
+        if name in fields and (size == "nothing" or _is_size(name, fields[name]))
+    }
+    if "kv_lora_rank" in given:  # latent attention: as many keys as queries
+        given |= {"num_key_value_heads": TINY["heads"]}
+    config = kind(**given | SPECIAL.get(family, {}))
+    config._experts_implementation = "eager"  # the grouped product knows no float64
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        if "original_max_position_embeddings" in rope:
+            rope["original_max_position_embeddings"] = ORIGINAL
+    return config
+
+
+def _is_size(name: str, default: object) -> bool:
+    return (type(default) is int) or (default is None and name in _ALSO_IF_NONE)
+
+
+def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
+    """A config's rope parameters, which may be one dict or one per attention type."""
+    if isinstance(parameters, dict):
+        yield parameters
+        for value in parameters.values():
+            yield from _ropes(value)
+
+
 # --- the page -------------------------------------------------------------------------------------
 
-COLUMNS = ("family", "model", "text", "executor", "plain, times Hugging Face", "why")
+COLUMNS = ("family", "model", "text", "executor", "why")
 
 
 def page(rows: list[Row]) -> list[str]:
@@ -248,9 +360,8 @@ scaled RoPE from {ORIGINAL} positions on. *exact*: in float64 the greedy texts o
 tokens behind prompts of {PROMPTS[0]} and {PROMPTS[1]} tokens, without drafts, with drafts of exit
 heads (wrong and right ones) and with n-grams, are those of `model.generate`; and in float32 the
 logits of the executor that `auto` takes are the model's own up to rounding. *executor*: what `auto`
-takes for float32 weights on a CPU. *times Hugging Face*: how much faster plain decoding, without
-drafts, is than `model.generate`, at d = 576 and eight layers with random weights, float32.
-*not fused*: what the compiled code does not know; the model's own modules run.
+takes for float32 weights on a CPU. *not fused*: what the compiled code does not know; the model's
+own modules run.
 """.splitlines()
 
 _REFUSALS = """\
@@ -276,11 +387,9 @@ def _order(row: Row) -> tuple[int, str]:
 
 
 def _table_line(row: Row) -> str:
-    faster = "" if row.speed_up is None else f"{row.speed_up:.2f}"
     reason = row.reason.replace("|", "/")
-    cells = (row.family, row.model, row.verdict, row.executor, faster, reason)
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join((row.family, row.model, row.verdict, row.executor, reason)) + " |"
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

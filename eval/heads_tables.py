@@ -21,17 +21,18 @@ from typing import Annotated, Any
 
 import typer
 
+from eval import lab
 from selfspec.files import write
 
 KINDS = ("linear", "translator", "low-rank", "mlp", "deep-fused")
-KIND_LAYERS = (4, 12, 20)
+KIND_LAYERS = "4,12,20"
 WIDTHS = (4096, 8192, 16384, 32768)
 
 
 def main(
     cache: Annotated[Path, typer.Option(help="Feature cache with deep states.")],
     held_out: Annotated[Path, typer.Option(help="Feature cache to measure on.")],
-    output: Annotated[Path, typer.Option(help="Results folder.")],
+    output: lab.Output,
     work: Annotated[Path, typer.Option(help="Where the fitted heads go.")],
     part: Annotated[int, typer.Option(help="Answer tokens of a fit, but for the curve.")] = 60_000,
     epochs: int = 2,
@@ -52,8 +53,8 @@ def main(
         write(output / "table.md", markdown(rows))
 
     for kind in KINDS:
-        layers = ((0,) if kind == "deep-fused" else ()) + KIND_LAYERS
-        flags = ["--head-type", kind, "--exit-layers", joined(layers), "--max-tokens", str(part)]
+        layers = f"0,{KIND_LAYERS}" if kind == "deep-fused" else KIND_LAYERS
+        flags = ["--head-type", kind, "--exit-layers", layers, "--max-tokens", str(part)]
         if kind == "linear":  # no identity to start from: the paper's rate, or nothing is learned
             flags += ["--learning-rate", "3e-4"]
         add("kind", kind, *flags)
@@ -85,33 +86,21 @@ def selfspec(*arguments: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def joined(layers: tuple[int, ...]) -> str:
-    """As a flag has it."""
-    return ",".join(map(str, layers))
-
-
 def markdown(rows: list[dict[str, Any]]) -> str:
     """All tables; no arithmetic here."""
     layers = sorted({int(layer) for row in rows for layer in row["agreement"]})
-    columns = [f"layer {layer}" for layer in layers]
-    columns += ["second draft", "coverage", "MB"]
-    text = ""
+    columns = [*(f"layer {layer}" for layer in layers), "second draft", "coverage", "MB"]
+    parts = []
     for table in dict.fromkeys(row["table"] for row in rows):
-        text += (
-            f"\n| {table} | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 1) + "|\n"
-        )
+        lines = []
         for row in (row for row in rows if row["table"] == table):
-            cells = [percent(row["agreement"].get(str(layer))) for layer in layers]
-            cells += [percent(row["second"]), percent(row["coverage"])]
-            cells += [f"{row['megabytes']:.1f}"]
-            text += f"| {row['name']} | " + " | ".join(cells) + " |\n"
-    return text.lstrip()
-
-
-def percent(share: float | None) -> str:
-    """With one decimal, or nothing."""
-    return "" if share is None else f"{share:.1%}"
+            shares = [*(row["agreement"].get(str(layer)) for layer in layers)]
+            shares += [row["second"], row["coverage"]]
+            cells = ["" if share is None else f"{share:.1%}" for share in shares]
+            lines.append([row["name"], *cells, f"{row['megabytes']:.1f}"])
+        parts.append(lab.table([table, *columns], lines))
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    lab.run(main)

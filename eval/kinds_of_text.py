@@ -21,7 +21,7 @@ import torch
 import typer
 
 import selfspec
-from eval.called import command
+from eval import lab
 from selfspec.eval.suites import load_suite
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads
@@ -36,7 +36,7 @@ def main(
     questions: Annotated[Path, typer.Option(help="Spec-Bench's questions.")],
     answers: Annotated[Path, typer.Option(help="The model's answers to them.")],
     heads: Annotated[list[str], typer.Option(help="NAME=FOLDER, several times.")],
-    output: Annotated[Path, typer.Option(help="Results folder.")],
+    output: lab.Output,
 ) -> None:
     """Measure, write."""
     backbone = selfspec.load(dtype="bfloat16", executor="generic", heads="none").backbone
@@ -55,7 +55,7 @@ def main(
     found = pd.concat([sums.assign(kind="all"), found])
     output.mkdir(parents=True, exist_ok=True)
     write(output / "table.json", found.to_json(orient="records", indent=1) + "\n")
-    write(output / "table.md", f"`{command()}`\n\n{markdown(found)}")
+    write(output / "table.md", f"`{lab.command()}`\n\n{markdown(found)}")
 
 
 def features_by_kind(backbone: Any, questions: Path, answers: Path) -> dict[str, list[Features]]:
@@ -104,17 +104,15 @@ def markdown(found: pd.DataFrame) -> str:
         table = found.assign(share=shares).pivot_table(
             index="text", columns="kind", values="share", sort=False
         )
-        head = "| " + " | ".join([title, *map(str, table.columns)]) + " |\n"
-        head += "|---" * (len(table.columns) + 1) + "|\n"
-        lines = (
-            "| " + " | ".join([str(text), *(f"{value:.1f}" for value in row)]) + " |\n"
+        rows = (
+            [text, *(f"{value:.1f}" for value in row)]
             for text, row in zip(table.index, table.to_numpy(), strict=True)
         )
-        parts.append(head + "".join(lines))
+        parts.append(lab.table([title, *table.columns], rows))
     sizes = found[found["text"] == found["text"].iloc[0]]
     counts = ", ".join(f"{k} {n:,}" for k, n in zip(sizes["kind"], sizes["positions"], strict=True))
     return "\n".join(parts) + f"\nPositions: {counts}.\n"
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    lab.run(main)

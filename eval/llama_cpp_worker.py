@@ -1,4 +1,4 @@
-"""llama.cpp for `eval.against_llama_cpp` and `eval.pass_times`, run where llama-cpp-python is.
+"""llama.cpp for `eval.peers` and `eval.micro passes`, run where llama-cpp-python is.
 
     PYTHON eval/llama_cpp_worker.py MODEL.gguf THREADS CONTEXT
 

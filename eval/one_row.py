@@ -11,69 +11,47 @@ one pass. Writes `summary.json` and `table.md`; exit code 1 where a bit differs.
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated
 
 import torch
 import typer
 
-import selfspec
-from eval.called import command
-from eval.draft_invariance import table
+from eval import lab
+from eval.draft_invariance import finish
 from selfspec.api.speculator import Speculator
-from selfspec.cli import progress
-from selfspec.cli.env import machine
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.eval.compare import Bits
 from selfspec.eval.decoding import greedy_request
 from selfspec.eval.one_result import WAYS, logits
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite
-from selfspec.files import write
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Results folder.")],
-    model: str | None = None,
+    output: lab.Output,
+    model: lab.Model = None,
     dtype: str = "bfloat16",
     executor: str = "auto",
-    suite: str = SIX_TASKS,
-    questions: Annotated[Path | None, typer.Option(help="The suite's file.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Questions, spread over the suite.")] = None,
-    new_tokens: int = 32,
+    suite: lab.Suite = SIX_TASKS,
+    questions: lab.Questions = None,
+    limit: lab.Limit = None,
+    new_tokens: lab.NewTokens = 32,
     most_tokens: Annotated[int, typer.Option(help="Of a text; what is longer is cut.")] = 600,
 ) -> None:
     """Read all texts in every way and compare bits."""
-    speculator = selfspec.load(model, dtype=dtype, executor=executor)
+    speculator = lab.loaded(model, dtype=dtype, executor=executor)
     name = speculator.backbone.executor_name
     if not any_split(speculator.backbone, PassShape()):
         raise SystemExit(f"the {name} executor does not claim it: bits depend on how rows are cut")
     asked = load_suite(suite, questions, limit)
     found = {way: Bits() for way in WAYS}
-    hashes = {}
-    with progress.bar("compare", "texts") as show:
-        for number, question in enumerate(asked):
-            show(number, len(asked), "")
-            hashes[question.id] = compare(speculator, question, new_tokens, most_tokens, found)
-        show(len(asked), len(asked), "")
-    summary = {
-        "command": command(),
-        "machine": machine(),
-        "dtype": dtype,
-        "executor": name,
-        "ways": {way: asdict(bits) for way, bits in found.items()},
-        "sha256_of_logits": hashes,
+    hashes = {
+        question.id: compare(speculator, question, new_tokens, most_tokens, found)
+        for question in lab.each(asked, "compare", "texts")
     }
-    output.mkdir(parents=True, exist_ok=True)
-    write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
-    what = f"{len(asked)} texts, {dtype}, {name}"
-    heading = f"{what}: logits against those of one pass over the text, bit by bit"
-    page = table(heading, "the text arrives", found)
-    write(output / "table.md", page)
-    print(page, end="")
-    if any(bits.differing for bits in found.values()):
-        raise SystemExit(1)
+    title = f"{len(asked)} texts, {dtype}, {name}: logits against those of one pass over the text, "
+    about = {"dtype": dtype, "executor": name, "sha256_of_logits": hashes}
+    finish(output, about, f"{title}bit by bit", "the text arrives", found)
 
 
 def compare(
@@ -81,7 +59,7 @@ def compare(
     question: Question,
     new_tokens: int,
     most_tokens: int,
-    found: dict[str, Bits],
+    found: Mapping[str, Bits],
 ) -> str:
     """One text in all ways; returns a hash of its logits."""
     prompt = greedy_request(speculator, question.turns[0], new_tokens).only().ids[0]
@@ -89,11 +67,10 @@ def compare(
     ids = torch.cat([prompt, torch.tensor(answer.token_ids, dtype=prompt.dtype)])[:most_tokens]
     expected = logits(speculator.backbone, ids)
     for name, way in WAYS.items():
-        found[name].compare(
-            f"{question.id}, {name}", logits(speculator.backbone, ids, way), expected
-        )
+        bits = logits(speculator.backbone, ids, way)
+        found[name].compare(f"{question.id}, {name}", bits, expected)
     return hashlib.sha256(expected.numpy().tobytes()).hexdigest()
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    lab.run(main)

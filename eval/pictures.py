@@ -1,11 +1,62 @@
-"""Pictures for the docs, made small. Called by `gallery` and `page_pictures`."""
+"""Pictures of the docs and of README, and the traces behind the gallery's pages.
+
+    python -m eval.pictures gallery               all of docs/gallery.md, by the commands there
+    python -m eval.pictures gallery code story    some of it
+    python -m eval.pictures pages docs/images     the chat, from a server of its own, and a trace
+    python -m eval.pictures race docs/images --dtype float32
+    python -m eval.pictures bars eval/results/llama-cpp-bf16-avx512/summary.json docs/images
+
+`gallery`: `selfspec trace --html NAME.html ..` becomes docs/gallery/NAME.jsonl.xz, the trace of
+which docs/hooks.py makes the page, and its card, docs/images/gallery/NAME.png. Nothing is timed, so
+that pages are the same wherever they are made. `pages` needs the packages of `serve`, playwright
+and a Chromium. `race`: one answer appears twice, by `model.generate` and by selfspec, each piece of
+text when it came, at true speed, over and over; who wants no motion sees both texts whole. Nothing
+else should run on the machine. `bars`: how fast each way answers, from a result of `eval.peers`.
+"""
 
 from __future__ import annotations
 
+import json
+import lzma
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+import torch
+import typer
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+from eval import lab, peers
+from selfspec.api.speculator import Speculator
+from selfspec.api.text import TextDecoder, encode
+from selfspec.cli.main import main as selfspec
+from selfspec.errors import InvalidOption
+from selfspec.eval.arrivals import Arrivals
+from selfspec.eval.methods import METHODS
+from selfspec.files import write
+from selfspec.model.quantised import keep_numbers
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, TRACES, PICTURES = DOCS / "gallery.md", DOCS / "gallery", DOCS / "images" / "gallery"
 
 
 def small(picture: Path) -> None:
@@ -15,3 +66,370 @@ def small(picture: Path) -> None:
     note = PngInfo()
     note.add_text("Software", "selfspec")  # else the next run would not replace it
     made.save(picture, optimize=True, pnginfo=note)
+
+
+def run(words: list[str]) -> None:
+    """Raises RuntimeError if the command fails."""
+    if selfspec(words):
+        raise RuntimeError(f"selfspec {shlex.join(words)}")
+
+
+# --- the gallery ----------------------------------------------------------------------------------
+
+_COMMAND = re.compile(r"^selfspec (trace --html .*)", re.MULTILINE)
+
+
+@app.command()
+def gallery(
+    names: Annotated[list[str] | None, typer.Argument(help="Without it, all.")] = None,
+) -> None:
+    """Ask the default model, keep what the pages and pictures need."""
+    for folder in (TRACES, PICTURES):
+        folder.mkdir(exist_ok=True)
+    for words in commands():
+        name = Path(words[2]).stem
+        if names and name not in names:
+            continue
+        card = PICTURES / f"{name}.png"
+        with tempfile.TemporaryDirectory() as scratch:
+            kept = Path(scratch, "trace.jsonl")
+            asked = ["--output", str(kept), "--card", str(card), "--overwrite", *words[3:]]
+            run(["trace", *asked])
+            packed = lzma.compress(kept.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
+        write(TRACES / f"{name}.jsonl.xz", packed)
+        small(card)
+
+
+def commands() -> list[list[str]]:
+    """Words of each command behind `selfspec`, the target third."""
+    text = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
+    return [shlex.split(line, comments=True) for line in _COMMAND.findall(text)]
+
+
+# --- pages, in a browser --------------------------------------------------------------------------
+
+QUESTION = "Write a Python function that counts the words in a file."
+TRACE = TRACES / "code.jsonl.xz"
+"""Of the answer to this question."""
+WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
+PATIENCE_MS = 120_000
+
+
+@app.command()
+def pages(
+    folder: Path,
+    *,
+    trace_only: Annotated[bool, typer.Option(help="Leave the chat's as they are.")] = False,
+) -> None:
+    """chat.png and trace.png, each with -dark and -phone, into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trace(folder)
+    if not trace_only:
+        command = [sys.executable, "-m", "selfspec", "serve", "--port", "0"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+            try:
+                said = next(line for line in server.stderr or () if "http://" in line)
+                address = next(word for word in said.split() if word.startswith("http://"))
+                chat(address.rstrip(".,").removesuffix("/v1"), folder)
+            finally:
+                server.terminate()
+
+
+def trace(folder: Path) -> None:
+    """The page of an answer; from a kept trace, so that no seconds are in it."""
+    with tempfile.TemporaryDirectory() as scratch, browser() as driven:
+        kept, html = Path(scratch, "trace.jsonl"), Path(scratch, "trace.html")
+        kept.write_bytes(lzma.decompress(TRACE.read_bytes()))
+        run(["trace", "--from", str(kept), "--html", str(html)])
+        for name, scheme, size in (
+            ("trace", "light", WIDE),
+            ("trace-dark", "dark", WIDE),
+            ("trace-phone", "light", PHONE),
+        ):
+            page = opened(driven, html.as_uri(), scheme, size)
+            page.locator("#answer .seen").nth(4).dispatch_event("pointerover")
+            if scheme == "dark":
+                page.locator("#lanes-title").evaluate("node => node.scrollIntoView()")
+                page.locator("#time").fill("300")
+            page.wait_for_timeout(500)  # colours fade in
+            page.screenshot(path=folder / f"{name}.png")
+            small(folder / f"{name}.png")
+
+
+def chat(address: str, folder: Path) -> None:
+    """All pictures of the page at an address."""
+    with browser() as driven:
+        page = opened(driven, address, "light", WIDE)
+        page.get_by_label("rejected drafts").check()
+        ask(page, QUESTION, 90)
+        page.screenshot(path=folder / "chat.png")
+        page = opened(driven, address, "dark", WIDE)
+        page.get_by_label("side by side").check()
+        ask(page, "Name the planets in order, with one fact about each.", 90)
+        page.screenshot(path=folder / "chat-dark.png")
+        page = opened(driven, address, "light", PHONE)
+        ask(page, "Write a JSON list of four fruits, each with a name and a colour.", 110)
+        page.screenshot(path=folder / "chat-phone.png")
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """A Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=shutil.which("chromium"))
+        yield found
+        found.close()
+
+
+def opened(browser: Browser, address: str, scheme: str, size: dict[str, int]) -> Page:
+    """A fresh page."""
+    page = browser.new_page(color_scheme=scheme, viewport=size)  # type: ignore[arg-type]  # words
+    page.goto(address)
+    return page
+
+
+def ask(page: Page, question: str, tokens: int) -> None:
+    """Ask, and wait for the whole answer."""
+    from playwright.sync_api import expect
+
+    page.get_by_label("most tokens").fill(str(tokens))
+    page.get_by_label("Your message").fill(question)
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("button", name="Regenerate")).to_be_visible(timeout=PATIENCE_MS)
+
+
+# --- SVG, light and dark --------------------------------------------------------------------------
+
+
+class Look(NamedTuple):
+    """Colours, as `--card`, `--ink`, `--dim`, `--rule`, `--good`, `--other` of pages/look.css."""
+
+    paper: str
+    ink: str
+    dim: str
+    rule: str
+    good: str
+    other: str
+
+
+LOOKS = {
+    "light": Look("#ffffff", "#1b1e23", "#5d636d", "#dcdedf", "#0b7a53", "#b9bcc4"),
+    "dark": Look("#1c1f25", "#e7e8ea", "#9aa1ac", "#32373f", "#4fd0a0", "#565c68"),
+}
+
+
+def document(width: int, height: float, look: Look, title: str, body: str, style: str = "") -> str:
+    """A framed picture; `body` and `style` are markup already."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" role="img" '
+        'font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace" font-size="13.5">'
+        f"<title>{escape(title)}</title><style>{style}</style>"
+        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1:g}" rx="10" '
+        f'fill="{look.paper}" stroke="{look.rule}"/>{body}</svg>\n'
+    )
+
+
+def label(
+    text: str, x: float, y: float, colour: str, *, weight: int = 400, anchor: str = "start"
+) -> str:
+    """Text, markup already, at a place."""
+    return (
+        f'<text x="{x:g}" y="{y:g}" fill="{colour}" font-weight="{weight}" '
+        f'text-anchor="{anchor}" xml:space="preserve">{text}</text>'
+    )
+
+
+# --- the race -------------------------------------------------------------------------------------
+
+PROMPT = "Explain in a few sentences how a rainbow forms."
+
+WIDTH = 880
+COLUMN, LETTERS, TOP, LINE = 432, 50, 66, 19
+TIMES = 5
+
+REST_S = 3.0
+"""Both texts stand for so long, then all begins again."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer: its name, and each piece of text with the seconds until it came."""
+
+    name: str
+    pieces: list[tuple[str, float]]
+
+    @property
+    def text(self) -> str:
+        """Whole."""
+        return "".join(piece for piece, _ in self.pieces)
+
+    @property
+    def seconds(self) -> float:
+        """Until the last piece."""
+        return self.pieces[-1][1]
+
+
+@app.command()
+def race(
+    folder: Path,
+    prompt: Annotated[str, typer.Option()] = PROMPT,
+    new_tokens: Annotated[int, typer.Option(min=2, help="At most.")] = 110,
+    dtype: Annotated[str | None, typer.Option(help="Of both.")] = None,
+) -> None:
+    """race-light.svg and race-dark.svg, measured here."""
+    torch.set_num_threads(2)
+    speculator = lab.loaded(dtype=dtype)
+    keep_numbers(speculator.model)  # theirs runs the model itself, at its best
+    ids = encode(speculator.tokenizer, prompt)
+    runs = tuple(
+        usual([measured(name, speculator, method, ids, new_tokens) for _ in range(TIMES + 1)])
+        for name, method in (("selfspec", "ngram+exit"), ("model.generate", "hugging-face"))
+    )
+    if len({run.text for run in runs}) > 1:
+        raise InvalidOption("the texts part at a near tie. Give --dtype float32")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, look in LOOKS.items():
+        write(folder / f"race-{name}.svg", race_drawn(runs, look))
+    for run in runs:
+        print(f"{run.name}: {run.seconds:.2f} s, first text after {run.pieces[0][1]:.2f} s")
+
+
+def usual(runs: list[Run]) -> Run:
+    """The one in the middle by time; the first, which warms up, does not count."""
+    return sorted(runs[1:], key=lambda run: run.seconds)[len(runs) // 2 - 1]
+
+
+def measured(name: str, speculator: Speculator, method: str, ids: Tensor, count: int) -> Run:
+    """One answer."""
+    streamer, start = Arrivals(time.perf_counter), time.perf_counter()
+    found = METHODS[method].decode(speculator, ids, count, {}, streamer)
+    text, at, pieces = TextDecoder(speculator.tokenizer), 0, []
+    for tokens, moment in streamer.heard:
+        piece = text.push(found.token_ids[at : at + tokens])
+        at += tokens
+        pieces.append((piece, moment - start))
+    pieces.append((text.push([], last=True), pieces[-1][1]))
+    return Run(name, [entry for entry in pieces if entry[0]])
+
+
+def lines(run: Run) -> Iterator[list[tuple[str, float]]]:
+    """Wrapped; each line as letters that came together, with their seconds."""
+    timed = iter([second for piece, second in run.pieces for _ in piece])
+    for paragraph in run.text.split("\n"):
+        for line in textwrap.wrap(paragraph, LETTERS, drop_whitespace=False) or [""]:
+            letters = [*zip(line, timed)]  # noqa: B905  # as many as there are
+            shown = letters[1:] if line.startswith(" ") else letters
+            grouped = groupby(shown, lambda one: one[1])
+            yield [("".join(letter for letter, _ in some), second) for second, some in grouped]
+        next(timed, None)  # of the line's end
+
+
+def race_drawn(runs: tuple[Run, ...], look: Look) -> str:
+    """The picture: ours on the left, because people read from there."""
+    slow = max(run.seconds for run in runs)
+    columns = [list(lines(run)) for run in runs]
+    moments = sorted({second for run in runs for _, second in run.pieces})
+    names = {second: f"t{number}" for number, second in enumerate(moments)}
+    body = "".join(
+        column(run, lines, 18 + place * COLUMN, names, slow, look)
+        for place, (run, lines) in enumerate(zip(runs, columns, strict=True))
+    )
+    told = "; ".join(f"{run.name} in {run.seconds:.1f} seconds" for run in runs)
+    height = TOP + LINE * max(map(len, columns)) + 44
+    return document(WIDTH, height, look, f"The same answer twice: {told}", body, moves(names, slow))
+
+
+def moves(names: dict[float, str], slow: float) -> str:
+    """Style: what came at a moment is seen from then on, until all begins again."""
+    total = slow + REST_S
+    shares = {name: 100 * second / total for second, name in names.items()}
+    shown = "".join(
+        f"@keyframes {name}{{0%,{share:.2f}%{{fill-opacity:0}}{share + 0.01:.2f}%,100%"
+        f"{{fill-opacity:1}}}}.{name}{{animation:{name} {total:.2f}s infinite}}"
+        for name, share in shares.items()
+    )
+    return shown + "@media (prefers-reduced-motion:reduce){*{animation:none!important}}"
+
+
+def column(
+    run: Run,
+    lines: list[list[tuple[str, float]]],
+    left: float,
+    names: dict[float, str],
+    slow: float,
+    look: Look,
+) -> str:
+    """One of the two: its name, its text, and at the end how long it took."""
+    colour = look.good if run.seconds < slow else look.dim
+    times = f", {slow / run.seconds:.1f}× as fast" if run.seconds < slow else ""
+    rows = [
+        label(
+            "".join(f'<tspan class="{names[at]}">{escape(text)}</tspan>' for text, at in line),
+            left,
+            TOP + LINE * number,
+            look.ink,
+        )
+        for number, line in enumerate(lines)
+    ]
+    end = f'<tspan class="{names[run.seconds]}">{run.seconds:.1f} seconds{times}</tspan>'
+    return "".join(
+        (
+            label(escape(run.name), left, 34, colour, weight=700),
+            f'<path d="M{left} 44h{COLUMN - 32}" stroke="{look.rule}"/>',
+            *rows,
+            label(end, left, TOP + LINE * len(lines) + 14, colour, weight=700),
+        )
+    )
+
+
+# --- bars -----------------------------------------------------------------------------------------
+
+NAMES = {
+    peers.THEIRS: "Hugging Face",
+    peers.THEIR_LOOKUP: "Hugging Face, prompt lookup",
+    peers.LLAMA: "llama.cpp",
+    peers.LOOKUP: "llama.cpp, prompt lookup",
+    peers.PLAIN: "selfspec, no drafts",
+    peers.DEFAULT: "selfspec",
+}
+LEFT, FIRST, ROW, THICK = 260, 54, 34, 20
+LONGEST = WIDTH - LEFT - 90
+
+
+@app.command()
+def bars(summary: Path, folder: Path) -> None:
+    """speed-light.svg and speed-dark.svg: times as fast as `model.generate`, prompt included.
+
+    Raises KeyError for a result without Hugging Face (`--numbers`).
+    """
+    tables = json.loads(summary.read_text(encoding="utf-8"))["tables"]
+    whole = {name: float(table["whole"]["ratio"]) for name, table in tables.items()}
+    times = {name: whole[name] / whole[peers.THEIRS] for name in NAMES if name in whole}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, look in LOOKS.items():
+        write(folder / f"speed-{name}.svg", bars_drawn(times, look))
+
+
+def bars_drawn(times: dict[str, float], look: Look) -> str:
+    """A bar each, the slowest first."""
+    most = max(times.values())
+    rows = []
+    for place, (name, value) in enumerate(sorted(times.items(), key=lambda entry: entry[1])):
+        y, ours = FIRST + ROW * place, name in (peers.PLAIN, peers.DEFAULT)
+        weight, length = 700 if name == peers.DEFAULT else 400, LONGEST * value / most
+        rows += [
+            label(NAMES[name], LEFT - 14, y + 15, look.ink, weight=weight, anchor="end"),
+            f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{THICK}" rx="3" '
+            f'fill="{look.good if ours else look.other}"/>',
+            label(f"{value:.1f}×", LEFT + length + 10, y + 15, look.ink, weight=weight),
+        ]
+    head = label("Times as fast as model.generate", 18, 34, look.dim)
+    told = ", ".join(f"{NAMES[name]} {value:.1f}" for name, value in times.items())
+    height = FIRST + ROW * len(times) + 10
+    return document(WIDTH, height, look, f"Times as fast: {told}", head + "".join(rows))
+
+
+if __name__ == "__main__":
+    lab.run(app)

@@ -13,21 +13,17 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import jsonschema
 import typer
 
-import selfspec
-from eval.called import command
+from eval import lab
 from selfspec.api.speculator import Speculator
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.decoding.stats import GenerationStats
 from selfspec.eval.metrics import ratio_interval
 from selfspec.eval.suites import SIX_TASKS, load_suite
-from selfspec.files import write
 
 
 def thing(**fields: Any) -> dict[str, Any]:
@@ -68,72 +64,65 @@ SCHEMAS = {
 }
 
 
-@dataclass
-class Found:
-    """With drafts and without, on all requests of a schema."""
+class Answer(NamedTuple):
+    """A request for a schema, with drafts and without."""
 
-    seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
-    tokens: int = 0
-    rounds: int = 0
-    equal: int = 0
-    valid: int = 0
-    drafted: Counter[str] = field(default_factory=Counter)
-    accepted: Counter[str] = field(default_factory=Counter)
+    schema: str
+    plain_s: float
+    """Behind the prompt's pass, like `drafts_s`."""
+    drafts_s: float
+    stats: GenerationStats
+    equal: bool
+    valid: bool
 
 
 def main(
-    output: Annotated[Path | None, typer.Option(help="Results folder.")] = None,
-    model: str | None = None,
-    heads: str | None = None,
-    suite: str = SIX_TASKS,
-    questions: Annotated[Path | None, typer.Option(help="The suite's file.")] = None,
+    output: lab.Output,
+    model: lab.Model = None,
+    heads: lab.Heads = None,
+    suite: lab.Suite = SIX_TASKS,
+    questions: lab.Questions = None,
     limit: Annotated[int, typer.Option(help="Questions, spread over the suite.")] = 40,
 ) -> None:
     """Ask every question for every schema."""
-    speculator = selfspec.load(model, heads=heads)
-    asked = load_suite(suite, questions, limit)
-    found = {name: Found() for name in SCHEMAS}
-    answer(speculator, "Hello", SCHEMAS["class"], Found())  # what is made once is not timed
-    with progress.bar("schemas", "requests") as show:
-        for number, question in enumerate(asked):
-            for place, (name, schema) in enumerate(SCHEMAS.items()):
-                show(number * len(SCHEMAS) + place, len(asked) * len(SCHEMAS), name)
-                prompt = f"{question.turns[0][:600]}\n\nAnswer in JSON ({name})."
-                answer(speculator, prompt, schema, found[name])
+    speculator = lab.loaded(model, heads)
+    answer(speculator, "Hello", "class")  # what is made once is not timed
+    answers = [
+        answer(speculator, question.turns[0][:600], name)
+        for question in lab.each(load_suite(suite, questions, limit), "schemas")
+        for name in SCHEMAS
+    ]
+    groups = {name: [one for one in answers if one.schema == name] for name in SCHEMAS}
+    found = {name: figures(group) for name, group in (groups | {"all": answers}).items()}
     summary = {
-        "command": command(),
-        "machine": machine(),
         "dtype": str(speculator.backbone.dtype),
         "executor": speculator.backbone.executor_name,
-        "requests": len(asked) * len(SCHEMAS),
+        "requests": len(answers),
         "options": speculator.options.described(),
-        "found": {name: figures(one) for name, one in [*found.items(), ("all", whole(found))]},
+        "found": found,
     }
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        write(output / "summary.json", json.dumps(summary, indent=2) + "\n")
-        write(output / "table.md", as_text(summary))
-    print(as_text(summary), end="")
-    together = summary["found"]["all"]  # type: ignore[index]  # a dict
-    if together["equal"] < summary["requests"] or together["valid"] < summary["requests"]:
+    lab.finish(output, summary, as_text(found))
+    if not all(one.equal and one.valid for one in answers):
         raise SystemExit(1)
 
 
-def answer(speculator: Speculator, prompt: str, schema: Any, found: Found) -> None:
+def answer(speculator: Speculator, text: str, name: str) -> Answer:
     """One request both ways, in an order that depends on it alone."""
-    made = {}
-    for speculate in random.Random(prompt).sample([True, False], 2):
-        made[speculate] = speculator.generate(
-            prompt, json_schema=schema, max_new_tokens=400, do_sample=False, speculate=speculate
-        )
-        found.seconds[speculate].append(made[speculate].stats.decode_s)
-    stats = made[True].stats
-    found.tokens += stats.new_tokens - 1
-    found.rounds += stats.rounds
-    found.drafted += stats.drafted_by_source
-    found.accepted += stats.accepted_by_source
-    found.equal += made[True].token_ids == made[False].token_ids
-    found.valid += is_valid(made[True].text, schema) and made[True].stop_reason == "eos"
+    prompt = f"{text}\n\nAnswer in JSON ({name})."
+    asked = {"json_schema": SCHEMAS[name], "max_new_tokens": 400, "do_sample": False}
+    made = {
+        speculate: speculator.generate(prompt, **asked, speculate=speculate)
+        for speculate in random.Random(prompt).sample([True, False], 2)
+    }
+    plain, ours = made[False], made[True]
+    return Answer(
+        schema=name,
+        plain_s=plain.stats.decode_s,
+        drafts_s=ours.stats.decode_s,
+        stats=ours.stats,
+        equal=ours.token_ids == plain.token_ids,
+        valid=ours.stop_reason == "eos" and is_valid(ours.text, SCHEMAS[name]),
+    )
 
 
 def is_valid(text: str, schema: Any) -> bool:
@@ -145,62 +134,57 @@ def is_valid(text: str, schema: Any) -> bool:
     return True
 
 
-def whole(found: dict[str, Found]) -> Found:
-    """All schemas together."""
-    total = Found()
-    for one in found.values():
-        for speculate, seconds in one.seconds.items():
-            total.seconds[speculate] += seconds
-        total.tokens, total.rounds = total.tokens + one.tokens, total.rounds + one.rounds
-        total.equal, total.valid = total.equal + one.equal, total.valid + one.valid
-        total.drafted += one.drafted
-        total.accepted += one.accepted
-    return total
-
-
-def figures(found: Found) -> dict[str, Any]:
-    """Ready for JSON."""
-    plain, ours = found.seconds[False], found.seconds[True]
+def figures(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Of a schema."""
+    plain, ours = zip(*((one.plain_s, one.drafts_s) for one in answers), strict=True)
+    tokens = sum(one.stats.new_tokens - 1 for one in answers)
+    drafted, accepted = Counter[str](), Counter[str]()
+    for one in answers:
+        drafted += one.stats.drafted_by_source
+        accepted += one.stats.accepted_by_source
     return {
-        "requests": len(ours),
-        "valid": found.valid,
-        "equal": found.equal,
-        "tokens": found.tokens,
-        "plain_tokens_per_s": found.tokens / sum(plain),
-        "tokens_per_s": found.tokens / sum(ours),
+        "requests": len(answers),
+        "valid": sum(one.valid for one in answers),
+        "equal": sum(one.equal for one in answers),
+        "tokens": tokens,
+        "plain_tokens_per_s": tokens / sum(plain),
+        "tokens_per_s": tokens / sum(ours),
         "times_plain": sum(plain) / sum(ours),
         "interval": ratio_interval(plain, ours),
-        "tokens_per_verification": found.tokens / found.rounds,
-        "drafted": dict(found.drafted),
-        "accepted": dict(found.accepted),
+        "tokens_per_verification": tokens / sum(one.stats.rounds for one in answers),
+        "drafted": dict(drafted),
+        "accepted": dict(accepted),
     }
 
 
-def as_text(summary: dict[str, Any]) -> str:
-    """A table."""
-    lines = [
-        f"`{summary['command']}`",
-        "",
-        f"{summary['machine']['cpu']}, {summary['executor']}, {summary['dtype']}; seconds behind "
-        "the prompt's pass.",
-        "",
-        "| schema | valid | texts equal | tokens/s plain | with drafts | times plain (95 %) "
-        "| tokens per verification | grammar's drafts kept | others' |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, one in summary["found"].items():
+def as_text(found: Mapping[str, Any]) -> str:
+    """Speeds, and drafts by who made them."""
+    header = ("schema", "valid", "texts equal", "tokens/s plain", "with drafts")
+    header += ("times plain (95 %)", "tokens per verification", "grammar's drafts kept", "others'")
+    rows = []
+    for name, one in found.items():
         low, high = one["interval"]
-        drafted, accepted = Counter(one["drafted"]), Counter(one["accepted"])
-        others = (accepted.total() - accepted["grammar"], drafted.total() - drafted["grammar"])
-        lines.append(
-            f"| {name} | {one['valid']} of {one['requests']} | {one['equal']} "
-            f"| {one['plain_tokens_per_s']:.0f} | {one['tokens_per_s']:.0f} "
-            f"| {one['times_plain']:.2f} ({low:.2f} to {high:.2f}) "
-            f"| {one['tokens_per_verification']:.2f} "
-            f"| {accepted['grammar']} of {drafted['grammar']} | {others[0]} of {others[1]} |"
+        grammar, others = (
+            [
+                sum(n for who, n in one[kind].items() if (who == "grammar") == is_grammar)
+                for kind in ("accepted", "drafted")
+            ]
+            for is_grammar in (True, False)
         )
-    return "\n".join(lines) + "\n"
+        rows.append(
+            [
+                name,
+                f"{one['valid']} of {one['requests']}",
+                one["equal"],
+                f"{one['plain_tokens_per_s']:.0f}",
+                f"{one['tokens_per_s']:.0f}",
+                f"{one['times_plain']:.2f} ({low:.2f} to {high:.2f})",
+                f"{one['tokens_per_verification']:.2f}",
+                *(f"{kept} of {drafted}" for kept, drafted in (grammar, others)),
+            ]
+        )
+    return f"`{lab.command()}`; seconds behind the prompt's pass.\n\n{lab.table(header, rows)}"
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    lab.run(main)

@@ -37,9 +37,9 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 37470,
+    "tests/": 37200,
     "model": 7295,
-    "eval/": 7111,
+    "eval/": 5112,
     "eval": 5346,
     "decoding": 5457,
     "cli": 4822,

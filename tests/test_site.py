@@ -12,7 +12,7 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from eval import gallery
+from eval import pictures
 from selfspec.cli.app import app
 from selfspec.config import OPTION_NAMES
 from selfspec.serve.options import ServeOptions
@@ -59,8 +59,8 @@ def test_pages_have_what_the_code_has(site: Path) -> None:
 
 
 def test_the_gallery_has_what_its_commands_make(site: Path) -> None:
-    """Made by hand, so that building needs no model: `python -m eval.gallery NAME`."""
-    asked = {Path(words[2]).stem: words for words in gallery.commands()}
+    """Made by hand, so that building needs no model: `python -m eval.pictures gallery NAME`."""
+    asked = {Path(words[2]).stem: words for words in pictures.commands()}
     pages = {name for name, words in asked.items() if words[1] == "--html"}
     assert {path.stem for path in (site / "gallery").glob("*.html")} == pages
     assert len(pages) >= 5
@@ -68,7 +68,7 @@ def test_the_gallery_has_what_its_commands_make(site: Path) -> None:
         shown = (site / "gallery" / f"{name}.html").read_text(encoding="utf-8")
         assert "<script" in shown
         assert json.dumps(asked[name][-1])[1:-1] in shown  # its trace is of this prompt
-    assert {path.stem for path in gallery.PICTURES.glob("*.png")} == asked.keys()
+    assert {path.stem for path in pictures.PICTURES.glob("*.png")} == asked.keys()
 
 
 def test_the_picture_says_the_same_in_light_and_in_dark() -> None:

@@ -4,269 +4,235 @@ r"""GammaTune's experiment: five controllers from twelve initial lengths each (i
         --output eval/results/papers/gammatune
 
 The drafter is a draft model, as in the document: its drafts cost time, so their number matters.
-(Text already seen costs nothing to draft, and our n-gram drafter stops by its own reckoning.)
-All settings write the same text. Their rounds are therefore exact and replayed from one drafting
-of each text; `--timed` of the prompts are also run live, all settings in random order, and must
-show the same rounds. Writes `run.yaml`, `replays.jsonl`, `answers.jsonl`, `prices.json`,
-`summary.json`, `table.md` and `gammatune.png`; the same command goes on where it was stopped.
+All settings answer every prompt in random order, as `selfspec bench` measures. `--unprinted` has
+the constants that the document does not print, one changed at a time. The same command goes on
+where it was stopped. Writes `run.yaml`, `answers.jsonl`, `summary.json`, `table.md` and
+`gammatune.png`.
 """
 
 from __future__ import annotations
 
-import json
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from eval.papers import shared
-from eval.papers.lengths import (
-    CONTROLLERS,
-    INITIAL_LENGTHS,
-    SETTINGS,
-    VARIANTS,
-    Chains,
-    Gain,
-    Setting,
-    gains,
-    replayed,
-)
-from eval.papers.prices import Prices, RoundCounts, by_drafts, total
-from selfspec import files
-from selfspec.api.speculator import Speculator
-from selfspec.api.text import encode
-from selfspec.decoding.drafters import DraftCache
-from selfspec.eval.answers import ANSWERS, Answer, drop_unfinished
-from selfspec.eval.bench import Bench
+from eval import lab
+from eval.papers.shared import Panel, first_turns, load, save
+from selfspec.eval.answers import Answer
 from selfspec.eval.contenders import Contender
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.suites import SIX_TASKS, Question, spread
-from selfspec.eval.tables import Table
+from selfspec.eval.suites import SIX_TASKS
 
 NOTE = """\
 # GammaTune's sweep of initial lengths
 
 Gain: throughput over that of fixed lengths, both means over the twelve initial lengths, ± the
 standard deviation over them. Worst: throughput from the worst initial length over the *best* fixed
-length, known with hindsight; at least 95 % is wanted of GammaTune. Rounds, rows and drafts are
-exact. "here": rounds priced by parts measured on this machine. "c": GammaTune's equation 6, a
-verification costs c draft tokens, whatever its length. "timed": wall time behind the prompt's pass,
-noisy where other jobs run on the machine. Controllers that adapt stay within 1 to 10 (gamma_max).
+length, known with hindsight; at least 95 % is wanted of GammaTune. "c": GammaTune's equation 6, a
+verification costs c draft tokens, whatever its length: from counts alone. "timed": wall time behind
+the prompt's pass. Controllers that adapt stay within 1 to 10 (gamma_max).
 """
 
-PLAIN = "plain"
+CONTROLLERS = ("fixed", "heuristic", "threshold", "gammatune", "gammatune-plus")
+"""Those of GammaTune's table 2, its own last."""
 
-EVERY = SETTINGS + VARIANTS
+INITIAL_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24)
+"""GammaTune, section 5."""
+
+STEP_COSTS = (4, 10)
+"""c, plain steps of the large model to one of the draft model: "typically 4 to 10" (GammaTune,
+section 3)."""
+
+
+class Setting(NamedTuple):
+    """A controller and where it starts."""
+
+    controller: str
+    initial: int
+    changed: tuple[str, float] | None = None
+    """An option that is not at its default, and its value."""
+
+    @property
+    def name(self) -> str:
+        """Of the controller, with what was changed."""
+        return " ".join((self.controller, *(f"{part}" for part in self.changed or ())))
+
+    @property
+    def contender(self) -> Contender:
+        """As `bench` measures it."""
+        options = {
+            "drafter": f"draft-model:max_tokens={self.initial}",
+            "never_slower": False,
+            "controller": {self.controller: dict([self.changed] if self.changed else [])},
+        }
+        label = f"{self.name}/{self.initial}"
+        return Contender(label=label, method="draft-model", setting=options)
+
+
+SETTINGS = tuple(Setting(name, initial) for name in CONTROLLERS for initial in INITIAL_LENGTHS)
+
+_UNPRINTED: dict[str, dict[str, tuple[float, ...]]] = {
+    "gammatune": {"rate": (0.1, 0.5, 0.8), "step": (0, 1, 4), "longest": (5, 20)},
+    "gammatune-plus": {"rate": (0.1, 0.8), "threshold": (0.2, 0.6)},
+}
+"""Constants that GammaTune does not print, and values beside our choice."""
+
+VARIANTS = tuple(
+    Setting(controller, initial, (option, value))
+    for controller, options in _UNPRINTED.items()
+    for option, values in options.items()
+    for value in values
+    for initial in INITIAL_LENGTHS
+)
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Results folder.")],
+    output: lab.Output,
     draft_model: Annotated[Path, typer.Option(help="Folder of a smaller model.")],
     dtype: str = "bfloat16",
-    suite: str = SIX_TASKS,
-    questions: Path | None = None,
+    suite: lab.Suite = SIX_TASKS,
+    questions: lab.Questions = None,
     limit: Annotated[int, typer.Option(help="Questions, spread over the suite.")] = 24,
-    timed: Annotated[int, typer.Option(help="Of these, also run live.")] = 3,
-    new_tokens: int = 48,
+    new_tokens: lab.NewTokens = 48,
+    unprinted: Annotated[bool, typer.Option("--unprinted", help="Other constants too.")] = False,
 ) -> None:
-    """Replay, run, compare, write."""
-    speculator = shared.load(draft_model, dtype)
-    asked = shared.first_turns(suite, questions, limit)
-    shared.begin(output, speculator)
-    replays = replay(speculator, asked, output / "replays.jsonl", new_tokens)
-    prices = shared.priced(output, speculator, max(INITIAL_LENGTHS))
-    answers = run(speculator, spread(asked, timed), output / ANSWERS, new_tokens) if timed else []
-    counts = {s: total(rounds[s] for rounds in replays.values()) for s in EVERY}
-    by_measure = seconds(counts, prices, answers)
-    plain = {"here": prices.plain_seconds(counts[SETTINGS[0]].tokens)}
-    plain |= {f"c = {c}": counts[SETTINGS[0]].tokens for c in shared.STEP_COSTS}
-    plain["timed"] = wall(answers, PLAIN)
-    found = {name: gains({s: row[s] for s in SETTINGS}) for name, row in by_measure.items()}
-    moved = {name: gains(row) for name, row in by_measure.items() if name != "timed"}
-    summary = {
-        "questions": len(replays),
-        "tokens": counts[SETTINGS[0]].tokens,
-        "timed_questions": len(answers),
-        "timed_runs": len(SETTINGS) * len(answers),
-        "timed_runs_with_replayed_rounds": agreeing(answers, replays),
-        "measured_c": 1 / prices.draft_cost,
-        "gains": {name: [asdict(gain) for gain in every] for name, every in found.items()},
-        "sensitivity": {name: [asdict(gain) for gain in every] for name, every in moved.items()},
-        "settings": [
-            settings_row(s, counts[s], {name: plain[name] / by_measure[name][s] for name in found})
-            for s in SETTINGS
-        ],
+    """Run, compare, write."""
+    speculator = load(draft_model, dtype)
+    asked = first_turns(suite, questions, limit)
+    every = SETTINGS + (VARIANTS if unprinted else ())
+    options = BenchOptions(max_new_tokens=new_tokens)
+    ways = [lab.PLAIN, *(setting.contender for setting in every)]
+    answers = lab.benched(output, speculator, asked, ways, options)
+    counts = {setting: counted(answers, setting.contender.label) for setting in every}
+    alone = counted(answers, lab.PLAIN.label)
+    costs = {
+        f"c = {c}": {s: one.rounds + one.drafted / c for s, one in counts.items()}
+        for c in STEP_COSTS
     }
-    made = [gains_table(told(summary), found, summary["measured_c"])]
-    words = "Constants that the document does not print, one changed at a time"
-    made.append(gains_table(words, moved, summary["measured_c"]))
-    made.append(counts_table(summary["settings"]))
-    shared.finish(output, NOTE, summary, made)
-    save_figure(summary["settings"], output / "gammatune.png")
-
-
-def replay(
-    speculator: Speculator, questions: Sequence[Question], path: Path, new_tokens: int
-) -> dict[str, dict[Setting, RoundCounts]]:
-    """Rounds of every setting by question; what the file holds already is not done again."""
-    drop_unfinished(path)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = {record["id"]: parsed(record["rounds"]) for record in map(json.loads, lines)}
-    with shared.progress("replay") as show:
-        for number, question in enumerate(questions):
-            show(number, len(questions), question.id)
-            if question.id in found:
-                continue
-            rounds = replayed_question(speculator, question, new_tokens)
-            record = {s.label: asdict(rounds[s]) for s in EVERY}
-            files.append(path, json.dumps({"id": question.id, "rounds": record}))
-            found[question.id] = rounds
-        show(len(questions), len(questions), "")
-    return found
-
-
-def replayed_question(
-    speculator: Speculator, question: Question, new_tokens: int
-) -> dict[Setting, RoundCounts]:
-    """By plain decoding's text."""
-    ids = encode(speculator.tokenizer, question.turns[0])
-    asked: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
-    text = speculator.generate(ids, **asked, speculate=False).token_ids
-    cache = DraftCache(speculator.draft_model, speculator.backbone.vocab_size)
-    chains = Chains(cache, ids, text)
-    return {s: replayed(chains, speculator.options.updated(s.options)) for s in EVERY}
-
-
-def parsed(record: Mapping[str, Any]) -> dict[Setting, RoundCounts]:
-    """As they were before JSON made words of numbers."""
-    found = {}
-    for setting in EVERY:
-        counts = record[setting.label]
-        drafts = {int(length): rounds for length, rounds in counts["by_drafts"].items()}
-        found[setting] = RoundCounts(**{**counts, "by_drafts": drafts})
-    return found
-
-
-def run(
-    speculator: Speculator, questions: Sequence[Question], path: Path, new_tokens: int
-) -> list[Answer]:
-    """All settings and plain decoding, live, as `selfspec bench` does it."""
-    plain = Contender(label=PLAIN, method="plain", setting={"speculate": False})
-    contenders = [
-        Contender(label=s.label, method="draft-model", setting=s.options) for s in SETTINGS
+    costs["timed"] = {setting: one.seconds for setting, one in counts.items()}
+    undrafted = dict.fromkeys(costs, float(alone.rounds)) | {"timed": alone.seconds}
+    found = {name: gains(cost) for name, cost in costs.items()}
+    rows = [
+        {"controller": setting.name, "initial": setting.initial, **asdict(one)}
+        | {"speed_up": {name: undrafted[name] / cost[setting] for name, cost in costs.items()}}
+        for setting, one in counts.items()
     ]
-    bench = Bench(speculator=speculator, options=BenchOptions(max_new_tokens=new_tokens))
-    with shared.progress("timed") as show:
-        return bench.measure(questions, [plain, *contenders], path, show)
-
-
-def agreeing(
-    answers: Sequence[Answer], replays: Mapping[str, Mapping[Setting, RoundCounts]]
-) -> int:
-    """Live runs with the very rounds of their replay."""
-    right = 0
-    for answer in answers:
-        for setting in SETTINGS:
-            live, expected = answer.runs[setting.label], replays[answer.id][setting]
-            drafted = live.counts.get("drafted_by_index", {})
-            by_index = {int(index): int(count) for index, count in drafted.items()}
-            rounds = by_drafts(len(live.arrivals) - 1, by_index)
-            right += live.equal and rounds == dict(expected.by_drafts)
-    return right
-
-
-def seconds(
-    counts: Mapping[Setting, RoundCounts], prices: Prices, answers: Sequence[Answer]
-) -> dict[str, dict[Setting, float]]:
-    """By measure and setting: predicted here, by equation 6 in plain steps, and timed."""
-    found = {"here": {s: prices.seconds(count) for s, count in counts.items()}}
-    for c in shared.STEP_COSTS:
-        found[f"c = {c}"] = {s: count.steps(1 / c) for s, count in counts.items()}
-    if answers:
-        found["timed"] = {s: wall(answers, s.label) for s in SETTINGS}
-    return found
-
-
-def wall(answers: Sequence[Answer], label: str) -> float:
-    """Seconds behind the prompt's pass."""
-    return sum(gap for answer in answers for _, gap in answer.runs[label].arrivals[1:])
-
-
-def settings_row(
-    setting: Setting, counts: RoundCounts, speed_ups: Mapping[str, float]
-) -> dict[str, Any]:
-    """Figures of one setting; speed-ups over plain decoding by measure."""
-    return {
-        "controller": setting.controller,
-        "initial": setting.initial,
-        "rounds": counts.rounds,
-        "rows": counts.rows,
-        "drafts": counts.drafted,
-        "accepted": counts.accepted,
-        "speed_up": dict(speed_ups),
+    summary = {
+        "questions": len(answers),
+        "tokens": alone.rounds,
+        "gains": {name: [asdict(gain) for gain in each] for name, each in found.items()},
+        "settings": rows,
     }
+    told = f"\nQuestions: {len(answers)}, {alone.rounds:,} tokens.\n\n"
+    lab.finish(output, summary, NOTE + told + gains_table(found) + "\n" + counts_table(rows))
+    save([panel(name, rows) for name in costs], output / "gammatune.png")
 
 
-def told(summary: Mapping[str, Any]) -> str:
-    """How much is behind the figures."""
-    return (
-        f"Questions: {summary['questions']}, {summary['tokens']:,} tokens; "
-        f"of these timed: {summary['timed_questions']}, "
-        f"{summary['timed_runs_with_replayed_rounds']} of {summary['timed_runs']} runs with "
-        "exactly the replayed rounds"
+@dataclass(frozen=True)
+class Counts:
+    """What a setting did behind the prompts' passes, of all answers."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    seconds: float
+
+
+def counted(answers: Sequence[Answer], label: str) -> Counts:
+    """Of one setting."""
+    runs = [answer.runs[label] for answer in answers]
+    drafted, accepted = (
+        sum(int(n) for run in runs for n in run.counts.get(f"{kind}_by_index", {}).values())
+        for kind in ("drafted", "accepted")
+    )
+    return Counts(
+        rounds=sum(len(run.arrivals) - 1 for run in runs),
+        drafted=drafted,
+        accepted=accepted,
+        seconds=sum(gap for run in runs for _, gap in run.arrivals[1:]),
     )
 
 
-def gains_table(title: str, by_measure: Mapping[str, Sequence[Gain]], measured_c: float) -> Table:
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """One controller over all initial lengths, as in GammaTune's table 2."""
+
+    controller: str
+    """With what was changed."""
+    mean: float
+    """Its throughput over that of fixed lengths, both means over the initial lengths."""
+    spread: float
+    """Standard deviation of that over the initial lengths."""
+    best: float
+    """Throughput from its best initial length over that of the best fixed length."""
+    worst: float
+    """The same from its worst initial length: at least 0.95 is wanted of GammaTune."""
+    worst_initial: int
+
+
+def gains(costs: Mapping[Setting, float]) -> list[Gain]:
+    """By controller, from what the same tokens cost under every setting; fixed ones too."""
+    speeds: dict[str, dict[int, float]] = defaultdict(dict)
+    for setting, value in costs.items():
+        speeds[setting.name][setting.initial] = 1.0 / value
+    usual = statistics.fmean(speeds["fixed"].values())
+    hindsight = max(speeds["fixed"].values())
+    found = []
+    for name, by_initial in speeds.items():
+        over = [speed / usual for speed in by_initial.values()]
+        slowest = min(by_initial, key=lambda initial: by_initial[initial])
+        found.append(
+            Gain(
+                controller=name,
+                mean=statistics.fmean(over),
+                spread=statistics.pstdev(over),
+                best=max(by_initial.values()) / hindsight,
+                worst=by_initial[slowest] / hindsight,
+                worst_initial=slowest,
+            )
+        )
+    return found
+
+
+def gains_table(found: Mapping[str, Sequence[Gain]]) -> str:
     """Controllers down, measures across."""
     header = ["controller"]
-    for name in by_measure:
-        words = f"here (c = {measured_c:.1f})" if name == "here" else name
-        header += [f"gain, {words}", "worst", "from"]
+    for name in found:
+        header += [f"gain, {name}", "worst", "from"]
     rows = []
-    for every in zip(*by_measure.values(), strict=True):
+    for every in zip(*found.values(), strict=True):
         cells = [every[0].controller]
         for gain in every:
             cells += [f"{gain.mean:.2f} ± {gain.spread:.2f}", f"{gain.worst:.0%}"]
             cells += [str(gain.worst_initial)]
         rows.append(cells)
-    return Table(title, header, rows)
+    return lab.table(header, rows)
 
 
-def counts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Every setting; no arithmetic here."""
-    header = ["controller", "initial", "rounds", "rows", "drafts", "accepted"]
-    return Table(
-        "Exact counts, and speed-up over plain decoding",
-        header + list(rows[0]["speed_up"]),
-        [
-            [
-                *(str(row[name]) for name in header[:2]),
-                *(f"{row[name]:,}" for name in header[2:]),
-                *(f"{value:.2f}×" for value in row["speed_up"].values()),
-            ]
-            for row in rows
-        ],
-    )
+def counts_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Exact counts of every setting, and speed-ups over plain decoding."""
+    names = ("controller", "initial", "rounds", "drafted", "accepted")
+    lines = [
+        [*(row[name] for name in names), *(f"{value:.2f}×" for value in row["speed_up"].values())]
+        for row in rows
+    ]
+    return lab.table([*names, *rows[0]["speed_up"]], lines)
 
 
-def save_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def panel(measure: str, rows: Sequence[Mapping[str, Any]]) -> Panel:
     """Speed-up by initial length, a line per controller."""
-    measures = rows[0]["speed_up"]
-    figure, axes = shared.panels(len(measures))
-    for panel, name in zip(axes, measures, strict=True):
-        lines = {}
-        for controller in CONTROLLERS:
-            own = [row for row in rows if row["controller"] == controller]
-            lines[controller] = (
-                [row["initial"] for row in own],
-                [row["speed_up"][name] for row in own],
-            )
-        shared.draw(panel, lines, name, "initial length", "speed-up over plain decoding")
-    shared.save(figure, path)
+    lines = {}
+    for name in CONTROLLERS:
+        own = [row for row in rows if row["controller"] == name]
+        speeds = [row["speed_up"][measure] for row in own]
+        lines[name] = ([row["initial"] for row in own], speeds)
+    return Panel(measure, "initial length", "speed-up over plain decoding", lines)
 
 
 if __name__ == "__main__":
-    shared.one_line(main)
+    lab.run(main)

@@ -1,153 +1,366 @@
-"""Figures that the experiments with lossy rules share: speed, and what became of the text."""
+r"""Rules that change the text, as their documents try them: CM-ASD, EASD, lenience.
+
+    python -m eval.papers.lossy cm-asd --suite spec-bench --questions question_dev.jsonl \
+        --output eval/results/papers/cm-asd
+    selfspec calibrate --entropy --data validation.jsonl.gz --max-tokens 20000
+    python -m eval.papers.lossy easd --draft-model draft-model --entropy-threshold 4.1 \
+        --suite spec-bench --questions question_dev.jsonl --output eval/results/papers/easd
+    python -m eval.papers.lossy lenience --draft-model draft-model \
+        --output eval/results/papers/lenience
+
+Against plain decoding and lossless speculation, measured as `selfspec bench` does and with its
+tables: tokens per verification, speed-up, BLEU, ROUGE-L, edits and likelihood by task. The same
+command goes on where it was stopped. Writes what `selfspec bench` does, and a figure.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
+from torch import Tensor
 
-from eval.papers import prices, trials
-from eval.papers.prices import Prices
+from eval import lab
+from eval.papers.shared import DraftModel, Panel, first_turns, load, save, values
 from selfspec.api.speculator import Speculator
-from selfspec.eval import quality
-from selfspec.eval.reference import log_likelihood
-from selfspec.eval.suites import Question
-from selfspec.eval.tables import Table
+from selfspec.api.text import encode
+from selfspec.errors import InvalidOption
+from selfspec.eval import results
+from selfspec.eval.answers import Answer
+from selfspec.eval.contenders import Contender, described
+from selfspec.eval.options import BenchOptions
+from selfspec.eval.quality import check_packages, expected_number, final_number
+from selfspec.eval.reference import block_logits
+from selfspec.eval.suites import OVERALL, SIX_TASKS, Question
+from selfspec.eval.summary import ALL, summarise
+from selfspec.eval.tables import Table, markdown
+from selfspec.files import write
+from selfspec.options.rules import READINGS
+
+app = typer.Typer(pretty_exceptions_enable=False)
 
 PLAIN, LOSSLESS = "plain", "lossless"
 
-_SPEED = ("compression_rate", "acceptance_rate", "predicted_speed_up", "timed_speed_up")
-
-_FORMATS = {
-    "compression_rate": ("CR", "{:.2f}"),
-    "acceptance_rate": ("accepted", "{:.0%}"),
-    "predicted_speed_up": ("predicted", "{:.2f}×"),
-    "timed_speed_up": ("timed", "{:.2f}×"),
-    "bleu": ("BLEU", "{:.1f}"),
-    "rouge_l": ("ROUGE-L", "{:.3f}"),
-    "relative_bleu": ("relative BLEU", "{:.1f}"),
-    "edits_per_token": ("edits per token", "{:.2f}"),
-    "nats_per_token": ("nats per token", "{:.3f}"),
-    "exact_share": ("texts of plain", "{:.0%}"),
-    "accuracy": ("right", "{:.0%}"),
-    "same_number": ("plain's number", "{:.0%}"),
-    "first_choices": ("first choices", "{:.0%}"),
-}
-"""Of a figure: its column, and how it is written."""
+Summary = dict[str, Any]
 
 
-def greedy(new_tokens: int) -> dict[str, Any]:
-    """Keywords of every greedy setting."""
-    return {"max_new_tokens": new_tokens, "do_sample": False}
-
-
-def baselines(new_tokens: int) -> dict[str, dict[str, Any]]:
-    """What lossy rules are compared with."""
-    return {
-        PLAIN: {**greedy(new_tokens), "speculate": False},
-        LOSSLESS: greedy(new_tokens),
-    }
-
-
-def figures(
+def measured(
+    output: Path,
     speculator: Speculator,
     questions: Sequence[Question],
-    found: Sequence[trials.Trial],
-    labels: Sequence[str],
-    cost: Prices,
-) -> dict[str, dict[str, Any]]:
-    """Speed and quality of every setting over some questions; plain decoding is the first label."""
-    by_id = {question.id: question for question in questions}
-    own = trials.by_label([trial for trial in found if trial.id in by_id], labels)
-    plain = {trial.id: trial for trial in own[PLAIN]}
-    likelihoods = _Likelihoods(speculator)
-    summary = {}
-    for label, group in own.items():
-        records = [
-            quality.quality(
-                _text(trial),
-                _text(plain[trial.id]),
-                by_id[trial.id].reference,
-                functools.partial(likelihoods.nats, tuple(trial.prompt_ids)),
-            )
-            for trial in group
-        ]
-        summary[label] = {**speed(group, own[PLAIN], cost), **quality.summary(records)}
-    return summary
+    rules: Mapping[str, str],
+    new_tokens: int,
+    **drawn: Any,
+) -> tuple[Summary, list[Answer]]:
+    """`rules` by label, beside plain decoding and no rule; `drawn`: keywords of all."""
+    check_packages()
+    given: dict[str, dict[str, Any]] = {PLAIN: {"speculate": False}, LOSSLESS: {}}
+    given |= {name: {"acceptance": rule} for name, rule in rules.items()}
+    drafter = "ngram+exit" if speculator.draft_model is None else "draft-model"
+    ways = [
+        Contender(
+            label=name,
+            method=PLAIN if name == PLAIN else drafter,
+            setting=drawn | setting,
+            lossy=name in rules,
+        )
+        for name, setting in given.items()
+    ]
+    options = BenchOptions(max_new_tokens=new_tokens, quality=True)
+    answers = lab.benched(output, speculator, questions, ways, options, settings=list(given))
+    return summarise(answers, described(ways, {})), answers
 
 
-def _text(trial: trials.Trial) -> quality.Text:
-    return quality.Text(trial.token_ids, trial.text)
+def finish(output: Path, summary: Summary, more: Sequence[Table] = ()) -> None:
+    """Tables of a bench, then those of an experiment."""
+    text = "\n".join([results.write(output, summary), *map(markdown, more)])
+    write(output / "table.md", text)
+    print(text)
 
 
-class _Likelihoods:
-    """Nats of answers under the model; many settings write the same ones."""
-
-    def __init__(self, speculator: Speculator) -> None:
-        self._speculator = speculator
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
-
-    @torch.inference_mode()
-    def nats(self, prompt: tuple[int, ...], tokens: Sequence[int]) -> float:
-        """Of `tokens` behind `prompt`."""
-        key = prompt, tuple(tokens)
-        if key not in self._known:
-            ids = torch.tensor([prompt], device=self._speculator.backbone.device)
-            self._known[key] = log_likelihood(self._speculator.model, ids, tokens)
-        return self._known[key]
+# --- CM-ASD ---------------------------------------------------------------------------------------
 
 
-def speed(
-    group: Sequence[trials.Trial], plain: Sequence[trials.Trial], cost: Prices
-) -> dict[str, Any]:
-    """Per token over plain decoding, because lossy texts have lengths of their own."""
-    counts = prices.total(trial.counts for trial in group)
-    plain_counts = prices.total(trial.counts for trial in plain)
-    seconds = sum(trial.decode_s for trial in group)
-    plain_seconds = sum(trial.decode_s for trial in plain)
+@app.command()
+def cm_asd(
+    output: lab.Output,
+    draft_model: DraftModel = None,
+    dtype: str = "bfloat16",
+    suite: lab.Suite = SIX_TASKS,
+    questions: lab.Questions = None,
+    limit: Annotated[int, typer.Option(help="Questions, spread over both tasks.")] = 16,
+    tolerances: Annotated[str, typer.Option(help="tau_base in nats: X[,X..].")] = "0,0.1,0.5,1,2",
+    longest_draft: Annotated[int, typer.Option(help="k_max.")] = 5,
+    new_tokens: lab.NewTokens = 64,
+) -> None:
+    """Translations and summaries, in both readings, for several tolerances (tables I to V).
+
+    Draft lengths by CM-ASD's controller in all rows but plain. Readings: "intent" is stricter where
+    the drafter is unsure, "paper" (the formula as printed) is looser there.
+    """
+    controller = f"cm-asd:longest={longest_draft}"
+    speculator = load(draft_model, dtype, max_tokens=1, controller=controller)
+    tasks = ("translation", "summary")
+    asked = first_turns(suite, questions, limit, *tasks)
+    taus = values(tolerances)
+
+    def label(reading: str, tau: float) -> str:
+        return f"{reading}, tau_base {tau:g}"
+
+    rules = {
+        label(reading, tau): f"cm-asd:reading={reading},tolerance={tau:g}"
+        for reading in READINGS
+        for tau in taus
+    }
+    summary, _ = measured(output, speculator, asked, rules, new_tokens)
+    finish(output, summary)
+    quality = {
+        name: {task: found["relative_bleu"] for task, found in by_task.items()}
+        for name, by_task in summary["quality"].items()
+    }
+    rate = {
+        name: {task: summary[ALL][task][name]["compression_rate"] for task in tasks}
+        for name in quality
+    }
+    panels = [
+        Panel(
+            task,
+            "tau_base, nats",
+            words,
+            {
+                reading: (taus, [found[label(reading, tau)][task] for tau in taus])
+                for reading in READINGS
+            },
+            found[LOSSLESS][task],
+        )
+        for task in tasks
+        for words, found in (("tokens per verification", rate), ("relative BLEU", quality))
+    ]
+    save(panels, output / "cm-asd.png")
+
+
+# --- EASD -----------------------------------------------------------------------------------------
+
+PAPER_OVERLAP = 0.8
+
+
+@app.command()
+def easd(
+    output: lab.Output,
+    entropy_threshold: Annotated[float, typer.Option(help="tau_H as calibrated, in nats.")],
+    draft_model: DraftModel = None,
+    dtype: str = "bfloat16",
+    suite: lab.Suite = SIX_TASKS,
+    questions: lab.Questions = None,
+    limit: Annotated[int, typer.Option(help="Questions, spread over the suite's sums.")] = 20,
+    entropies: Annotated[str, typer.Option(help="Other tau_H in nats: X[,X..].")] = "0.5,1,2,3",
+    overlaps: Annotated[str, typer.Option(help="tau_O: X[,X..].")] = "0.2,0.4,0.6,0.8",
+    max_draft_tokens: int = 2,
+    new_tokens: lab.NewTokens = 160,
+) -> None:
+    """Answers to sums with known results, over tau_H and tau_O (tables 1, 5 and 6).
+
+    A draft that stands where both models waver between the same tokens is refused, and the target's
+    next best token is taken. That needs drafts where the drafter wavers, which a draft model makes
+    and confident heads do not. The tau_O curve is taken at the calibrated and at the lowest tau_H,
+    the tau_H curve at tau_O = 0.8 and at the lowest tau_O.
+    """
+    speculator = load(draft_model, dtype, max_tokens=max_draft_tokens)
+    asked = [
+        question
+        for question in first_turns(suite, questions, limit, "math")
+        if question.reference is not None and expected_number(question.reference) is not None
+    ]
+    taus = sorted({*values(entropies), entropy_threshold})
+    shares = sorted({*values(overlaps), PAPER_OVERLAP})
+    pairs = {(tau, share) for tau in taus for share in (PAPER_OVERLAP, shares[0])}
+    pairs |= {(tau, share) for tau in (entropy_threshold, taus[0]) for share in shares}
+
+    def label(tau: float, share: float) -> str:
+        return f"tau_H {tau:g}, tau_O {share:g}"
+
+    rules = {label(*pair): "easd:entropy={:g},overlap={:g}".format(*pair) for pair in sorted(pairs)}
+    summary, answers = measured(output, speculator, asked, rules, new_tokens)
+    found = {name: numbers(answers, name) for name in summary["methods"]}
+    summary |= {"calibrated_entropy_threshold": entropy_threshold, "numbers": found}
+    rows = [[name, *(f"{share:.0%}" for share in one.values())] for name, one in found.items()]
+    finish(
+        output, summary, [Table("Answers to sums", ["setting", "right", "plain's number"], rows)]
+    )
+    figures = {
+        "edits per token": {
+            name: by_task[OVERALL]["edits_per_token"]
+            for name, by_task in summary["quality"].items()
+        },
+        "tokens per verification": {
+            name: one["compression_rate"] for name, one in summary[ALL][OVERALL].items()
+        },
+        "share of right answers": {name: one["right"] for name, one in found.items()},
+    }
+    panels = []
+    for words, by_name in figures.items():
+        by_tau = {
+            f"tau_O = {share:g}": (taus, [by_name[label(tau, share)] for tau in taus])
+            for share in (PAPER_OVERLAP, shares[0])
+        }
+        by_share = {
+            f"tau_H = {taus[0]:g}": (shares, [by_name[label(taus[0], share)] for share in shares])
+        }
+        for along, lines in (("tau_H, nats", by_tau), ("tau_O", by_share)):
+            panels.append(Panel(words, along, words, lines, by_name[PLAIN]))
+    save(panels, output / "easd.png")
+
+
+def numbers(answers: Sequence[Answer], name: str) -> dict[str, float]:
+    """Shares of answers whose last number is the reference's, and is plain decoding's."""
+    texts = [text for answer in answers if (text := answer.runs[name].quality) is not None]
+    found = [final_number(text.text) for text in texts]
+    right = [expected_number(text.reference or "") for text in texts]
+    usual = [final_number(text.plain_text) for text in texts]
     return {
-        "lossless": all(trial.lossless for trial in group),
-        "tokens": counts.tokens,
-        "rounds": counts.rounds,
-        "rows": counts.rows,
-        "drafted": counts.drafted,
-        "accepted": counts.accepted,
-        "compression_rate": counts.tokens / counts.rounds,
-        "acceptance_rate": counts.accepted / counts.drafted if counts.drafted else 0.0,
-        "predicted_speed_up": cost.plain_seconds(counts.tokens) / cost.seconds(counts),
-        "decode_s": seconds,
-        "timed_speed_up": plain_seconds / plain_counts.tokens / (seconds / counts.tokens),
+        "right": sum(a == b for a, b in zip(found, right, strict=True)) / len(found),
+        "plain's": sum(a == b for a, b in zip(found, usual, strict=True)) / len(found),
     }
 
 
-def quality_table(
-    title: str, summary: Mapping[str, Mapping[str, Any]], columns: Sequence[str]
-) -> Table:
-    """Settings down, speed and then `columns` across; no arithmetic here."""
-    names = [*_SPEED, *columns]
-    return Table(
-        title,
-        ["setting", *(_FORMATS[name][0] for name in names)],
-        [
-            [words(label, row), *(cell(name, row[name]) for name in names)]
-            for label, row in summary.items()
-        ],
-    )
+# --- lenience -------------------------------------------------------------------------------------
+
+VOCABULARY = 6
+LIKENESS = (0.5, 0.8, 0.95)
+PAIRS = 2000
 
 
-def words(label: str, row: Mapping[str, Any]) -> str:
-    """A lossy setting says so."""
-    return label if row["lossless"] else f"{label} (lossy)"
+@app.command()
+def lenience(
+    output: lab.Output,
+    draft_model: Annotated[Path, typer.Option(help="Folder of a smaller model.")],
+    dtype: str = "bfloat16",
+    suite: lab.Suite = SIX_TASKS,
+    questions: lab.Questions = None,
+    limit: Annotated[int, typer.Option(help="Questions, spread over the suite.")] = 12,
+    leniences: Annotated[str, typer.Option(help="l: X[,X..].")] = "1,0.8,0.6,0.4,0.2,0.1",
+    temperature: float = 1.0,
+    max_draft_tokens: int = 2,
+    new_tokens: lab.NewTokens = 64,
+    seed: int = 0,
+) -> None:
+    """Speed against divergence: a draft x stays when u < p(x) / (q(x) l).
+
+    Share of drafts that stay and total variation, by the closed form for one draft: over a tiny
+    vocabulary, and with the default model and its draft model at every place of texts that plain
+    sampling wrote. Two samplers with a total variation of t can agree on a token with chance 1 - t
+    at best. Then live sampling.
+    """
+    steps = values(leniences)
+    if 1.0 not in steps:
+        raise InvalidOption("leniences hold no 1: there is nothing to compare with")
+    speculator = load(draft_model, dtype, max_tokens=max_draft_tokens)
+    asked = first_turns(suite, questions, limit)
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": seed}
+    rules = {f"l = {value:g}": f"lenient:lenience={value:g}" for value in steps if value != 1.0}
+    summary, _ = measured(output, speculator, asked, rules, new_tokens, **drawn)
+    pairs = distributions(speculator, asked, {**drawn, "max_new_tokens": new_tokens})
+    exact = {
+        f"likeness {likeness}": by_lenience([random_pairs(PAIRS, VOCABULARY, likeness)], steps)
+        for likeness in LIKENESS
+    }
+    summary["exact"] = exact = exact | {"default model": by_lenience(pairs, steps)}
+    header = ["l", *(f"{name}, {part}" for name in exact for part in ("accepted", "TV"))]
+    rows = [
+        [f"{value:g}"]
+        + [
+            cell
+            for found in exact.values()
+            for cell in (f"{found['accepted'][at]:.1%}", f"{found['total_variation'][at]:.3f}")
+        ]
+        for at, value in enumerate(steps)
+    ]
+    title = f"One draft, exact: {PAIRS:,} pairs of distributions over {VOCABULARY} tokens, whose "
+    title += "logits have a correlation (likeness); the default model and its draft model"
+    finish(output, summary, [Table(title, header, rows)])
+    live = [summary[ALL][OVERALL][f"l = {v:g}" if v != 1.0 else LOSSLESS] for v in steps]
+    lines = {name: (found["total_variation"], found["accepted"]) for name, found in exact.items()}
+    rate = {"live": (steps, [found["compression_rate"] for found in live])}
+    panels = [
+        Panel("one draft, exact", "total variation", "share of drafts that stay", lines),
+        Panel("default model, live", "lenience l", "tokens per verification", rate),
+    ]
+    save(panels, output / "lenience.png")
 
 
-def cell(name: str, value: float | None) -> str:
-    """As its column has it."""
-    return "-" if value is None else _FORMATS[name][1].format(value)
+def by_lenience(
+    pairs: Iterable[tuple[Tensor, Tensor]], steps: Sequence[float]
+) -> dict[str, list[float]]:
+    """Mean acceptance and total variation over all places of target and draft [N, V], by step."""
+    places, kept, moved = 0, [0.0] * len(steps), [0.0] * len(steps)
+    for target, draft in pairs:
+        places += len(target)
+        for at, value in enumerate(steps):
+            kept[at] += float(acceptance(target, draft, value).sum())
+            moved[at] += float(total_variation(committed(target, draft, value), target).sum())
+    return {
+        "accepted": [count / places for count in kept],
+        "total_variation": [count / places for count in moved],
+    }
 
 
-def told(summary: Mapping[str, Mapping[str, Any]]) -> str:
-    """How much text is behind a table."""
-    row = summary[PLAIN]
-    return f"questions: {row['answers']}, {row['tokens']:,} tokens of plain decoding"
+@torch.inference_mode()
+def distributions(
+    speculator: Speculator, questions: Sequence[Question], sampling: Mapping[str, Any]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The target's and the draft model's on texts that plain sampling writes, [n, V] float32."""
+    small: Any = speculator.draft_model
+    for question in lab.each(questions, "distributions"):
+        ids = encode(speculator.tokenizer, question.turns[0]).to(speculator.backbone.device)
+        tokens = speculator.generate(ids, **sampling, speculate=False).token_ids
+        target, draft = (
+            (block_logits(model, ids, tokens) / sampling["temperature"]).softmax(-1)
+            for model in (speculator.model, small.model)
+        )
+        yield target, draft
+
+
+def acceptance(target: Tensor, draft: Tensor, lenience: float) -> Tensor:
+    """Chance that a draft stays: p, q [.., V] -> [..], the sum of min(q, p / l)."""
+    return torch.minimum(draft, target / lenience).sum(-1)
+
+
+def committed(target: Tensor, draft: Tensor, lenience: float) -> Tensor:
+    """Distribution of the committed token: p, q [.., V] -> [.., V].
+
+    The rule of `acceptance.SpeculativeSampling`, one draft at one place: x is drafted and stays
+    with min(q, p / l); what is refused comes from norm(max(0, p - q)). At l = 1 this is p. What l
+    gains in acceptance it costs in total variation, one for one: only where p < q does it move, and
+    there by what stays more often.
+    """
+    stays = torch.minimum(draft, target / lenience)
+    rest = (target - draft).clamp(min=0.0)
+    total = rest.sum(-1, keepdim=True)
+    residual = torch.where(total > 0, rest / total.clamp(min=torch.finfo(rest.dtype).tiny), target)
+    return stays + (1.0 - stays.sum(-1, keepdim=True)) * residual
+
+
+def total_variation(one: Tensor, other: Tensor) -> Tensor:
+    """Half the sum of differences, [.., V], [.., V] -> [..]: 0 for equal ones, at most 1."""
+    return 0.5 * (one - other).abs().sum(-1)
+
+
+def random_pairs(
+    count: int, vocab_size: int, likeness: float, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """[N, V] float64: target distributions, and drafts like them.
+
+    Logits are normal with deviation 2; `likeness` in [0, 1] is their correlation.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(2, count, vocab_size, generator=generator, dtype=torch.float64)
+    ours = 2.0 * noise[0]
+    theirs = likeness * ours + 2.0 * (1.0 - likeness**2) ** 0.5 * noise[1]
+    return ours.softmax(-1), theirs.softmax(-1)
+
+
+if __name__ == "__main__":
+    lab.run(app)

@@ -1,41 +1,31 @@
-"""What the scripts of this folder share: the model, the results folder, tables, figures."""
+"""What the experiments share: the model with its drafter, first turns, figures."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from matplotlib.axes import Axes
+import typer
 from matplotlib.figure import Figure
 
 import selfspec
-from eval.called import command
-from eval.papers import prices
 from selfspec import files
-from selfspec.api.speculator import Speculator
-from selfspec.cli.env import machine
-from selfspec.cli.progress import bar
-from selfspec.errors import SelfspecError
-from selfspec.eval import results, tables
 from selfspec.eval.suites import Question, load_suite, spread
-from selfspec.files import write as write_whole
 
-STEP_COSTS = (4, 10)
-"""c, plain steps of the large model to one of the draft model: "typically 4 to 10" (GammaTune,
-section 3). Ours is measured; with these a result depends on counts alone."""
+DraftModel = Annotated[Path | None, typer.Option(help="Folder of a smaller model.")]
+Values = Annotated[str, typer.Option(help="X[,X..].")]
 
-Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-"""Of a figure: places and values by name."""
+
+def values(text: str) -> list[float]:
+    """Of "0.2,0.5"."""
+    return [float(word) for word in text.split(",")]
 
 
 def load(
     draft_model: Path | None, dtype: str, *, max_tokens: int = 6, controller: str = "fixed"
-) -> Speculator:
+) -> selfspec.Speculator:
     """The default model with a draft model, or without one with the heads that come with it.
 
     These are asked to draft whatever they think: how many is up to W_max and the controller.
@@ -59,73 +49,27 @@ def first_turns(suite: str, questions: Path | None, limit: int, *tasks: str) -> 
     ]
 
 
-def progress(name: str, unit: str = "questions") -> AbstractContextManager[Any]:
-    """A bar on standard error."""
-    return bar(name, unit)
+class Panel(NamedTuple):
+    """Lines of a figure: places and values by name; `level`: a grey one across."""
+
+    title: str
+    along: str
+    up: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    level: float | None = None
 
 
-def begin(output: Path, speculator: Speculator | None) -> None:
-    """Make the folder, or check that what it holds is a part of this very run.
-
-    Raises InvalidOption where it is another run's.
-    """
-    facts: dict[str, Any] = {"run": {"command": command()}, "machine": machine()}
-    if speculator is not None:
-        facts["run"]["model"] = speculator.label
-        facts["run"]["options"] = json.loads(json.dumps(speculator.options.described()))
-    results.begin(output, facts, resume=True)
-
-
-def priced(output: Path, speculator: Speculator, longest: int) -> prices.Prices:
-    """Measured once for drafts up to `longest`, then kept in the folder."""
-    path = output / "prices.json"
-    if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return prices.Prices(verify=tuple(kept["verify"]), draft=kept["draft"])
-    found = prices.measured(speculator, longest + 1)
-    write_whole(path, json.dumps(asdict(found)) + "\n")
-    return found
-
-
-def finish(
-    output: Path, note: str, summary: Mapping[str, Any], found: Sequence[tables.Table]
-) -> None:
-    """Write `summary.json` and `table.md`, and print the latter."""
-    facts = machine()
-    place = ", ".join(f"{name} {facts[name]}" for name in ("cores", "threads", "cpu", "torch"))
-    head = f"{note.strip()}\n\n    {command()}\n\nMachine: {facts['device']}, {place}.\n\n"
-    text = head + "\n".join(tables.markdown(table) for table in found)
-    described = {"command": command(), "machine": facts, **summary}
-    write_whole(output / "summary.json", json.dumps(described, indent=2) + "\n")
-    write_whole(output / "table.md", text)
-    print(text)
-
-
-def panels(count: int) -> tuple[Figure, list[Axes]]:
-    """An empty figure with so many panels in a row."""
-    figure = Figure(figsize=(4.6 * count, 3.6), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
-
-
-def draw(panel: Axes, lines: Lines, title: str, along: str, up: str) -> None:
-    """Lines with their names."""
-    for name, (places, values) in lines.items():
-        panel.plot(places, values, "o-", markersize=3, label=name)
-    panel.set(title=title, xlabel=along, ylabel=up)
-    panel.legend(frameon=False, fontsize="small")
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Under another name, then renamed."""
+def save(panels: Iterable[Panel], path: Path) -> None:
+    """Panels in a row."""
+    every = list(panels)
+    figure = Figure(figsize=(4.6 * len(every), 3.6), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(every), squeeze=False)[0], every, strict=True):
+        for name, (places, found) in panel.lines.items():
+            style = "--" if name.endswith("formula") else "o-"
+            axes.plot(places, found, style, markersize=3, label=name)
+        if panel.level is not None:
+            axes.axhline(panel.level, color="grey", linewidth=0.8)
+        axes.set(title=panel.title, xlabel=panel.along, ylabel=panel.up)
+        axes.legend(frameon=False, fontsize="small")
     with files.replacing(path) as new:
         figure.savefig(new, dpi=120, metadata={"Software": "selfspec"})
-
-
-def one_line(run: Any) -> None:
-    """Run a typer function; what a user can mend is one line, without a traceback."""
-    import typer
-
-    try:
-        typer.run(run)
-    except SelfspecError as error:
-        sys.exit(str(error))

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from eval.papers import gammatune, lossy
+from eval.papers.gammatune import Setting, gains
+from eval.papers.lossy import acceptance, committed, random_pairs, total_variation
 from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.acceptance import SpeculativeSampling
 from selfspec.errors import InvalidOption
+from tests.laws import DRAFTS, TARGETS, LoadedSampler, enumerate_law, make_sampler, one_round
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
 TASKS = ("math", "translation", "summary")
 
 
+@cache
 def tiny(*_: Any, max_tokens: int = 6, controller: str = "fixed") -> Speculator:
     """In the place of the default model; float64, so that texts are equal."""
     model = make_model("llama", torch.float64, vocab_size=10)
@@ -38,82 +45,127 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ]
     suite = tmp_path / "suite.jsonl"
     suite.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr(importlib.import_module("eval.papers.shared"), "load", tiny)
+    for script in (lossy, gammatune):
+        monkeypatch.setattr(script, "load", tiny)
     output = tmp_path / "out"
     return {"suite": str(suite), "output": output, "draft_model": Path("small"), "new_tokens": 12}
 
 
-def run(name: str, asked: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The summary that a script wrote; a second run finds everything and writes the same."""
-    script = importlib.import_module(f"eval.papers.{name}")
-    output = asked["output"]
-    script.main(**asked, **more)
-    texts = {path.name: path.read_bytes() for path in output.iterdir() if path.suffix != ".png"}
-    script.main(**asked, **more)
-    assert {name: (output / name).read_bytes() for name in texts} == texts
-    assert [path.stem for path in output.glob("*.png")] == [name.replace("_", "-")]
-    summary: dict[str, Any] = json.loads(texts["summary.json"])
-    assert summary["command"].startswith("python ")
+def run(command: Callable[..., None], asked: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The summary that a script wrote, with a figure."""
+    command(**asked, **more)
+    assert len(list(asked["output"].glob("*.png"))) == 1
+    summary: dict[str, Any] = json.loads((asked["output"] / "summary.json").read_text())
     return summary
 
 
-def test_gammatune_replays_the_rounds_that_live_runs_make(asked: dict[str, Any]) -> None:
-    summary = run("gammatune", asked, limit=3, timed=1)
-    assert (summary["questions"], summary["timed_questions"]) == (3, 1)
-    assert summary["timed_runs_with_replayed_rounds"] == summary["timed_runs"] == 60
-    assert list(summary["gains"]) == ["here", "c = 4", "c = 10", "timed"]
+def test_gammatune_compares_controllers_from_all_initial_lengths(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = (Setting("fixed", 1), Setting("fixed", 5), Setting("gammatune-plus", 5))
+    monkeypatch.setattr(gammatune, "SETTINGS", few)
+    monkeypatch.setattr(gammatune, "VARIANTS", gammatune.VARIANTS[:1])
+    summary = run(gammatune.main, asked, limit=2, unprinted=True)
+    assert summary["questions"] == 2
+    assert list(summary["gains"]) == ["c = 4", "c = 10", "timed"]
     for gain in summary["gains"].values():
         assert gain[0]["controller"] == "fixed"
         assert gain[0]["mean"] == pytest.approx(1.0)
         assert gain[0]["best"] == 1.0
-    names = [gain["controller"] for gain in summary["sensitivity"]["here"]]
-    assert len(names) == len(set(names)) == 5 + 12
-    assert names[5] == "gammatune, rate 0.1"
-    fixed = [row for row in summary["settings"] if row["controller"] == "fixed"]
-    assert [row["rounds"] for row in fixed] == sorted((r["rounds"] for r in fixed), reverse=True)
+        assert gain[-1]["controller"] == "gammatune rate 0.1"
+    one, five = (row for row in summary["settings"] if row["controller"] == "fixed")
+    assert one["rounds"] > five["rounds"]
+    for row in summary["settings"]:
+        assert row["rounds"] + row["accepted"] == summary["tokens"]
+    before = (asked["output"] / "answers.jsonl").read_bytes()
+    run(gammatune.main, asked, limit=2, unprinted=True)
+    assert (asked["output"] / "answers.jsonl").read_bytes() == before
+    with pytest.raises(InvalidOption, match="cannot resume"):
+        run(gammatune.main, asked | {"new_tokens": 13}, limit=2)
+
+
+def test_all_settings_of_the_document_are_there() -> None:
+    labels = [setting.contender.label for setting in gammatune.SETTINGS + gammatune.VARIANTS]
+    assert len(labels) == len(set(labels)) == (5 + 12) * 12
+
+
+def test_gains_are_over_the_mean_of_fixed_lengths_and_the_best_of_them() -> None:
+    fixed, tuned = Setting("fixed", 1), Setting("gammatune", 1)
+    seconds = {fixed: 1.0, fixed._replace(initial=8): 2.0}  # throughput 1 and 0.5, mean 0.75
+    seconds |= {tuned: 1.25, tuned._replace(initial=8): 1.0}  # throughput 0.8 and 1
+    usual, own = gains(seconds)
+    assert (usual.mean, usual.best, usual.worst, usual.worst_initial) == (1.0, 1.0, 0.5, 8)
+    assert own.mean == pytest.approx(0.9 / 0.75)
+    assert own.spread == pytest.approx(0.1 / 0.75)
+    assert (own.best, own.worst, own.worst_initial) == (1.0, 0.8, 1)
 
 
 def test_cm_asd_is_measured_in_both_readings_on_both_tasks(asked: dict[str, Any]) -> None:
-    summary = run("cm_asd", asked, limit=4, tolerances="0,9")
+    summary = run(lossy.cm_asd, asked, limit=2, tolerances="0,9")
+    methods = summary["methods"]
+    assert list(methods)[:2] == ["plain", "lossless"]
+    assert [name for name, entry in methods.items() if entry["lossy"]] == list(methods)[2:]
+    assert len(methods) == 2 + 2 * 2
     for task in ("translation", "summary"):
-        found = summary[task]
-        assert list(found)[:2] == ["plain", "lossless"]
-        assert len(found) == 2 + 2 * 2
-        assert found["lossless"]["relative_bleu"] == pytest.approx(100.0)
-        assert found["lossless"]["exact_share"] == 1.0
-        assert [name for name, row in found.items() if not row["lossless"]] == list(found)[2:]
-        loosest = found["intent, tau_base 9"]
-        assert loosest["acceptance_rate"] >= found["lossless"]["acceptance_rate"]
+        found = summary["quality"]["lossless"][task]
+        assert found["relative_bleu"] == pytest.approx(100.0)
+        assert found["exact_share"] == 1.0
+        rates = summary["all"][task]
+        loosest = rates["intent, tau_base 9"]
+        assert loosest["acceptance_rate"] >= rates["lossless"]["acceptance_rate"]
 
 
 def test_easd_counts_right_answers_along_both_thresholds(asked: dict[str, Any]) -> None:
-    summary = run("easd", asked, limit=2, entropy_threshold=3.0, entropies="0,1", overlaps="0,0.8")
-    found = summary["settings"]
-    assert found["plain"]["same_number"] == found["lossless"]["same_number"] == 1.0
-    # no law over ten tokens has an entropy above log 10 = 2.3: nothing is penalised
-    assert found["tau_H 3, tau_O 0.8"]["exact_share"] == 1.0
-    assert found["tau_H 0, tau_O 0"]["exact_share"] < 1.0
-    assert all(0.0 <= row["accuracy"] <= 1.0 for row in found.values())
+    options = {"entropy_threshold": 3.0, "entropies": "0", "overlaps": "0,0.8"}
+    summary = run(lossy.easd, asked, limit=1, **options)
+    assert len(summary["methods"]) == 2 + 2 * 2
+    for name in ("plain", "lossless"):
+        assert summary["numbers"][name]["plain's"] == 1.0
+    # no distribution over ten tokens has an entropy above log 10 = 2.3: nothing is penalised
+    assert summary["quality"]["tau_H 3, tau_O 0.8"]["overall"]["exact_share"] == 1.0
+    assert summary["quality"]["tau_H 0, tau_O 0"]["overall"]["exact_share"] < 1.0
+    assert "| plain |" in (asked["output"] / "table.md").read_text().split("Answers to sums")[1]
 
 
-def test_lenience_moves_the_law_by_more_the_lower_it_is(asked: dict[str, Any]) -> None:
-    summary = run("lenience", {**asked, "new_tokens": 60}, limit=2, leniences="1,0.5,0.1")
-    for found in (summary["model"], *summary["tiny"].values()):
-        rows = list(found.values())
-        moved = [row["total_variation"] for row in rows]
-        assert moved[0] < 1e-6
-        assert moved == sorted(moved)
-        assert [row["accepted"] for row in rows] == sorted(row["accepted"] for row in rows)
-    live = summary["live"]
-    assert live["l = 1"]["lossless"]
-    assert not live["l = 0.1"]["lossless"]
-    assert live["l = 0.1"]["acceptance_rate"] > live["l = 1"]["acceptance_rate"]
+def test_lenience_moves_the_distribution_by_more_the_lower_it_is(asked: dict[str, Any]) -> None:
+    summary = run(lossy.lenience, {**asked, "new_tokens": 60}, limit=1, leniences="1,0.5,0.1")
+    assert len(summary["exact"]) == 3 + 1
+    for found in summary["exact"].values():
+        assert found["total_variation"][0] < 1e-6
+        assert found["total_variation"] == sorted(found["total_variation"])
+        assert found["accepted"] == sorted(found["accepted"])
+    live = summary["all"]["overall"]
+    assert summary["methods"]["l = 0.1"]["lossy"]
+    assert live["l = 0.1"]["acceptance_rate"] > live["lossless"]["acceptance_rate"]
     with pytest.raises(InvalidOption, match="hold no 1"):
-        importlib.import_module("eval.papers.lenience").main(**asked, leniences="0.5")
+        lossy.lenience(**asked, leniences="0.5")
 
 
-def test_a_folder_of_another_run_is_not_gone_on_with(asked: dict[str, Any]) -> None:
-    script = importlib.import_module("eval.papers.lenience")
-    script.main(**asked, limit=1, leniences="1")
-    with pytest.raises(InvalidOption, match="cannot resume"):
-        script.main(**asked, limit=1, leniences="1", max_draft_tokens=3)
+# --- the closed form of lenience is the distribution that the rule's code commits
+
+
+@pytest.mark.parametrize("lenience", [1.0, 0.5])
+def test_the_closed_form_is_what_every_outcome_of_the_rule_adds_up_to(lenience: float) -> None:
+    sampler = make_sampler(LoadedSampler)
+    rule = SpeculativeSampling(sampler, lenience)
+    law = enumerate_law(sampler, lambda: one_round(rule, sampler, 1)[:1])
+    found = committed(TARGETS[0], DRAFTS[0], lenience)
+    for token, weight in enumerate(found.tolist()):
+        # float32 probabilities, as in tests/laws.py
+        assert law.get((token,), 0.0) == pytest.approx(weight, abs=2e-7)
+
+
+def test_acceptance_is_bought_with_total_variation_one_for_one() -> None:
+    target, draft = random_pairs(50, 6, 0.7)
+    gained = acceptance(target, draft, 0.4) - acceptance(target, draft, 1.0)
+    moved = total_variation(committed(target, draft, 0.4), target)
+    # float64; a few roundings of numbers up to 1; without lenience it is the target's
+    torch.testing.assert_close(moved, gained, rtol=0, atol=1e-12)
+    torch.testing.assert_close(committed(target, draft, 1.0), target, rtol=0, atol=1e-12)
+
+
+def test_equal_distributions_are_not_refused_and_do_not_move() -> None:
+    law = torch.tensor([[0.5, 0.25, 0.25]])
+    assert acceptance(law, law, 1.0).tolist() == [1.0]
+    assert torch.equal(committed(law, law, 0.5), law)
+    assert total_variation(torch.eye(2)[0], torch.eye(2)[1]).item() == 1.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Ministral3Config, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from eval.tiny_families import TINY, tiny_model
+from eval.families import tiny_model
 from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
@@ -183,7 +183,7 @@ def test_hooks_of_all_modules_count(model: Any) -> None:
 
 
 def test_experts_are_not_captured() -> None:
-    model: Any = tiny_model("mixtral", TINY, torch.float32)
+    model: Any = tiny_model("mixtral", torch.float32)
     with pytest.raises(ValueError, match=r"Mixtral\w+ reads values back"):
         CudaGraphExecutor(parts_of(model), model.lm_head)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from eval.tiny_families import TINY, WINDOW, tiny_model
+from eval.families import WINDOW, tiny_model
 from selfspec.model.backbone import Backbone
 from selfspec.model.executors.recipe import (
     Activation,
@@ -59,8 +59,8 @@ def error(found: Tensor, truth: Tensor) -> float:
 def test_compiled_code_runs_the_family(family: str) -> None:
     """As exact as the model's own modules; and a row's bits are its own, also on a branch."""
     ids = torch.randint(VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(0))
-    truth = passed(Backbone(tiny_model(family, TINY, torch.float64)), ids, [90])
-    model = tiny_model(family, TINY, torch.float32)
+    truth = passed(Backbone(tiny_model(family, torch.float64)), ids, [90])
+    model = tiny_model(family, torch.float32)
     backbone = Backbone(model)
     assert backbone.executor_name == "fused", backbone.refused
     found = passed(backbone, ids, [90])
@@ -83,7 +83,7 @@ def test_compiled_code_runs_the_family(family: str) -> None:
 
 def made(family: str) -> tuple[Any, Any]:
     """A model's parts, and its layers' recipes."""
-    model = tiny_model(family, TINY, torch.float32)
+    model = tiny_model(family, torch.float32)
     parts = parts_of(model)
     kinds = attention_types(parts.config)
     return parts, [
@@ -146,7 +146,7 @@ def test_activations_by_any_name() -> None:
 @needs_compiler
 def test_experts_run_in_bfloat16_too() -> None:
     """Rounding takes another expert here and there, which is no error."""
-    model: Any = tiny_model("mixtral", TINY, torch.bfloat16)
+    model: Any = tiny_model("mixtral", torch.bfloat16)
     assert Backbone(model).executor_name == "fused"
     ids = torch.arange(40)
     whole = passed(Backbone(model), ids, [40])
@@ -164,7 +164,7 @@ def test_rows_shared_out_otherwise_are_noticed(
         return replace(right(*args), **wrong)
 
     monkeypatch.setattr("selfspec.model.executors.recipe.shares_of", shares)
-    backbone = Backbone(tiny_model("mixtral", TINY, torch.float32))
+    backbone = Backbone(tiny_model("mixtral", torch.float32))
     assert backbone.executor_name == "generic"
     assert "layer 1 comes out differently" in backbone.refused["fused"]
 
@@ -172,7 +172,7 @@ def test_rows_shared_out_otherwise_are_noticed(
 @needs_compiler
 def test_a_model_in_training_is_asked_as_in_evaluation() -> None:
     """Its dropout would make a layer without rotations look as if it had some."""
-    model: Any = tiny_model("smollm3", TINY, torch.float32).train()
+    model: Any = tiny_model("smollm3", torch.float32).train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     assert Backbone(model).executor_name == "fused"

@@ -1,4 +1,4 @@
-"""What eval/serve_load, serve_equal and serve_soak compute, against a live server."""
+"""What eval/serving.py computes, against a live server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from eval import serve_equal, serve_load, serve_soak
-from eval.served import Server, clients, question
+from eval import serving
+from eval.serving import Server, clients, question
 from selfspec.eval.loads import Load
 from tests.serve.live import Running
 
@@ -24,49 +24,47 @@ def at(server: Running) -> Server:
 
 
 def test_a_load_counts_what_usage_says(at: Server, server: Running) -> None:
-    load, heard = serve_load.Served(method=serve_load.OURS, texts=2), list[Any]()
-    asked = serve_load.bodies([*PROMPTS, *PROMPTS[:2]], 6, None)
-    asyncio.run(serve_load.loaded(at, asked, load, heard.append))
+    load = serving.Served(method=serving.OURS, texts=2)
+    asked = serving.bodies([*PROMPTS, *PROMPTS[:2]], 6)
+    asyncio.run(serving.loaded(at, asked, load))
     alone = [
         server.speculator.generate(PROMPTS[index % 3], max_new_tokens=6, do_sample=False)
         for index in range(5)
     ]
-    assert len(heard) == 5
-    assert sorted(one.text for one in heard) == sorted(one.text for one in alone)
     assert load.tokens == sum(len(one.token_ids) for one in alone)
     assert len(load.first_s) == 5
     assert 0 < sum(load.gaps_s) < load.texts * load.seconds
 
 
 def test_an_error_is_no_figure(at: Server) -> None:
-    load = serve_load.Served(method=serve_load.OURS, texts=1)
+    load = serving.Served(method=serving.OURS, texts=1)
     asked = [question("Hello", 4, temperature=9)]
     with pytest.raises(RuntimeError, match=r"status 400.*temperature"):
-        asyncio.run(serve_load.loaded(at, asked, load, lambda _: None))
+        asyncio.run(serving.loaded(at, asked, load))
 
 
 def test_the_best_peer_counts() -> None:
     def load(method: str, seconds: float) -> Load:
         return Load(method=method, texts=4, seconds=seconds, tokens=60, first_s=[0.1, 0.3])
 
-    loads = [load(serve_load.OURS, 1), load(serve_load.THEIRS, 6), load(serve_load.BATCHING, 3)]
-    assert serve_load.ahead(loads) == {4: 3.0}
-    text = serve_load.as_text(loads)
+    loads = [load(serving.OURS, 1), load(serving.THEIRS, 6), load(serving.BATCHING, 3)]
+    assert serving.ahead(loads) == {4: 3.0}
+    text = serving.as_text(loads)
     assert "| selfspec | 4 | 60 | 60.0 | 200 / 300 |  |" in text
     assert "4 at once: 3.00 times" in text
-    assert serve_load.ahead(loads[:1]) == {}
+    assert serving.ahead(loads[:1]) == {}
 
 
 def test_what_differs_is_found(at: Server, server: Running) -> None:
     alone = [
-        serve_equal.without_server(server.speculator, number, prompt, 6)
+        serving.without_server(server.speculator, number, prompt, 6)
         for number, prompt in enumerate(PROMPTS)
     ]
     token, logprob = alone[1].likely[-1]
     off_by_a_bit = [*alone[1].likely[:-1], (token, math.nextafter(logprob, 0.0))]
     wrong = [alone[0], alone[1]._replace(likely=off_by_a_bit), alone[2]]
     for expected, differing in ((alone, []), (wrong, [1])):
-        work = serve_equal.compared(at, PROMPTS, expected, 6, 2, speculation=True)
+        work = serving.compared(at, PROMPTS, expected, 6, 2, speculation=True)
         found = asyncio.run(work)
         assert list(found["differing"]) == differing
         assert (found["answers"], found["sampled"], found["streams"]) == (3, 1, 1)
@@ -75,7 +73,7 @@ def test_what_differs_is_found(at: Server, server: Running) -> None:
 def test_a_soak_sends_all_kinds(at: Server) -> None:
     async def some() -> set[str]:
         async with clients(at) as client:
-            works = [serve_soak.one(client, PROMPTS, random.Random(seed)) for seed in range(24)]
+            works = [serving.one(client, PROMPTS, random.Random(seed)) for seed in range(24)]
             return set(await asyncio.gather(*works))
 
     assert asyncio.run(some()) == {"status 200", "status 400", "gone"}
@@ -84,7 +82,7 @@ def test_a_soak_sends_all_kinds(at: Server) -> None:
 @pytest.mark.parametrize("slope", [0.0, 12.0])
 def test_the_second_half_is_judged(slope: float) -> None:
     held = [
-        serve_soak.Held(minute, 500 + (0 if minute < 10 else slope * minute / 60), 10, 5)
+        serving.Held(minute, 500 + (0 if minute < 10 else slope * minute / 60), 10, 5)
         for minute in range(20)
     ]
-    assert serve_soak.per_hour(held) == pytest.approx(slope)
+    assert serving.per_hour(held) == pytest.approx(slope)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval import pass_times, step_split
-from eval.against_llama_cpp import DEFAULT, LLAMA, LOOKUP, NUMBERS, PLAIN, THEIRS, main
+from eval import micro
+from eval.peers import DEFAULT, LLAMA, LOOKUP, NUMBERS, PLAIN, THEIRS, main
 from tests.gguf_models import write_model
 
 _STAND_IN = """
@@ -77,7 +77,7 @@ def test_all_methods_answer_in_turns(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_passes_of_all_are_timed(tmp_path: Path) -> None:
-    pass_times.main(
+    micro.passes(
         python=sys.executable,
         output=tmp_path / "passes",
         model=tmp_path / "it.gguf",
@@ -87,18 +87,6 @@ def test_passes_of_all_are_timed(tmp_path: Path) -> None:
         repeats=1,
     )
     found = json.loads((tmp_path / "passes/summary.json").read_text())
-    assert found["rows"] == [1, 3]
     assert found["seconds"].keys() == {"blocks", "numbers", LLAMA}
-    assert all(one > 0 for seconds in found["seconds"].values() for one in seconds)
+    assert all(seconds.keys() == {"1", "3"} for seconds in found["seconds"].values())
     assert found["limit_s"]["blocks"] < found["limit_s"]["numbers"]
-    assert "| 1 | 3 |" in (tmp_path / "passes/table.md").read_text()
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_a_pass_is_split_into_its_parts(tmp_path: Path) -> None:
-    step_split.main(
-        output=tmp_path / "split", model=str(tmp_path / "it.gguf"), rows="1,2", repeats=1
-    )
-    found = json.loads((tmp_path / "split/summary.json").read_text())["seconds"]
-    assert found.keys() == {"1", "2"}
-    assert all(one > 0 for part in found.values() for one in part.values())

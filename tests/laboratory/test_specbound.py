@@ -1,8 +1,8 @@
-"""The dialled-in regime: early models, heads that are wrong on demand, and the formula."""
+"""SpecBound's formula: early models, heads that are wrong on demand, what a round should cost."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +10,24 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from eval.dialled.early import DialledHead, dialled_heads, early_model, small_vocabulary
-from eval.dialled.report import markdown, save_figure
-from eval.dialled.runs import (
+from eval.papers import specbound
+from eval.papers.specbound import (
     Dial,
-    Point,
+    DialledHead,
     Run,
-    Sweep,
-    count_runs,
+    dialled_heads,
+    early_model,
     expected_tokens,
-    measure,
     points,
     round_cost,
+    small_vocabulary,
 )
 from selfspec.api.speculator import wrap
 from selfspec.errors import InvalidOption, UnsupportedModel
-from selfspec.eval.suites import Question
 from selfspec.heads.types import DraftVocabulary, LogitLensHead
 from selfspec.model.backbone import Backbone
+from selfspec.model.unembedding import Unembedding
 from tests.models import make_model, random_ids
-from tests.talks import make_tokenizer
 
 IDS = random_ids(11)
 
@@ -41,14 +39,17 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def lens() -> LogitLensHead:
-    unembedding = Backbone(make_model("llama"), executor="generic").unembedding
+def unembedding() -> Unembedding:
+    return Backbone(make_model("llama"), executor="generic").unembedding
+
+
+@pytest.fixture(scope="module")
+def lens(unembedding: Unembedding) -> LogitLensHead:
     return LogitLensHead(unembedding, DraftVocabulary.of(unembedding, None))
 
 
 @pytest.fixture
-def head() -> DialledHead:
-    unembedding = Backbone(make_model("llama"), executor="generic").unembedding
+def head(unembedding: Unembedding) -> DialledHead:
     return DialledHead(unembedding, DraftVocabulary.of(unembedding, None))
 
 
@@ -61,14 +62,23 @@ def states() -> torch.Tensor:
 # --- early models
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granite"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.bfloat16), ("gemma3", torch.float32), ("granite", torch.float32)],
+    ids=str,
+)
 def test_layers_that_add_nothing_change_no_bit(family: str, dtype: torch.dtype) -> None:
     base = make_model(family, dtype)
+    before = logits(base)
     deep = early_model(base, 6, 3)
-    assert len(deep.get_decoder().layers) == deep.config.num_hidden_layers == 9
-    assert torch.equal(logits(deep), logits(base))
+    assert deep.config.num_hidden_layers == 9
+    assert torch.equal(logits(deep), before)
     assert Backbone(deep).num_layers == 9  # conformance, and agreement of the packed weights
+    layers = [*base.get_decoder().layers, *deep.get_decoder().layers]
+    assert len({layer.mlp.gate_proj.weight.data_ptr() for layer in layers}) == 6 + 9
+    assert not layers[-1].mlp.down_proj.weight.any()
+    assert layers[-1].mlp.gate_proj.weight.any()
+    assert torch.equal(logits(base), before)
 
 
 def test_a_shorter_model_answers_what_the_lens_reads_there() -> None:
@@ -77,17 +87,6 @@ def test_a_shorter_model_answers_what_the_lens_reads_there() -> None:
         hidden = base(IDS, output_hidden_states=True).hidden_states[4]
         expected = base.get_output_embeddings()(base.get_decoder().norm(hidden))
     assert torch.equal(logits(early_model(base, 4, 2)), expected)
-
-
-def test_silent_layers_have_weights_of_their_own_and_the_base_keeps_its() -> None:
-    base = make_model("llama")
-    before = logits(base)
-    layers = early_model(base, 6, 3).get_decoder().layers
-    pointers = {layer.mlp.gate_proj.weight.data_ptr() for layer in [*base.model.layers, *layers]}
-    assert len(pointers) == 6 + 9
-    assert not layers[8].mlp.down_proj.weight.any()
-    assert layers[8].mlp.gate_proj.weight.any()
-    assert torch.equal(logits(base), before)
 
 
 def test_a_model_that_cannot_be_made_early_is_refused() -> None:
@@ -103,12 +102,6 @@ def test_a_model_that_cannot_be_made_early_is_refused() -> None:
 # --- the head
 
 
-def test_an_undialled_head_is_the_logit_lens(
-    head: DialledHead, lens: LogitLensHead, states: torch.Tensor
-) -> None:
-    assert torch.equal(head(states[:50]), lens(states[:50]))
-
-
 def test_wrong_places_grow_with_the_dial_and_come_again(
     head: DialledHead, lens: LogitLensHead, states: torch.Tensor
 ) -> None:
@@ -118,6 +111,8 @@ def test_wrong_places_grow_with_the_dial_and_come_again(
         head.wrong_share = share
         wrong[share] = head(states).argmax(-1) != right
         assert torch.equal(head(states).argmax(-1) != right, wrong[share])
+        alone = torch.cat([head(row).argmax(-1) for row in states[:16].split(1)])
+        assert torch.equal(alone != right[:16], wrong[share][:16])
     # of 4,000 places; four standard deviations are 0.02 and 0.03. A spike hits the best token
     # itself at one place in 96
     assert wrong[0.1].double().mean() == pytest.approx(0.1 * 95 / 96, abs=0.02)
@@ -127,17 +122,9 @@ def test_wrong_places_grow_with_the_dial_and_come_again(
     assert not (wrong[0.1] & ~wrong[0.3]).any()
 
 
-def test_a_row_is_wrong_alike_alone_and_among_others(
-    head: DialledHead, states: torch.Tensor
+def test_another_seed_is_wrong_elsewhere(
+    head: DialledHead, states: torch.Tensor, unembedding: Unembedding
 ) -> None:
-    head.wrong_share = 0.5
-    together = head(states[:64]).argmax(-1)
-    alone = torch.cat([head(row).argmax(-1) for row in states[:64].split(1)])
-    assert torch.equal(alone, together)
-
-
-def test_another_seed_is_wrong_elsewhere(head: DialledHead, states: torch.Tensor) -> None:
-    unembedding = Backbone(make_model("llama"), executor="generic").unembedding
     other = DialledHead(unembedding, DraftVocabulary.of(unembedding, None), seed=1)
     head.wrong_share = other.wrong_share = 0.5
     assert not torch.equal(head(states).argmax(-1), other(states).argmax(-1))
@@ -166,36 +153,21 @@ def test_a_right_head_keeps_every_draft() -> None:
 # --- the formula
 
 
-def test_expected_tokens_add_up_the_chances_that_drafts_stay() -> None:
+def test_a_round_commits_what_stays_and_costs_plain_steps() -> None:
     assert expected_tokens(0.5, 2) == 1 + 0.5 + 0.25
     assert expected_tokens(0.8, 6) == pytest.approx((1 - 0.8**7) / (1 - 0.8))
     assert expected_tokens(1.0, 3) == 4
-    assert expected_tokens(0.0, 3) == 1
-
-
-def test_round_cost_counts_plain_steps() -> None:
-    assert round_cost(4, 0.25, rows=4) == 4 * 0.25 + 0.75
     assert round_cost(4, 0.25, rows=5, head=0.01) == pytest.approx(5 * 0.25 + 0.75 + 0.04)
 
 
 def run(dial: Dial | None, prompt: str, seconds: float, **values: Any) -> Run:
-    whole = Run(
-        prompt=prompt,
-        depth_ratio=0.25,
-        dial=dial,
-        new_tokens=11,
-        equal=True,
-        decode_s=seconds,
-        heads_s=0.0,
-        drafts=(0,) * 10,
-        accepted=0,
-        tried=0,
-    )
-    return replace(whole, **values)
+    plain: dict[str, Any] = {"depth_ratio": 0.25, "new_tokens": 11, "equal": True, "heads_s": 0.0}
+    plain |= {"drafts": (0,) * 10, "accepted": 0, "tried": 0}
+    return Run(dial=dial, prompt=prompt, decode_s=seconds, **plain | values)
 
 
 def test_points_are_ratios_of_totals_of_medians() -> None:
-    dial = Dial(depth_ratio=0.25, max_draft_tokens=2, wrong_share=0.1)
+    dial = Dial(0.25, 2, 0.1)
     drafts = {"drafts": (2, 2, 2, 2, 1), "accepted": 6, "tried": 8, "heads_s": 0.18}
     runs = [
         *(run(None, "a", seconds) for seconds in (2.0, 2.0, 9.0)),
@@ -221,7 +193,7 @@ def test_points_are_ratios_of_totals_of_medians() -> None:
 
 
 def test_a_round_without_room_for_drafts_is_a_plain_step() -> None:
-    dial = Dial(depth_ratio=0.25, max_draft_tokens=1, wrong_share=0.0)
+    dial = Dial(0.25, 1, 0.0)
     drafts = {"drafts": (1, 0), "accepted": 1, "tried": 1, "new_tokens": 4}
     (point,) = points([run(None, "a", 3.0, new_tokens=4), run(dial, "a", 2.0, **drafts)])
     assert point.formula == pytest.approx((2 + 1) / (1.0 + 1.0))
@@ -231,69 +203,41 @@ def test_a_round_without_room_for_drafts_is_a_plain_step() -> None:
 # --- all of it
 
 
-@pytest.fixture(scope="module")
-def runs() -> list[Run]:
-    base = wrap(make_model("llama"), make_tokenizer(), executor="generic")
-    questions = [Question(id=words, task="x", turns=(words,)) for words in ("a b", "c")]
-    sweep = Sweep(
+def test_every_setting_is_timed_in_turn_with_plain_decoding(
+    tiny_model: str, prompts: str, tmp_path: Path
+) -> None:
+    specbound.main(
+        tmp_path / "out",
+        model=tiny_model,
+        dtype="float32",
         layers=3,
-        extra_layers=(9, 3),
-        max_draft_tokens=(1, 3),
-        wrong_shares=(0.0, 0.4),
+        extra_layers="9,3",
+        max_draft_tokens="1,3",
+        wrong_shares="0,0.4",
+        suite=prompts,
+        limit=2,
         draft_vocab_size=90,
         max_new_tokens=13,
         repeats=2,
     )
-    found = list(measure(base, questions, sweep))
-    assert len(found) == count_runs(sweep, 2) == 2 * 5 * 2 * 2
-    return found
-
-
-def test_every_setting_is_timed_in_turn_with_plain_decoding(runs: list[Run]) -> None:
+    names = ["dialled.png", "runs.jsonl", "summary.json", "table.md"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    runs = list(map(json.loads, (tmp_path / "out/runs.jsonl").read_text().splitlines()))
+    assert len(runs) == 2 * 5 * 2 * 2
     turns = [runs[start : start + 5] for start in range(0, len(runs), 5)]
     for turn in turns:
-        assert len({entry.prompt for entry in turn}) == 1
-        assert len({entry.dial for entry in turn}) == 5
-        assert sum(entry.dial is None for entry in turn) == 1
-    assert len({tuple(entry.dial for entry in turn) for turn in turns[:4]}) > 1  # shuffled
-    assert all(entry.equal and entry.new_tokens == 13 for entry in runs)
-    assert all((sum(entry.drafts) == 0) == (entry.dial is None) for entry in runs)
-
-
-def test_the_dial_sets_the_acceptance(runs: list[Run]) -> None:
-    found = {point.dial: point for point in points(runs)}
-    assert len(found) == 8
-    for dial, point in found.items():
-        assert dial.depth_ratio in (0.25, 0.5)
-        assert (point.acceptance == 1.0) == (dial.wrong_share == 0.0)
-        # 12 tokens behind the first, in rounds of up to four
-        assert point.compression_rate <= dial.max_draft_tokens + 1
-
-
-def test_a_row_sets_what_was_measured_beside_the_formula() -> None:
-    point = Point(
-        dial=Dial(depth_ratio=0.25, max_draft_tokens=4, wrong_share=0.1),
-        prompts=6,
-        equal_texts=5,
-        acceptance=0.9,
-        compression_rate=4.1,
-        head_cost=0.01,
-        speed_up=1.8,
-        speed_up_without_heads=2.0,
-        formula=2.5,
-        complete_formula=2.0,
-    )
-    row = markdown([point]).splitlines()[-1]
-    assert row == (
-        "| 0.25 | 4 | 90.0% | 4.10 | 1.80× | 2.50× | 72% | 2.00× | 80% | 2.00× | 90% | 5 of 6 |"
-    )
-
-
-def test_table_and_figure_show_every_point(runs: list[Run], tmp_path: Path) -> None:
-    found = points(runs)
-    text = markdown(found)
-    assert text.startswith("Synthetic: ")
-    assert len([line for line in text.splitlines() if line.startswith("| 0.")]) == 8
-    save_figure(found, tmp_path / "dialled.png")
-    assert (tmp_path / "dialled.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["dialled.png"]
+        assert len({entry["prompt"] for entry in turn}) == 1
+        assert len({str(entry["dial"]) for entry in turn}) == 5
+    assert len({str([entry["dial"] for entry in turn]) for turn in turns[:4]}) > 1  # shuffled
+    assert all(entry["equal"] and entry["new_tokens"] == 13 for entry in runs)
+    assert all((sum(entry["drafts"]) == 0) == (entry["dial"] is None) for entry in runs)
+    points = json.loads((tmp_path / "out/summary.json").read_text())["points"]
+    assert len(points) == 8
+    for point in points:
+        depth_ratio, width, wrong_share = point["dial"]
+        assert depth_ratio in (0.25, 0.5)
+        assert (point["acceptance"] == 1.0) == (wrong_share == 0.0)
+        assert point["compression_rate"] <= width + 1
+    page = (tmp_path / "out/table.md").read_text()
+    assert page.startswith("Synthetic: ")
+    assert len([line for line in page.splitlines() if line.startswith("| 0.")]) == 8

@@ -1,0 +1,220 @@
+"""What the scripts of this folder share: flags, loading, turns, results folders, tables."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated, Any, TypeVar, cast
+
+import typer
+from torch import Tensor
+
+import selfspec
+from selfspec.cli import progress
+from selfspec.cli.env import machine
+from selfspec.errors import InvalidOption, SelfspecError
+from selfspec.eval import results
+from selfspec.eval.answers import ANSWERS, Answer, failures
+from selfspec.eval.bench import Bench
+from selfspec.eval.contenders import Contender
+from selfspec.eval.metrics import ratio_interval
+from selfspec.eval.options import BenchOptions
+from selfspec.eval.suites import Question
+from selfspec.files import write
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.hub.models import load_model
+from selfspec.model.backbone import Backbone
+
+Output = Annotated[Path, typer.Option(help="Results folder.")]
+Model = Annotated[str | None, typer.Option(help="Folder, file or hub id; the default model.")]
+Heads = Annotated[str | None, typer.Option(help="Folder or name; the model's own.")]
+Dtype = Annotated[str | None, typer.Option(help="As selfspec chooses.")]
+Suite = Annotated[str, typer.Option(help="Its name, or a JSONL file of prompts.")]
+Questions = Annotated[Path | None, typer.Option(help="File of a suite that is not built in.")]
+Limit = Annotated[int | None, typer.Option(help="Questions, spread evenly over the suite.")]
+NewTokens = Annotated[int, typer.Option(min=2, help="Per answer at most.")]
+Repeats = Annotated[int, typer.Option(min=1, help="In turns; medians count.")]
+Threads = Annotated[int, typer.Option(min=1, help="Of all.")]
+Numbers = Annotated[str, typer.Option(help="With commas.")]
+LlamaPython = Annotated[str, typer.Option(help="Interpreter with llama-cpp-python.")]
+
+PLAIN = Contender(label="plain", method="plain", setting={"speculate": False})
+
+Item = TypeVar("Item")
+
+Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def run(command: Callable[..., object]) -> None:
+    """Run a function, or an app of several, with the command line's flags.
+
+    What a user can mend is one line, without a traceback.
+    """
+    try:
+        if isinstance(command, typer.Typer):
+            command()
+        else:
+            typer.run(command)
+    except SelfspecError as error:
+        sys.exit(str(error))
+
+
+def command() -> str:
+    """`python -m eval.NAME` with its arguments; of a path elsewhere only the name."""
+    spec = sys.modules["__main__"].__spec__
+    program = ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return shlex.join(["python", *program, *words])
+
+
+def counts(text: str) -> list[int]:
+    """Of "1,2,4"."""
+    return [int(word) for word in text.split(",")]
+
+
+def loaded(
+    model: str | Path | None = None,
+    heads: str | None = None,
+    dtype: str | None = None,
+    executor: str = "auto",
+    *,
+    numbers: bool = False,
+) -> selfspec.Speculator:
+    """From the files as they are; `numbers`: from de-quantised weights."""
+    chosen: dict[str, Any] = {} if executor == "auto" else {"executor": executor}
+    asked: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if not numbers:
+        return selfspec.load(model, heads=heads, **asked, **chosen)
+    like = selfspec.load(model, heads=heads, **asked)
+    plain, tokenizer, files = load_model(model, dtype=like.backbone.dtype)
+    return selfspec.wrap(plain, tokenizer, heads=like.heads or "none", label=files.label, **chosen)
+
+
+def untrained(
+    backbone: Backbone, layer: int, head_type: str, draft_ids: Tensor | None = None
+) -> ExitHeads:
+    """Heads of one exit; over `draft_ids` alone where there are any."""
+    config = HeadsConfig(
+        base_model="",
+        base_fingerprint="",
+        hidden_size=backbone.hidden_size,
+        num_layers=backbone.num_layers,
+        vocab_size=backbone.vocab_size,
+        exit_layers=(layer,),
+        head_type=head_type,
+        draft_vocab_size=None if draft_ids is None else len(draft_ids),
+    )
+    return ExitHeads(config, backbone.unembedding, draft_ids)
+
+
+@contextmanager
+def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
+    """A process that answers one line of JSON with another, until its input ends.
+
+    Its Ask raises InvalidOption where the process has ended.
+    """
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where
+    ) as process:
+        there, back = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+
+        def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+            print(json.dumps(request), file=there, flush=True)
+            if not (line := back.readline()):
+                raise InvalidOption(f"{command[0]} has ended: see its error above")
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+
+        try:
+            yield ask
+        finally:
+            there.close()
+
+
+def each(items: Sequence[Item], name: str, unit: str = "questions") -> Iterator[Item]:
+    """The items, under a progress bar."""
+    with progress.bar(name, unit) as show:
+        for done, item in enumerate(items):
+            show(done, len(items), str(getattr(item, "id", "")))
+            yield item
+        show(len(items), len(items))
+
+
+def benched(
+    output: Path,
+    speculator: selfspec.Speculator,
+    questions: Sequence[Question],
+    contenders: Sequence[Contender],
+    options: BenchOptions,
+    **facts: Any,
+) -> list[Answer]:
+    """Answers of all contenders, as `selfspec bench` measures them.
+
+    The same command goes on where it was stopped. Raises InvalidOption for a folder of another run.
+    """
+    ran = {
+        "command": command(),
+        "model": speculator.label,
+        "dtype": str(speculator.backbone.dtype),
+        "executor": speculator.backbone.executor_name,
+    }
+    about = {
+        "run": {**ran, **options.record(), **facts},
+        "options": speculator.options.described(),
+        "machine": machine(),
+    }
+    results.begin(output, json.loads(json.dumps(about)), resume=True)
+    with progress.bar("bench", "questions") as show:
+        runner = Bench(speculator=speculator, options=options)
+        answers = runner.measure(questions, contenders, output / ANSWERS, show)
+    if missing := failures(answers):
+        raise SystemExit("\n".join(missing))
+    return answers
+
+
+def faster(base: Sequence[float], mine: Sequence[float], tasks: Sequence[str]) -> dict[str, Any]:
+    """How often `mine` fits into `base`: of all, its interval, the worst one and by task.
+
+    Prompts whose answer is one token have no seconds behind the first, and are left out.
+    """
+    every = zip(base, mine, tasks, strict=True)
+    pairs = [(one, other, task) for one, other, task in every if one > 0.0 and other > 0.0]
+    above, below, _ = zip(*pairs, strict=True)
+    sums = {task: [0.0, 0.0] for _, _, task in pairs}
+    for one, other, task in pairs:
+        sums[task][0] += one
+        sums[task][1] += other
+    return {
+        "ratio": sum(above) / sum(below),
+        "interval": ratio_interval(above, below),
+        "worst": min(one / other for one, other, _ in pairs),
+        "tasks": {task: one / other for task, (one, other) in sums.items()},
+    }
+
+
+def faster_cells(found: Mapping[str, Any]) -> list[str]:
+    """Of `faster`: all with its interval, the worst, the tasks."""
+    low, high = found["interval"]
+    tasks = [f"{ratio:.2f}" for ratio in found["tasks"].values()]
+    return [f"{found['ratio']:.3f} ({low:.3f} to {high:.3f})", f"{found['worst']:.2f}", *tasks]
+
+
+def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """Markdown; the first column is words, the others are figures."""
+    head = list(map(str, header))
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *(map(str, row) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def finish(output: Path, summary: Mapping[str, Any], text: str) -> None:
+    """Write `summary.json`, with the command and the machine, and `table.md`; print the latter."""
+    output.mkdir(parents=True, exist_ok=True)
+    facts = {"command": command(), "machine": machine(), **summary}
+    write(output / "summary.json", json.dumps(facts, indent=2) + "\n")
+    write(output / "table.md", text)
+    print(text, end="")

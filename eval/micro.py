@@ -1,0 +1,591 @@
+r"""What one thing costs by how many rows it has: all of a kind in turns, medians, in milliseconds.
+
+    python -m eval.micro steps --output results/step       # a plain step, by every executor
+    python -m eval.micro split --output results/split      # what a pass spends its time on
+    python -m eval.micro products --output results/products
+    python -m eval.micro passes --python PYTHON --output results/passes  # beside llama.cpp
+    python -m eval.micro texts --output results/texts      # one row each of many texts
+    python -m eval.micro prompts --output results/prompts  # first token and memory, by length
+    python -m eval.micro widths --output results/widths    # a draft token, by the heads' vocabulary
+
+PYTHON is an interpreter that has `llama-cpp-python`. Nothing else should run on the machine. Each
+writes `summary.json` and `table.md`: a line for each thing, a column for each number of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from eval import lab
+from eval.memory import apart, resident
+from eval.peers import LLAMA, worker
+from eval.random_gguf import SHAPES, Shape
+from selfspec.api.speculator import Speculator
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.clock import Clock
+from selfspec.decoding.measure import measure
+from selfspec.decoding.speed import ROWS, Passes, memory_rate, step_speed
+from selfspec.errors import InvalidOption, UnsupportedModel
+from selfspec.hub.models import default_model_file, load_model
+from selfspec.model.backbone import Backbone
+from selfspec.model.executors.program import Kind, Program
+from selfspec.model.kv_store import Lease
+from selfspec.model.products import CompiledLinear
+from selfspec.model.rows import Rows
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+InFront = Annotated[int, typer.Option(min=1, help="Ids of the context.")]
+
+HF, OURS = "hugging-face", "selfspec"
+
+Work = Callable[[], object]
+Seconds = Mapping[str, Mapping[int, float]]
+"""By thing, then by how many rows."""
+
+CPU = torch.device("cpu")
+
+
+def timed(works: Mapping[tuple[str, int], Work], clock: Clock) -> dict[str, dict[int, float]]:
+    """Seconds of works by thing and rows."""
+    found: dict[str, dict[int, float]] = {}
+    for (name, rows), seconds in clock.seconds(works).items():
+        found.setdefault(name, {})[rows] = seconds
+    return found
+
+
+def times(seconds: Seconds, name: str, rows: int) -> str:
+    """In brackets: in the first column's."""
+    first = next(iter(seconds[name].values()))
+    return f" ({seconds[name][rows] / first:.2f})"
+
+
+def as_table(
+    what: str,
+    seconds: Seconds,
+    beside: Callable[[Seconds, str, int], str] = times,
+    more: Mapping[str, Mapping[str, str]] | None = None,
+) -> str:
+    """`more`: other columns, by thing."""
+    rows = list(dict.fromkeys(count for found in seconds.values() for count in found))
+    lines = []
+    for name, found in seconds.items():
+        cells = [
+            f"{1e3 * found[count]:.3f}{beside(seconds, name, count)}" if count in found else ""
+            for count in rows
+        ]
+        lines.append([name, *cells, *(column.get(name, "") for column in (more or {}).values())])
+    return lab.table([what, *(f"{count:,}" for count in rows), *(more or {})], lines)
+
+
+# --- a step ---------------------------------------------------------------------------------------
+
+EXECUTORS = {"cpu": ("generic", "fused"), "cuda": ("generic", "cuda-graph")}
+"""By kind of device; those that cannot run a model are left out."""
+
+
+@app.command()
+def steps(
+    output: lab.Output,
+    model: lab.Model = None,
+    shape: Annotated[str, typer.Option(help=f"Random weights: {', '.join(SHAPES)}.")] = "",
+    dtype: str = "bfloat16",
+    device: str | None = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens in front.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to write.")] = 64,
+    repeats: lab.Repeats = 5,
+) -> None:
+    """A plain step against the memory's limit: Hugging Face's and that of every executor."""
+    if shape and (model is not None or shape not in SHAPES):
+        raise InvalidOption(f"expected one of {', '.join(SHAPES)}, without --model")
+    if shape:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        loaded = random_model(SHAPES[shape], getattr(torch, dtype), place)
+        weights = f"random weights in the shape of {shape} (timing only)"
+    else:
+        loaded, _, files = load_model(model, dtype=dtype, device=device)
+        weights = files.label
+    found = step(loaded, context, new_tokens, Clock(loaded.device, repeats))
+    text = f"# {weights}, {dtype}, on {found['device']}\n\n{step_page(found)}"
+    lab.finish(output, {"weights": weights, "dtype": dtype, **found}, text)
+
+
+def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> Any:
+    """A Llama that never ends a text by itself."""
+    nothing: Any = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocab,
+        max_position_embeddings=shape.positions,
+        **nothing,
+    )
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def step(model: PreTrainedModel, context: int, new_tokens: int, clock: Clock) -> dict[str, Any]:
+    """Plain greedy decoding by Hugging Face and by all executors; then passes by rows.
+
+    The model's end tokens are removed: all must write as much. A context that leaves no room for
+    that is shortened.
+    """
+    generation: Any = model.generation_config
+    generation.eos_token_id = None
+    backbones = dict(_executors(model))
+    generic = backbones["generic"]
+    context = max(1, min(context, generic.max_positions - max(new_tokens, *ROWS)))
+    ids = torch.arange(context, device=generic.device)[None] % generic.vocab_size
+    decoders = {HF: partial(hugging_face, model, ids)} | {
+        name: partial(_ours, backbone, ids) for name, backbone in backbones.items()
+    }
+    works = {
+        (name, count): partial(decode, count)
+        for count in (1, new_tokens)
+        for name, decode in decoders.items()
+    }
+    whole = timed(works, clock)
+    place = generic.device
+    return {
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "context": context,
+        "captured": any(getattr(one._executor, "captures", False) for one in backbones.values()),
+        "token_s": {
+            name: (laps[new_tokens] - laps[1]) / (new_tokens - 1) for name, laps in whole.items()
+        },
+        "steps": {
+            name: step_speed(backbone, context=context, clock=clock).to_dict()
+            for name, backbone in backbones.items()
+        },
+    }
+
+
+def _executors(model: PreTrainedModel) -> Iterator[tuple[str, Backbone]]:
+    """By name, all that run `model` where it is."""
+    for name in EXECUTORS[model.device.type]:
+        try:
+            yield name, Backbone(model, executor=name)
+        except UnsupportedModel as error:
+            print(error)
+
+
+def hugging_face(model: Any, ids: Tensor, count: int) -> None:
+    """`count` greedy tokens of `generate`."""
+    asked = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+
+
+def _ours(backbone: Backbone, ids: Tensor, count: int) -> None:
+    speculator = Speculator(backbone, None, None, "", SpeculationOptions(drafter="none"))
+    speculator.generate(ids, max_new_tokens=count, do_sample=False)
+
+
+def step_page(found: Mapping[str, Any]) -> str:
+    """All decoders are held against the limit of the model's own modules."""
+    own, seconds = found["steps"]["generic"], found["token_s"]
+    graphs = ""
+    if "cuda-graph" in seconds:
+        graphs = ", CUDA graphs" if found["captured"] else ", no graph was captured or timed"
+    text = (
+        f"{found['parameters']:,} parameters, {found['context']} tokens in front{graphs}.\n\n"
+        f"A step reads {own['step_bytes'] / 1e6:,.1f} MB; reading memory here moves "
+        f"{own['memory_bytes_per_s'] / 1e9:,.1f} GB/s: at least {1e3 * own['limit_s']:.3f} ms.\n\n"
+    )
+    header = ("plain decoding", "ms per token", "times the limit", "against Hugging Face")
+    rows = [
+        [name, f"{1e3 * one:.3f}", f"{one / own['limit_s']:.2f}", f"{seconds[HF] / one:.2f}×"]
+        for name, one in seconds.items()
+    ]
+    passes = {name: one["rows_s"] for name, one in found["steps"].items()}
+    return text + lab.table(header, rows) + "\n" + as_table("one pass, ms, by rows", passes)
+
+
+# --- what a pass spends its time on ---------------------------------------------------------------
+
+ALL, CALL, UNEMBEDDING = "all layers", "the call", "unembedding"
+PARTS: Mapping[str, tuple[Kind, ...]] = {
+    ALL: tuple(Kind),
+    "products": (Kind.PRODUCT, Kind.EXPERTS),
+    "attention": (Kind.ATTEND,),
+    "norms": (Kind.NORM,),
+    "activations, sums": (Kind.ACTIVATE, Kind.ADD),
+    CALL: (),
+}
+
+
+@app.command()
+@torch.inference_mode()
+def split(
+    output: lab.Output,
+    model: lab.Model = None,
+    dtype: lab.Dtype = None,
+    blocks: Annotated[bool, typer.Option(help="Weights of a file stay as they are.")] = True,
+    rows: lab.Numbers = "1,4,8",
+    in_front: InFront = 300,
+    repeats: lab.Repeats = 31,
+) -> None:
+    """The fused executor's operations of one kind alone.
+
+    Each kind runs without the others, and with what calling it takes, so parts do not add up to the
+    whole.
+    """
+    loaded, _, files = load_model(model, dtype=dtype, device="cpu", blocks=blocks)
+    backbone = Backbone(loaded, executor="fused")
+    works = dict(_parts(backbone, lab.counts(rows), in_front))
+    whole = backbone._executor._program  # type: ignore[attr-defined]  # of the fused one
+    try:
+        seconds = timed(works, Clock(CPU, repeats))
+    finally:
+        backbone._executor._program = whole  # type: ignore[attr-defined]  # as above
+    about = {"model": files.label, "dtype": str(backbone.dtype), "in_front": in_front}
+    text = (
+        f"Milliseconds of a pass by its parts and rows, {files.label}, {backbone.dtype}, behind "
+        f"{in_front} ids; in brackets: share of layers and unembedding\n\n"
+    )
+    lab.finish(output, {**about, "seconds": seconds}, text + as_table("part", seconds, _share))
+
+
+def _parts(
+    backbone: Backbone, counts: Sequence[int], in_front: int
+) -> Iterator[tuple[tuple[str, int], Work]]:
+    whole: Program = backbone._executor._program  # type: ignore[attr-defined]  # of the fused one
+    lease = Lease(backbone.num_layers)
+    ids = torch.arange(in_front + max(counts)) % backbone.vocab_size
+    front, behind = backbone.embed(ids[:in_front]), backbone.embed(ids[in_front:])
+    backbone.run(front, 0, backbone.num_layers, Rows.of(lease, 0, in_front, CPU))
+
+    def run(program: Program, hidden: Tensor) -> None:
+        backbone._executor._program = program  # type: ignore[attr-defined]  # `split` puts it back
+        rows = Rows.of(lease, in_front, len(hidden), CPU)
+        backbone.run(hidden, 0, backbone.num_layers, rows)
+        lease.truncate(in_front)
+
+    for count in counts:
+        for name, kinds in PARTS.items():
+            yield (name, count), partial(run, whole.only(kinds), behind[:count])
+        yield (UNEMBEDDING, count), partial(backbone.logits, behind[:count])
+
+
+def _share(seconds: Seconds, name: str, rows: int) -> str:
+    return f" ({seconds[name][rows] / (seconds[ALL][rows] + seconds[UNEMBEDDING][rows]):.0%})"
+
+
+# --- products -------------------------------------------------------------------------------------
+
+_PATIENCE_S = 0.2
+"""A kernel that takes longer is not asked for more rows."""
+
+_MOST_WEIGHTS = 100_000_000
+"""Of one product: the unembedding of a large model is left out."""
+
+MODELS = ("smollm2-135m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
+
+
+@app.command()
+def products(
+    output: lab.Output,
+    shapes: Annotated[str, typer.Option(help=f"Some of {', '.join(SHAPES)}.")] = ",".join(MODELS),
+    dtypes: str = "bfloat16,float32",
+    rows: lab.Numbers = "1,2,4,8,16,64,512",
+    cold_mb: Annotated[int, typer.Option(help="Weights that no cache holds.")] = 200,
+    repeats: lab.Repeats = 5,
+) -> None:
+    """The matrix products of a layer, by our kernels and by torch's.
+
+    Weights come from memory, as in a step: as many copies in turn as no cache holds. Beside the
+    times: what part of the memory's rate one row reaches, and of the arithmetic's the most rows.
+    """
+    if unknown := set(shapes.split(",")) - SHAPES.keys():
+        raise InvalidOption(f"expected some of {', '.join(SHAPES)}, found {unknown.pop()}")
+    clock, counts = Clock(CPU, repeats), lab.counts(rows)
+    memory, arithmetic = memory_rate(clock) / 1e9, arithmetic_rate(clock)
+    asked = list(product(dtypes.split(","), shapes.split(",")))
+    seconds: dict[str, dict[int, float]] = {}
+    rates: dict[str, dict[str, str]] = {"GB/s, one row": {}, f"GFLOP/s, {counts[-1]} rows": {}}
+    for dtype, shape in lab.each(asked, "time", "shapes"):
+        for part, (out, inner) in _products(SHAPES[shape]):
+            kind, size = getattr(torch, dtype), out * inner
+            for kernel, found in one_product(out, inner, kind, counts, cold_mb, clock).items():
+                name = f"{shape} {dtype}, {part} {out}×{inner}, {kernel}"
+                seconds[name] = found
+                figures = (
+                    size * kind.itemsize / found[counts[0]] / 1e9,
+                    2e-9 * size * counts[-1] / found[counts[-1]] if counts[-1] in found else None,
+                )
+                for column, figure in zip(rates.values(), figures, strict=True):
+                    column[name] = "" if figure is None else f"{figure:.1f}"
+    text = (
+        f"{torch.get_num_threads()} threads. Read: {memory:.1f} GB/s of memory by torch's sum. "
+        f"Computed: {arithmetic:.0f} GFLOP/s by torch's float32 product. Milliseconds by rows; in "
+        "brackets: in those of the first.\n\n"
+    )
+    summary = {"memory_gb_s": memory, "float32_gflop_s": arithmetic, "seconds": seconds}
+    lab.finish(output, summary, text + as_table("product", seconds, more=rates))
+
+
+def _products(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Outputs and inputs."""
+    yield "queries, keys, values", (shape.hidden + 2 * shape.keys, shape.hidden)
+    yield "output", (shape.hidden, shape.hidden)
+    yield "gate, up", (2 * shape.inner, shape.hidden)
+    yield "down", (shape.hidden, shape.inner)
+    if shape.vocab * shape.hidden <= _MOST_WEIGHTS:
+        yield "head", (shape.vocab, shape.hidden)
+
+
+def one_product(
+    out: int, inner: int, dtype: torch.dtype, counts: Sequence[int], cold_mb: int, clock: Clock
+) -> dict[str, dict[int, float]]:
+    """Seconds by kernel and rows."""
+    copies = max(1, min(24, cold_mb * 1_000_000 // (out * inner * dtype.itemsize)))
+    weights = [torch.randn(out, inner).to(dtype) for _ in range(copies)]
+    kernels: dict[str, list[Callable[[Tensor], object]]] = {
+        "ours": [CompiledLinear(weight) for weight in weights],
+        "torch": [partial(nn.functional.linear, weight=weight) for weight in weights],
+    }
+    found: dict[str, dict[int, float]] = {name: {} for name in kernels}
+    for rows in counts:
+        x = torch.randn(rows, inner).to(dtype)
+        works = {name: partial(_every, products, x) for name, products in kernels.items()}
+        for name, seconds in clock.seconds(works).items():
+            found[name][rows] = seconds / copies
+            if found[name][rows] > _PATIENCE_S:
+                del kernels[name]
+    return found
+
+
+def _every(products: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
+    for multiply in products:
+        multiply(x)
+
+
+def arithmetic_rate(clock: Clock) -> float:
+    """GFLOP/s of torch's largest float32 product."""
+    square = torch.ones(2048, 2048)
+    return float(2e-9 * len(square) ** 3 / min(clock.laps({"": lambda: square @ square})[""]))
+
+
+# --- passes, beside llama.cpp ---------------------------------------------------------------------
+
+
+@app.command()
+@torch.inference_mode()
+def passes(
+    output: lab.Output,
+    python: lab.LlamaPython,
+    model: Annotated[Path | None, typer.Option(help=".gguf file; the default model's.")] = None,
+    rows: lab.Numbers = "1,2,4,8,16,64,512",
+    in_front: InFront = 300,
+    dtype: lab.Dtype = None,
+    threads: lab.Threads = 2,
+    repeats: lab.Repeats = 15,
+    numbers: Annotated[bool, typer.Option(help="De-quantised weights, too.")] = True,
+) -> None:
+    """A pass of a GGUF file to the logits of all its rows, from blocks, from numbers, by llama.cpp.
+
+    Beside it: what the memory allows, for the bytes that a pass of one row reads.
+    """
+    torch.set_num_threads(threads)
+    counts, clock = lab.counts(rows), Clock(CPU, repeats)
+    loaded = {"blocks": Backbone(load_model(model, dtype=dtype, blocks=True)[0])}
+    if numbers:
+        loaded["numbers"] = Backbone(load_model(model, dtype=loaded["blocks"].dtype)[0])
+    ours = {name: Passes(one, in_front, most=max(counts)) for name, one in loaded.items()}
+    gguf = model or default_model_file()
+    with worker(python, gguf, threads, in_front + max(counts)) as ask:
+        ids = ours["blocks"].ids.tolist()
+        ask({"front": ids[:in_front]})
+        works: dict[tuple[str, int], Work] = {
+            (name, count): partial(one.run, count) for count in counts for name, one in ours.items()
+        }
+        for count in counts:
+            works[LLAMA, count] = partial(ask, {"rows": ids[in_front:][:count]})
+        seconds = timed(works, clock)
+    rate = memory_rate(clock)
+    limits = {
+        name: (one.weight_bytes + ours[name].lease.nbytes) / rate for name, one in loaded.items()
+    }
+    kind = str(loaded["blocks"].dtype)
+    about = {"dtype": kind, "in_front": in_front, "memory_bytes_per_s": rate, "limit_s": limits}
+    text = (
+        f"Milliseconds of one pass behind {in_front} ids, by rows; ours in {kind}; in brackets: in "
+        "passes of one row\n\n"
+    )
+    more = {"memory's limit of 1": {name: f"{1e3 * one:.1f}" for name, one in limits.items()}}
+    lab.finish(output, {**about, "seconds": seconds}, text + as_table("", seconds, more=more))
+
+
+# --- many texts -----------------------------------------------------------------------------------
+
+
+@app.command()
+def texts(
+    output: lab.Output,
+    model: lab.Model = None,
+    dtypes: Annotated[str, typer.Option(help="With commas.")] = "bfloat16,float32",
+    executor: str = "auto",
+    texts: lab.Numbers = "1,2,4,8,16,32",
+    in_front: InFront = 300,
+    repeats: lab.Repeats = 15,
+) -> None:
+    """A step of plain decoding of many texts: layers, logits, the best token of each read back."""
+    seconds: dict[str, dict[int, float]] = {}
+    for dtype, numbers in product(dtypes.split(","), (False, True)):
+        backbone = lab.loaded(model, None, dtype, executor, numbers=numbers).backbone
+        name = f"{dtype}, {'numbers' if numbers else 'as in the file'}"
+        works = {
+            (name, count): work for count, work in _many(backbone, lab.counts(texts), in_front)
+        }
+        with torch.inference_mode():
+            seconds |= timed(works, Clock(backbone.device, repeats))
+    text = (
+        f"Milliseconds of a step of many texts, one row each, behind {in_front} ids; in brackets: "
+        "tokens per time, against one text\n\n"
+    )
+    summary = {"in_front": in_front, "seconds": seconds}
+    lab.finish(output, summary, text + as_table("texts", seconds, _tokens))
+
+
+@torch.inference_mode()
+def _many(
+    backbone: Backbone, counts: Sequence[int], in_front: int
+) -> list[tuple[int, Callable[[], list[int]]]]:
+    ids = torch.arange(in_front + max(counts), device=backbone.device) % backbone.vocab_size
+    leases = [Lease(backbone.num_layers) for _ in range(max(counts))]
+    for lease in leases:
+        rows = Rows.of(lease, 0, in_front, backbone.device)
+        backbone.run(backbone.embed(ids[:in_front]), 0, backbone.num_layers, rows)
+
+    def step(count: int) -> list[int]:
+        each = [Rows.of(lease, in_front, 1, backbone.device) for lease in leases[:count]]
+        hidden = backbone.embed(ids[:count])
+        hidden = backbone.run(hidden, 0, backbone.num_layers, Rows.joined(each))
+        best: list[int] = backbone.logits(hidden).argmax(-1).tolist()
+        for lease in leases[:count]:
+            lease.truncate(in_front)
+        return best
+
+    return [(count, partial(step, count)) for count in counts]
+
+
+def _tokens(seconds: Seconds, name: str, texts: int) -> str:
+    first, one = next(iter(seconds[name].items()))
+    return f" ({texts * one / first / seconds[name][texts]:.2f})"
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+_VOCABULARY = 90
+"""Ids of the prompts lie below it: any model has so many."""
+
+
+@app.command()
+def prompts(
+    output: lab.Output,
+    model: lab.Model = None,
+    dtype: str = "float32",
+    lengths: lab.Numbers = "300,2000,4096,8192",
+    repeats: lab.Repeats = 3,
+) -> None:
+    """Time to first token and peak memory by prompt length, ours and Hugging Face's. Linux.
+
+    Memory is measured in processes of their own, one for each length and side: the kernel's peak
+    (VmHWM) above what was in use when the model was ready.
+    """
+    counts = lab.counts(lengths)
+    readers = {name: reader(model, dtype, name) for name in (OURS, HF)}
+    seconds: dict[str, dict[int, float]] = {OURS: {}, HF: {}}
+    for count in counts:
+        works = {(name, count): partial(read, ids_of(count)) for name, read in readers.items()}
+        for name, found in timed(works, Clock(CPU, repeats)).items():
+            seconds[name] |= found
+    del readers
+    peaks = {
+        name: {count: apart(peak_of, model, dtype, name, count) for count in counts}
+        for name in seconds
+    }
+    header = ("prompt", "ours, s", "Hugging Face, s", "ratio", "memory, ours", "Hugging Face")
+    rows = []
+    for count in counts:
+        ours, theirs = (seconds[name][count] for name in (OURS, HF))
+        cells = [f"{ours:.2f}", f"{theirs:.2f}", f"{ours / theirs:.2f}"]
+        rows.append([f"{count:,}", *cells, *(f"{peaks[n][count]:.0f} MB" for n in (OURS, HF))])
+    text = f"Time to first token and peak memory above the ready model, {dtype}\n\n"
+    summary = {"dtype": dtype, "seconds": seconds, "peak_mb": peaks}
+    lab.finish(output, summary, text + lab.table(header, rows))
+
+
+def ids_of(length: int) -> Tensor:
+    """Ids [1, T]."""
+    return torch.arange(length)[None] % _VOCABULARY
+
+
+def reader(model: str | None, dtype: str, name: str) -> Callable[[Tensor], object]:
+    """What reads ids [1, T] and writes one token."""
+    if name == OURS:
+        speculator = lab.loaded(model, dtype=dtype)
+        return partial(speculator.generate, max_new_tokens=1, do_sample=False)
+    theirs = load_model(model, dtype=dtype)[0]
+    return lambda ids: hugging_face(theirs, ids, 1)
+
+
+def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
+    """Megabytes at most, above what a ready model takes that has answered once."""
+    read = reader(model, dtype, name)
+    read(ids_of(16))
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what loading left behind would be used again, unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    read(ids_of(length))
+    return resident("VmHWM") - before
+
+
+# --- draft vocabularies ---------------------------------------------------------------------------
+
+
+@app.command()
+def widths(
+    output: lab.Output,
+    model: lab.Model = None,
+    dtype: str = "bfloat16",
+    widths: Annotated[
+        str, typer.Option(help="Beside the whole vocabulary.")
+    ] = "4096,8192,16384,24576,32768",
+) -> None:
+    """A draft token of untrained deep-fused heads on the embedding, and its share of a step.
+
+    Time does not depend on what was learned. As `selfspec tune` measures, between whole steps.
+    """
+    backbone = lab.loaded(model, dtype=dtype).backbone
+    seconds: dict[str, dict[int, float]] = {"a draft token": {}, "a plain step": {}}
+    for width in (*lab.counts(widths), backbone.vocab_size):
+        draft_ids = torch.arange(width) if width < backbone.vocab_size else None
+        costs = measure(backbone, lab.untrained(backbone, 0, "deep-fused", draft_ids), rows=2)
+        seconds["a draft token"][width] = costs.head
+        seconds["a plain step"][width] = costs.plain_step()
+    text = as_table("ms by draft vocabulary (of a plain step)", seconds, _of_step)
+    lab.finish(output, {"seconds": seconds}, text)
+
+
+def _of_step(seconds: Seconds, name: str, width: int) -> str:
+    return f" ({seconds[name][width] / seconds['a plain step'][width]:.1%})"
+
+
+if __name__ == "__main__":
+    lab.run(app)

@@ -1,0 +1,409 @@
+"""SpecBound's formula beside measured speed-ups, where heads are as good as in large models.
+
+    python -m eval.papers.specbound --output eval/results/dialled
+
+Synthetic: layers that add nothing are put behind the first ones, so an exit before them sees what
+the last layer gives; then a head there is made wrong at a chosen share of positions. That shows
+what the runtime does with good heads, and nothing about how good heads are. Acceptance, depth and
+draft length are turned; plain decoding and speculation are timed in turns. Nothing else should run
+on the machine. Writes `runs.jsonl`, `summary.json`, `table.md` and `dialled.png`.
+
+The formula, for k drafts per round, each kept with chance a if those before it were, and exits
+after D of L layers: a round commits (1 - a^(k+1)) / (1 - a) tokens and costs k D / L + (L - D) / L
+plain steps. It leaves out the heads, and one row: the last draft too runs through the first D
+layers, or there would be no token behind it. The complete formula has both.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from eval import lab
+from eval.papers.shared import Panel, Values, save, values
+from selfspec.api.speculator import Speculator
+from selfspec.config import SpeculationOptions
+from selfspec.errors import InvalidOption, UnsupportedModel
+from selfspec.eval.decoding import decode, greedy_request
+from selfspec.eval.suites import SIX_TASKS, Question, load_suite
+from selfspec.files import write
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.types import DraftVocabulary, LogitLensHead
+from selfspec.model.backbone import Backbone
+from selfspec.model.parts import text_config
+from selfspec.model.unembedding import Unembedding
+from selfspec.options import Exit
+
+NOTE = """\
+Synthetic: a model that answers early by construction, and a head that is wrong where it is told to
+be. This shows what the runtime does where heads are good, not how good heads are. D / L: depth of
+the exit; k: drafts per round; a: chance that a draft is kept when those before it are. Speed-up
+over plain decoding on the same runtime, after the prompt's pass. The formula is SpecBound's, at the
+a that was measured: heads cost nothing, and no row is run for the token behind the last draft. The
+complete formula has both, so what is missing to 100 % there are rows that are not free, and
+bookkeeping.
+
+"""
+
+
+def main(
+    output: lab.Output,
+    model: lab.Model = None,
+    dtype: str = "bfloat16",
+    layers: Annotated[int, typer.Option(help="D: layers ahead of the exit.")] = 30,
+    extra_layers: Annotated[str, typer.Option(help="L - D, that add nothing: N[,N..].")] = "90,30",
+    max_draft_tokens: Annotated[str, typer.Option(help="k, per round: N[,N..].")] = "2,4,6,8",
+    wrong_shares: Values = "0,0.1,0.2,0.3",
+    suite: lab.Suite = SIX_TASKS,
+    limit: lab.Limit = 6,
+    max_new_tokens: lab.NewTokens = 64,
+    repeats: lab.Repeats = 3,
+    draft_vocab_size: int = 4096,
+    seed: int = 0,
+) -> None:
+    """Measure, then write.
+
+    A draft vocabulary of 4,096 costs two thirds of a layer of the default model, as 32,000 do in a
+    model of 7B parameters.
+    """
+    base = lab.loaded(model, dtype=dtype, executor="generic")
+    questions, runs = load_suite(suite, limit=limit), list[Run]()
+    for extra in lab.counts(extra_layers):
+        rig = Rig(base, questions, layers, extra, draft_vocab_size, max_new_tokens, seed)
+        dials = [
+            Dial(rig.depth_ratio, width, share)
+            for width in lab.counts(max_draft_tokens)
+            for share in values(wrong_shares)
+        ]
+        runs += rig.runs(dials, repeats, seed)
+    found = points(runs)
+    output.mkdir(parents=True, exist_ok=True)
+    write(output / "runs.jsonl", "".join(json.dumps(asdict(run)) + "\n" for run in runs))
+    lab.finish(output, {"points": [asdict(point) for point in found]}, NOTE + as_table(found))
+    save(panels(found), output / "dialled.png")
+
+
+# --- a model that answers early -------------------------------------------------------------------
+
+_PLACES = 1 << 16
+"""Rows of the table that says where a head is wrong."""
+
+_SPIKE = 1e4
+"""Added to the logit of a wrong token: more than any logit."""
+
+
+def early_model(model: PreTrainedModel, layers: int, extra: int) -> PreTrainedModel:
+    """A copy of the first `layers` layers of `model` and `extra` layers that add nothing.
+
+    Those have weights of their own, so they cost what layers cost; only their two output
+    projections are zero. No token ends a text. Raises UnsupportedModel, InvalidOption.
+    """
+    deep = copy.deepcopy(model)
+    config, decoder = text_config(deep), deep.get_decoder()
+    if not 1 <= layers <= len(decoder.layers):
+        raise InvalidOption(f"{layers} layers asked for, the model has {len(decoder.layers)}")
+    kept, total = list(decoder.layers[:layers]), layers + extra
+    silent = [_silent(kept[-1], index) for index in range(layers, total)]
+    decoder.layers = nn.ModuleList([*kept, *silent])
+    config.num_hidden_layers = total
+    if (kinds := getattr(config, "layer_types", None)) is not None:
+        config.layer_types = [*kinds[:layers], *itertools.repeat(kinds[layers - 1], extra)]
+    if deep.generation_config is not None:
+        deep.generation_config.eos_token_id = None
+    return deep
+
+
+def _silent(layer: Any, index: int) -> nn.Module:
+    """A copy of `layer`, at place `index`, that passes its input on."""
+    twin = copy.deepcopy(layer)
+    try:
+        outputs = (twin.self_attn.o_proj, twin.mlp.down_proj)
+    except AttributeError as error:
+        raise UnsupportedModel(f"layers without o_proj and down_proj: {error}") from error
+    for projection in outputs:
+        for weight in projection.parameters():
+            nn.init.zeros_(weight)
+    for module in twin.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = index
+    return twin  # type: ignore[no-any-return]  # a layer is untyped here
+
+
+class DialledHead(LogitLensHead):
+    """The model's own norm and unembedding, made to prefer a wrong token now and then.
+
+    Where, and which token, is a function of the hidden state's bits and the seed: the same at
+    every run, independent from position to position, and the more places the larger
+    `wrong_share`, each in addition to those of a smaller one.
+    """
+
+    def __init__(
+        self, unembedding: Unembedding, vocabulary: DraftVocabulary, seed: int = 0
+    ) -> None:
+        """Right everywhere at first."""
+        super().__init__(unembedding, vocabulary)
+        self.wrong_share = 0.0
+        device, size = unembedding.weight.device, unembedding.weight.shape[1]
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.iinfo(torch.int64)
+        factors = torch.randint(whole.min, whole.max, (size,), generator=generator)
+        self._factors = factors.to(device)  # [d]
+        self._chance = torch.rand(_PLACES, generator=generator).to(device)
+        victims = torch.randint(self.draft_vocab_size, (_PLACES,), generator=generator)
+        self._victims = victims.to(device)
+
+    def unembed(self, features: Tensor) -> Tensor:
+        """[.., d] -> draft logits [.., V_draft], float32."""
+        logits = super().unembed(features)
+        place = self._place(features)
+        spike = (self._chance[place] < self.wrong_share).to(logits.dtype) * _SPIKE
+        return logits.scatter_add_(-1, self._victims[place][..., None], spike[..., None])
+
+    def _place(self, features: Tensor) -> Tensor:
+        """A hash of each row's bits, [.., d] -> 0.._PLACES-1, [..]."""
+        whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[features.element_size()]
+        mixed = (features.contiguous().view(whole).long() * self._factors).sum(-1)
+        return (mixed >> 40) & (_PLACES - 1)  # products are mixed best in their upper bits
+
+
+def dialled_heads(
+    backbone: Backbone, layer: int, draft_ids: Tensor | None = None, seed: int = 0
+) -> tuple[ExitHeads, DialledHead]:
+    """Heads of one exit at `layer`, and that head, whose `wrong_share` is to be dialled."""
+    heads = lab.untrained(backbone, layer, "logit-lens", draft_ids)
+    vocabulary = DraftVocabulary.of(backbone.unembedding, draft_ids)
+    head = DialledHead(backbone.unembedding, vocabulary, seed)
+    heads.by_layer[str(layer)] = head
+    return heads.eval(), head
+
+
+def small_vocabulary(tokens: Iterable[int], size: int, vocab_size: int) -> Tensor:
+    """`size` ids, rising: all of `tokens`, then the lowest others. Raises InvalidOption.
+
+    A head over these alone costs little beside a layer, as a full one does in a large model.
+    """
+    needed = set(tokens)
+    if not len(needed) <= size <= vocab_size:
+        raise InvalidOption(
+            f"a draft vocabulary of {size} for {len(needed)} different tokens of {vocab_size}"
+        )
+    others = (token for token in range(vocab_size) if token not in needed)
+    return torch.tensor(sorted({*needed, *itertools.islice(others, size - len(needed))}))
+
+
+# --- timed ----------------------------------------------------------------------------------------
+
+
+class Dial(NamedTuple):
+    """One setting: D / L, drafts per round, share of wrong ones."""
+
+    depth_ratio: float
+    max_draft_tokens: int
+    wrong_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One timed decoding. Seconds are those after the prompt's pass."""
+
+    prompt: str
+    depth_ratio: float
+    dial: Dial | None
+    """None: plain decoding of the same deep model."""
+    new_tokens: int
+    equal: bool
+    """To the text of plain decoding."""
+    decode_s: float
+    heads_s: float
+    """Of these: heads, judge, and reading the draft from the device."""
+    drafts: tuple[int, ...]
+    """Of each round; the last of a text may have room for fewer."""
+    accepted: int
+    tried: int
+    """Drafts whose predecessors in the round were all kept."""
+
+
+class Rig:
+    """A deep model that is ready to be timed."""
+
+    def __init__(
+        self,
+        base: Speculator,
+        questions: Sequence[Question],
+        layers: int,
+        extra: int,
+        draft_vocab_size: int,
+        new_tokens: int,
+        seed: int,
+    ) -> None:
+        """Plain texts come first: the draft vocabulary must hold them."""
+        backbone = Backbone(early_model(base.model, layers, extra))
+        # a threshold that every token reaches: all drafts leave at the one exit
+        options = SpeculationOptions(exit=Exit(threshold=1e-6), speculate=False, never_slower=False)
+        plain = Speculator(backbone, base.tokenizer, None, base.label, options)
+        self.depth_ratio = layers / (layers + extra)
+        self._requests = {q.id: greedy_request(plain, q.turns[0], new_tokens) for q in questions}
+        self._texts = {
+            name: decode(plain, request, options).tokens for name, request in self._requests.items()
+        }
+        used = itertools.chain.from_iterable(self._texts.values())
+        draft_ids = small_vocabulary(used, draft_vocab_size, backbone.vocab_size)
+        heads, self._head = dialled_heads(backbone, layers, draft_ids, seed)
+        self._speculator = Speculator(backbone, base.tokenizer, heads, base.label, options)
+
+    def runs(self, dials: Sequence[Dial], repeats: int, seed: int) -> Iterator[Run]:
+        """Per prompt all settings, and plain decoding, in random order: drift hits all alike."""
+        shuffle = random.Random(seed)
+        self.timed(next(iter(self._requests)), dials[-1])  # kernels and caches warm
+        prompts = [*self._requests] * repeats
+        for prompt in lab.each(prompts, f"exit at {self.depth_ratio:.0%}", "prompts"):
+            for dial in shuffle.sample([None, *dials], len(dials) + 1):
+                yield self.timed(prompt, dial)
+
+    def timed(self, prompt: str, dial: Dial | None) -> Run:
+        """One decoding."""
+        options = replace(self._speculator.options, speculate=dial is not None)
+        if dial is not None:
+            self._head.wrong_share = dial.wrong_share
+            options = options.updated({"exit": {"max_tokens": dial.max_draft_tokens}})
+        found = decode(self._speculator, self._requests[prompt], options)
+        rounds = [entry for entry in found.entries if not entry.prefill]
+        return Run(
+            prompt=prompt,
+            depth_ratio=self.depth_ratio,
+            dial=dial,
+            new_tokens=len(found.tokens),
+            equal=found.tokens == self._texts[prompt],
+            decode_s=found.decode_s,
+            heads_s=found.seconds["heads"],
+            drafts=tuple(len(entry.draft_tokens) for entry in rounds),
+            accepted=sum(entry.accepted for entry in rounds),
+            tried=sum(min(entry.accepted + 1, len(entry.draft_tokens)) for entry in rounds),
+        )
+
+
+# --- the formula ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What one setting gave over all prompts, and what the formula says."""
+
+    dial: Dial
+    prompts: int
+    equal_texts: int
+    acceptance: float
+    """a: accepted / tried."""
+    compression_rate: float
+    head_cost: float
+    """One head, in plain steps."""
+    speed_up: float
+    """Over plain decoding on this runtime: ratio of total seconds."""
+    speed_up_without_heads: float
+    """With the heads' own seconds taken off."""
+    formula: float
+    """Over the rounds as they were, with the drafts that each had room for."""
+    complete_formula: float
+
+
+def points(runs: Sequence[Run]) -> list[Point]:
+    """One per setting, in the order of their first runs."""
+    by_dial: dict[Dial, list[Run]] = defaultdict(list)
+    plain: dict[float, list[Run]] = defaultdict(list)
+    for run in runs:
+        (plain[run.depth_ratio] if run.dial is None else by_dial[run.dial]).append(run)
+    return [_point(dial, found, plain[dial.depth_ratio]) for dial, found in by_dial.items()]
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """(1 - a^(k+1)) / (1 - a): what a round commits."""
+    return sum(acceptance**kept for kept in range(drafts + 1))
+
+
+def round_cost(drafts: int, depth_ratio: float, *, rows: int, head: float = 0.0) -> float:
+    """Plain steps per round, `rows` of them through the shallow layers alone."""
+    return rows * depth_ratio + (1.0 - depth_ratio) + drafts * head
+
+
+def _point(dial: Dial, runs: Sequence[Run], plain: Sequence[Run]) -> Point:
+    ratio, drafts = dial.depth_ratio, [count for run in runs for count in run.drafts]
+    seconds, plain_seconds = (_total(group, lambda run: run.decode_s) for group in (runs, plain))
+    heads = _total(runs, lambda run: run.heads_s)
+    plain_step = plain_seconds / _total(plain, lambda run: run.new_tokens - 1)
+    head = heads / _total(runs, lambda run: sum(run.drafts)) / plain_step
+    acceptance = sum(run.accepted for run in runs) / sum(run.tried for run in runs)
+    tokens = sum(expected_tokens(acceptance, count) for count in drafts)
+    # without drafts the newest token's own row still runs through the shallow layers
+    cost = sum(round_cost(count, ratio, rows=max(count, 1)) for count in drafts)
+    complete = sum(round_cost(count, ratio, rows=count + 1, head=head) for count in drafts)
+    prompts = {run.prompt for run in runs}
+    return Point(
+        dial=dial,
+        prompts=len(prompts),
+        equal_texts=len(prompts - {run.prompt for run in runs if not run.equal}),
+        acceptance=acceptance,
+        compression_rate=sum(run.new_tokens - 1 for run in runs) / len(drafts),
+        head_cost=head,
+        speed_up=plain_seconds / seconds,
+        speed_up_without_heads=plain_seconds / (seconds - heads),
+        formula=tokens / cost,
+        complete_formula=tokens / complete,
+    )
+
+
+def _total(runs: Sequence[Run], value: Callable[[Run], float]) -> float:
+    """Sum over prompts of the median over repeats."""
+    by_prompt: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        by_prompt[run.prompt].append(value(run))
+    return sum(map(statistics.median, by_prompt.values()))
+
+
+def as_table(points: Sequence[Point]) -> str:
+    """Figures, and ratios of columns."""
+    columns: dict[str, Callable[[Point], str]] = {
+        "D / L": lambda point: f"{point.dial.depth_ratio:.2f}",
+        "k": lambda point: f"{point.dial.max_draft_tokens}",
+        "a": lambda point: f"{point.acceptance:.1%}",
+        "CR": lambda point: f"{point.compression_rate:.2f}",
+        "measured": lambda point: f"{point.speed_up:.2f}×",
+        "formula": lambda point: f"{point.formula:.2f}×",
+        "measured / formula": lambda point: f"{point.speed_up / point.formula:.0%}",
+        "heads' time off": lambda point: f"{point.speed_up_without_heads:.2f}×",
+        "that / formula": lambda point: f"{point.speed_up_without_heads / point.formula:.0%}",
+        "complete formula": lambda point: f"{point.complete_formula:.2f}×",
+        "measured / complete": lambda point: f"{point.speed_up / point.complete_formula:.0%}",
+        "texts of plain decoding": lambda point: f"{point.equal_texts} of {point.prompts}",
+    }
+    return lab.table(columns, ([cell(point) for cell in columns.values()] for point in points))
+
+
+def panels(points: Sequence[Point]) -> Iterator[Panel]:
+    """Speed-up by acceptance, one panel per depth."""
+    for ratio in sorted({point.dial.depth_ratio for point in points}):
+        lines = {}
+        for width in sorted({point.dial.max_draft_tokens for point in points}):
+            here = [p for p in points if p.dial[:2] == (ratio, width)]
+            here.sort(key=lambda point: point.acceptance)
+            for name in ("speed_up", "formula", "complete_formula"):
+                words = f"k = {width}, {name.replace('_', ' ')}"
+                figures = [getattr(point, name) for point in here]
+                lines[words] = ([point.acceptance for point in here], figures)
+        title = f"exit at {ratio:.0%} of the layers"
+        yield Panel(title, "acceptance a", "speed-up over plain decoding", lines, 1.0)
+
+
+if __name__ == "__main__":
+    lab.run(main)

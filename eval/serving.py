@@ -1,0 +1,620 @@
+r"""`selfspec serve` under load: beside `transformers serve`, for equal texts, for a long time.
+
+    python -m eval.serving load --output eval/results/serve-load
+    python -m eval.serving equal --questions question_dev.jsonl --output eval/results/serve-equal
+    python -m eval.serving soak --minutes 20 --concurrency 8
+
+`load`: streams of greedy answers to a suite's first turns, by 1, 4, 16 and 32 clients that each
+wait for an answer before they ask again. One server lives at a time. All read one folder, the
+default model's numbers in bfloat16 unless `--model` names another; a row more has the default
+model's own file. Each load has prompts of its own while the suite lasts, for a prompt that comes
+again is cached. Nothing else should run on the machine.
+
+`equal`: 60 requests, 16 at once, streamed and whole, with and without drafts, a third sampled with
+seeds; between them come requests whose clients go away. Texts, ends, and each token with the bits
+of its logarithm are compared with those that `Speculator.generate` gives in this process. Exit code
+1 where anything differs.
+
+`soak`: clients stream and wait, draw, go away in mid-answer, send what is wrong; texts are short
+and long. Prints each minute what the server holds. Exit code 1 if memory rises over the second half
+by more than `--most` megabytes an hour, if files or threads did not return, or if any answer had a
+status of 500 or more. Everything stays on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import platform
+import random
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import httpx
+import psutil
+import typer
+
+from eval import lab
+from selfspec.api.speculator import Speculator
+from selfspec.errors import InvalidOption
+from selfspec.eval.loads import Load
+from selfspec.eval.suites import SIX_TASKS, load_suite
+from selfspec.hub.models import DEFAULT_HEADS, resolve_model
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+Clients = Annotated[int, typer.Option(min=1, help="Clients at once.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Of an answer at most.")]
+
+# --- a server in a process of its own, and its clients --------------------------------------------
+
+_READY_S = 300.0
+"""For a server to load its model."""
+
+_STOP_S = 40.0
+"""For a server to stop when it is asked to; then it is killed."""
+
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that answers."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+
+@dataclass
+class Heard:
+    """What one request got."""
+
+    status: int = 0
+    text: str = ""
+    finish: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    likely: list[tuple[str, float]] = field(default_factory=list)
+    """Each token and how likely it was, where that was asked for."""
+    error: str | None = None
+    arrivals: list[float] = field(default_factory=list)
+    """Seconds from the request to each chunk with text, of streams."""
+
+    @property
+    def tokens(self) -> int:
+        """As the server counts them; where it does not, a chunk is one."""
+        return int(self.usage.get("completion_tokens", len(self.arrivals)))
+
+    def take(self, answer: Mapping[str, Any], seconds: float | None = None) -> None:
+        """A whole answer, or a stream's chunk that came after so many seconds."""
+        if "choices" not in answer:
+            self.error = json.dumps(answer.get("error", answer))
+            return
+        self.usage = answer.get("usage") or self.usage
+        for choice in answer["choices"]:
+            text = (choice.get("message") or choice.get("delta") or {}).get("content") or ""
+            self.finish = choice.get("finish_reason") or self.finish
+            likely = (choice.get("logprobs") or {}).get("content") or []
+            self.likely += [(one["token"], one["logprob"]) for one in likely]
+            self.text += text
+            if text and seconds is not None:
+                self.arrivals.append(seconds)
+
+
+def ours(*flags: str) -> list[str]:
+    """The command of `selfspec serve`; its port comes behind."""
+    return [sys.executable, "-m", "selfspec", "serve", *flags]
+
+
+def theirs(folder: str, *flags: str) -> list[str]:
+    """The command of `transformers serve`, of the same environment."""
+    command = str(Path(sys.executable).with_name("transformers"))
+    return [command, "serve", folder, "--host", "127.0.0.1", *flags]
+
+
+@contextmanager
+def served(command: Sequence[str]) -> Iterator[Server]:
+    """A server that is ready. Raises RuntimeError with its last words where it never is."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    address = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [*command, "--port", port],
+            stdout=said,
+            stderr=said,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+        try:
+            _wait(address, process)
+            yield Server(address, process)
+        except RuntimeError as error:
+            said.seek(0)
+            words = said.read().decode(errors="replace").strip()[-2000:]
+            raise RuntimeError(f"{' '.join(command)}: {error}\n{words}") from error
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + _READY_S
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise RuntimeError(f"ended with code {process.returncode}")
+        try:
+            if httpx.get(f"{address}/health", timeout=5).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise RuntimeError(f"was not ready within {_READY_S:g} seconds")
+
+
+def clients(server: Server) -> httpx.AsyncClient:
+    """As many connections as are wanted at once."""
+    return httpx.AsyncClient(base_url=server.address, timeout=None, limits=_LIMITS)
+
+
+async def ask(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Heard:
+    """Sends one request; what is no stream is read whole."""
+    heard, start = Heard(), time.perf_counter()
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        heard.status = answer.status_code
+        if not body.get("stream") or answer.status_code != httpx.codes.OK:
+            heard.take(json.loads(await answer.aread()))
+            return heard
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                heard.take(json.loads(line[6:]), time.perf_counter() - start)
+    return heard
+
+
+async def gone(client: httpx.AsyncClient, body: Mapping[str, Any], seconds: float) -> bool:
+    """A request whose client goes away after so many seconds, unless it was answered."""
+    try:
+        await asyncio.wait_for(ask(client, body), seconds)
+    except asyncio.TimeoutError:
+        return True
+    return False
+
+
+def question(text: str, tokens: int, **more: Any) -> dict[str, Any]:
+    """A request of one user's turn; greedy unless told otherwise."""
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": tokens, "temperature": 0, **more}
+
+
+def first_turns(questions: str, limit: int | None = None) -> list[str]:
+    """A suite's."""
+    return [one.turns[0] for one in load_suite(questions, limit=limit)]
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+OURS, PLAIN, FILE = "selfspec", "selfspec, no drafts", "selfspec, the file's blocks"
+THEIRS, BATCHING = "transformers", "transformers, continuous batching"
+PEERS = THEIRS, BATCHING
+
+PACKAGES = ("uvicorn", "fastapi", "httpx", "h11")
+
+
+@dataclass(kw_only=True)
+class Served(Load):
+    """Also, what a server needed not compute."""
+
+    cached: int = 0
+    """Tokens of prompts that it had from earlier requests, as its usage says."""
+
+
+@app.command()
+def load(
+    output: lab.Output,
+    model: Annotated[str | None, typer.Option(help="Folder of all; the default model's.")] = None,
+    heads: Annotated[str, typer.Option(help="Of ours.")] = DEFAULT_HEADS,
+    questions: lab.Suite = SIX_TASKS,
+    requests: Annotated[int, typer.Option(min=1, help="At each load; at least one a client.")] = 64,
+    clients: lab.Numbers = "1,4,16,32",
+    tokens: Tokens = 128,
+    repeats: lab.Repeats = 1,
+    servers: Annotated[str, typer.Option(help="Names with semicolons; all.")] = "",
+    our_args: Annotated[str, typer.Option(help="For selfspec serve.")] = "",
+    peer_args: Annotated[str, typer.Option(help="For transformers serve.")] = "",
+) -> None:
+    """Each server at each load, again and again; the order of servers turns round."""
+    folder = model or resolve_model(None, "bfloat16").source
+    our_flags, peer_flags = shlex.split(our_args), shlex.split(peer_args)
+    mine = ["--model", folder, "--heads", heads, *our_flags]
+    commands = {
+        OURS: ours(*mine),
+        PLAIN: ours(*mine, "--no-speculate"),
+        FILE: ours(*our_flags),
+        THEIRS: theirs(folder, *peer_flags),
+        BATCHING: theirs(folder, "--continuous-batching", *peer_flags),
+    }
+    if model is not None:
+        del commands[FILE]
+    wanted = [name.strip() for name in servers.split(";") if name.strip()] or list(commands)
+    if unknown := set(wanted) - set(commands):
+        raise InvalidOption(f"no server {sorted(unknown)[0]}. There are {list(commands)}")
+    prompts = first_turns(questions)
+    plan = {count: max(requests, count) for count in lab.counts(clients)}
+    turns = [(turn, name) for turn in range(repeats) for name in wanted[:: -1 if turn % 2 else 1]]
+    loads = list[Served]()
+    for turn, name in lab.each(turns, "serving", "servers"):
+        named = {"model": folder} if name in PEERS else {}  # where a server asks for its name
+        with served(commands[name]) as server:
+            hello = [f"Hello, {number}." for number in range(max(plan))]
+            warm = Served(method=name, texts=max(plan))  # what a server does once is not measured
+            asyncio.run(loaded(server, bodies(hello, 8, named), warm))
+            start = 0
+            for count, number in plan.items():
+                own = list(itertools.islice(itertools.cycle(prompts), start, start + number))
+                start += number
+                loads.append(Served(method=name, texts=count, repeat=turn))
+                asyncio.run(loaded(server, bodies(own, tokens, named), loads[-1]))
+    summary = {
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "host": platform.processor(),
+        "servers": {name: shlex.join(commands[name]) for name in wanted},
+        "prompts": len(prompts),
+        "tokens": tokens,
+        "requests": plan,
+        "found": [load.summary() for load in loads],
+        "ahead": ahead(loads),
+    }
+    lab.finish(output, summary, as_text(loads))
+
+
+def bodies(
+    prompts: Sequence[str], tokens: int, named: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Streams."""
+    more = {"stream": True, "stream_options": {"include_usage": True}, **(named or {})}
+    return [question(text, tokens, **more) for text in prompts]
+
+
+async def loaded(server: Server, asked: Sequence[Mapping[str, Any]], load: Served) -> None:
+    """All requests, by so many clients, each of which takes the next one that is left.
+
+    Raises RuntimeError for an error, which no figure may hide.
+    """
+    left = iter(asked)
+
+    async def work() -> None:
+        for body in left:
+            heard = await ask(client, body)
+            if heard.error is not None or heard.status != httpx.codes.OK:
+                raise RuntimeError(f"status {heard.status}: {heard.error}")
+            load.tokens += heard.tokens
+            details = heard.usage.get("prompt_tokens_details") or {}
+            load.cached += details.get("cached_tokens", 0)
+            load.first_s += heard.arrivals[:1]
+            pairs = zip(heard.arrivals, heard.arrivals[1:], strict=False)
+            load.gaps_s += [later - earlier for earlier, later in pairs]
+
+    async with clients(server) as client:
+        start = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(load.texts)))
+        load.seconds = time.perf_counter() - start
+
+
+def ahead(loads: Sequence[Load]) -> dict[int, float]:
+    """By load: tokens per second of our best with drafts, in those of their best."""
+    found = {}
+    for count in sorted({load.texts for load in loads}):
+        mine, best = (
+            [one.tokens_per_s for one in loads if one.texts == count and one.method in names]
+            for names in ((OURS,), PEERS)
+        )
+        if mine and best:
+            found[count] = max(mine) / max(best)
+    return found
+
+
+def as_text(loads: Sequence[Load]) -> str:
+    """Server, clients, tokens, tokens/s, first token and gaps in milliseconds; all repeats."""
+    rows = []
+    for name, count in dict.fromkeys((load.method, load.texts) for load in loads):
+        some = [load for load in loads if (load.method, load.texts) == (name, count)]
+        whole = Load(
+            method=name,
+            texts=count,
+            seconds=sum(one.seconds for one in some),
+            tokens=sum(one.tokens for one in some),
+            first_s=[one for load in some for one in load.first_s],
+            gaps_s=[one for load in some for one in load.gaps_s],
+        )
+        figures = whole.summary()
+        pairs = [figures[part] for part in ("first_s", "gaps_s")]
+        waits = ["" if p is None else f"{1e3 * p[0]:.0f} / {1e3 * p[1]:.0f}" for p in pairs]
+        rows.append([name, count, whole.tokens, f"{whole.tokens_per_s:.1f}", *waits])
+    header = ("server", "clients", "tokens", "tokens/s", "first token, ms", "gaps, ms: p50 / p95")
+    lines = [
+        f"- {count} at once: {times:.2f} times the best of transformers serve\n"
+        for count, times in ahead(loads).items()
+    ]
+    return lab.table(header, rows) + "\n" + "".join(lines)
+
+
+# --- equal ----------------------------------------------------------------------------------------
+
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
+
+
+class Alone(NamedTuple):
+    """What a request is without a server."""
+
+    text: str
+    finish: str
+    prompt_tokens: int
+    tokens: int
+    likely: list[tuple[str, float]]
+    """Each token, and the logarithm of its probability."""
+
+
+@app.command()
+def equal(
+    output: lab.Output,
+    questions: lab.Suite = SIX_TASKS,
+    model: lab.Model = None,
+    heads: lab.Heads = None,
+    dtype: lab.Dtype = None,
+    requests: Annotated[int, typer.Option(min=1)] = 60,
+    concurrency: Clients = 16,
+    tokens: Tokens = 64,
+) -> None:
+    """Is each text over HTTP that of `generate` alone?"""
+    prompts = first_turns(questions, requests)
+    given = {"model": model, "heads": heads, "dtype": dtype}
+    speculator, alone = lab.loaded(model, heads, dtype), list[Alone]()
+    for prompt in lab.each(prompts, "alone", "answers"):
+        alone.append(without_server(speculator, len(alone), prompt, tokens))
+    flags = [part for name, value in given.items() if value for part in (f"--{name}", value)]
+    found = []
+    with served(ours(*flags)) as server:
+        for speculation in (True, False):
+            work = compared(server, prompts, alone, tokens, concurrency, speculation=speculation)
+            found.append(asyncio.run(work))
+            print(found[-1], flush=True)
+    summary = {"requests": len(prompts), "concurrency": concurrency, "found": found}
+    header = [name for name in found[0] if name != "differing"]
+    rows = [[*(entry[name] for name in header), len(entry["differing"])] for entry in found]
+    lab.finish(output, summary, lab.table([*header, "differing"], rows))
+    if any(entry["differing"] for entry in found):
+        raise typer.Exit(1)
+
+
+def without_server(speculator: Speculator, number: int, prompt: str, tokens: int) -> Alone:
+    """Without drafts either."""
+    options: Any = {"do_sample": False}
+    if sampled(number):
+        options = {"do_sample": True, "top_k": 0, "min_p": 0.0, "seed": number, **SAMPLED}
+    options |= {"max_new_tokens": tokens, "speculate": False, "logprobs": 0}
+    found = speculator.generate(prompt, **options)
+    words: Any = speculator.tokenizer
+    return Alone(
+        found.text,
+        "stop" if found.stop_reason == "eos" else "length",
+        found.stats.prompt_tokens,
+        len(found.token_ids),
+        [(words.decode([one.token]), one.logprob) for one in found.logprobs or ()],
+    )
+
+
+def sampled(number: int) -> bool:
+    """Whether a request draws."""
+    return number % 3 == 0
+
+
+async def compared(
+    server: Server,
+    prompts: Sequence[str],
+    alone: Sequence[Alone],
+    tokens: int,
+    concurrency: int,
+    *,
+    speculation: bool,
+) -> dict[str, Any]:
+    """How many there were, and which differ. Every second one streams."""
+    dice = random.Random(concurrency)
+    order = dice.sample(range(len(prompts)), len(prompts))
+    left, heard, cancelled = iter(order), dict[int, Heard](), 0
+
+    async def work() -> None:
+        nonlocal cancelled
+        for number in left:
+            more: dict[str, Any] = {"speculation": speculation, "logprobs": True}
+            if number % 2:
+                more |= {"stream": True, "stream_options": {"include_usage": True}}
+            if sampled(number):
+                more |= {"seed": number, **SAMPLED}
+            asked = question(prompts[number], tokens, **more)
+            if dice.random() < 0.25:
+                cancelled += 1
+                await gone(client, asked, dice.uniform(0.05, 1.0))
+            heard[number] = await ask(client, asked)
+
+    async with clients(server) as client:
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+    said = {
+        number: (
+            one.text if one.error is None else one.error,
+            one.finish,
+            one.usage.get("prompt_tokens"),
+            one.usage.get("completion_tokens"),
+            one.likely,
+        )
+        for number, one in sorted(heard.items())
+    }
+    drafts = [one.usage.get("speculation", {}) for one in heard.values()]
+    return {
+        "speculation": speculation,
+        "answers": len(heard),
+        "sampled": sum(map(sampled, heard)),
+        "streams": sum(number % 2 for number in heard),
+        "cancelled": cancelled,
+        "tokens": sum(one.tokens for one in heard.values()),
+        "drafted": sum(one.get("num_draft_tokens", 0) for one in drafts),
+        "accepted": sum(one.get("num_accepted_tokens", 0) for one in drafts),
+        "differing": {
+            number: [*alone[number], "over HTTP:", *words]
+            for number, words in said.items()
+            if tuple(alone[number]) != words
+        },
+    }
+
+
+# --- soak -----------------------------------------------------------------------------------------
+
+_WRONG: tuple[dict[str, Any], ...] = (
+    {},
+    {"messages": []},
+    {"messages": [{"role": "user", "content": "a"}], "temperature": 9},
+    {"messages": [{"role": "user", "content": "a " * 50_000}]},
+)
+
+_REST_S = 8.0
+"""After the last request: longer than connections are kept for a next one."""
+
+
+class Held(NamedTuple):
+    """What the server's process holds."""
+
+    minutes: float
+    rss_mb: float
+    files: int
+    threads: int
+
+
+@dataclass
+class Soak:
+    """One run."""
+
+    process: psutil.Process
+    started: float = field(default_factory=time.monotonic)
+    held: list[Held] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def minutes(self) -> float:
+        """Since it began."""
+        return (time.monotonic() - self.started) / 60
+
+    def look(self) -> Held:
+        """What is held now."""
+        with self.process.oneshot():
+            rss = self.process.memory_info().rss / 1e6
+            return Held(self.minutes, rss, self.process.num_fds(), self.process.num_threads())
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(min=0.1)] = 20.0,
+    concurrency: Clients = 8,
+    questions: lab.Suite = SIX_TASKS,
+    most: Annotated[float, typer.Option(help="Megabytes an hour that memory may rise.")] = 60.0,
+    every: Annotated[float, typer.Option(min=1, help="Seconds between two looks.")] = 60.0,
+    kv_memory: Annotated[str, typer.Option(help="Of the server; it is full soon.")] = "300MB",
+    args: Annotated[str, typer.Option(help="More flags for the server.")] = "",
+) -> None:
+    """Does the server's memory stay?"""
+    prompts = first_turns(questions)
+    with served(ours("--kv-memory", kv_memory, *args.split())) as server:
+        soak = Soak(psutil.Process(server.process.pid))
+        before, after = asyncio.run(soaked(server, soak, prompts, minutes, concurrency, every))
+    slope = per_hour(soak.held)
+    print(f"requests: {dict(sorted(soak.counts.items()))}")
+    print(
+        f"before and after: files {before.files} {after.files}, threads {before.threads} "
+        f"{after.threads}"
+    )
+    print(f"memory over the second half: {slope:+.1f} MB an hour, allowed {most:+.1f}")
+    faults = [name for name in soak.counts if name >= "status 500" or name.startswith("failed")]
+    leaks = after.files > before.files or after.threads > before.threads
+    if slope > most or faults or leaks:
+        raise typer.Exit(1)
+
+
+async def soaked(
+    server: Server, soak: Soak, prompts: list[str], minutes: float, concurrency: int, every: float
+) -> tuple[Held, Held]:
+    """What was held before it, once all parts have run, and behind it."""
+    for number in range(concurrency):
+        async with clients(server) as client:
+            await client.post("/v1/completions", json={"prompt": f"{number}", "max_tokens": 4})
+    await asyncio.sleep(_REST_S)
+    before, numbers = soak.look(), itertools.count()
+
+    async def look() -> None:
+        while True:
+            held = soak.look()
+            soak.held.append(held)
+            print(
+                f"{held.minutes:5.1f} min  {held.rss_mb:8.1f} MB  {held.files:4d} files  "
+                f"{held.threads:3d} threads  {soak.counts.total()} requests",
+                flush=True,
+            )
+            await asyncio.sleep(every)
+
+    async def work() -> None:
+        while soak.minutes < minutes:
+            dice = random.Random(next(numbers))
+            try:
+                soak.counts[await one(client, prompts, dice)] += 1
+            except httpx.HTTPError as error:
+                soak.counts[f"failed: {type(error).__name__}"] += 1
+
+    looking = asyncio.ensure_future(look())
+    async with clients(server) as client:
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+    looking.cancel()
+    await asyncio.sleep(_REST_S)
+    return before, soak.look()
+
+
+async def one(client: httpx.AsyncClient, prompts: list[str], dice: random.Random) -> str:
+    """A request of some kind; what came of it."""
+    kind = dice.choice(["greedy", "sampled", "long", "several", "gone", "gone", "wrong"])
+    if kind == "wrong":
+        return f"status {(await ask(client, dice.choice(_WRONG))).status}"
+    body = question(dice.choice(prompts), dice.choice([4, 16, 64]))
+    body["stream"] = dice.random() < 0.5
+    if kind == "sampled":
+        body |= {"temperature": 0.9, "seed": dice.randrange(2**32), "stop": ["\n\n"]}
+    elif kind == "long":
+        body |= {"max_tokens": 300}
+    elif kind == "several":
+        body |= {"stream": True, "n": 3, "temperature": 0.7}
+    elif kind == "gone":
+        body |= {"max_tokens": 1000, "temperature": 1.5}
+        if await gone(client, body, dice.uniform(0.0, 3.0)):
+            return "gone"
+    return f"status {(await ask(client, body)).status}"
+
+
+def per_hour(held: list[Held]) -> float:
+    """Slope of memory over the second half, megabytes an hour. Raises ValueError for one look."""
+    half = held[len(held) // 2 :] if len(held) > 3 else held
+    times, sizes = [one.minutes / 60 for one in half], [one.rss_mb for one in half]
+    return statistics.linear_regression(times, sizes).slope
+
+
+if __name__ == "__main__":
+    lab.run(app)

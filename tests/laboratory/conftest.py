@@ -1,0 +1,29 @@
+"""A tiny model in a folder, and prompts: what scripts are tried on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.models import make_model
+from tests.talks import make_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Its folder; no test writes there."""
+    folder = tmp_path_factory.mktemp("laboratory") / "model"
+    make_model("llama").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """Eight of them, in a file."""
+    words = [" ".join(f"{number:03b}".replace("0", "a").replace("1", "b")) for number in range(8)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in words))
+    return str(path)

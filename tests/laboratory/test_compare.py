@@ -1,0 +1,165 @@
+"""Settings and versions in turns: who answers what, what is compared with what, what differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from eval import compare, lab
+from selfspec.errors import InvalidOption
+from selfspec.eval.answers import Answer, Run
+
+# --- settings
+
+
+def test_drafters_are_set_beside_plain_decoding_and_the_first(
+    tiny_model: str, prompts: str, tmp_path: Path
+) -> None:
+    asked: Any = {"model": tiny_model, "heads": "logit-lens", "dtype": "float32", "suite": prompts}
+    drafters = ["chain=exit:layers=2,max_tokens=1", "text=ngram;row=0"]
+    out = tmp_path / "out"
+    compare.settings(out, drafters, **asked, limit=2, new_tokens=6)
+    answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert all(answer["runs"].keys() == {"plain", "chain", "text"} for answer in answers)
+    assert all(run["equal"] for answer in answers for run in answer["runs"].values())
+    methods = json.loads((out / "summary.json").read_text())["methods"]
+    assert methods["text"]["setting"] == {"drafter": "ngram", "prices": "row=0"}
+    page = (out / "table.md").read_text()
+    assert "## Over chain" in page
+    assert "| chain | 1.000 (1.000 to 1.000) | 1.00 |" in page
+
+
+@pytest.mark.parametrize("text", ["ngram", "=ngram", "a=", "plain=ngram"])
+def test_a_setting_without_a_name_is_refused(text: str) -> None:
+    with pytest.raises(InvalidOption, match="is not NAME=DRAFTER"):
+        compare.named_settings([text])
+
+
+# --- tuned
+
+
+@pytest.mark.parametrize(
+    "found", [{"speculate": True, "drafter": "exit:layers=2,max_tokens=2"}, {"speculate": False}]
+)
+def test_the_tuned_setting_and_the_grid_answer_prompts_that_were_not_tuned_on(
+    tiny_model: str,
+    prompts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    found: dict[str, Any],
+) -> None:
+    """Whatever `tune` finds to pay, drafts or none."""
+    out = tmp_path / "out"
+    kept = SimpleNamespace(options=found, speed_up=1.5)
+    monkeypatch.setattr(compare, "tune", lambda *_: kept)
+    asked: Any = {"model": tiny_model, "heads": "logit-lens", "dtype": "float32", "suite": prompts}
+    small: Any = {"limit": 2, "tune_limit": 3, "new_tokens": 6, "points": 4}
+    compare.tuned(out, **asked, **small)
+    names = ["answers.jsonl", "run.yaml", "summary.json", "table.md"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    about = yaml.safe_load((out / "run.yaml").read_text())["run"]
+    assert len(answers) == 2
+    assert not {answer["id"] for answer in answers} & set(about["tuned_on"])
+    assert found.items() <= about["tuned"].items()
+    for answer in answers:
+        assert len(answer["runs"]) == 2 + 4
+        assert {"plain", "tuned"} <= answer["runs"].keys()
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["prompts"], summary["points"]) == (2, 4)
+    with pytest.raises(InvalidOption, match="cannot resume"):
+        compare.tuned(out, **asked, **small | {"new_tokens": 7})
+
+
+def test_the_grids_best_is_found_with_hindsight_and_on_the_other_half() -> None:
+    """By prompt a, b, c, d: one point is fast on a and c, the other on b and d, the first more."""
+    seconds = {
+        "plain": (4.0, 4.0, 4.0, 4.0),
+        "tuned": (2.0, 2.0, 2.0, 2.0),
+        "first": (1.0, 4.0, 1.0, 4.0),
+        "second": (3.0, 3.0, 4.0, 2.0),
+    }
+    answers = [
+        Answer(
+            id=name,
+            task="t",
+            turn=1,
+            repeat=1,
+            runs={label: Run(seconds=times[at]) for label, times in seconds.items()},
+        )
+        for at, name in enumerate("abcd")
+    ]
+    found = compare.compared(answers, ["first", "second"], 0)
+    assert found["best"] == "first"
+    # b and d find the second, a and c the first: a 3, b 4, c 4, d 4
+    assert {name: gain["ratio"] for name, gain in found.items() if "_over_" in name} == {
+        "tuned_over_plain": 2.0,
+        "best_over_plain": 16 / 10,
+        "tuned_over_best": 10 / 8,
+        "searched_over_plain": 16 / 15,
+        "tuned_over_searched": 15 / 8,
+    }
+
+
+def test_ratios_are_of_sums_and_answers_of_one_token_are_left_out() -> None:
+    found = lab.faster([4.0, 2.0, 0.0], [1.0, 4.0, 1.0], ["a", "b", "b"])
+    assert (found["ratio"], found["worst"]) == (6 / 5, 0.5)
+    assert found["tasks"] == {"a": 4.0, "b": 0.5}
+    assert lab.faster_cells(found | {"interval": (1, 2)}) == [
+        "1.200 (1.000 to 2.000)",
+        *("0.50", "4.00", "0.50"),
+    ]
+
+
+# --- versions
+
+
+class Fake:
+    """Answers with as many seconds as it is told, and with ids of its own for one prompt."""
+
+    def __init__(self, seconds: float, odd: str = "") -> None:
+        self.seconds = seconds
+        self.odd = odd
+        self.asked: list[Mapping[str, Any]] = []
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self.asked.append(request)
+        ids = [1, 2, 3] if request["prompt"] == self.odd else [1, 2]
+        counts = {"rounds": len(request["prompt"])}
+        return {"ids": ids, "logits": "ab", "counts": counts, "seconds": self.seconds}
+
+
+def test_every_prompt_is_asked_plainly_and_with_drafts_of_both() -> None:
+    versions = [Fake(2.0), Fake(1.0)]
+    found = compare.answers([one.ask for one in versions], ["a", "bc"], 7)
+    assert [(one.prompt, one.way) for one in found] == [
+        *(("a", "plain"), ("a", "default"), ("bc", "plain"), ("bc", "default")),
+    ]
+    for version in versions:
+        assert [request.get("speculate") for request in version.asked] == [False, None] * 2
+        assert all(request["max_new_tokens"] == 7 for request in version.asked)
+    assert compare.bits(found) == ["8 tokens and their logits, 0 answers differ"]
+    for line in compare.seconds(found):
+        assert "2.000 (2.000 to 2.000) times as fast" in line
+
+
+def test_a_difference_is_named() -> None:
+    found = compare.answers([Fake(1.0).ask, Fake(1.0, odd="bc").ask], ["a", "bc"], 7)
+    assert compare.bits(found) == [
+        "plain ids differ: 'bc'",
+        "default ids differ: 'bc'",
+        "10 tokens and their logits, 2 answers differ",
+    ]
+
+
+@pytest.mark.parametrize("part", ["logits", "counts"])
+def test_equal_tokens_may_still_differ(part: str) -> None:
+    before = {"ids": [1], "logits": "ab", "counts": {"rounds": 1}}
+    one = compare.Answered("a", "plain", before, before | {part: "other"})
+    assert one.difference == part

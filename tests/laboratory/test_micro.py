@@ -1,0 +1,163 @@
+"""Times by rows: all is timed, what is written are its figures, and pages say what they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval import micro
+from eval.random_gguf import SHAPES, Shape
+from selfspec.decoding.clock import Clock
+from selfspec.errors import InvalidOption
+from tests.models import make_model
+
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def run(command: Any, output: Path, **options: Any) -> dict[str, Any]:
+    """The summary; the page is printed."""
+    command(output=output, **options)
+    found: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    assert found["command"].startswith("python ")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "things", "counts"),
+    [
+        (
+            micro.texts,
+            {"dtypes": "float32", "texts": "1,3", "in_front": 5, "repeats": 1},
+            {"float32, as in the file", "float32, numbers"},
+            ["1", "3"],
+        ),
+        (
+            micro.widths,
+            {"dtype": "float32", "widths": "8,32"},
+            {"a draft token", "a plain step"},
+            ["8", "32", "96"],
+        ),
+        pytest.param(
+            micro.split,
+            {"rows": "1,2", "in_front": 5, "repeats": 1},
+            {*micro.PARTS, "unembedding"},
+            ["1", "2"],
+            marks=needs_compiler,
+        ),
+        pytest.param(
+            micro.prompts,
+            {"lengths": "40", "repeats": 1},
+            {"selfspec", "hugging-face"},
+            ["40"],
+            marks=LINUX,
+        ),
+    ],
+    ids=["texts", "widths", "split", "prompts"],
+)
+def test_every_thing_is_timed_by_rows(
+    tiny_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Any,
+    options: dict[str, Any],
+    things: set[str],
+    counts: list[str],
+) -> None:
+    monkeypatch.setattr(micro, "apart", lambda work, *given: work(*given))
+    seconds = run(command, tmp_path, model=tiny_model, **options)["seconds"]
+    assert seconds.keys() == things
+    for found in seconds.values():
+        assert list(found) == counts
+        assert all(one > 0 for one in found.values())
+    page = (tmp_path / "table.md").read_text()
+    assert len([line for line in page.splitlines() if line.startswith("| ")]) >= 3
+
+
+def test_brackets_say_what_they_are_shares_of() -> None:
+    seconds = {"all layers": {1: 0.003, 4: 0.006}, "unembedding": {1: 0.001, 4: 0.002}}
+    lines = micro.as_table("part", seconds, micro._share).splitlines()
+    assert lines[0] == "| part | 1 | 4 |"
+    assert lines[2] == "| all layers | 3.000 (75%) | 6.000 (75%) |"
+    assert micro.as_table("", seconds).splitlines()[2].endswith("6.000 (2.00) |")
+    assert micro._tokens(seconds, "all layers", 4) == " (2.00)"  # four texts in twice the time
+    more = {"limit": {"unembedding": "0.5"}}
+    assert micro.as_table("", seconds, more=more).splitlines()[3].endswith(" | 0.5 |")
+
+
+# --- a step
+
+
+def test_all_decoders_and_passes_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"dtype": "float32", "new_tokens": 2, "repeats": 1}
+    found = run(micro.steps, tmp_path, shape="tiny", device="cpu", context=999, **options)
+    executors = {"generic", "fused"} - ({"fused"} if shutil.which("c++") is None else set())
+    assert found["steps"].keys() == executors
+    assert found["token_s"].keys() == {micro.HF, *executors}
+    assert found["context"] == 240  # what the shape has room for
+    assert found["steps"]["generic"]["context_tokens"] == 240
+    assert "random weights" in found["weights"]
+    assert not found["captured"]
+    page = (tmp_path / "table.md").read_text()
+    assert "graph" not in page
+    assert page == capsys.readouterr().out
+    with pytest.raises(InvalidOption, match="llama-2-7b"):
+        micro.steps(output=tmp_path, shape="large")
+
+
+def test_the_page_sets_what_was_timed_against_the_limit() -> None:
+    step = {"step_bytes": 500, "memory_bytes_per_s": 1e6, "limit_s": 0.0005, "rows_s": {1: 0.003}}
+    times = {micro.HF: 0.004, "generic": 0.002, "cuda-graph": 0.001}
+    found = {"parameters": 9, "context": 20, "captured": False, "token_s": times}
+    page = micro.step_page(found | {"steps": {"generic": step}})
+    assert "no graph was captured" in page
+    assert "| cuda-graph | 1.000 | 2.00 | 4.00× |" in page
+    assert "| generic | 3.000 (1.00) |" in page
+    assert "no graph" not in micro.step_page(found | {"steps": {"generic": step}, "captured": True})
+
+
+def test_an_executor_that_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert dict(micro._executors(make_model("llama"))).keys() == {"generic"}
+
+
+# --- products
+
+
+def test_rates_are_bytes_and_operations_over_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(micro, "memory_rate", lambda _: 30e9)
+    monkeypatch.setattr(micro, "arithmetic_rate", lambda _: 150.0)
+    monkeypatch.setattr(micro, "one_product", lambda *_: {"ours": {1: 0.002, 4: 0.004}})
+    monkeypatch.setitem(SHAPES, "odd", Shape(500, 1000, 1, 5, 1, 10**6, 1))
+    found = run(micro.products, tmp_path, shapes="odd", dtypes="bfloat16", rows="1,4")
+    assert found["memory_gb_s"] == 30.0
+    names = [name.split(", ", 1)[1] for name in found["seconds"]]
+    assert names[0] == "queries, keys, values 700×500, ours"
+    assert len(names) == 4  # the head is too large
+    (down,) = (line for line in (tmp_path / "table.md").read_text().splitlines() if "down" in line)
+    # 500,000 weights of 2 bytes in 2 ms; 4 rows of 1 MFLOP in 4 ms
+    assert down == "| odd bfloat16, down 500×1000, ours | 2.000 (1.00) | 4.000 (2.00) | 0.5 | 1.0 |"
+    with pytest.raises(InvalidOption, match="smollm2-135m"):
+        micro.products(tmp_path, "huge")
+
+
+@needs_compiler
+def test_a_kernel_that_takes_long_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (32, 16, torch.float32, (1, 2), 0, Clock(micro.CPU, 1))
+    assert {name: [*found] for name, found in micro.one_product(*asked).items()} == {
+        "ours": [1, 2],
+        "torch": [1, 2],
+    }
+    monkeypatch.setattr(micro, "_PATIENCE_S", 0.0)
+    assert all([*found] == [1] for found in micro.one_product(*asked).values())
