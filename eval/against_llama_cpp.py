@@ -29,8 +29,8 @@ from torch import Tensor
 import selfspec
 from eval.called import command
 from selfspec.api.text import encode
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.eval.arrivals import Arrivals
 from selfspec.eval.methods import METHODS, endless
 from selfspec.eval.metrics import ratio_interval
@@ -69,7 +69,7 @@ def main(
     answers = []
     with (
         worker(python, gguf, threads, context) as ask,
-        progress.bar("answering", "questions") as advance,
+        bar("answering", "questions") as advance,
     ):
         ways = methods(speculator, ask, lookup=lookup)
         if numbers:

@@ -26,8 +26,8 @@ import selfspec
 from eval.against_llama_cpp import LLAMA, de_quantised, methods, worker
 from eval.called import command
 from selfspec.api.text import encode
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.files import write
 from selfspec.hub.models import default_model_file
 
@@ -53,7 +53,7 @@ def main(
             del ways[LLAMA]
         ids = encode(speculator.tokenizer, _PROMPT)
         rates: dict[int, dict[str, list[float]]] = {n: {w: [] for w in ways} for n in counts}
-        advance = stack.enter_context(progress.bar("answering", "answers"))
+        advance = stack.enter_context(bar("answering", "answers"))
         for way in ways.values():
             way(ids, new_tokens)  # what happens once, now
         for turn in range(turns):

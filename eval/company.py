@@ -25,7 +25,7 @@ from torch import Tensor
 from eval.called import command
 from eval.side_by_side import loaded
 from selfspec.api.speculator import Speculator
-from selfspec.cli.env import machine
+from selfspec.cli.measure import machine
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.engine import Engine, Running

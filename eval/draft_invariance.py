@@ -20,8 +20,8 @@ import typer
 import selfspec
 from eval.called import command
 from selfspec.api.speculator import Speculator
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.config import SpeculationOptions
 from selfspec.eval.compare import Bits
 from selfspec.eval.decoding import decode_recorded, greedy_request
@@ -45,7 +45,7 @@ def main(
         raise SystemExit("here bits depend on the number of rows: only --pinned pads them equal")
     asked = load_suite(suite, questions, limit)
     found = {name: Bits() for name in ways(speculator.options)}
-    with progress.bar("compare", "prompts") as show:
+    with bar("compare", "prompts") as show:
         for number, question in enumerate(asked):
             show(number, len(asked), "")
             compare(speculator, question, new_tokens, found)

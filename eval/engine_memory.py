@@ -22,7 +22,7 @@ import typer
 from eval.called import command
 from eval.side_by_side import loaded
 from selfspec.api.speculator import Speculator
-from selfspec.cli.env import machine
+from selfspec.cli.measure import machine
 from selfspec.decoding.engine import Engine
 from selfspec.files import write
 

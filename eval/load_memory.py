@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from eval.called import command
-from selfspec.cli.env import machine
+from selfspec.cli.measure import machine
 from selfspec.files import write
 
 

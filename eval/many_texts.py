@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eval.called import command
 from eval.side_by_side import loaded
-from selfspec.cli.env import machine
+from selfspec.cli.measure import machine
 from selfspec.decoding.clock import Clock
 from selfspec.files import write
 from selfspec.model.backbone import Backbone

@@ -23,8 +23,8 @@ import selfspec
 from eval.called import command
 from eval.draft_invariance import table
 from selfspec.api.speculator import Speculator
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.eval.compare import Bits
 from selfspec.eval.decoding import greedy_request
@@ -52,7 +52,7 @@ def main(
     asked = load_suite(suite, questions, limit)
     found = {way: Bits() for way in WAYS}
     hashes = {}
-    with progress.bar("compare", "texts") as show:
+    with bar("compare", "texts") as show:
         for number, question in enumerate(asked):
             show(number, len(asked), "")
             hashes[question.id] = compare(speculator, question, new_tokens, most_tokens, found)

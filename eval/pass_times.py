@@ -20,7 +20,7 @@ import typer
 
 from eval.against_llama_cpp import LLAMA, worker
 from eval.called import command
-from selfspec.cli.env import machine
+from selfspec.cli.measure import machine
 from selfspec.decoding.clock import Clock
 from selfspec.decoding.speed import Passes, memory_rate
 from selfspec.files import write

@@ -26,8 +26,8 @@ import typer
 from torch import Tensor, nn
 
 from eval.called import command
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.decoding.clock import Clock
 from selfspec.decoding.speed import memory_rate
 from selfspec.files import write
@@ -107,7 +107,7 @@ def main(
     memory = memory_rate(Clock(torch.device("cpu"), repeats)) / 1e9
     arithmetic = arithmetic_rate()
     found = []
-    with progress.bar("time", "products") as show:
+    with bar("time", "products") as show:
         for number, (model, part, dtype) in enumerate(asked):
             show(number, len(asked), f"{model}, {part}, {dtype}")
             found.append(timed(model, part, dtype, cold_mb, repeats))

@@ -25,7 +25,7 @@ import typer
 import selfspec
 from eval.called import command
 from eval.load_memory import memory
-from selfspec.cli.env import machine
+from selfspec.cli.measure import machine
 from selfspec.decoding.clock import Clock
 from selfspec.files import write
 from selfspec.hub.models import load_model

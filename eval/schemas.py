@@ -23,8 +23,8 @@ import typer
 import selfspec
 from eval.called import command
 from selfspec.api.speculator import Speculator
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.eval.metrics import ratio_interval
 from selfspec.eval.suites import SIX_TASKS, load_suite
 from selfspec.files import write
@@ -94,7 +94,7 @@ def main(
     asked = load_suite(suite, questions, limit)
     found = {name: Found() for name in SCHEMAS}
     answer(speculator, "Hello", SCHEMAS["class"], Found())  # what is made once is not timed
-    with progress.bar("schemas", "requests") as show:
+    with bar("schemas", "requests") as show:
         for number, question in enumerate(asked):
             for place, (name, schema) in enumerate(SCHEMAS.items()):
                 show(number * len(SCHEMAS) + place, len(asked) * len(SCHEMAS), name)

@@ -24,8 +24,8 @@ import selfspec
 from eval.called import command
 from eval.served import Heard, Server, ask, clients, ours, question, served
 from selfspec.api.speculator import Speculator
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.eval.suites import SIX_TASKS, load_suite
 from selfspec.files import write
 
@@ -59,7 +59,7 @@ def main(
     flags = {name: value for name, value in given.items() if value is not None}
     speculator = selfspec.load(**flags)
     alone = []
-    with progress.bar("alone", "answers") as show:
+    with bar("alone", "answers") as show:
         for number, prompt in enumerate(prompts):
             show(number, len(prompts))
             alone.append(without_server(speculator, number, prompt, tokens))

@@ -29,9 +29,8 @@ from rich.table import Table
 
 from eval.called import command
 from eval.served import Heard, Server, ask, clients, ours, question, served, theirs
-from selfspec.cli import progress
-from selfspec.cli.common import rendered
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar, rendered
+from selfspec.cli.measure import machine
 from selfspec.eval.loads import Load
 from selfspec.eval.suites import SIX_TASKS, load_suite
 from selfspec.files import write
@@ -130,7 +129,7 @@ def measured(
     starts = dict(zip(plan, accumulate(plan.values(), initial=0), strict=False))
     of = repeats * len(commands) * sum(plan.values())
     names = list(commands)
-    with progress.bar("serving", "answers") as show:
+    with bar("serving", "answers") as show:
         for repeat in range(repeats):
             for name in names[:: -1 if repeat % 2 else 1]:
                 model = folder if name in PEERS else None

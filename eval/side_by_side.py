@@ -24,8 +24,8 @@ import typer
 import selfspec
 from eval.called import command
 from selfspec.api.speculator import Speculator
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.eval.metrics import ratio_interval
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite
 from selfspec.files import write
@@ -65,7 +65,7 @@ def main(
     found = {name: Found() for name in settings}
     for values in settings.values():  # what is made once is not timed
         speculator.generate("Hello", max_new_tokens=8, **values | {"never_slower": False})
-    with progress.bar("compare", "prompts") as show:
+    with bar("compare", "prompts") as show:
         for number, question in enumerate(asked):
             show(number, len(asked), question.id)
             answer(speculator, question, settings, new_tokens, found)

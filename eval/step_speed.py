@@ -17,7 +17,7 @@ import torch
 import typer
 
 from eval.device_speed import SHAPES, as_json, markdown, measure, random_model
-from selfspec.cli.env import machine
+from selfspec.cli.measure import machine
 from selfspec.files import write
 from selfspec.hub.models import load_model
 

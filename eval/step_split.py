@@ -19,7 +19,7 @@ import typer
 from torch import Tensor
 
 from eval.called import command
-from selfspec.cli.env import machine
+from selfspec.cli.measure import machine
 from selfspec.decoding.clock import Clock
 from selfspec.files import write
 from selfspec.hub.models import load_model

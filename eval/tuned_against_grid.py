@@ -24,8 +24,8 @@ import typer
 import selfspec
 from eval.called import command
 from selfspec.api.speculator import Speculator
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.decoding.measure import measure
 from selfspec.errors import HeadsNotFound
 from selfspec.eval import results
@@ -84,7 +84,7 @@ def main(
     results.begin(output, json.loads(json.dumps(facts)), resume=False)
     ways = contenders(speculator, tuned, settings)
     runner = Bench(speculator=speculator, options=options)
-    with progress.bar("run", "questions") as show:
+    with bar("run", "questions") as show:
         answers = runner.measure(timed, ways, output / ANSWERS, show)
     if missing := failures(answers):
         raise SystemExit("\n".join(missing))
@@ -99,11 +99,11 @@ def main(
 def tuned_on(speculator: Speculator, questions: Sequence[Question], new_tokens: int) -> Tuned:
     """What `selfspec tune` would keep, with its own defaults."""
     assert speculator.heads is not None  # noqa: S101  # main has checked
-    with progress.bar("record", "questions") as show:
+    with bar("record", "questions") as show:
         made = record(speculator, questions, RecordOptions(max_new_tokens=new_tokens), show)
     rows = made.info.max_draft_tokens + 1
     costs = measure(speculator.backbone, speculator.heads, rows=rows, context=made.mean_context)
-    with progress.bar("replay", "settings") as show:
+    with bar("replay", "settings") as show:
         return tune(made, costs, TuneOptions(), show)
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from selfspec.cli import progress
+from selfspec.cli.base import bar
 from selfspec.errors import InvalidOption
 from selfspec.eval.metrics import speed_up
 from selfspec.eval.suites import SIX_TASKS, load_suite
@@ -157,7 +157,7 @@ def main(
 def answers(versions: Sequence[Version], prompts: Sequence[str], count: int) -> list[Answered]:
     """Every prompt in every way, the versions in random order."""
     shuffled, found = random.Random(0), []
-    with progress.bar("ask", "prompts") as show:
+    with bar("ask", "prompts") as show:
         for number, prompt in enumerate(prompts):
             for way, options in WAYS.items():
                 request = {"prompt": prompt, "max_new_tokens": count, "do_sample": False} | options

@@ -17,7 +17,7 @@ import torch
 import typer
 
 import selfspec
-from selfspec.cli.env import machine
+from selfspec.cli.measure import machine
 from selfspec.decoding.measure import measure
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig

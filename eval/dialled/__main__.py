@@ -23,7 +23,7 @@ from rich.progress import track
 import selfspec
 from eval.dialled import runs as dialled
 from eval.dialled.report import markdown, save_figure
-from selfspec.cli.env import machine
+from selfspec.cli.measure import machine
 from selfspec.eval.suites import SIX_TASKS, load_suite
 from selfspec.files import write
 

@@ -18,8 +18,8 @@ from eval.called import command
 from eval.papers import prices
 from selfspec import files
 from selfspec.api.speculator import Speculator
-from selfspec.cli.env import machine
-from selfspec.cli.progress import bar
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.errors import SelfspecError
 from selfspec.eval import results, tables
 from selfspec.eval.suites import Question, load_suite, spread
