@@ -37,7 +37,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 36710,
+    "tests/": 36705,
     "model": 7295,
     "eval/": 7110,
     "eval": 5346,
