@@ -672,11 +672,32 @@ def _climbed(subject: Subject) -> dict[str, Rung]:
 PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
 
 
-@with_flags(*(flag for flag in LOADING if flag.name not in ("heads", "draft_model")), merging=False)
+@with_flags(
+    *(flag for flag in LOADING if flag.name not in ("heads", "draft_model", "chat_template")),
+    merging=False,
+)
 def env(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """Show versions, device, threads, folders. With --model: how it runs, and how fast."""
     base.check_model(asked)
-    facts, speed = environment(), None
+    from selfspec.api import tuned
+
+    try:
+        version = base.version_of(hub.DEFAULT_MODEL_PACKAGE)
+        model = f"{hub.default_model_file()} ({hub.DEFAULT_MODEL_PACKAGE} {version})"
+    except ModelNotFound as error:
+        model = str(error)  # it says how to get it
+    named, file = os.environ.get("SELFSPEC_CONFIG"), base.default_file()
+    configs = [f"{named} (SELFSPEC_CONFIG)"] if named else []
+    configs.append(f"{file}{'' if file.exists() else ' (not there)'}")
+    facts: dict[str, Any] = {
+        **machine(),
+        "default_model": model,
+        "default_heads": hub.DEFAULT_HEADS,
+        "cache_folder": str(files.cache_folder()),
+        "config": ", then ".join(configs),
+        "tuned": [str(file) for file in tuned.files()],
+    }
+    speed: StepSpeed | None = None
     if asked:
         about, speed = _model_facts(asked)
         facts |= about
@@ -689,28 +710,6 @@ def env(*, as_json: base.AsJson = False, asked: Asked) -> None:
     for name, value in facts.items():
         words = ", ".join(value) or "none" if isinstance(value, list) else value
         base.emit(f"{name:<{width}}  {words}\n")
-
-
-def environment() -> dict[str, Any]:
-    """Facts by name, ready for JSON."""
-    from selfspec.api import tuned
-
-    try:
-        version = base.version_of(hub.DEFAULT_MODEL_PACKAGE)
-        model = f"{hub.default_model_file()} ({hub.DEFAULT_MODEL_PACKAGE} {version})"
-    except ModelNotFound as error:
-        model = str(error)  # it says how to get it
-    named, file = os.environ.get("SELFSPEC_CONFIG"), base.default_file()
-    configs = [f"{named} (SELFSPEC_CONFIG)"] if named else []
-    configs.append(f"{file}{'' if file.exists() else ' (not there)'}")
-    return {
-        **machine(),
-        "default_model": model,
-        "default_heads": hub.DEFAULT_HEADS,
-        "cache_folder": str(files.cache_folder()),
-        "config": ", then ".join(configs),
-        "tuned": [str(file) for file in tuned.files()],
-    }
 
 
 def machine() -> dict[str, Any]:
