@@ -23,9 +23,8 @@ import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from selfspec.cli.app import app
-from selfspec.cli.help import PARTS, docstrings, settings
-from selfspec.cli.main import main
+from selfspec.cli.base import PARTS, docstrings, part_settings
+from selfspec.cli.main import app, main
 from selfspec.options.parts import Part
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +100,7 @@ def kinds(option: str) -> str:
     for kind, made in PARTS[option].items():
         text = " ".join((made.__doc__ or "").split())
         found += f"**`{kind}`** {text}\n\n" if kind else ""
-        rows = list(settings({kind: made}))[bool(kind) :]
+        rows = list(part_settings({kind: made}))[bool(kind) :]
         found += _table(("setting", "what"), rows) + "\n" if rows else ""
     return found
 
@@ -109,7 +108,7 @@ def kinds(option: str) -> str:
 def commands(_name: str) -> str:
     """What each command says of itself."""
     found = ""
-    for words, command in _paths(typer.main.get_command(app)):
+    for words, command in _paths(typer.main.get_command(app())):
         full = any(parameter.name == "help_all" for parameter in command.params)
         text = _said([*words, "--help-all" if full else "--help"])
         found += f"## selfspec {' '.join(words)}\n\n```text\n{text}\n```\n\n"

@@ -32,7 +32,7 @@ import typer
 
 from eval import lab
 from selfspec.api.speculator import Speculator
-from selfspec.cli import progress
+from selfspec.cli.base import bar
 from selfspec.decoding.measure import measure
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval import results
@@ -146,11 +146,11 @@ def tuned(
 
 def tuned_on(speculator: Speculator, questions: Sequence[Question], new_tokens: int) -> Tuned:
     """What `selfspec tune` would keep, with its own defaults."""
-    with progress.bar("record", "questions") as show:
+    with bar("record", "questions") as show:
         made = record(speculator, questions, RecordOptions(max_new_tokens=new_tokens), show)
     rows = made.info.max_draft_tokens + 1
     costs = measure(speculator.backbone, speculator.heads, rows=rows, context=made.mean_context)
-    with progress.bar("replay", "settings") as show:
+    with bar("replay", "settings") as show:
         return tune(made, costs, TuneOptions(), show)
 
 

@@ -15,8 +15,8 @@ import typer
 from torch import Tensor
 
 import selfspec
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.eval import results
 from selfspec.eval.answers import ANSWERS, Answer, failures
@@ -138,7 +138,7 @@ def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
 
 def each(items: Sequence[Item], name: str, unit: str = "questions") -> Iterator[Item]:
     """The items, under a progress bar."""
-    with progress.bar(name, unit) as show:
+    with bar(name, unit) as show:
         for done, item in enumerate(items):
             show(done, len(items), str(getattr(item, "id", "")))
             yield item
@@ -169,7 +169,7 @@ def benched(
         "machine": machine(),
     }
     results.begin(output, json.loads(json.dumps(about)), resume=True)
-    with progress.bar("bench", "questions") as show:
+    with bar("bench", "questions") as show:
         runner = Bench(speculator=speculator, options=options)
         answers = runner.measure(questions, contenders, output / ANSWERS, show)
     if missing := failures(answers):

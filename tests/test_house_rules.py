@@ -42,7 +42,7 @@ MOST_LINES = {
     "eval/": 5112,
     "eval": 5346,
     "decoding": 5457,
-    "cli": 4822,
+    "cli": 3952,
     "training": 4699,
     "serve": 3631,
     "visualise": 2930,

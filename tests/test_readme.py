@@ -19,8 +19,7 @@ import pytest
 import typer
 
 import selfspec
-from selfspec.cli.app import app
-from selfspec.cli.main import main, ordered
+from selfspec.cli.main import app, main, ordered
 from tests.api.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
 
 ROOT = Path(__file__).parents[1]
@@ -123,7 +122,7 @@ def test_program_runs(
 @pytest.mark.parametrize("command", READ)
 def test_a_command_that_is_not_run_is_understood(command: str) -> None:
     words = ordered(shlex.split(command, comments=True)[1:])
-    found: Any = typer.main.get_command(app)
+    found: Any = typer.main.get_command(app())
     context = found.make_context("selfspec", [*words])
     while hasattr(found, "commands"):
         name, found, words = found.resolve_command(context, words)

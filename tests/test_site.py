@@ -13,7 +13,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from eval import pictures
-from selfspec.cli.app import app
+from selfspec.cli.main import app
 from selfspec.config import OPTION_NAMES
 from selfspec.serve.options import ServeOptions
 
@@ -52,7 +52,7 @@ def test_pages_have_what_the_code_has(site: Path) -> None:
     for name in (*OPTION_NAMES, *(entry.name for entry in fields(ServeOptions))):
         assert f"--{name.replace('_', '-')}" in options
     assert "Answers that are written at once." in text("serving.html")
-    for command in app.registered_commands:
+    for command in app().registered_commands:
         assert command.callback is not None
         assert f"Usage: selfspec {command.callback.__name__} " in commands
     assert "generate_batch(" in text("reference/python.html")

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from selfspec import files
-from selfspec.cli.prompts import _Run
-from selfspec.cli.talk.conversation import Conversation
+from selfspec.cli.chat import Chat
+from selfspec.cli.generate import Run
 from selfspec.errors import CannotWrite
 from selfspec.eval import results
 from selfspec.eval.answers import ANSWERS
@@ -44,7 +44,7 @@ def save_conversation(folder: Path, _: Backbone) -> None:
             return self
 
     talk: Any = Silent()
-    Conversation(talk, {}, "be brief").save(folder / "talk.json")
+    Chat(talk, {}, system="be brief").save(str(folder / "talk.json"))
 
 
 def fill_folder(folder: Path, _: Backbone) -> None:
@@ -55,8 +55,8 @@ def fill_folder(folder: Path, _: Backbone) -> None:
 
 
 def finish_prompts(folder: Path, _: Backbone) -> None:
-    run = _Run.of(folder / "answers.jsonl", {}, overwrite=True)
-    run.add({"index": 0, "made_by": "selfspec generate", "text": "words"})
+    run = Run.begun(folder / "answers.jsonl", {}, overwrite=True)
+    run.add(0, CannotWrite("words"))
     run.finish()
 
 

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec import files
-from selfspec.cli import progress
-from selfspec.cli.env import machine
+from selfspec.cli.base import bar
+from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.files import check_folder, replacing_folder
 from selfspec.hub import models as hub
@@ -102,7 +102,7 @@ def main(
     found |= {"options": asdict(options), "machine": machine()}
     found["answer_tokens_held_out"] = sum(len(talk.answer_ids) for talk in held_out)
     found["agreement_before"] = agreement(small, held_out, batch_tokens)
-    with progress.bar("draft model", "steps") as show:
+    with bar("draft model", "steps") as show:
         fit(small, talks, options, show)
     small = small.to(torch.bfloat16)
     found["agreement_after"] = agreement(small, held_out, batch_tokens)

@@ -1,1 +1,1 @@
-"""The `selfspec` command: one module per command, each importing torch only when it runs."""
+"""The `selfspec` command. Its modules import torch only when a command runs."""

@@ -1,50 +1,551 @@
-"""`selfspec chat`: a conversation on the terminal, in one session that keeps its cache."""
+"""`selfspec chat`: a conversation on the terminal, in one session that keeps its cache.
+
+Turns come from an editor on a terminal, or are the lines of a pipe; a line that begins with a slash
+is a command. Imports no torch; rich and prompt_toolkit where they are needed.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
-from typing import Annotated, Any
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from selfspec.cli import common
-from selfspec.cli.flags import with_flags
-from selfspec.cli.settings import SHARED, settings
+from selfspec import files
+from selfspec.cli import base
+from selfspec.cli.base import SHARED, Asked, with_flags
+from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError
+from selfspec.typed import check_keys
+from selfspec.untrusted import read_json
 
-Colour = Annotated[
-    bool | None,
-    typer.Option(
-        "--colour/--no-colour", help="Tokens in the colour of who gave them; else as NO_COLOR says."
-    ),
-]
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    from selfspec.api.speculator import Speculator
+    from selfspec.api.stream import Generation
+
+_KEYS = (
+    "Enter sends, Alt-Enter or a backslash at the end of a line begins a new one. A pasted text is "
+    "one turn. Up and down recall earlier lines, Tab completes commands. Ctrl-C stops an answer "
+    "and keeps what was said, Ctrl-D leaves."
+)
+
+_LONG = 2000
+"""Characters of a turn that take a second to read, so that somebody waits."""
 
 
 @with_flags(*SHARED)
 def chat(
     *,
-    system: common.SystemPrompt = None,
-    config: common.ConfigFile = None,
-    stats: common.ShowStats = None,
-    colour: Colour = None,
-    flags: dict[str, Any],
+    system: base.SystemPrompt = None,
+    stats: base.ShowStats = None,
+    colour: Annotated[
+        bool | None,
+        typer.Option(
+            "--colour/--no-colour",
+            help="Tokens in the colour of who gave them; else as NO_COLOR says.",
+        ),
+    ] = None,
+    asked: Asked,
 ) -> None:
     """Talk with a model. It remembers the conversation; /help lists what else it understands."""
-    asked = settings(config, flags)
-    from selfspec.cli.talk.commands import COMMANDS, Talk
-    from selfspec.cli.talk.conversation import Conversation
-    from selfspec.cli.talk.reader import reader
-    from selfspec.cli.talk.writer import Writer
-
-    speculator = common.load(asked)
-    talk = Talk(
-        Conversation(speculator, asked.generation, system),
-        Writer(speculator.backbone.num_layers, colour=colour),
-        stats,
-    )
+    options = base.answering(asked)
+    speculator = base.load(asked)
+    talk = Chat(speculator, options, system=system, stats=stats, colour=colour)
     if sys.stdin.isatty():
-        common.note(f"{speculator.label}. /help lists commands and keys, Ctrl-D leaves.")
-    turns = reader(talk.status, COMMANDS)
-    while not talk.ended and (line := turns.read()) is not None:
+        base.note(f"{speculator.label}. /help lists commands and keys, Ctrl-D leaves.")
+    read = _editor(talk.status) if sys.stdin.isatty() else _line
+    while not talk.ended and (line := read()) is not None:
         if line:
-            with turns.aside():
+            with _unseen_keys():
                 talk.take(line)
+
+
+class Command(NamedTuple):
+    """What may stand behind its name (in brackets: need not), what it does, and how."""
+
+    takes: str
+    text: str
+    act: Callable[[Chat, str], None]
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def _command(usage: str, text: str) -> Callable[[Callable[[Chat, str], None]], Any]:
+    """Makes a method of `Chat` what a line with a slash does."""
+    name, _, takes = usage.partition(" ")
+
+    def known(act: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
+        COMMANDS[name] = Command(takes, text, act)
+        return act
+
+    return known
+
+
+class Chat:
+    """A conversation at work: turns and commands come in, what was asked for is written."""
+
+    def __init__(
+        self,
+        speculator: Speculator,
+        options: dict[str, Any],
+        *,
+        system: str | None = None,
+        stats: base.Stats | None = None,
+        colour: bool | None = None,
+    ) -> None:
+        """`options` of each answer, as `generate` takes them; `stats` are said behind each."""
+        self.speculator = speculator
+        self.options = options
+        self.stats = stats
+        self.writer = Writer(speculator.backbone.num_layers, colour=colour)
+        self.messages = base.conversation(system)
+        self.tokens = 0
+        """In the context, as far as the model has seen it."""
+        self.last: Generation | None = None
+        """The newest answer; None where it was taken back."""
+        self.ended = False
+        self._session = speculator.session()
+
+    def take(self, line: str) -> None:
+        """A turn or a command. What is wrong with it is said, and the chat goes on."""
+        try:
+            if not line.startswith("/") or "\n" in line:
+                self._reply(line)
+                return
+            name, _, rest = line.partition(" ")
+            check_keys([name], COMMANDS, "command")
+            command, given = COMMANDS[name], rest.strip()
+            if given and not command.takes:
+                raise InvalidOption(f"{name} takes nothing behind it. Leave {given!r} out")
+            if not given and command.takes.isalpha():
+                raise InvalidOption(f"{name} needs a {command.takes.lower()}. Name one")
+            command.act(self, given)
+        except SelfspecError as error:
+            base.complain(error)
+        except KeyboardInterrupt:  # beside an answer: a command is stopped, the chat goes on
+            if not sys.stdin.isatty():
+                raise
+            self.writer.end(" …\n")
+
+    def status(self) -> str:
+        """The line below the editor."""
+        parts = [self.speculator.label, f"{self.tokens} tokens in context"]
+        if self.last is not None and self.last.stats.rounds:
+            parts.append(f"{self.last.stats.compression_rate:.1f} tokens per pass")
+        return " | ".join(parts)
+
+    def _reply(self, question: str) -> None:
+        """Answer a turn. What was said stays, also if Ctrl-C ends it; unsaid, there is no turn."""
+        if len(question) > _LONG:
+            self.writer.waiting(f"reading {len(question):,} characters …")
+        asked = [*self.messages, *base.conversation(None, question)]
+        whole = True
+        try:
+            stream = self._session.stream(asked, **self.options)
+            try:
+                for piece in stream:
+                    self.writer.piece(piece, *stream.giver)
+            except KeyboardInterrupt:
+                stream.close()
+                whole = False
+        except SelfspecError:
+            self.writer.end("")
+            raise
+        self.writer.end("\n" if whole else " …\n")
+        found = stream.result
+        if not found.text:
+            return
+        self.messages = [*asked, {"role": "assistant", "content": found.text}]
+        self.tokens = found.stats.prompt_tokens + found.stats.new_tokens
+        self.last = found
+        if whole:
+            base.say_if_cut(found, self.options)
+        if self.stats is not None:
+            base.note(base.statistics(found, self.stats))
+
+    def _replace(self, messages: list[dict[str, str]]) -> None:
+        self.messages, self.last, self.tokens = messages, None, 0
+        tokenizer = self.speculator.tokenizer
+        if tokenizer is not None and any(entry["role"] == "user" for entry in messages):
+            from selfspec.api.text import encode
+
+            with suppress(InvalidPrompt):
+                self.tokens = encode(tokenizer, list(messages)).shape[1]
+
+    def _take_back(self) -> str | None:
+        """The newest question, which is said no more, nor is its answer."""
+        places = [at for at, entry in enumerate(self.messages) if entry["role"] == "user"]
+        if not places:
+            return None
+        question = self.messages[places[-1]]["content"]
+        self._replace(self.messages[: places[-1]])
+        return question
+
+    @_command("/help", "these lines")
+    def _help(self, _: str) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        for name, command in COMMANDS.items():
+            grid.add_row(Text(f"{name} {command.takes}"), Text(command.text))
+        base.emit(base.rendered(grid))
+        self.writer.line(_KEYS)
+        if self.writer.colour:
+            from selfspec.api.givers import NAMES, Giver
+            from selfspec.decoding.sources import EXIT
+
+            self.writer.line("The colour of a token says who gave it:")
+            heads, options = self.speculator.heads, self.speculator.options
+            layers = () if heads is None else heads.layers_in_use(options)
+            for giver in (*map(Giver, NAMES), *(Giver(EXIT, layer) for layer in layers)):
+                style = giver.colour(self.speculator.backbone.num_layers) or ""
+                self.writer.line(f"  {giver.words}", style)
+
+    @_command("/stats", "what the last answer took")
+    def _stats(self, _: str) -> None:
+        if self.last is None:
+            raise InvalidOption("there is no answer yet. Ask something")
+        self.writer.line(base.statistics(self.last, "short"))
+        self.writer.line(base.statistics(self.last, "full"))
+
+    @_command("/undo", "take back the last question and its answer")
+    def _undo(self, _: str) -> None:
+        if (question := self._take_back()) is None:
+            raise InvalidOption("there is nothing to take back")
+        self.writer.line(f"taken back: {question.splitlines()[0]}")
+
+    @_command("/retry", "ask it again (the same answer, unless tokens are drawn)")
+    def _retry(self, _: str) -> None:
+        kept = self.messages, self.last, self.tokens
+        if (question := self._take_back()) is None:
+            raise InvalidOption("there is no question yet. Ask something")
+        try:
+            self._reply(question)
+        finally:
+            if self.last is None:  # the old answer stays where there is no new one
+                self.messages, self.last, self.tokens = kept
+
+    @_command("/system [TEXT]", "set the system message, or show it")
+    def _system(self, text: str) -> None:
+        if text:
+            rest = [entry for entry in self.messages if entry["role"] != "system"]
+            self._replace([*base.conversation(text), *rest])
+        found = [entry["content"] for entry in self.messages[:1] if entry["role"] == "system"]
+        self.writer.line(f"system: {found[0]}" if found else "no system message")
+
+    @_command("/clear", "start over; the system message stays")
+    def _clear(self, _: str) -> None:
+        self._replace([entry for entry in self.messages[:1] if entry["role"] == "system"])
+
+    @_command("/save FILE", "keep the conversation in a file")
+    def save(self, name: str) -> None:
+        """Raises CannotWrite."""
+        values = {
+            "made_by": "selfspec chat",
+            "model": self.speculator.label,
+            "messages": self.messages,
+        }
+        path = files.check_file(files.local_path(name), overwrite=True)
+        files.write(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        self.writer.line(f"wrote {name}")
+
+    @_command("/load FILE", "go on with a conversation from a file")
+    def _load(self, name: str) -> None:
+        values = read_json(path := files.local_path(name))
+        messages = values.get("messages") if isinstance(values, dict) else None
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise InvalidData(f"{path} is no conversation. Give a file that /save wrote")
+        self._replace([{key: entry[key] for key in ("role", "content")} for entry in messages])
+        turns = sum(entry["role"] == "user" for entry in messages)
+        self.writer.line(f"read {name}: {turns} questions")
+
+    @_command("/trace [FILE]", "who gave each token of the last answer; .html: a page")
+    def _trace(self, name: str) -> None:
+        """The last answer is written once more, and each layer asked what it made of it."""
+        if self.last is None:
+            raise InvalidOption("there is no answer to trace yet. Ask something")
+        path = files.local_path(name) if name else None
+        if path is not None:
+            if path.suffix not in (".html", ".jsonl"):
+                raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
+            files.check_file(path, overwrite=True)
+        from selfspec.cli.measure import replayable
+        from selfspec.visualise import inspect, page, terminal
+
+        count, prompt = len(self.last.token_ids), self.messages[:-1]
+        options = self.options | {"max_new_tokens": count}
+        found = inspect.inspect(self.speculator, prompt, **options)
+        if [place.token for place in found.places] != self.last.token_ids:
+            base.note("selfspec: drawn anew, the answer is another one: this is its trace")
+        if path is None:
+            base.emit(base.printed(lambda console: terminal.show(found, console)))
+            return
+        if path.suffix == ".html":
+            files.write(path, page.render(*replayable(self.speculator, prompt, found, count)))
+        else:
+            found.save(path)
+        self.writer.line(f"wrote {name}")
+
+    @_command("/model", "what answers, and how it runs")
+    def _model(self, _: str) -> None:
+        self.writer.line(repr(self.speculator).strip("<>"))
+
+    @_command("/colour", "colours on or off")
+    def _colour(self, _: str) -> None:
+        self.writer.colour = not self.writer.colour
+        self.writer.line(f"colours are {'on' if self.writer.colour else 'off'}")
+
+    @_command("/quit", "leave, as Ctrl-D does")
+    def _quit(self, _: str) -> None:
+        self.ended = True
+
+
+def _is_message(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.get("role") in ("system", "user", "assistant")
+        and isinstance(entry.get("content"), str)
+    )
+
+
+# --- where turns come from: each reader gives the next one, stripped, None at the end
+
+
+def _line() -> str | None:
+    """Of standard input that is no terminal. Raises InvalidPrompt for what is no UTF-8."""
+    try:
+        line = sys.stdin.readline(base.MOST_PROMPT_BYTES)
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(f"the line is not UTF-8: byte {error.start} is wrong") from error
+    return line.strip() if line else None
+
+
+def _editor(status: Callable[[], str]) -> Callable[[], str | None]:
+    """On a terminal; `status` is the line below it. A pasted text is one turn."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.output import create_output
+
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        multiline=True,
+        prompt_continuation="  ",
+        key_bindings=_keys(),
+        completer=WordCompleter(list(COMMANDS), sentence=True),
+        complete_while_typing=False,
+        history=_history(),
+        bottom_toolbar=lambda: f" {status()}",
+        output=create_output(always_prefer_tty=True),
+    )
+
+    def read() -> str | None:
+        try:
+            return session.prompt().strip()
+        except EOFError:  # Ctrl-D on an empty line
+            return None
+        except KeyboardInterrupt:  # drops what was typed
+            return ""
+
+    return read
+
+
+def _keys() -> KeyBindings:
+    from prompt_toolkit.filters import is_searching
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("enter", filter=~is_searching)
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.current_line_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter", filter=~is_searching)
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _history() -> History:
+    """Lines of earlier chats, in a file that only the user can read; else of this one alone."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk ends no chat
+                super().store_string(string)
+
+    try:
+        state = files.local_path(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
+        path = state / "selfspec" / "chat-history"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
+        path.chmod(0o600)
+    except (OSError, SelfspecError) as error:
+        base.note(f"selfspec: lines are not remembered: {error}")
+        return InMemoryHistory()
+    return Kept(str(path))
+
+
+@contextmanager
+def _unseen_keys() -> Iterator[None]:
+    """While open, a terminal keeps what is typed for the next turn, and writes none of it."""
+    try:
+        import termios
+    except ImportError:  # Windows shows none by itself
+        termios = None  # type: ignore[assignment]
+    if termios is None or not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+# --- text of answers on the terminal
+
+
+class Writer:
+    """Writes answers: whole words wrap, and each piece has the colour of its giver.
+
+    Where standard output is no terminal, pieces go out as they are.
+    """
+
+    def __init__(self, num_layers: int, *, colour: bool | None = None) -> None:
+        """`colour` None: as the terminal and NO_COLOR say."""
+        from rich.console import Console
+
+        no_color = None if colour is None else not colour
+        self._console = Console(highlight=False, no_color=no_color, soft_wrap=True)
+        self._num_layers = num_layers
+        self._column = 0
+        self._gap = ""
+        """Spaces that are written only if the word behind them fits."""
+        self._word: list[tuple[str, str]] = []
+        """Its parts and their styles, as in what is ready to be written."""
+        self._ready: list[tuple[str, str]] = []
+        self._wipe = ""
+        """Clears the line that says what is waited for."""
+
+    @property
+    def colour(self) -> bool:
+        """Whether colours are shown."""
+        console = self._console
+        return console.is_terminal and not console.no_color and console.color_system is not None
+
+    @colour.setter
+    def colour(self, wanted: bool) -> None:
+        self._console.no_color = not wanted
+
+    def waiting(self, text: str) -> None:
+        """On a terminal, a line that the next thing written takes the place of."""
+        if self._console.is_terminal:
+            self._wipe = "\r\x1b[2K"
+            base.emit(_still(text)[: self._console.width - 1])
+
+    def piece(self, text: str, source: str, layer: int) -> None:
+        """Some text; a word at its end waits until it is complete."""
+        if not self._console.is_terminal:
+            base.emit(text)
+            return
+        from selfspec.api.givers import Giver
+
+        style = Giver(source, layer).colour(self._num_layers) or ""
+        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
+            self._take(part, style)
+        self._show()
+
+    def end(self, more: str = "\n") -> None:
+        """The end of an answer: what waits, and a new line."""
+        self._end_word()
+        self._new_line(more)
+        self._show()
+
+    def line(self, text: str, style: str = "") -> None:
+        """A paragraph of its own."""
+        from rich.text import Text
+
+        with self._console.capture() as capture:
+            self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)
+        base.emit(capture.get())
+
+    def _take(self, part: str, style: str) -> None:
+        """A line's end, spaces, or a part of a word."""
+        if part == "\n":
+            self._end_word()
+            self._new_line()
+        elif part.isspace():
+            self._end_word()
+            self._gap += part.expandtabs(4)
+        elif len(part) == _cells(part):
+            self._append(part, style)
+        else:  # scripts without spaces may break anywhere
+            for character in part:
+                self._append(character, style)
+                if _cells(character) > 1:
+                    self._end_word()
+
+    def _append(self, part: str, style: str) -> None:
+        self._word.append((_still(part), style))
+        if self._word_cells() >= self._console.width:
+            self._end_word()
+
+    def _word_cells(self) -> int:
+        return sum(_cells(part) for part, _ in self._word)
+
+    def _end_word(self) -> None:
+        if not self._word:
+            return
+        if (
+            self._column
+            and self._column + len(self._gap) + self._word_cells() >= self._console.width
+        ):
+            self._new_line()
+        self._column += len(self._gap) + self._word_cells()
+        self._ready += [(self._gap, ""), *self._word]
+        self._word, self._gap = [], ""
+
+    def _new_line(self, end: str = "\n") -> None:
+        self._ready.append((end, ""))
+        self._column, self._gap = 0, ""
+
+    def _show(self) -> None:
+        from rich.text import Text
+
+        with self._console.capture() as capture:
+            self._console.print(Text.assemble(*self._ready), end="", soft_wrap=True)
+        if any(text for text, _ in self._ready):
+            base.emit(self._wipe + capture.get())
+            self._wipe = ""
+        self._ready = []
+
+
+def _cells(text: str) -> int:
+    """How wide it is on a terminal."""
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _still(text: str) -> str:
+    """Without what would move the cursor."""
+    return "".join(c if unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)

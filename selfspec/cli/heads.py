@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from selfspec import files
-from selfspec.cli import common
+from selfspec.cli import base
+from selfspec.cli.base import AsJson
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
 from selfspec.heads.folder import attends, is_heads_folder, read_config
 from selfspec.hub import models as hub
@@ -21,17 +23,23 @@ from selfspec.untrusted import open_bytes
 app = typer.Typer()
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="A folder of heads, or a known name.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="TEXT", help="The model they are for; without it the bundled default."
+    ),
+]
 
 
 @app.callback(invoke_without_command=True)
 def heads(context: typer.Context) -> None:
     """List exit heads, show them, check them against a model."""
     if context.invoked_subcommand is None:
-        common.emit(context.get_help() + "\n")
+        base.emit(context.get_help() + "\n")
 
 
 @app.command("list")
-def list_command(*, as_json: common.AsJson = False) -> None:
+def list_command(*, as_json: AsJson = False) -> None:
     """List the exit heads that come with selfspec, were pulled, or were fitted here."""
     from selfspec.heads import known
 
@@ -39,21 +47,43 @@ def list_command(*, as_json: common.AsJson = False) -> None:
     rows = []
     for folder in (*coming, *(own for own in known.folders() if own not in coming)):
         try:
-            rows.append(summary(folder))
+            rows.append(_summary(folder))
         except InvalidHeads as error:
-            common.complain(error)
-    common.emit(json.dumps(rows) + "\n" if as_json else table(rows))
+            base.complain(error)
+    if as_json:
+        base.emit(json.dumps(rows) + "\n")
+        return
+    from rich.table import Table
+
+    grid = Table("name", "base model", "exit layers", "type", "MB", box=None, pad_edge=False)
+    for row in rows:
+        layers, size = _words(row["exit_layers"]), f"{row['size_bytes'] / 1e6:.1f}"
+        grid.add_row(row["name"], row["base_model"], layers, row["head_type"], size)
+    base.emit(base.rendered(grid))
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """One row of the list. Raises InvalidHeads."""
+    config = read_config(folder)
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    return {
+        "name": hub.heads_name(folder),
+        "base_model": config["base_model"],
+        "exit_layers": list(config["exit_layers"]),
+        "head_type": config["head_type"],
+        "size_bytes": size,
+    }
 
 
 @app.command()
-def show(folder: Folder, *, as_json: common.AsJson = False) -> None:
+def show(folder: Folder, *, as_json: AsJson = False) -> None:
     """Show what a heads folder says of itself; the weights are not read."""
     found = hub.resolve_heads(folder)
     from selfspec.heads.attending import config_of  # a wrong name costs no torch import
 
     values = asdict(config_of(found))
     if as_json:
-        common.emit(json.dumps(values) + "\n")
+        base.emit(json.dumps(values) + "\n")
         return
     if (template := values["chat_template"]) is not None:
         from selfspec.api.chat_template import name_of
@@ -61,21 +91,14 @@ def show(folder: Folder, *, as_json: common.AsJson = False) -> None:
         values["chat_template"] = name_of(template)
     said = {name: value for name, value in values.items() if value not in (None, {})}
     width = max(map(len, said))
-    common.emit("".join(f"{name:<{width}}  {_words(value)}\n" for name, value in said.items()))
+    base.emit("".join(f"{name:<{width}}  {_words(value)}\n" for name, value in said.items()))
 
 
 @app.command()
 def check(
     folder: Folder,
     *,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="TEXT",
-            help="Model to check against; without it the bundled default.",
-        ),
-    ] = None,
+    model: Model = None,
 ) -> None:
     """Check a folder: complete, its card up to date, and fit for a model. Exit code 1 if not."""
     found = hub.resolve_heads(folder)
@@ -88,25 +111,18 @@ def check(
     except (InvalidHeads, HeadsMismatch, InvalidOption) as error:
         problems.append(str(error))
     for problem in problems:
-        common.emit(f"failed: {problem}\n")
+        base.emit(f"failed: {problem}\n")
     if problems:
         raise typer.Exit(1)
-    kind = f" ({', '.join(described(read_config(found)))})" if attends(found) else ""
-    common.emit(f"OK: {found.name}{kind} fit {speculator.label}\n")
+    kind = f" ({', '.join(_eagle_words(read_config(found)))})" if attends(found) else ""
+    base.emit(f"OK: {found.name}{kind} fit {speculator.label}\n")
 
 
 @app.command()
 def stamp(
     folder: Folder,
     *,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="TEXT",
-            help="The model they were fitted to; else the bundled default.",
-        ),
-    ] = None,
+    model: Model = None,
 ) -> None:
     """Say that heads of an earlier selfspec belong to a model: they knew its unembedding alone."""
     found = hub.resolve_heads(folder)
@@ -115,23 +131,21 @@ def stamp(
     from selfspec.training import records
 
     speculator = generate.load(model, heads=found, executor="generic")
-    base = speculator.backbone.fingerprint
-    if speculator.heads is None or not base:
+    belongs = speculator.backbone.fingerprint
+    if speculator.heads is None or not belongs:
         raise InvalidOption(f"{speculator.label} has no fingerprint. Load it from its own files")
     records.redescribe(
         found,
-        replace(speculator.heads.config, base_fingerprint=base, format_version=FORMAT_VERSION),
+        replace(speculator.heads.config, base_fingerprint=belongs, format_version=FORMAT_VERSION),
     )
-    common.emit(f"{found}: of {speculator.label} ({base[:12]})\n")
+    base.emit(f"{found}: of {speculator.label} ({belongs[:12]})\n")
 
 
 @app.command()
 def pull(
     name: Annotated[str, typer.Argument(metavar="ID", help="A hub id, or a folder to copy.")],
     *,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the copy of a folder of this name.")
-    ] = False,
+    overwrite: base.Overwrite = False,
 ) -> None:
     """Fetch heads, so that --heads finds them by OWNER/NAME or NAME from then on."""
     source, target = hub.heads_to_pull(name)
@@ -139,11 +153,12 @@ def pull(
     from selfspec.heads.attending import config_of
 
     if target.resolve() == source.resolve():
-        common.emit(f"{target.name} is there already: {target}\n")
+        base.emit(f"{target.name} is there already: {target}\n")
         return
     copied = target.parent == hub.pulled_heads()  # whose names say nothing of where they are from
-    if copied:
-        _require_files(source)
+    for path in (source / name for name in hub.HEADS_FILES if copied):
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # it may lead anywhere
+            raise InvalidHeads(f"{path} is no plain file, which alone are copied. Put one there")
     config_of(source)  # nothing else is taken over
     with files.locked(target, wait=True):
         files.check_folder(
@@ -158,14 +173,7 @@ def pull(
                     with open_bytes(file) as opened, (new / file.name).open("wb") as copy:
                         shutil.copyfileobj(opened, copy)
     known.remember(target)
-    common.emit(f"{hub.heads_name(target)}: {target}\n")
-
-
-def _require_files(folder: Path) -> None:
-    """Raise InvalidHeads for a link or device under a name that is copied: it may lead anywhere."""
-    for path in (folder / name for name in hub.HEADS_FILES):
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise InvalidHeads(f"{path} is no plain file, which alone are copied. Put one there")
+    base.emit(f"{hub.heads_name(target)}: {target}\n")
 
 
 @app.command()
@@ -194,7 +202,7 @@ def push(
     address = publish.push(
         records.for_others(found, licence), name, private=private, message=message
     )
-    common.emit(f"{address}\n")
+    base.emit(f"{address}\n")
 
 
 def incomplete(folder: Path) -> list[str]:
@@ -209,47 +217,17 @@ def incomplete(folder: Path) -> list[str]:
     except (InvalidHeads, InvalidData) as error:
         return [str(error)]
     found = (folder / records.CARD).read_text(encoding="utf-8")
-    if _below_header(found) != _below_header(expected):
-        return ["README.md is not the card that the records make"]
-    return []
+    licence = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # a push adds it, above the card
+    same = licence.sub("", found) == licence.sub("", expected)
+    return [] if same else ["README.md is not the card that the records make"]
 
 
-def _below_header(card: str) -> str:
-    """Without what a push adds: a licence."""
-    return card[4:].partition("\n---\n")[2] if card.startswith("---\n") else card
-
-
-def described(config: dict[str, Any]) -> list[str]:
+def _eagle_words(config: dict[str, Any]) -> list[str]:
     """What EAGLE-3 heads are, in words."""
     layers = config["state_layers"]
     states = f"states of layers {_words(list(layers))}" if layers else "states of the usual layers"
     words = ["EAGLE-3", f"{config['format']} format", f"{config['layer']['model_type']} layer"]
     return [*words, states, f"{config['draft_vocab_size']} of {config['vocab_size']} tokens"]
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    """One row of the list. Raises InvalidHeads."""
-    config = read_config(folder)
-    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    return {
-        "name": hub.heads_name(folder),
-        "base_model": config["base_model"],
-        "exit_layers": list(config["exit_layers"]),
-        "head_type": config["head_type"],
-        "size_bytes": size,
-    }
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The list for people."""
-    from rich.table import Table
-
-    grid = Table("name", "base model", "exit layers", "type", "MB", box=None, pad_edge=False)
-    for row in rows:
-        layers = _words(row["exit_layers"])
-        size = f"{row['size_bytes'] / 1e6:.1f}"
-        grid.add_row(row["name"], row["base_model"], layers, row["head_type"], size)
-    return common.rendered(grid)
 
 
 def _words(value: Any) -> str:

@@ -6,18 +6,53 @@ reads the output. `--debug` shows tracebacks. Nothing else is imported before Ct
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import typer
 
 BUG = 70  # EX_SOFTWARE, as sysexits.h has it
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 _interrupts: list[float] = []
 """When Ctrl-C came: an import that is interrupted may fail with any error some time later."""
 
 _AFTERMATH_S = 2.0
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    arguments = [word for word in given[:end] if word != "--debug"] + given[end:]
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        from selfspec.cli import base
+
+        base.repair_streams()
+        code = main(arguments, debug=len(arguments) < len(given))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is to end
+    except KeyboardInterrupt:
+        code = _interrupted()
+    sys.exit(code)
+
+
+def _interrupt(*_: object) -> None:
+    """Python's own handler, which keeps a note."""
+    _interrupts.append(time.monotonic())
+    raise KeyboardInterrupt
+
+
+def _interrupted() -> int:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may hear it
+        sys.stderr.write("\nselfspec: interrupted\n")
+    return INTERRUPTED
 
 
 def main(arguments: Sequence[str], *, debug: bool = False) -> int:
@@ -28,46 +63,45 @@ def main(arguments: Sequence[str], *, debug: bool = False) -> int:
         return _interrupted()
 
 
-def run() -> None:
-    """Entry point of the console script."""
-    given = sys.argv[1:]
-    end = given.index("--") if "--" in given else len(given)
-    arguments = [word for word in given[:end] if word != "--debug"] + given[end:]
-    code = 130
-    signal.signal(signal.SIGINT, _interrupt)
-    try:
-        from selfspec.cli import streams
-
-        streams.repair()
-        code = main(arguments, debug=len(arguments) < len(given))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is to end
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
-
-
 def _run(arguments: list[str], *, debug: bool) -> int:
     """A command's own exit code, or that of its error."""
     import typer
 
-    from selfspec.cli import common
+    from selfspec.cli import base
 
     try:
-        from selfspec.cli.app import app
-
-        code = int(app(args=ordered(arguments), prog_name="selfspec", standalone_mode=False) or 0)
+        words = ordered(arguments)
+        code = int(app()(args=words, prog_name="selfspec", standalone_mode=False) or 0)
     except typer.Abort:  # the end of input, where a line was asked for
-        code = common.INTERRUPTED
+        code = INTERRUPTED
     except SystemExit as error:  # typer's own, where its help is not read to the end
-        return (
-            common.PIPE_CLOSED if isinstance(error.__context__, OSError) else int(error.code or 0)
-        )
+        return base.PIPE_CLOSED if isinstance(error.__context__, OSError) else int(error.code or 0)
     except Exception as error:  # noqa: BLE001  # the top: every error ends here, as a line
         return _explained(error, arguments, debug=debug)
-    return _interrupted() if code == common.INTERRUPTED else code
+    return _interrupted() if code == INTERRUPTED else code
 
 
-_ANYWHERE = ("-q", "--quiet", "-v", "--verbose")
+def app() -> typer.Typer:
+    """The program: its commands, in the order of its help."""
+    import typer
+
+    from selfspec.cli import base, chat, generate, heads, measure, serve, train
+
+    made = typer.Typer(
+        name="selfspec",
+        rich_markup_mode=None,  # plain help: brackets mean ranges here, not markup
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    made.callback(invoke_without_command=True)(base.selfspec)
+    for command in (
+        *(generate.generate, chat.chat, generate.demo, serve.serve, measure.env),
+        *(train.data, train.cache, train.fit, train.calibrate),
+        *(measure.trace, measure.tune, measure.bench, measure.report, measure.verify),
+    ):
+        made.command(cls=base.GroupedCommand)(command)
+    made.add_typer(heads.app, name="heads")
+    return made
 
 
 def ordered(arguments: Sequence[str]) -> list[str]:
@@ -75,68 +109,112 @@ def ordered(arguments: Sequence[str]) -> list[str]:
 
     A bare `--stats` takes no word from behind it: that may be the prompt.
     """
+    anywhere = ("-q", "--quiet", "-v", "--verbose")
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    first = [word for word in arguments[:end] if word in _ANYWHERE]
-    words = [word for word in arguments[:end] if word not in _ANYWHERE]
+    first = [word for word in arguments[:end] if word in anywhere]
+    words = [word for word in arguments[:end] if word not in anywhere]
     words = ["--stats=short" if word == "--stats" else word for word in words]
     return [*first, *words, *arguments[end:]]
 
 
-def _variable(error: object, arguments: Sequence[str]) -> str:
-    """The part of the environment that a wrong value is from, where no flag gave it."""
-    wrong = getattr(error, "param", None)
-    name, flags = getattr(wrong, "envvar", None), getattr(wrong, "opts", ())
-    if not isinstance(name, str) or name not in os.environ:
-        return ""
-    given = any(word.partition("=")[0] in flags for word in arguments)
-    return "" if given else f" (of {name} in the environment)"
-
-
-def _quotes(error: Exception, arguments: Sequence[str]) -> str:
-    """What to do about a prompt that the shell took for several."""
-    several = "unexpected extra argument" in str(error)
-    asks = {"generate", "demo", "trace"} & {*arguments}
-    return ". Put a prompt of several words in quotes" if several and asks else ""
+# --- errors
 
 
 def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
     """Say an error on one line; its exit code."""
     import typer
 
-    from selfspec.cli import common, streams, unexpected
+    from selfspec.cli import base
     from selfspec.errors import SelfspecError
 
     just_now = bool(_interrupts) and time.monotonic() - _interrupts[-1] < _AFTERMATH_S
     # a library may swallow it while it imports, and fail at what is missing then
     stopped_import = bool(_interrupts) and isinstance(error, ImportError)
-    if just_now or stopped_import or unexpected.interrupted(error):
+    if just_now or stopped_import or _from_interrupt(error):
         return _interrupted()
     if debug:
         import traceback
 
-        common.note("".join(traceback.format_exception(error)).rstrip())
+        base.note("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, typer.TyperException):
-        hints = _variable(error, arguments) + _quotes(error, arguments)
-        common.complain(error.format_message() + hints)
+        base.complain(error.format_message() + _hints(error, arguments))
         return error.exit_code
     if isinstance(error, OSError) and not error.filename:
-        streams.silence(sys.stdout)  # what is kept back would fail again
-    words = str(error) if isinstance(error, SelfspecError) else unexpected.refused(error)
-    if words is not None:
-        common.complain(words)
-        return 2
-    common.complain(unexpected.bug(error, arguments))
-    return BUG
+        base.silence(sys.stdout)  # what is kept back would fail again
+    words = str(error) if isinstance(error, SelfspecError) else _refused(error)
+    base.complain(_bug(error, arguments) if words is None else words)
+    return BUG if words is None else 2
 
 
-def _interrupt(*_: object) -> None:
-    """Python's own handler, which keeps a note."""
-    _interrupts.append(time.monotonic())
-    raise KeyboardInterrupt
+def _from_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: an import that it stops may fail with another one."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return any(isinstance(entry, KeyboardInterrupt) for entry in chain)
 
 
-def _interrupted() -> int:
-    from selfspec.cli import common
+def _hints(error: Any, arguments: Sequence[str]) -> str:
+    """The part of the environment that a wrong value is from; what to do about several prompts."""
+    wrong = getattr(error, "param", None)
+    name, flags = getattr(wrong, "envvar", None), getattr(wrong, "opts", ())
+    given = any(word.partition("=")[0] in flags for word in arguments)
+    if isinstance(name, str) and name in os.environ and not given:
+        return f" (of {name} in the environment)"
+    several = "unexpected extra argument" in str(error)
+    asks = {"generate", "demo", "trace"} & {*arguments}
+    return ". Put a prompt of several words in quotes" if several and asks else ""
 
-    common.note("\nselfspec: interrupted")
-    return common.INTERRUPTED
+
+def _refused(error: Exception) -> str | None:
+    """What the system would not do, in words; None for an error of another kind."""
+    from selfspec.errors import first_line
+
+    if isinstance(error, OSError) and error.strerror:
+        if error.filename:
+            return f"cannot use {error.filename}: {error.strerror}"
+        return f"cannot write standard output or a file: {error.strerror}"
+    text = str(error)
+    if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
+        return f"there is not enough memory: {first_line(error)}. Ask for less, or free some"
+    return None
+
+
+def _bug(error: Exception, arguments: Sequence[str]) -> str:
+    """The line that says that it is one; its report is written first."""
+    from selfspec import files
+    from selfspec.errors import SelfspecError, first_line
+
+    found = f"this is a bug of selfspec: {type(error).__name__}: {first_line(error)}"
+    try:
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}.txt"
+        path = files.cache_folder() / "bugs" / name
+        files.write(path, _report(error, arguments))
+    except (SelfspecError, OSError) as problem:
+        return f"{found}. No report could be written ({problem}). To see more, add --debug"
+    return f"{found}. A report is in {path}: please send it. To see it here, add --debug"
+
+
+def _report(error: Exception, arguments: Sequence[str]) -> str:
+    """Versions, command and traceback, for whoever mends it."""
+    import platform
+    import shlex
+    import traceback
+
+    from selfspec.cli import base
+
+    packages = ("selfspec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "typer")
+    versions = "".join(
+        f"{name} {base.version_of(name) or 'is not installed'}\n" for name in packages
+    )
+    try:
+        folder = os.getcwd()  # noqa: PTH109  # which may be gone
+    except OSError:
+        folder = "is gone"
+    text = (
+        f"selfspec bug report\n\npython {platform.python_version()}\n{versions}"
+        f"{platform.platform()}\nfolder {folder}\n\nselfspec {shlex.join(arguments)}\n\n"
+        + "".join(traceback.format_exception(error))
+    )
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

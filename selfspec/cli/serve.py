@@ -6,21 +6,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from socket import socket
-from typing import Any
 
-from selfspec.cli import common, sizes
-from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
-from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
-from selfspec.cli.training import options_of
+from selfspec.cli import base
+from selfspec.cli.base import (
+    LOADING,
+    SPECULATION,
+    Asked,
+    Flag,
+    grouped,
+    option_flags,
+    options_of,
+    picked,
+    with_flags,
+)
 from selfspec.errors import InvalidOption
 from selfspec.serve.keys import VARIABLE, Keys
 from selfspec.serve.options import ServeOptions
 
-KEYS = "api_key_file"
-
 FLAGS = (
     *grouped("Server", option_flags(ServeOptions), ("host", "port", "concurrency", "timeout")),
-    Flag(KEYS, str, "File of API keys, one a line; besides those of SELFSPEC_API_KEY."),
+    Flag("api_key_file", str, "File of API keys, one a line; besides those of SELFSPEC_API_KEY."),
     Flag("kv_memory", str, "For keys and values: 500MB, 2GB. Built in: half of what is free."),
     *LOADING,
     *SPECULATION,
@@ -28,18 +33,15 @@ FLAGS = (
 
 
 @with_flags(*FLAGS)
-def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
+def serve(*, asked: Asked) -> None:
     """Serve a model over HTTP, as OpenAI does. The page at / is a chat; /metrics has counters.
 
     Answers are written together, each with the text that it has alone. Ctrl-C stops the server when
     running answers are complete.
     """
-    asked = merged(config, flags, FLAGS)
     options = options_of(ServeOptions, asked)
-    memory = asked.get("kv_memory")
-    kv_memory = None if memory is None else sizes.parsed("kv_memory", memory)
-    file = asked.get(KEYS)
-    keys = Keys.found(None if file is None else Path(file))
+    kv_memory = base.bytes_of("kv_memory", asked.get("kv_memory"))
+    keys = Keys.found(Path(asked["api_key_file"]) if "api_key_file" in asked else None)
     if not options.is_local and not keys:
         raise InvalidOption(
             f"host is {options.host}, which others can reach. Set {VARIABLE}, or give "
@@ -55,15 +57,14 @@ def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
 
         from selfspec.serve.run import bound
     start = _one if options.replicas == 1 else _several
-    settings = Settings(picked(asked, LOADING), picked(asked, SPECULATION))
     with bound(options) as at:
-        start(settings, at, options, keys, kv_memory)
+        start(asked, at, options, keys, kv_memory)
 
 
 def _one(
-    settings: Settings, at: socket, options: ServeOptions, keys: Keys, kv_memory: int | None
+    asked: Asked, at: socket, options: ServeOptions, keys: Keys, kv_memory: int | None
 ) -> None:
-    speculator = common.load(settings)
+    speculator = base.load(asked)
     from selfspec.serve.app import make_app
     from selfspec.serve.run import run
     from selfspec.serve.writer import Writer
@@ -75,14 +76,14 @@ def _one(
 
 
 def _several(
-    settings: Settings, at: socket, options: ServeOptions, keys: Keys, kv_memory: int | None
+    asked: Asked, at: socket, options: ServeOptions, keys: Keys, kv_memory: int | None
 ) -> None:
     with _packages("ray", "more than one copy"):
         from selfspec.serve.replicas import copies, label, make_front
     from selfspec.serve.replica import Plan
     from selfspec.serve.run import run
 
-    loading = {**settings.loading, **settings.speculation}
+    loading = picked(asked, (*LOADING, *SPECULATION))
     with copies(Plan(loading=loading, options=options, kv_memory=kv_memory)) as handle:
         said = f"{label(handle)}, {options.replicas} copies,"
         run(make_front(handle, options, keys), at, options, _ready(said))
@@ -99,6 +100,6 @@ def _packages(extra: str, what: str) -> Iterator[None]:
 
 
 def _ready(what: str) -> Callable[[str], None]:
-    return lambda address: common.note(
+    return lambda address: base.note(
         f"{what} at {address}/v1, a page at {address}. Ctrl-C stops it."
     )

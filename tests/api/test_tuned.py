@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from selfspec.api import tuned
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.cli.flags import merged
-from selfspec.cli.settings import SPECULATION
+from selfspec.cli.base import SPECULATION, merged
 from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone

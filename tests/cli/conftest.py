@@ -1,17 +1,24 @@
-"""Fixtures of the command's tests: the fake Speculator, standard input, a log put back."""
+"""Fixtures of the command's tests: a fake Speculator, standard input, a log put back, a folder."""
 
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from selfspec.cli import common
-from selfspec.cli.settings import Settings
+from selfspec.cli import base
+from selfspec.cli.base import Asked
+from selfspec.model.backbone import Backbone
 from tests.cli.fakes import FakeSpeculator
+from tests.heads.kinds import make_heads, train
+from tests.models import make_model
+from tests.talks import WORDS, make_talks, make_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +33,14 @@ def quiet_afterwards() -> Iterator[None]:
 
 @pytest.fixture
 def speculator(monkeypatch: pytest.MonkeyPatch) -> FakeSpeculator:
-    """What every command loads; `loaded` holds the settings that it was asked with."""
+    """What every command loads; `loaded` holds what it was asked with."""
     fake = FakeSpeculator()
 
-    def load(settings: Settings) -> FakeSpeculator:
-        fake.loaded = settings
+    def load(asked: Asked) -> FakeSpeculator:
+        fake.loaded = asked
         return fake
 
-    monkeypatch.setattr(common, "load", load)
+    monkeypatch.setattr(base, "load", load)
     return fake
 
 
@@ -45,3 +52,31 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
 
     return pipe
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Path:
+    """Tiny models (`words` has a vocabulary of ten), two sets of heads, talks, a suite."""
+    folder = tmp_path_factory.mktemp("made")
+    sizes: dict[str, Any] = {"model": {}, "words": {"vocab_size": len(WORDS)}}
+    for name, size in sizes.items():
+        make_model("llama", **size).save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    unembedding, base = backbone.unembedding, backbone.fingerprint
+    for name in ("heads", "others"):
+        heads = make_heads("translator", unembedding, base_fingerprint=base, exit_layers=(2, 5))
+        (train(heads) if name == "others" else heads).save(folder / name)
+    talks = [{"input_ids": list(t.ids), "answer_start": 5} for t in make_talks(backbone.model)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    prompts = [{"prompt": text, "task": "QA"} for text in ("a", "b c", "c a b", "a a b")]
+    (folder / "suite.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+    return folder
+
+
+@pytest.fixture
+def workplace(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: one of this test's own, with links to what is made."""
+    for path in made.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from selfspec.api.chat_template import NO_END, TurnEnd
-from selfspec.cli.settings import Settings
+from selfspec.cli.base import Asked
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidPrompt
 from selfspec.hub.models import DEFAULT_HEADS
@@ -83,7 +83,7 @@ class FakeSpeculator:
     prompts: list[Any] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)
     streams: list[FakeStream] = field(default_factory=list)
-    loaded: Settings | None = None
+    loaded: Asked | None = None
     turn_end: TurnEnd = NO_END
     room: tuple[int, int | None] | None = None
     broken: dict[int, BaseException] = field(default_factory=dict)

@@ -19,95 +19,100 @@ from selfspec.errors import InvalidPrompt
 from tests.cli.fakes import FakeSpeculator, user
 
 ROOT = Path(__file__).parents[2]
+Capture = pytest.CaptureFixture[str]
+Pipe = Callable[[bytes], None]
 
 
-def assistant(text: str) -> dict[str, str]:
+def said(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
+
+
+def system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
 
 
 # --- a pipe: every line is a turn
 
 
-def test_chat_remembers_turns_until_they_are_cleared(
+@pytest.mark.parametrize(
+    ("typed", "answers", "asked"),
+    [
+        (
+            "a\n\nb\n/clear\nc\n/quit\nnever\n",
+            [["one"], ["two"], ["three"]],
+            [
+                [system("s"), user("a")],
+                [system("s"), user("a"), said("one"), user("b")],
+                [system("s"), user("c")],
+            ],
+        ),
+        # an answer that is interrupted keeps what was said
+        (
+            "a\nb\n",
+            [["half", KeyboardInterrupt()], ["whole"]],
+            [[system("s"), user("a")], [system("s"), user("a"), said("half"), user("b")]],
+        ),
+        # a turn without an answer is forgotten
+        (
+            "a\nb\nc\n",
+            [[KeyboardInterrupt()], [InvalidPrompt("too long. /clear")], ["fine"]],
+            [[system("s"), user(text)] for text in ("a", "b", "c")],
+        ),
+        # the second retry gets no answer: the one that was there stays
+        (
+            "a\n/retry\n/retry\n/system be kind\nb\n/undo\n/undo\nc\n",
+            [["one"], ["two"], [KeyboardInterrupt()], ["three"], ["four"]],
+            [
+                *[[system("s"), user("a")]] * 3,
+                [system("be kind"), user("a"), said("two"), user("b")],
+                [system("be kind"), user("c")],
+            ],
+        ),
+    ],
+)
+def test_chat_remembers_what_was_said_and_what_commands_changed(
+    typed: str,
+    answers: list[list[Any]],
+    asked: list[Any],
     speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
-    capsys: pytest.CaptureFixture[str],
+    piped: Pipe,
+    capsys: Capture,
 ) -> None:
-    speculator.answers = [["one"], ["two"], ["three"]]
-    piped(b"a\n\nb\n/clear\nc\n/quit\nnever\n")
+    speculator.answers = list(answers)
+    piped(typed.encode())
     assert main(["chat", "--system", "s", "--stats", "--seed", "1"]) == 0
-    first = [{"role": "system", "content": "s"}, user("a")]
-    assert speculator.prompts == [
-        first,
-        [*first, assistant("one"), user("b")],
-        [{"role": "system", "content": "s"}, user("c")],
-    ]
-    captured = capsys.readouterr()
-    assert captured.out.split() == ["one", "two", "three"]
-    assert captured.err.splitlines() == ["2 tokens, 2.0 tokens per pass"] * 3
+    assert speculator.prompts == asked
     assert speculator.given == {"seed": 1}
-
-
-def test_interrupted_answer_keeps_what_was_said(
-    speculator: FakeSpeculator, piped: Callable[[bytes], None]
-) -> None:
-    speculator.answers = [["half", KeyboardInterrupt()], ["whole"]]
-    piped(b"a\nb\n")
-    assert main(["chat"]) == 0
-    assert speculator.streams[0].closed
-    assert speculator.prompts[1] == [user("a"), assistant("half"), user("b")]
-
-
-def test_turn_without_an_answer_is_forgotten(
-    speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    speculator.answers = [[KeyboardInterrupt()], [InvalidPrompt("too long. /clear")], ["fine"]]
-    piped(b"a\nb\nc\n")
-    assert main(["chat"]) == 0
-    assert speculator.prompts == [[user("a")], [user("b")], [user("c")]]
-    assert "selfspec: error: too long. /clear" in capsys.readouterr().err.splitlines()
-
-
-def test_commands_change_what_is_asked_next(
-    speculator: FakeSpeculator, piped: Callable[[bytes], None]
-) -> None:
-    speculator.answers = [["one"], ["two"], [KeyboardInterrupt()], ["three"], ["four"]]
-    # the second retry gets no answer: the one that was there stays
-    piped(b"a\n/retry\n/retry\n/system be kind\nb\n/undo\n/undo\nc\n")
-    assert main(["chat"]) == 0
-    kind = {"role": "system", "content": "be kind"}
-    assert speculator.prompts == [
-        [user("a")],
-        [user("a")],
-        [user("a")],
-        [kind, user("a"), assistant("two"), user("b")],
-        [kind, user("c")],
+    assert not speculator.answers
+    figures, errors = "2 tokens, 2.0 tokens per pass", "selfspec: error: too long. /clear"
+    wrong = any(isinstance(answer[0], InvalidPrompt) for answer in answers)
+    heard = sum(isinstance(answer[0], str) for answer in answers)
+    shown = capsys.readouterr().err.splitlines()
+    assert sorted(shown) == [*[figures] * heard, *[errors] * wrong]
+    interrupted = [
+        any(isinstance(p, KeyboardInterrupt) for p in s.pieces) for s in speculator.streams
     ]
+    assert [stream.closed for stream in speculator.streams] == interrupted
 
 
 def test_a_conversation_is_saved_and_gone_on_with(
-    speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    speculator: FakeSpeculator, piped: Pipe, capsys: Capture, tmp_path: Path
 ) -> None:
     kept, strange = tmp_path / "talk.json", tmp_path / "strange.json"
     strange.write_text('{"messages": [{"role": "robot", "content": "x"}]}')
     speculator.answers = [["one"], ["two"], ["three"]]
     piped(f"a\n/save {kept}\n/save {strange}\n/load {strange}\nb\n/load {kept}\nc\n".encode())
     assert main(["chat"]) == 0
-    assert json.loads(kept.read_text())["messages"] == [user("a"), assistant("one")]
-    assert speculator.prompts[1] == [user("a"), assistant("one"), user("b")]
-    assert speculator.prompts[2] == [user("a"), assistant("one"), user("c")]
+    assert json.loads(kept.read_text())["messages"] == [user("a"), said("one")]
+    assert speculator.prompts[1] == [user("a"), said("one"), user("b")]
+    assert speculator.prompts[2] == [user("a"), said("one"), user("c")]
     refused = capsys.readouterr().err
     assert "was not written by selfspec" in refused
     assert "is no conversation" in refused
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "words"),
     [
         ("/sav x", "unknown command '/sav'. Did you mean /save?"),
         ("/save", "/save needs a file"),
@@ -118,16 +123,12 @@ def test_a_conversation_is_saved_and_gone_on_with(
     ],
 )
 def test_a_wrong_command_is_said_on_one_line(
-    line: str,
-    said: str,
-    speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
-    capsys: pytest.CaptureFixture[str],
+    line: str, words: str, speculator: FakeSpeculator, piped: Pipe, capsys: Capture
 ) -> None:
     piped(f"{line}\n".encode())
     assert main(["chat"]) == 0
     (shown,) = capsys.readouterr().err.splitlines()
-    assert said in shown
+    assert words in shown
     assert speculator.prompts == []
 
 
@@ -166,7 +167,7 @@ def test_a_stream_says_who_gave_each_token() -> None:
 
 ANSWERS = """
 import itertools, time
-from selfspec.cli import common
+from selfspec.cli import base
 from selfspec.cli.main import run
 from tests.cli import fakes
 
@@ -184,7 +185,7 @@ def echo(self, messages, **options):
 
 fakes.FakeSpeculator.stream = echo
 fakes.FakeSpeculator.__repr__ = lambda self: f"<{len(self.prompts)} prompts>"
-common.load = lambda settings: fakes.FakeSpeculator()
+base.load = lambda settings: fakes.FakeSpeculator()
 run()
 """
 
@@ -196,7 +197,7 @@ WAITS = "tokens i"
 class Terminal:
     """A chat of a fake model, 40 columns wide; says where the cursor is when asked."""
 
-    def __init__(self, state: Path, *arguments: str, **environment: str) -> None:
+    def __init__(self, state: Path, *arguments: str) -> None:
         set_here = ("NO_COLOR", "COLUMNS", "LINES")  # the latter two by pytest-xdist
         inherited = {key: value for key, value in os.environ.items() if key not in set_here}
         own = {"TERM": "xterm-256color", "XDG_STATE_HOME": str(state)}
@@ -207,7 +208,7 @@ class Terminal:
             dimensions=(24, 40),
             encoding="utf-8",
             timeout=60,
-            env={**inherited, **own, **environment},
+            env={**inherited, **own},
         )
         self.expect(WAITS)
 
@@ -231,8 +232,8 @@ class Terminal:
 def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
 
-    def chat(*arguments: str, **environment: str) -> Terminal:
-        opened.append(Terminal(tmp_path, *arguments, **environment))
+    def chat(*arguments: str) -> Terminal:
+        opened.append(Terminal(tmp_path, *arguments))
         return opened[-1]
 
     yield chat
@@ -284,9 +285,9 @@ def test_in_a_terminal(terminal: Callable[..., Terminal], tmp_path: Path) -> Non
 
 
 def test_without_colours(terminal: Callable[..., Terminal]) -> None:
-    for arguments, environment in (([], {"NO_COLOR": "1"}), (["--no-colour"], {})):
-        chat = terminal(*arguments, **environment)
-        chat.send("hi\r")
-        chat.expect(r"<hi>0 <hi>1 <hi>2")
-        chat.send("/quit\r")
-        assert chat.end() == 0
+    """As NO_COLOR does by rich."""
+    chat = terminal("--no-colour")
+    chat.send("hi\r")
+    chat.expect(r"<hi>0 <hi>1 <hi>2")
+    chat.send("/quit\r")
+    assert chat.end() == 0

@@ -1,230 +1,145 @@
-"""`selfspec generate`: where prompts come from, where answers go, and one line for each error."""
+"""`selfspec generate` and `demo`: where prompts come from, where answers go, many at once."""
 
 from __future__ import annotations
 
+import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
-from selfspec.cli import common
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.cli import base, generate
 from selfspec.cli.main import main
-from selfspec.cli.settings import Settings
 from selfspec.config import SpeculationOptions
+from selfspec.decoding import engine
 from selfspec.errors import ModelNotFound
 from selfspec.hub import models as hub
 from tests.cli.fakes import FakeAnswer, FakeSpeculator, FakeStream, user
+from tests.models import make_model
+from tests.talks import make_tokenizer
 
-
-def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Lines on standard error; standard output must be empty."""
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err.splitlines()
+Capture = pytest.CaptureFixture[str]
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize(
-    ("flag", "line"),
-    [("--stats", "2 tokens, 2.0 tokens per pass\n"), ("--stats=full", "2 tokens, CR 2.00\n")],
+    ("arguments", "given", "prompt", "err"),
+    [
+        (["hi"], "", [user("hi")], ""),
+        (["--stats", "hi"], "", [user("hi")], "2 tokens, 2.0 tokens per pass\n"),
+        (["--stats=full", "hi"], "", [user("hi")], "2 tokens, CR 2.00\n"),
+        (["--system", "Be brief.", "hi"], "", [SYSTEM, user("hi")], ""),
+        ([], "grüß\nmich\n", [user("grüß\nmich")], ""),
+        (["--raw"], "def f():\n", "def f():\n", ""),
+        (["--file", "prompt.txt"], "", [user("from a file")], ""),
+    ],
 )
-def test_answer_goes_to_stdout_and_statistics_to_stderr(
-    flag: str, line: str, speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
+def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
+    arguments: list[str],
+    given: str,
+    prompt: Any,
+    err: str,
+    speculator: FakeSpeculator,
+    piped: Callable[[bytes], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
 ) -> None:
-    assert main(["generate", flag, "hi"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == "Hello you.\n"
-    assert captured.err == line
-    assert speculator.prompts == [[user("hi")]]
-
-
-def test_statistics_are_shown_on_request_only(
-    speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", "hi"]) == 0
-    assert capsys.readouterr().err == ""
+    monkeypatch.chdir(tmp_path)
+    Path("prompt.txt").write_text("from a file\n")
+    piped(given.encode())
+    assert main(["generate", *arguments]) == 0
+    assert tuple(capsys.readouterr()) == ("Hello you.\n", err)
+    assert speculator.prompts == [prompt]
+    assert speculator.given["raw"] is ("--raw" in arguments)
 
 
 def test_newline_is_added_only_where_the_answer_has_none(
-    speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
+    speculator: FakeSpeculator, capsys: Capture
 ) -> None:
     speculator.answers = [["done\n"], []]
     assert main(["generate", "hi"]) == 0
     assert capsys.readouterr().out == "done\n"
 
 
-def test_json_is_one_object_and_nothing_else(
-    speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", "--json", "--seed", "7", "hi"]) == 0
-    captured = capsys.readouterr()
-    record = json.loads(captured.out)
-    assert captured.err == ""
-    assert record["text"] == "Hello you."
-    assert record["token_ids"] == [5, 6]
-    assert record["stop_reason"] == "eos"
-    assert record["stats"] == {"new_tokens": 2}
-    assert (record["model"], record["heads"]) == ("fake", hub.DEFAULT_HEADS)
-    assert record["options"]["seed"] == 7
-    assert record["options"]["drafter"] == SpeculationOptions().drafter
-
-
 @pytest.mark.parametrize(
-    ("folder", "arguments", "shown"),
+    ("folder", "arguments", "heads"),
     [
+        (hub.DEFAULT_HEADS, ["--seed", "7"], hub.DEFAULT_HEADS),
         ("/elsewhere/heads", ["--heads", "logit-lens"], "logit-lens"),
         ("/elsewhere/heads", ["--model", "own"], "/elsewhere/heads"),
         (None, [], None),
     ],
 )
-def test_json_names_the_heads(
-    speculator: FakeSpeculator,
-    capsys: pytest.CaptureFixture[str],
+def test_json_is_one_object_and_nothing_else(
     folder: str | None,
     arguments: list[str],
-    shown: str | None,
+    heads: str | None,
+    speculator: FakeSpeculator,
+    capsys: Capture,
 ) -> None:
     speculator.heads = None if folder is None else SimpleNamespace(folder=Path(folder))
     assert main(["generate", "--json", *arguments, "hi"]) == 0
-    assert json.loads(capsys.readouterr().out)["heads"] == shown
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    seed = {"seed": 7} if "--seed" in arguments else {}
+    assert json.loads(captured.out) == {
+        "text": "Hello you.",
+        "token_ids": [5, 6],
+        "stop_reason": "eos",
+        "stats": {"new_tokens": 2},
+        "model": "fake",
+        "heads": heads,
+        "options": SpeculationOptions().described() | seed | {"raw": False},
+    }
 
 
-def test_prompt_comes_from_standard_input_without_its_last_newline(
-    speculator: FakeSpeculator, piped: Callable[[bytes], None]
+def test_an_error_is_one_line_unless_debug_is_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    piped("grüß\nmich\n".encode())
-    assert main(["generate"]) == 0
-    assert speculator.prompts == [[user("grüß\nmich")]]
-
-
-def test_prompt_comes_from_a_file(speculator: FakeSpeculator, tmp_path: Path) -> None:
-    file = tmp_path / "prompt.txt"
-    file.write_text("from a file\n", encoding="utf-8")
-    assert main(["generate", "--file", str(file)]) == 0
-    assert speculator.prompts == [[user("from a file")]]
-
-
-def test_raw_prompt_stays_as_it_is(
-    speculator: FakeSpeculator, piped: Callable[[bytes], None]
-) -> None:
-    piped(b"def f():\n")
-    assert main(["generate", "--raw"]) == 0
-    assert speculator.prompts == ["def f():\n"]
-    assert speculator.given["raw"] is True
-
-
-def test_system_message_comes_first(speculator: FakeSpeculator) -> None:
-    assert main(["generate", "--system", "Be brief.", "hi"]) == 0
-    assert speculator.prompts == [[{"role": "system", "content": "Be brief."}, user("hi")]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["generate", " "], "the prompt is empty"),
-        (["generate", "--file", "not-there.txt"], "cannot read the prompt"),
-        (["generate", "hi", "--file", "x"], "a prompt and --file at once"),
-        (["generate", "\udcff"], "the prompt is not UTF-8"),
-        (["generate", "--raw", "--system", "s", "hi"], "--raw and --system at once"),
-        (["generate", "--max-new-tokens", "0", "hi"], "max_new_tokens is 0, expected at least 1"),
-        (["generate", "--max-new-tokens", "x", "hi"], "Invalid value for '--max-new-tokens'"),
-        (["generate", "--drafter", "exit:threshold=0.9/x", "hi"], "exit:threshold is '0.9/x'"),
-        (["generate", "--drafter", "exit:layers=1.5", "hi"], "exit:layers is '1.5', expected a"),
-        (["generate", "--exit-threshold", "0.9", "hi"], "No such option: --exit-threshold"),
-        (["generate", "say", "hi"], "argument(s) (hi). Put a prompt of several words in quotes"),
-        (["generate", "--hedas", "x", "hi"], "--heads"),
-        (
-            ["generate", "--config", "not-there.yaml", "hi"],
-            "cannot take the config: cannot read not-there.yaml: No such file",
-        ),
-        (["generte", "hi"], "Did you mean 'generate'?"),
-        (["heads", "show", "nowhere"], "'nowhere' is neither a folder nor a known name"),
-        (["heads", "show"], "Missing argument 'DIR'"),
-    ],
-)
-def test_bad_input_is_one_clear_line_and_exit_code_2(
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(common, "load", lambda settings: pytest.fail("loaded a model"))
-    assert main(arguments) == 2
-    (line,) = errors(capsys)
-    assert line.startswith("selfspec: error: ")
-    assert message in line
-
-
-@pytest.mark.parametrize(("data", "message"), [(b"\n", "is empty"), (b"\xff", "byte 0 is wrong")])
-def test_bad_standard_input_is_refused(
-    data: bytes,
-    message: str,
-    piped: Callable[[bytes], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    piped(data)
-    assert main(["generate"]) == 2
-    assert message in errors(capsys)[0]
-
-
-def test_missing_prompt_on_a_terminal_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
-    assert main(["generate"]) == 2
-    assert "no prompt" in errors(capsys)[0]
-
-
-def test_error_of_the_package_is_one_line_unless_debug_is_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(settings: Settings) -> None:
+    def fail(_: Any) -> None:
         raise ModelNotFound("no model here. Get one")
 
-    monkeypatch.setattr(common, "load", fail)
+    monkeypatch.setattr(base, "load", fail)
     assert main(["generate", "hi"]) == 2
-    assert errors(capsys) == ["selfspec: error: no model here. Get one"]
+    assert tuple(capsys.readouterr()) == ("", "selfspec: error: no model here. Get one\n")
     assert main(["generate", "hi"], debug=True) == 2
-    shown = errors(capsys)
+    shown = capsys.readouterr().err.splitlines()
     assert "Traceback" in shown[0]
     assert shown[-1] == "selfspec: error: no model here. Get one"
 
 
 def test_interrupt_exits_with_130_and_a_short_line(
-    speculator: FakeSpeculator, capsys: pytest.CaptureFixture[str]
+    speculator: FakeSpeculator, capsys: Capture
 ) -> None:
     speculator.answers = [["Hel", KeyboardInterrupt()]]
     assert main(["generate", "hi"]) == 130
-    captured = capsys.readouterr()
-    assert captured.out == "Hel"
-    assert captured.err.split() == ["selfspec:", "interrupted"]
+    assert tuple(capsys.readouterr()) == ("Hel", "\nselfspec: interrupted\n")
 
 
-def test_a_schema_is_read_from_a_file_before_anything_is_loaded(
-    speculator: FakeSpeculator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_schema_or_a_grammar_is_read_from_a_file(
+    speculator: FakeSpeculator, tmp_path: Path, capsys: Capture
 ) -> None:
-    file = tmp_path / "schema.json"
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     speculator.answers = [["one"], ["two"]]
-    file.write_text('{"type": "string"}')
-    assert main(["generate", "hi", "--json-schema", str(file)]) == 0
-    assert speculator.given["json_schema"] == {"type": "string"}
-    capsys.readouterr()
-    for content, said in (("{", "is not JSON"), ('{"type": "x"}', "Invalid type"), ("7", "is 7")):
-        file.write_text(content)
-        assert main(["generate", "hi", "--json-schema", str(file)]) == 2
-        (line,) = errors(capsys)
-        assert said in line
-    grammar = tmp_path / "grammar.lark"
+    schema.write_text('{"type": "string"}')
     grammar.write_text('start: "yes" | "no"')
+    assert main(["generate", "hi", "--json-schema", str(schema)]) == 0
+    assert speculator.given["json_schema"] == {"type": "string"}
     assert main(["generate", "hi", "--grammar", str(grammar)]) == 0
     assert speculator.given["grammar"] == 'start: "yes" | "no"'
-    file.write_text("true")
-    both = ["--json-schema", str(file), "--grammar", str(grammar)]
-    capsys.readouterr()
+    both = ["--json-schema", str(schema), "--grammar", str(grammar)]
     assert main(["generate", "hi", *both]) == 2
-    assert "at once" in errors(capsys)[0]
+    assert "at once" in capsys.readouterr().err
+    schema.write_text('{"type": "x"}')
+    assert main(["generate", "hi", "--json-schema", str(schema)]) == 2
+    assert "Invalid type" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -233,7 +148,7 @@ def test_an_answer_that_was_cut_says_so_unless_that_was_asked_for(
     speculator: FakeSpeculator,
     piped: Callable[[bytes], None],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     monkeypatch.setattr(FakeStream, "result", FakeAnswer(stop_reason="length"))
     for flags, said in (([], True), (["--max-new-tokens", "2"], False), (["-q"], False)):
@@ -242,3 +157,183 @@ def test_an_answer_that_was_cut_says_so_unless_that_was_asked_for(
         assert main([command, *flags]) == 0
         shown = "cut after 2 tokens; more: --max-new-tokens" in capsys.readouterr().err
         assert shown is said
+
+
+# --- many prompts
+
+LINES: list[dict[str, Any]] = [
+    {"prompt": "one"},
+    {"messages": [user("two")]},
+    {"prompt": "bad"},
+    {"prompt": "four"},
+]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
+    return ["generate", "--prompts", "prompts.jsonl", "--output", "out.jsonl"]
+
+
+OUT, PARTIAL = Path("out.jsonl"), Path("out.jsonl.partial")
+
+
+def texts() -> list[str | None]:
+    """What was answered, in the order of the file."""
+    lines = [json.loads(line) for line in OUT.read_text().splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2, 3]
+    return [line.get("text") for line in lines]
+
+
+def test_answers_come_in_the_order_of_their_prompts(
+    speculator: FakeSpeculator, asked: list[str], capsys: Capture
+) -> None:
+    assert main([*asked, "--seed", "5", "--max-new-tokens", "9"]) == 0
+    assert texts() == ["one 5", "two 6", None, "four 8"]
+    first, _, third, _ = map(json.loads, OUT.read_text().splitlines())
+    assert third["error"] == "no such prompt"
+    assert (first["token_ids"], first["stats"]) == ([5, 6], {"new_tokens": 2})
+    assert speculator.given == {"max_new_tokens": 9, "raw": False}
+    assert speculator.room == (engine.MOST_TEXTS, None)
+    assert "4 answers, 6 tokens, 1 without an answer" in capsys.readouterr().out
+    assert not PARTIAL.exists()
+
+
+def test_the_same_command_goes_on_where_a_run_was_stopped(
+    speculator: FakeSpeculator, asked: list[str]
+) -> None:
+    speculator.broken = {1: KeyboardInterrupt()}
+    assert main([*asked, "--seed", "5"]) == 130
+    assert not OUT.exists()
+    PARTIAL.write_text(PARTIAL.read_text() + '{"index": 3, "te')
+    assert main([*asked, "--seed", "6"]) == 2  # other options
+    speculator.broken, speculator.prompts = {}, []
+    assert main([*asked, "--seed", "5"]) == 0
+    assert len(speculator.prompts) == 2  # numbers 0 and 2 were there
+    assert texts() == ["one 5", "two 6", None, "four 8"]
+
+
+def test_an_old_run_gives_way_on_request_and_a_damaged_one_is_named(
+    speculator: FakeSpeculator, asked: list[str], capsys: Capture
+) -> None:
+    speculator.broken = {1: KeyboardInterrupt()}
+    assert main([*asked, "--seed", "5"]) == 130
+    head, line, *_ = whole = PARTIAL.read_text().splitlines()
+    for damage in ("{", '{"text": "no index"}', "[]"):
+        PARTIAL.write_text("\n".join((head, damage, line, "")))
+        assert main([*asked, "--seed", "5"]) == 2
+        assert f"{PARTIAL} is damaged. Remove it" in capsys.readouterr().err
+    PARTIAL.write_text("mine\n")
+    assert main([*asked, "--overwrite"]) == 2
+    assert PARTIAL.read_text() == "mine\n"
+    PARTIAL.write_text("\n".join((*whole, "")))
+    speculator.broken = {}
+    assert main([*asked, "--seed", "6", "--overwrite"]) == 0
+    assert texts() == ["one 6", "two 7", None, "four 9"]
+    # nor is the output replaced unasked, or where it is another's
+    assert main(asked) == 2
+    assert "is there already. Give --overwrite" in capsys.readouterr().err
+    OUT.write_text("mine")
+    assert main([*asked, "--overwrite"]) == 2
+    assert OUT.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("more", "line", "reason"),
+    [
+        ([], "{", "line 2 is not JSON"),
+        ([], "[1]", "line 2 holds no object"),
+        ([], "{}", "line 2 holds the keys none"),
+        ([], '{"prompt": "a", "seed": 1}', "line 2 holds the keys prompt, seed"),
+        ([], '{"prompt": 3}', 'line 2: "prompt" is no text'),
+        ([], '{"prompt": " "}', 'line 2: "prompt" is no text, or empty'),
+        ([], '{"messages": "a"}', 'line 2: "messages" is no list'),
+        (["--system", "s"], '{"messages": []}', '"messages" stand beside --raw or --system'),
+        (["hi"], "", "--prompts and another prompt at once"),
+        (["--prompts", "empty.jsonl"], "", "holds no prompts"),
+        *((["--kv-memory", size], "", "a size like 500MB") for size in ("", "2 gigs", "-1GB", "0")),
+    ],
+)
+def test_many_prompts_are_checked_before_anything_is_loaded(
+    more: list[str],
+    line: str,
+    reason: str,
+    speculator: FakeSpeculator,
+    asked: list[str],
+    capsys: Capture,
+) -> None:
+    Path("prompts.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
+    Path("empty.jsonl").touch()
+    assert main([*asked, *more]) == 2
+    assert reason in capsys.readouterr().err
+    assert main(asked[:3]) == 2
+    assert "--prompts and --output go together" in capsys.readouterr().err
+    assert speculator.loaded is None
+    assert not PARTIAL.exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("500MB", 5 * 10**8), ("2 GiB", 2**31), ("1.5g", 15 * 10**8), ("7", 7)],
+)
+def test_room_for_many_prompts(
+    speculator: FakeSpeculator, asked: list[str], size: str, expected: int
+) -> None:
+    assert main([*asked, "--kv-memory", size, "--concurrency", "3"]) == 0
+    assert speculator.room == (3, expected)
+
+
+# --- demo
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Speculator:
+    speculator = wrap(make_model("llama", torch.float64), make_tokenizer(), drafter="ngram")
+    monkeypatch.setattr(base, "load", lambda asked: speculator)
+    return speculator
+
+
+def test_the_same_text_is_said_to_be_the_same_and_another_is_a_failure(
+    tiny: Speculator, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo = ["demo", "a", "--max-new-tokens", "12"]
+    assert main(demo) == 0
+    theirs, ours, verdict = capsys.readouterr().out.split("\n\n", 2)
+    text = theirs.splitlines()[1:-1]
+    assert text  # of twelve tokens one has text
+    assert ours.splitlines()[1:-1] == text
+    assert verdict.startswith("12 tokens, ")
+    assert "\nsame text: yes; " in verdict
+    right = generate.theirs
+    monkeypatch.setattr(
+        generate, "theirs", lambda *given: [*(found := right(*given))[:3], found[3] + 1, *found[4:]]
+    )
+    assert main(demo) == 1
+    assert "same text: no, token 4 is another one" in capsys.readouterr().out
+    assert main([*demo[:2], "--max-new-tokens", "0"]) == 2
+    assert "max_new_tokens is 0, expected at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("theirs_s", "words"),
+    [(3.0, "1.5× faster"), (2.02, "about as fast"), (1.0, "2.0× slower")],
+)
+def test_the_gain_is_what_was_measured(theirs_s: float, words: str) -> None:
+    ours: Any = FakeAnswer()
+    found = generate.Compared([5, 6], theirs_s, ours, 2.0)
+    assert found.verdict().endswith(f"same text: yes; {words}")
+    assert generate.Compared([5], theirs_s, ours, 2.0).differs_at == 2
+
+
+def test_on_a_terminal_both_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=60, legacy_windows=False)
+    monkeypatch.setattr("rich.console.Console", lambda **_: console)
+    with generate.panels(("one", "two"), 8) as panel:
+        for title in ("one", "two"):
+            with panel(title) as show:
+                show(f"text of {title}", "model", 0)
+    shown = file.getvalue()
+    assert any("text of one" in line and "text of two" in line for line in shown.splitlines())
+    assert "the model" in shown

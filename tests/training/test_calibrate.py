@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfspec.cli.calibrate import described
+from selfspec.cli.train import calibration_words
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Exits, expected
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
@@ -191,7 +191,7 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
         found = calibrate.calibrate(result.heads, job.validation, costs)
         calibrate.write(result.heads, tmp_path, found, {})
         kept = HeadsConfig.read(tmp_path).defaults
-        return SpeculationOptions().updated(kept), described(found)
+        return SpeculationOptions().updated(kept), calibration_words(found)
 
     fast, words = defaults(FLAT)
     assert (fast.drafter, fast.exit.layers is None) == ("ngram+exit", False)

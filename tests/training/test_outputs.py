@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from selfspec import files
-from selfspec.cli import training
+from selfspec.cli import train
 from selfspec.cli.main import BUG, main
 from selfspec.errors import CannotWrite
 from selfspec.model.backbone import Backbone
@@ -33,7 +33,7 @@ def place(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -
     def load(_asked: Any, **_options: Any) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(training, "load_base", load)
+    monkeypatch.setattr(train, "_load", load)
     monkeypatch.chdir(tmp_path)
     backbone.model.save_pretrained(tmp_path / "model")
     make_heads("linear", backbone.unembedding).save(tmp_path / "heads")

@@ -1,0 +1,783 @@
+"""What the commands share: flags and the files under them, models, prompts, streams, a bar.
+
+A command gets what was asked for as one mapping, by names of flags; where nothing is given there is
+no entry. Results go to standard output through `emit`, all else to standard error. Imports no torch
+before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import io
+import itertools
+import logging
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, TypeVar, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand
+
+from selfspec import config, untrusted
+from selfspec.api import structure
+from selfspec.config import ATTENTIONS, DTYPES, EXECUTORS, OPTION_NAMES, SpeculationOptions
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, SelfspecError
+from selfspec.heads.folder import read_config
+from selfspec.hub import models as hub
+from selfspec.options.controllers import CONTROLLERS
+from selfspec.options.drafters import DRAFTERS
+from selfspec.options.parts import Part
+from selfspec.options.prices import Prices
+from selfspec.options.rules import ACCEPTANCE
+from selfspec.options.text import laid_over, word
+from selfspec.options.values import members, typed
+from selfspec.typed import annotations_of, check_keys
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from selfspec.api.speculator import Speculator
+    from selfspec.api.stream import Generation
+
+Asked = dict[str, Any]
+"""What was asked for, by names of flags; typed and checked."""
+
+Command = Callable[..., None]
+Options = TypeVar("Options")
+
+logger = logging.getLogger(__name__)
+
+PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+
+def selfspec(
+    context: typer.Context,
+    *,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No notices and no progress; errors only.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say how things are done, too.")
+    ] = False,
+    debug: Annotated[  # noqa: ARG001  # read by run(), listed here for --help
+        bool, typer.Option("--debug", help="Show tracebacks.")
+    ] = False,
+) -> None:
+    """Make a Hugging Face model generate faster, with the same text and without a second model.
+
+    --quiet, --verbose and --debug may stand anywhere. The environment may stand for flags:
+    SELFSPEC_MODEL for --model, SELFSPEC_CONFIG for --config.
+
+    Exit codes: 0 done, 1 a check failed, 2 bad input, 70 a bug of selfspec, 130 stopped by Ctrl-C,
+    141 nobody reads the output.
+    """
+    if quiet and verbose:
+        raise InvalidOption("--quiet and --verbose at once. Leave one of them out")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("selfspec: %(message)s"))
+    package = logging.getLogger("selfspec")
+    package.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
+    package.handlers[:] = [handler]
+    if version:
+        emit(metadata.version("selfspec") + "\n")
+    elif context.invoked_subcommand is None:
+        emit(context.get_help() + "\n")
+
+
+# --- flags
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option of the command line, which is also a YAML key.
+
+    It has no default of its own, so that the order flag > environment > YAML file > default file >
+    heads > built-in holds.
+    """
+
+    name: str
+    """Keyword of the facade; the flag is its kebab-case."""
+    hint: Any
+    """Type of the value, as annotated in Python."""
+    help: str
+    aliases: tuple[str, ...] = ()
+    metavar: str | None = None
+    """What stands for the value in the help; None: by its type."""
+    group: str = "Options"
+    """Where --help-all lists it."""
+    rare: bool = False
+    """Not listed by --help."""
+
+    @property
+    def long_name(self) -> str:
+        """As typed: `--max-new-tokens`."""
+        return "--" + self.name.replace("_", "-")
+
+    def parameter(self) -> inspect.Parameter:
+        """The parameter that typer reads; None where the flag is not given."""
+        first, *rest = members(self.hint)
+        many = any(get_origin(member) is tuple for member in (first, *rest))
+        negation = f"/--no-{self.long_name[2:]}" if first is bool else ""
+        option = typer.Option(
+            self.long_name + negation,
+            *self.aliases,
+            help=self.help,
+            metavar=self.metavar or _metavar(self.hint, ","),
+            hidden=self.rare,
+            envvar=f"SELFSPEC_{self.name.upper()}",
+            show_envvar=False,
+            rich_help_panel=self.group,
+        )
+        return _keyword(self.name, None, Annotated[(str if many else first) | None, option])
+
+
+def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:
+    """A flag per field of an option dataclass, or for `names`; its docstring is the help."""
+    hints, texts, built_in = annotations_of(options), docstrings(options), options()
+    flags = []
+    for name in names or [entry.name for entry in fields(options)]:
+        default, hint, text = getattr(built_in, name), hints[name], texts[name]
+        if isinstance(default, Part):
+            default = default.kind if default.kind != name else None
+        if default is not None and hint is not bool:
+            text = f"{text} Built in: {default}."
+        flags.append(Flag(name, hint, text))
+    return tuple(flags)
+
+
+def grouped(group: str, flags: Iterable[Flag], usual: Collection[str] = ()) -> tuple[Flag, ...]:
+    """`flags` under one heading; --help lists those that are `usual`."""
+    return tuple(replace(flag, group=group, rare=flag.name not in usual) for flag in flags)
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="YAML file of options; flags win over it, it over the user's own (see env).",
+        envvar="SELFSPEC_CONFIG",
+        show_envvar=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
+SystemPrompt = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT", help="System message ahead of the conversation."),
+]
+
+
+Stats = Literal["short", "full"]
+"""How much is said of an answer."""
+
+ShowStats = Annotated[
+    Stats | None,
+    typer.Option(
+        "--stats",
+        metavar="[=full]",
+        help="What the answer took, on standard error; =full: all figures.",
+    ),
+]
+
+_known: set[str] = set()
+"""Names of all commands' flags: keys that the default file may hold."""
+
+
+def with_flags(*flags: Flag, merging: bool = True) -> Callable[[Command], Command]:
+    """Give a command flags, --config and --help-all; it gets `asked`, one mapping.
+
+    With `merging` False it has no --config unless it declares one, and gets the flags alone.
+    """
+    _known.update(flag.name for flag in flags)
+    added = [flag.parameter() for flag in flags]
+    added += [_keyword("config", None, ConfigFile)] if merging else []
+    added.append(_keyword("help_all", False, Annotated[bool, _HELP_ALL]))
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [entry for entry in signature.parameters.values() if entry.name != "asked"]
+
+        @functools.wraps(command)
+        def wrapper(**given: Any) -> None:
+            del given["help_all"]
+            values = {flag.name: given.pop(flag.name) for flag in flags}
+            asked = {name: value for name, value in values.items() if value not in (None, [])}
+            if merging:
+                file = given.pop("config")
+                asked = merged(file, asked, flags) | ({"config": str(file)} if file else {})
+            command(**given, asked=asked)
+
+        parameters = [*own, *added]
+        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads the flags here
+        wrapper.__annotations__ = {entry.name: entry.annotation for entry in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def merged(
+    file: Path | None, given: Asked, flags: Sequence[Flag], *, defaults: bool = True
+) -> Asked:
+    """What was given over the keys of a YAML file, and these over the default file's, typed.
+
+    Null in a file is a value. Without `defaults` the default file is left alone. Options with
+    settings are merged setting by setting. Raises InvalidOption for unknown keys, wrong types and
+    options that no model could make sense of.
+    """
+    hints = {flag.name: flag.hint for flag in flags}
+    found: Asked = {}
+    for values in (
+        _defaults(hints) if defaults else {},
+        _read_yaml(file, hints) if file else {},
+        given,
+    ):
+        above = {name: typed(name, value, hints[name]) for name, value in values.items()}
+        config.check({name: value for name, value in above.items() if name in OPTION_NAMES})
+        for name in found.keys() & above.keys():
+            if dict in members(hints[name]):
+                above[name] = laid_over(name, found[name], above[name])
+        found |= above
+    return found
+
+
+def default_file() -> Path:
+    """The user's options for all commands: config.yaml in the folder for that on this system."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    folder = Path(base, "selfspec") if base else Path(typer.get_app_dir("selfspec"))
+    return folder / "config.yaml"
+
+
+def _defaults(hints: Collection[str]) -> Asked:
+    """The default file's keys that this command has; there need be no such file."""
+    file = default_file()
+    values = _read_yaml(file, _known) if file.exists() else {}
+    return {name: value for name, value in values.items() if name in hints}
+
+
+def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
+    """Option names and values; dashes count as underscores. Raises InvalidOption."""
+    try:
+        loaded = untrusted.read_yaml(file)
+    except InvalidData as error:
+        raise InvalidOption(f"cannot take the config: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise InvalidOption(
+            f"{file} holds a {type(loaded).__name__}, expected `option: value` lines"
+        )
+    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    if len(values) < len(loaded):
+        raise InvalidOption(f"{file} has a key twice, with a dash and with an underscore")
+    check_keys(values, known, f"key in {file}:")
+    return values
+
+
+def picked(asked: Mapping[str, Any], flags: Iterable[Flag]) -> Asked:
+    """What was asked for with some flags alone."""
+    return {flag.name: asked[flag.name] for flag in flags if flag.name in asked}
+
+
+def options_of(kind: type[Options], asked: Asked) -> Options:
+    """The option dataclass `kind` from what was asked for."""
+    names = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    return kind(**{name: value for name, value in asked.items() if name in names})
+
+
+def require(asked: Asked, *names: str) -> None:
+    """Raise InvalidOption for a missing flag."""
+    for name in names:
+        if asked.get(name) is None:
+            flag = "--" + name.replace("_", "-")
+            raise InvalidOption(f"no {flag}. Give the flag, or the key in a --config file")
+
+
+def inputs(asked: Asked) -> list[object]:
+    """Values that may name files which a command reads: all but those of its outputs."""
+    return [value for name, value in asked.items() if name not in ("output", "html", "card")]
+
+
+def bytes_of(name: str, size: str | None) -> int | None:
+    """A size of memory as people write it: 500MB, 2GB. Raises InvalidOption for what is none."""
+    if size is None:
+        return None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *(|K|M|G|T)(i?)B?", size, re.IGNORECASE)
+    power = "KMGT".index(match[2].upper()) + 1 if match and match[2] else 0
+    found = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
+    if not found:
+        raise InvalidOption(f"{name} is {size!r}, expected a size like 500MB or 2GB")
+    return found
+
+
+# --- help
+
+PARTS: dict[str, Mapping[str, type[Part]]] = {
+    "drafter": DRAFTERS,
+    "controller": CONTROLLERS,
+    "acceptance": ACCEPTANCE,
+    "prices": {"": Prices},
+}
+"""Options in parts: their kinds by name."""
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help has its options in groups, as their flags say."""
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # typer's own context
+        """With --help-all also rare options, and the settings of those that have some."""
+        everything = "help_all" in ctx.meta
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if everything:
+                parameter.hidden = False  # type: ignore[attr-defined]  # options have it
+            if record := parameter.get_help_record(ctx):
+                usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                heading = getattr(parameter, "rich_help_panel", None) or usual
+                sections.setdefault(heading, []).append(record)
+        names = {parameter.name for parameter in self.params}
+        for name in PARTS:
+            if everything and name in names:
+                sections[f"Settings of --{name}"] = list(part_settings(PARTS[name]))
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
+def _show_all(context: typer.Context, asked: bool) -> None:
+    if asked:
+        context.meta["help_all"] = True
+        emit(context.get_help() + "\n")
+        raise typer.Exit
+
+
+_HELP_ALL = typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all)
+
+
+def docstrings(options: type) -> dict[str, str]:
+    """The first paragraph below each field of a dataclass, inherited ones too, on one line."""
+    texts: dict[str, str] = {}
+    for kind in filter(is_dataclass, reversed(options.__mro__)):
+        (tree,) = ast.parse(inspect.getsource(kind)).body
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for entry, below in itertools.pairwise(body):
+            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
+                match below:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        texts[entry.target.id] = " ".join(text.split("\n\n")[0].split())
+    return texts
+
+
+def _metavar(hint: Any, separator: str) -> str | None:
+    """What stands for a value of this type: `N`, or `N[,N..]` for several."""
+    many = [member for member in members(hint) if get_origin(member) is tuple]
+    names: dict[Any, str] = {int: "N", float: "X", str: "TEXT", list[str]: "TEXT"}
+    one = names.get(get_args(many[0])[0] if many else members(hint)[0])
+    return f"{one}[{separator}{one}..]" if many else one
+
+
+def part_settings(kinds: Mapping[str, type[Part]]) -> Iterator[tuple[str, str]]:
+    """Kinds, and their settings below them: a term and what it means."""
+    for kind, made in kinds.items():
+        if kind:
+            yield kind, " ".join((made.__doc__ or "").split())
+        built_in, hints, texts = made(), annotations_of(made), docstrings(made)
+        for entry in fields(made):  # type: ignore[arg-type]  # all parts are dataclasses
+            value = getattr(built_in, entry.name)
+            usual = "" if value is None else f" Built in: {word(value)}."
+            term = f"{kind}:{entry.name}" if kind else entry.name
+            yield f"{term}={_metavar(hints[entry.name], '/')}", texts[entry.name] + usual
+
+
+# --- flags of several commands, and what they set in the facade
+
+_USUAL = {
+    *("model", "heads", "speculate", "drafter", "max_new_tokens"),
+    *("temperature", "seed", "stop_strings", "json_schema"),
+}
+"""Of the flags below, those that --help lists."""
+
+CHAT_TEMPLATE = Flag(
+    "chat_template",
+    str,
+    "For models that bring none: alpaca, chatml, llama-2, vicuna, zephyr or a Jinja file.",
+)
+
+LOADING = grouped(
+    "Model",
+    (
+        Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
+        Flag("heads", str, "Exit heads: a folder, a known name, a hub id, logit-lens, or none."),
+        Flag(
+            "dtype",
+            str,
+            "float32, bfloat16, float16 (drafts need --pinned) or float64. Built in: bfloat16, "
+            "for a .gguf file float32 where products in bfloat16 are slow.",
+        ),
+        Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
+        Flag("attn_implementation", str, "sdpa (the default) or eager."),
+        CHAT_TEMPLATE,
+        Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
+        Flag("executor", str, "auto (the default), generic, fused (CPU), cuda-graph (GPU)."),
+    ),
+    _USUAL,
+)
+
+_NESTED = {
+    **dict.fromkeys(("drafter", "controller", "acceptance"), "KIND[:KEY=VALUE,..]"),
+    "prices": "KEY=VALUE,..",
+}
+"""Options with settings of their own: text on the command line, text or a mapping in YAML."""
+
+SPECULATION = grouped(
+    "Drafts",
+    (
+        replace(flag, metavar=_NESTED[flag.name], hint=str | dict) if flag.name in _NESTED else flag
+        for flag in option_flags(SpeculationOptions, OPTION_NAMES)
+    ),
+    _USUAL,
+)
+
+GENERATION = grouped(
+    "Answer",
+    (
+        Flag(
+            "max_new_tokens", int, f"Tokens at most; {config.DEFAULT_MAX_NEW_TOKENS} if not given."
+        ),
+        Flag("min_new_tokens", int, "Tokens at least."),
+        Flag(
+            "stop_strings", list[str], "End the answer behind this text; repeatable.", ("--stop",)
+        ),
+        Flag("do_sample", bool, "Draw tokens; implied by the next four."),
+        Flag("temperature", float, "Divides the logits; 0 is greedy."),
+        Flag("top_k", int, "Draw from this many of the most likely tokens."),
+        Flag("top_p", float, "Draw from the most likely tokens that sum to this, in (0, 1]."),
+        Flag("min_p", float, "Leave out tokens less likely than this times the likeliest."),
+        Flag(
+            "repetition_penalty", float, "Above 1 makes tokens that are there already less likely."
+        ),
+        Flag("presence_penalty", float, "Lowers scores of tokens that the answer has already."),
+        Flag("frequency_penalty", float, "The same, for each time that it has them."),
+        Flag("json_schema", str, "JSON that follows the schema in this file.", metavar="FILE"),
+        Flag("grammar", str, "Text that follows the Lark grammar in this file.", metavar="FILE"),
+        Flag("seed", int, "Makes drawing repeatable."),
+    ),
+    _USUAL,
+)
+
+SHARED = (*LOADING, *SPECULATION, *GENERATION)
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (lambda value: value >= 1, "at least 1. Ask for more tokens"),
+    "min_new_tokens": (lambda value: value >= 0, "at least 0"),
+    "temperature": (lambda value: value >= 0.0, "at least 0"),
+    "top_k": (lambda value: value >= 0, "at least 0"),
+    "top_p": (lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
+    "min_p": (lambda value: 0.0 <= value <= 1.0, "in [0, 1]"),
+    "repetition_penalty": (lambda value: value > 0.0, "above 0"),
+    "seed": (lambda value: -(2**63) <= value < 2**64, "at most 64 bits"),
+}
+
+
+def answering(asked: Asked) -> Asked:
+    """Keywords of `Speculator.generate`; files become what they hold.
+
+    Raises InvalidData, and InvalidOption as `generate` would.
+    """
+    found = picked(asked, GENERATION)
+    for name, (holds, expected) in _RANGES.items():
+        if name in found and not holds(found[name]):
+            raise InvalidOption(f"{name} is {found[name]}, expected {expected}")
+    for name, read in (("json_schema", untrusted.read_json), ("grammar", untrusted.read_text)):
+        if name in found:
+            found[name] = read(Path(found[name]))
+    if (grammar := structure.wanted(found)) is not None:
+        structure.check(grammar)
+    return found
+
+
+def load(asked: Asked) -> Speculator:
+    """The speculator that the flags ask for; this is where torch is imported."""
+    check_model(asked)
+    from selfspec.api import speculator
+
+    return speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
+
+
+def check_model(asked: Asked) -> None:
+    """Say before torch is imported what could never be loaded.
+
+    Raises InvalidOption, ModelNotFound, HeadsNotFound.
+    """
+    for name, known in (
+        ("dtype", DTYPES),
+        ("executor", EXECUTORS),
+        ("attn_implementation", ATTENTIONS),
+    ):
+        if name in asked and asked[name] not in known:
+            *others, last = known
+            expected = f"{', '.join(others)} or {last}"
+            raise InvalidOption(f"{name} is {asked[name]!r}, expected {expected}")
+    if "device" in asked and not re.fullmatch(r"[a-z]+(:[0-9]+)?", asked["device"]):
+        raise InvalidOption(f"device is {asked['device']!r}, expected cpu, cuda, cuda:0 or auto")
+    speculation = picked(asked, SPECULATION)
+    options = SpeculationOptions().updated(speculation)
+    drafts = "drafter" in asked and options.speculate and options.uses("draft-model")
+    if drafts and "draft_model" not in asked:
+        raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
+    for name in asked.keys() & {"model", "draft_model"}:
+        if not asked[name]:
+            raise InvalidOption(f"{name} is empty, expected a hub id, a folder or a .gguf file")
+        hub.require_model(asked[name])
+    own = not asked.keys() & {"model", "draft_model"}
+    heads = asked.get("heads", hub.DEFAULT_HEADS if own else hub.NO_HEADS)
+    if heads not in (hub.LOGIT_LENS, hub.NO_HEADS) and asked.keys() & {"heads", "drafter"}:
+        found = read_config(hub.resolve_heads(heads))
+        exit_layers = found["exit_layers"]
+        options = SpeculationOptions().updated(found.get("defaults", {})).updated(speculation)
+        for layer in options.exit.layers or ():
+            if layer not in exit_layers:
+                held = ", ".join(map(str, exit_layers))
+                raise InvalidOption(f"exit layer {layer} is not among those of {heads}: {held}")
+
+
+# --- prompts
+
+MOST_PROMPT_BYTES = 4 << 20
+"""About a million tokens, more than any model takes."""
+
+
+def read_prompt(prompt: str | None, file: Path | None = None, *, raw: bool = False) -> str:
+    """The prompt from the argument, the file, or standard input; one of them.
+
+    A newline at the end of a file or of standard input is dropped unless `raw`. Raises
+    InvalidPrompt when there is nothing to read, or when it is empty or not UTF-8.
+    """
+    if prompt is not None and file is not None:
+        raise InvalidPrompt("a prompt and --file at once, expected one. Leave one of them out")
+    if prompt is None and file is None and sys.stdin.isatty():
+        raise InvalidPrompt("no prompt. Give one as an argument, with --file, or through a pipe")
+    try:
+        if prompt is not None:
+            text = prompt
+            prompt.encode("utf-8")  # bytes that are none come from the shell as lone surrogates
+        else:
+            text = _prompt_bytes(file).decode("utf-8")
+            text = text if raw else text.rstrip("\r\n")
+    except (OSError, InvalidData) as error:
+        raise InvalidPrompt(f"cannot read the prompt: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(f"the prompt is not UTF-8: byte {error.start} is wrong") from error
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(f"the prompt is not UTF-8: {error.reason}") from error
+    if not text.strip():
+        raise InvalidPrompt("the prompt is empty. Give some text")
+    return text
+
+
+def _prompt_bytes(file: Path | None) -> bytes:
+    if file is not None:
+        return untrusted.read_bytes(file, MOST_PROMPT_BYTES)
+    data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)
+    if len(data) > MOST_PROMPT_BYTES:
+        raise InvalidPrompt(f"the prompt has more than {MOST_PROMPT_BYTES} bytes")
+    return data
+
+
+def conversation(system: str | None, *turns: str) -> list[dict[str, str]]:
+    """Messages: of the system if it has one, then of the user."""
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return [*opening, *({"role": "user", "content": turn} for turn in turns)]
+
+
+# --- what is written
+
+
+def emit(text: str) -> None:
+    """Write results at once. Leaves quietly when nobody reads them any more.
+
+    Raises CannotWrite where standard output takes nothing.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence(sys.stdout)
+        raise typer.Exit(PIPE_CLOSED) from None
+    except OSError as error:
+        silence(sys.stdout)
+        raise CannotWrite(f"cannot write standard output: {error.strerror}") from error
+
+
+def note(text: str) -> None:
+    """Write a line that is not a result."""
+    typer.echo(text, err=True)
+
+
+_LONGEST_LINE = 2000
+"""Characters of an error: a name or a value in it may be of any length."""
+
+
+def complain(error: SelfspecError | str) -> None:
+    """Write an error as its one line, without what would move a terminal's cursor."""
+    words = " ".join(str(error).split())
+    words = words if len(words) <= _LONGEST_LINE else f"{words[:_LONGEST_LINE]} …"
+    note("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words))
+
+
+def statistics(answer: Generation, kind: Stats) -> str:
+    """The line that `--stats` asked for."""
+    return answer.stats.line() if kind == "full" else answer.summary()
+
+
+def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:
+    """A line about an answer that was cut by a limit that nobody asked for."""
+    if answer.stop_reason == "length" and "max_new_tokens" not in options:
+        count = len(answer.token_ids)
+        logger.info("the answer was cut after %d tokens; more: --max-new-tokens", count)
+
+
+def say_next(command: str, asked: Asked, *words: str) -> None:
+    """The command that goes on from here with the same model, ready to paste.
+
+    Of several processes the first says it.
+    """
+    if not int(os.environ.get("RANK", "0")):
+        named = [(f"--{name}", str(asked[name])) for name in ("model", "dtype") if name in asked]
+        note(f"next: {shlex.join(['selfspec', command, *words, *itertools.chain(*named)])}")
+
+
+def printed(show: Callable[[Console], None], width: int | None = None) -> str:
+    """What `show` prints on a console like standard output, colours included where it has them.
+
+    `width`: where that is no terminal.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if width is not None and not console.is_terminal:
+        console.width = width
+    with console.capture() as capture:
+        show(console)
+    return capture.get()
+
+
+def rendered(grid: Table) -> str:
+    """A table as text; never wrapped where it is not for a terminal."""
+    text = printed(lambda console: console.print(grid), width=1000)
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+@contextlib.contextmanager
+def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., None]]:
+    """A progress bar on standard error, with the time that is left; with `rate` also units/s.
+
+    It gives `show(done, total, words="", found=False)`. `total` None: not known. `found`: earlier
+    runs did this much, so it says nothing about the time that is left.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (
+        TextColumn(name),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit + "  {task.fields[words]}"),
+        Remaining(),
+    )
+    quiet = logging.getLogger("selfspec").level == logging.ERROR
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as drawn:
+        task = drawn.add_task(name, total=None, words="")
+
+        def show(done: int, total: int | None, words: str = "", *, found: bool = False) -> None:
+            if found:  # or the time that is left would be reckoned from it
+                drawn.reset(task, completed=done, total=total, words=words)
+            else:
+                drawn.update(task, completed=done, total=total, words=words)
+            if rate and (speed := drawn.tasks[0].speed):
+                drawn.update(task, words=f"{speed:,.0f} {unit}/s")
+
+        yield show
+
+
+def version_of(package: str) -> str | None:
+    """Of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# --- streams as they may come: closed, full, or with nobody at the end
+
+
+def repair_streams() -> None:
+    """Give closed streams a place, and let none fail for a character that it cannot show.
+
+    A closed number would be given to the next file that is opened, and then written into.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
+    sys.stdin = sys.stdin or _text_stream(0, "r")
+    sys.stdout = sys.stdout or _text_stream(1, "w")  # not open for writing: the first word says so
+    sys.stderr = Forgiving(sys.stderr or _text_stream(2, "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def silence(stream: Any) -> None:
+    """Send what is still to come, and what is kept back, nowhere: it would fail again."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+class Forgiving:
+    """A text stream whose words are lost where they cannot be written; that ends nothing."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """How much was taken: all of it, always."""
+        self._tried(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As a stream does, without its errors."""
+        self._tried(self._stream.flush)
+
+    def _tried(self, act: Callable[..., object], *words: str) -> None:
+        try:
+            act(*words)
+        except (OSError, ValueError):
+            silence(self._stream)
+
+
+def _text_stream(number: int, mode: str) -> TextIO:
+    return io.TextIOWrapper(io.FileIO(number, mode, closefd=False), encoding="utf-8")

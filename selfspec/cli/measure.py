@@ -1,0 +1,776 @@
+"""What is measured and shown: `trace`, `tune`, `bench`, `report`, `verify` and `env`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from selfspec import files
+from selfspec.cli import base
+from selfspec.cli.base import (
+    GENERATION,
+    LOADING,
+    SPECULATION,
+    Asked,
+    Flag,
+    grouped,
+    option_flags,
+    options_of,
+    picked,
+    with_flags,
+)
+from selfspec.config import DEFAULT_MAX_NEW_TOKENS, SpeculationOptions
+from selfspec.errors import InvalidOption, ModelNotFound
+from selfspec.eval.methods import METHODS
+from selfspec.eval.options import BenchOptions
+from selfspec.eval.suites import SIX_TASKS, Question, load_suite, spread
+from selfspec.eval.sweeps import moved
+from selfspec.eval.trace_options import RecordOptions, TuneOptions
+from selfspec.hub import models as hub
+from selfspec.typed import check_keys
+
+if TYPE_CHECKING:
+    from selfspec.api.speculator import Speculator
+    from selfspec.api.text import Prompt
+    from selfspec.decoding.prices import Costs
+    from selfspec.decoding.speed import StepSpeed
+    from selfspec.eval.bench import Bench
+    from selfspec.eval.contenders import Contender
+    from selfspec.eval.loads import Load
+    from selfspec.eval.lossless import Rung, Subject
+    from selfspec.eval.record import Record
+    from selfspec.eval.tune import Tuned
+    from selfspec.visualise.layers import LayerTrace
+
+SUITE = (
+    Flag("suite", str, f"Prompts: {SIX_TASKS} (the default), spec-bench, or a .jsonl file."),
+    Flag("questions", str, "The file of a suite that is not built in."),
+    Flag("limit", int, "Questions to take, spread over the suite."),
+)
+
+
+def suite_of(asked: Asked, limit: int | None = None) -> list[Question]:
+    """The questions that the flags ask for; `limit` where they do not say, None: all."""
+    file = Path(asked["questions"]) if "questions" in asked else None
+    return load_suite(asked.get("suite", SIX_TASKS), file, asked.get("limit", limit))
+
+
+# --- trace
+
+_RECORDING = option_flags(RecordOptions)
+_LOOKING = (*SPECULATION, *GENERATION)
+_SHARED_NAMES = {flag.name for flag in _RECORDING} & {flag.name for flag in _LOOKING}
+_ONLY_RECORD = grouped(
+    "Record", (*SUITE, *(flag for flag in _RECORDING if flag.name not in _SHARED_NAMES))
+)
+"""Flags that mean something with --record only."""
+_CARD = Flag("card", str, "PNG to share: the answer and one number.")
+_REJECTED = Flag("rejected", bool, "Show rejected drafts, too.")
+_OVERWRITE = Flag("overwrite", bool, "Replace what an earlier trace wrote there.")
+_TARGETS = (
+    Flag("html", str, "File for a page to explore."),
+    Flag("output", str, "File to keep the trace in, one JSON record per line."),
+    _CARD,
+)
+"""Flags that name files to write."""
+_VIEW = (*_TARGETS, Flag("all_layers", bool, "Layers without heads too. Built in: on."), _REJECTED)
+_ONLY_VIEW = (*_VIEW, *(flag for flag in _LOOKING if flag.name not in _SHARED_NAMES))
+"""Flags that mean nothing with --record."""
+_TRACE = (
+    *_VIEW,
+    _OVERWRITE,
+    Flag("record", str, "Folder for a record of a prompt or suite, which selfspec tune reads."),
+    *LOADING,
+    *_LOOKING,
+    *_ONLY_RECORD,
+)
+
+
+@with_flags(*_TRACE, merging=False)
+def trace(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The question; without it, standard input."),
+    ] = None,
+    *,
+    kept: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Show what --output kept, without a prompt."),
+    ] = None,
+    config: base.ConfigFile = None,
+    as_json: base.AsJson = False,
+    asked: Asked,
+) -> None:
+    """Show who gave each token of an answer. And what each layer would have said, and how sure.
+
+    With --record: decode plainly and record what every exit layer would have drafted.
+    """
+    given = base.merged(config, asked, _TRACE, defaults=False)
+    asked = base.merged(config, asked, _TRACE) if kept is None else given
+    if prompt is not None and kept is not None:
+        raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
+    if kept is not None:
+        shown = (_CARD, _REJECTED, _OVERWRITE)
+        others = (flag for flag in _TRACE if flag not in shown and flag.name != "html")
+        _refuse(given, others, "with --from: the answer is written already")
+    if "record" in asked:
+        _refuse(given, _ONLY_VIEW, "with --record")
+        _keep_record(prompt, asked, as_json=as_json)
+        return
+    _refuse(given, _ONLY_RECORD, "without --record")
+    targets = _check_targets(asked, [*base.inputs(asked), kept, config])
+    with contextlib.ExitStack() as stack:
+        for path in targets.values():
+            stack.enter_context(files.locked(path))
+        seen = _kept(kept) if kept is not None else _looked(prompt, asked)
+        if "output" in targets:
+            seen.trace.save(targets["output"])
+        if "card" in targets:
+            from selfspec.visualise import picture
+
+            picture.save_card(seen.trace, targets["card"], seen.costs)
+        if "html" in targets:
+            from selfspec.visualise.page import render
+
+            files.write(targets["html"], render(*seen))
+    if as_json:
+        base.emit("".join(json.dumps(line) + "\n" for line in seen.trace.lines()))
+        return
+    from selfspec.visualise import terminal
+
+    rejected = asked.get("rejected", False)
+    base.emit(base.printed(lambda it: terminal.show(seen.trace, it, rejected=rejected)))
+
+
+def _refuse(asked: Asked, flags: Iterable[Flag], where: str) -> None:
+    """Raise InvalidOption at the first of `flags` that was given."""
+    for flag in flags:
+        if flag.name in asked:
+            off = asked[flag.name] is False
+            name = f"--no-{flag.long_name[2:]}" if off else flag.long_name
+            raise InvalidOption(f"{name} means nothing {where}. Leave it out")
+
+
+def _check_targets(asked: Asked, reads: list[object]) -> dict[str, Path]:
+    """The paths of the outputs, before any work. Raises InvalidOption, CannotWrite."""
+    found: dict[str, Path] = {}
+    for name, text in sorted(picked(asked, _TARGETS).items()):
+        path = files.check_file(text, overwrite=asked.get("overwrite", False), reads=reads)
+        suffix = {"card": ".png", "html": ".html"}.get(name, path.suffix)
+        if not path.parent.is_dir():
+            raise InvalidOption(f"--{name} {path}: there is no folder {path.parent}. Make it first")
+        if path.suffix != suffix:
+            raise InvalidOption(f"--{name} {path}: expected a name that ends in {suffix}")
+        if name == "card" and importlib.util.find_spec("matplotlib") is None:
+            raise InvalidOption("--card needs matplotlib. Install it: pip install 'selfspec[eval]'")
+        if path in found.values():
+            raise InvalidOption(f"{path} is named for two outputs. Name another file")
+        found[name] = path
+    return found
+
+
+class Seen(NamedTuple):
+    """A trace, and what its page needs to show other settings."""
+
+    trace: LayerTrace
+    record: Record | None = None
+    costs: Costs | None = None
+    texts: Callable[[int], str] = "#{}".format
+    """Of tokens that other settings draft."""
+    why: str = ""
+    """Why there is no record, and what to do; the page says so."""
+
+
+def _kept(file: Path) -> Seen:
+    from selfspec.visualise.layers import LayerTrace
+
+    why = (
+        "This page was made from a kept trace, which does not hold what other settings would have "
+        "drafted. A page made with the answer has sliders: selfspec trace --html PAGE.html PROMPT"
+    )
+    return Seen(LayerTrace.load(file), why=why)
+
+
+def _looked(prompt: str | None, asked: Asked) -> Seen:
+    """Decode, and look at what each layer made of it."""
+    options = base.answering(asked)
+    text = base.read_prompt(prompt)
+    speculator = base.load(asked)
+    from selfspec.visualise.inspect import inspect
+
+    found = inspect(speculator, text, all_layers=asked.get("all_layers", True), **options)
+    if "html" not in asked:
+        return Seen(found)
+    return replayable(speculator, text, found, asked.get("max_new_tokens"))
+
+
+def replayable(speculator: Speculator, prompt: Prompt, found: LayerTrace, most: int | None) -> Seen:
+    """With what other settings would have drafted, and what layers cost here.
+
+    `most`: the limit of new tokens that was asked for. Says so where plain decoding gives another
+    answer: then nothing can be replayed.
+    """
+    from selfspec.decoding.measure import measure
+    from selfspec.visualise.inspect import branches
+    from selfspec.visualise.page import most_rows
+    from selfspec.visualise.texts import TokenTexts
+
+    why = ""
+    try:
+        record = branches(speculator, prompt, most or DEFAULT_MAX_NEW_TOKENS, found.info.settings)
+        if record.answers.tolist() != [place.token for place in found.places]:
+            why = (
+                "greedy decoding without drafts gives another answer. Try --pinned, without "
+                "sampling, penalties or a grammar"
+            )
+    except InvalidOption as error:
+        why = str(error)
+    if why:
+        why = f"the page cannot replay settings: {why}"
+        base.note(f"selfspec: {why}")
+        return Seen(found, why=f"{why[0].upper()}{why[1:]}.")
+    rows, context = most_rows(found, record), record.mean_context
+    costs = measure(speculator.backbone, speculator.heads, rows=rows, context=context)
+    return Seen(found, record, costs, TokenTexts(speculator.tokenizer).of)
+
+
+def _keep_record(prompt: str | None, asked: Asked, *, as_json: bool) -> None:
+    """Decode plainly, record what every exit layer would have drafted, write `asked["record"]`."""
+    from selfspec.eval.record import check_free
+
+    overwrite = asked.get("overwrite", False)
+    folder = check_free(asked["record"], overwrite=overwrite)
+    options = options_of(RecordOptions, asked)
+    if prompt is None:
+        questions = suite_of(asked)
+    else:
+        for name in picked(asked, SUITE):
+            raise InvalidOption(f"a prompt and --{name} at once. Leave one of them out")
+        turns = (base.read_prompt(prompt, raw=True),)
+        questions = [Question(id="prompt", task="prompts", turns=turns)]
+    with files.locked(folder):
+        record = _recorded(base.load(picked(asked, LOADING)), questions, options)
+        record.save(folder, overwrite=overwrite)
+    info = record.info
+    if as_json:
+        facts = {
+            "prompts": len(record.prompts),
+            "tokens": len(record.answers),
+            "nodes": len(record.tokens),
+            "exit_layers": list(info.exit_layers),
+            "anneal_strengths": list(info.anneal_strengths),
+            "min_threshold": info.min_threshold,
+            "max_draft_tokens": info.max_draft_tokens,
+        }
+        base.emit(json.dumps(facts) + "\n")
+        return
+    base.emit(
+        f"{folder}: {len(record.prompts)} prompts, {len(record.answers):,} tokens, "
+        f"{len(record.tokens):,} nodes\n"
+        f"exit layers {list(info.exit_layers)}, alpha {list(info.anneal_strengths)}, thresholds "
+        f"from {info.min_threshold:g}, up to {info.max_draft_tokens} draft tokens\n"
+    )
+
+
+def _recorded(speculator: Speculator, questions: list[Question], options: RecordOptions) -> Record:
+    from selfspec.eval.trace import record
+
+    with base.bar("record", "questions") as show:
+        return record(speculator, questions, options, show)
+
+
+# --- tune
+
+_QUESTIONS = 12
+"""Without --limit: two of each task, a few minutes for the default model."""
+
+
+@with_flags(
+    Flag("record", str, "A record of these heads, from selfspec trace; instead of a suite."),
+    *SUITE,
+    *LOADING,
+    *grouped("Record", option_flags(RecordOptions), ("max_new_tokens",)),
+    *grouped("Choice", option_flags(TuneOptions), ("objective",)),
+    Flag("dry_run", bool, "Report only."),
+    Flag("forget", bool, "Remove what was found for this model on this machine."),
+)
+def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
+    """Find the settings that suit this machine. Commands use them by themselves from then on.
+
+    Without exit heads: how text already seen drafts. Layers and heads are timed, so nothing else
+    should run meanwhile. Then a cost model screens thousands of settings on recorded prompts, the
+    best are replayed, and what is promised is measured on prompts held out.
+    """
+    options = options_of(TuneOptions, asked)
+    noted = options_of(RecordOptions, asked)
+    questions = [] if "record" in asked else suite_of(asked, _QUESTIONS)
+    from selfspec.api import tuned
+    from selfspec.decoding.measure import measure
+    from selfspec.eval import tune as choosing
+    from selfspec.eval.record import Record
+
+    if "record" not in asked:
+        choosing.require_two(len(questions))
+    speculator = base.load(picked(asked, LOADING))
+    backbone, heads = speculator.backbone, speculator.heads
+    if asked.get("forget", False):
+        kept = tuned.path(backbone, heads)
+        nothing = "nothing was tuned for this model and its heads on this machine\n"
+        base.emit(f"removed {kept}\n" if kept.is_file() else nothing)
+        kept.unlink(missing_ok=True)
+        return
+    if "record" in asked:
+        record = Record.load(Path(asked["record"]))
+        record.require_heads(backbone, heads)
+    else:
+        record = _recorded(speculator, questions, noted)
+    costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
+    with base.bar("replay", "settings") as show:
+        found = choosing.tune(record, costs, options, show)
+    known = asdict(found) | {"costs": asdict(costs)}
+    file = None
+    if not asked.get("dry_run", False):
+        file = tuned.write(backbone, heads, found.options, known)
+    if as_json:
+        base.emit(json.dumps(known | {"file": file and str(file)}) + "\n")
+    else:
+        base.emit(_tuned_words(found, file))
+    if file is not None:
+        own = ["--heads", str(asked["heads"])] if "heads" in asked else []
+        base.say_next("generate", asked, "--stats", *own, "Name three rivers.")
+
+
+def _tuned_words(found: Tuned, file: Path | None) -> str:
+    lines = [f"{found.settings:,} settings tried on {found.prompts} prompts"]
+    if found.speculates:
+        lines += [
+            f"drafter {found.options['drafter']}",
+            f"prices {found.options['prices']}",
+            f"{found.compression_rate:.2f} tokens per verification, worst prompt "
+            f"{found.worst:.2f} x",
+        ]
+    lines.append(found.sentence())
+    if file is not None:
+        lines.append(f"kept in {file}; selfspec tune --forget removes it")
+    return "\n".join(lines) + "\n"
+
+
+# --- bench
+
+_METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
+
+
+@with_flags(
+    Flag("output", str, "Folder to write the results to. Required."),
+    Flag("methods", tuple[str, ...], f"Some of {', '.join(METHODS)}. Built in: the first five."),
+    Flag(
+        "sweep",
+        list[str],
+        "Also speculation with NAME=VALUE,..: exit.threshold=0.5,0.7; repeatable.",
+    ),
+    Flag("concurrency", tuple[int, ...], "At 1,8,32 answers at once; other methods."),
+    Flag("overwrite", bool, "Start over where the output holds results."),
+    Flag("resume", bool, "Go on where an interrupted run stopped."),
+    *grouped(
+        "Prompts", option_flags(BenchOptions), ("suite", "limit", "max_new_tokens", "repeats")
+    ),
+    *LOADING,
+    *SPECULATION,
+)
+def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
+    """Measure methods side by side. All answer the same prompts, in random order.
+
+    Nothing else should run on the machine meanwhile. Exit code 1 where a method failed.
+    """
+    base.require(asked, "output")
+    options = options_of(BenchOptions, asked)
+    if "concurrency" in asked:
+        base.emit(_concurrency(asked, options))
+        return
+    names = asked.get("methods", _METHODS)
+    check_keys(names, METHODS, "method")
+    sweep = [move for text in asked.get("sweep", []) for move in moved(text)]
+    from selfspec.eval import results
+    from selfspec.eval.quality import check_packages
+
+    resume = asked.get("resume", False)
+    folder = results.check_free(
+        asked["output"],
+        overwrite=asked.get("overwrite", False),
+        resume=resume,
+        reads=base.inputs(asked),
+    )
+    suite = _suite(options)
+    if options.tune_on is not None:
+        load_suite(options.tune_on)  # before the work, and where no method has a grid too
+    speculator = base.load(asked)
+    from selfspec.eval import bench as measuring
+    from selfspec.eval.contenders import candidates, swept
+    from selfspec.model.quantised import keep_numbers
+
+    keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
+
+    grid, moves = candidates(speculator, names), swept(speculator, sweep)
+    entries = [entry for entries in (*grid.values(), moves) for entry in entries]
+    if options.quality or any(entry.own_text for entry in entries):
+        check_packages()
+    tuning = any(len(entries) > 1 for entries in grid.values())
+    questions = measuring.parted(suite, options, tuning=tuning)
+    with files.locked(folder):
+        results.begin(folder, _run_record(asked, options, speculator, questions), resume=resume)
+        runner = measuring.Bench(speculator=speculator, options=options)
+        summary = _measured(runner, grid, moves, questions, folder)
+        text = results.write(folder, summary)
+    base.emit(json.dumps(summary) + "\n" if as_json else text)
+    for line in summary["failures"]:
+        base.note(f"failed: {line}")
+    if summary["failures"]:
+        raise typer.Exit(1)
+
+
+def _suite(options: BenchOptions) -> list[Question]:
+    return load_suite(options.suite, Path(options.questions) if options.questions else None)
+
+
+def _measured(
+    runner: Bench,
+    grid: dict[str, list[Contender]],
+    moves: list[Contender],
+    questions: tuple[list[Question], list[Question]],
+    folder: Path,
+) -> dict[str, Any]:
+    """Choose settings, measure, sum up."""
+    from selfspec.eval.answers import ANSWERS, TUNING
+    from selfspec.eval.bench import chosen
+    from selfspec.eval.contenders import described
+    from selfspec.eval.summary import summarise
+
+    reported, others = questions
+    tuning = []
+    if others:
+        tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
+        with base.bar("settings", "questions") as show:
+            tuning = runner.measure(others, tried, folder / TUNING, show)
+    methods = [*chosen(grid, tuning).values(), *moves]
+    with base.bar("bench", "questions") as show:
+        answers = runner.measure(reported, methods, folder / ANSWERS, show)
+    memory = runner.memory(reported, answers, methods)
+    return summarise(answers, described(methods, grid), runner.options.seed, memory)
+
+
+def _run_record(
+    asked: Asked,
+    options: BenchOptions,
+    speculator: Speculator,
+    questions: tuple[list[Question], list[Question]],
+) -> dict[str, dict[str, Any]]:
+    """All that the figures depend on, ready for YAML. Files are named without their folder."""
+    backbone, heads = speculator.backbone, speculator.heads
+    facts = {
+        "run": {
+            "methods": asked.get("methods", _METHODS),
+            "sweep": asked.get("sweep", []),
+            **options.record(),
+        },
+        "questions": {
+            "reported": len(questions[0]),
+            "settings_chosen_on": [entry.id for entry in questions[1]],
+        },
+        "model": {
+            "name": speculator.label,
+            "dtype": str(backbone.dtype).removeprefix("torch."),
+            "device": str(backbone.device),
+            "executor": backbone.executor_name,
+            "heads": Path(asked["heads"]).name if "heads" in asked else "default",
+            "head_type": None if heads is None else heads.config.head_type,
+            "exit_layers": None if heads is None else heads.config.exit_layers,
+            "draft_model": Path(asked["draft_model"]).name if "draft_model" in asked else None,
+        },
+        "speculation": speculator.options.described(),
+        "machine": machine(),
+    }
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(facts))  # lists, as YAML gives back
+    return plain
+
+
+_JOINING_ROWS = 1500
+"""Tokens of the prompt that joins others late."""
+
+_BESIDE = 8
+
+
+def _concurrency(asked: Asked, options: BenchOptions) -> str:
+    """Measure many answers at once, and write; returns the tables. Raises InvalidOption."""
+    texts: tuple[int, ...] = asked["concurrency"]
+    if min(texts) < 1:
+        raise InvalidOption(f"concurrency holds {min(texts)}, expected at least 1")
+    outputs = [Path(asked["output"], name) for name in ("concurrency.json", "concurrency.md")]
+    for path in outputs:
+        overwrite = asked.get("overwrite", False)
+        files.check_file(path, overwrite=overwrite, reads=base.inputs(asked))
+    prompts = [question.turns[0] for question in spread(_suite(options), options.limit)]
+    from selfspec.eval import concurrency
+    from selfspec.eval.loads import table
+    from selfspec.model.quantised import keep_numbers
+
+    names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))
+    check_keys(names, concurrency.METHODS, "method")
+    speculator = base.load(asked)
+    keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
+    loads: list[Load] = []
+    with base.bar("concurrency", "measurements") as show:
+        total = len(texts) * len(names) * options.repeats
+        show(0, total)
+        for load in concurrency.measured(
+            speculator,
+            prompts,
+            texts=texts,
+            new_tokens=options.max_new_tokens,
+            methods=names,
+            repeats=options.repeats,
+            seed=options.seed,
+        ):
+            loads.append(load)
+            show(len(loads), total, f"{load.method}, {load.texts} texts")
+    late = concurrency.joined_late(speculator, prompts[:_BESIDE], rows=_JOINING_ROWS)
+    beside = min(_BESIDE, len(prompts))
+    summary = {
+        "made_by": "selfspec bench",
+        "run": {**options.record(), "methods": names, "concurrency": texts},
+        "prompts": len(prompts),
+        "model": speculator.label,
+        "dtype": str(speculator.backbone.dtype).removeprefix("torch."),
+        "executor": speculator.backbone.executor_name,
+        "machine": machine(),
+        "loads": [load.summary() for load in loads],
+        "joined_late": {"rows": _JOINING_ROWS, "beside": beside, **late},
+    }
+    text = (
+        f"{table(loads)}\n{_JOINING_ROWS} tokens join {beside} texts: a round takes "
+        f"{late['rounds']:.2f} of what it takes without (worst {late['worst_rounds']:.2f}), the "
+        f"first token comes after {late['first_token_s']:.2f} s\n"
+    )
+    files.write(outputs[0], json.dumps(summary, indent=2) + "\n")
+    files.write(outputs[1], f"<!-- written by selfspec bench -->\n{text}")
+    return text
+
+
+# --- report
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR..", help="Results folders of selfspec bench.")
+    ],
+    *,
+    output: Annotated[
+        str, typer.Option("--output", metavar="DIR", help="Folder to write the report to.")
+    ],
+    overwrite: base.Overwrite = False,
+) -> None:
+    """Gather measured runs into one report. Writes one page and one Markdown file."""
+    from selfspec.eval import report as reporting
+    from selfspec.eval import results
+
+    place = reporting.check_free(output, len(folders), overwrite=overwrite)
+    runs = [results.read(folder) for folder in folders]
+    with files.locked(place):
+        pages = reporting.write(runs, place)
+    base.emit("".join(f"{page}\n" for page in pages))
+
+
+# --- verify
+
+_PROMPTS, _NEW_TOKENS, _COPY_GB = 6, 48, 8.0
+
+_DRAFTS = tuple(flag for flag in SPECULATION if flag.name != "pinned")
+"""Bits are pinned where the ladder compares them."""
+
+
+@with_flags(
+    *LOADING,
+    *_DRAFTS,
+    *SUITE,
+    Flag("max_new_tokens", int, f"Tokens per prompt at most. Built in: {_NEW_TOKENS}."),
+    Flag("skip_float64", bool, "Leave out rung 3, the slowest."),
+    Flag("max_copy_gb", float, f"Largest float32 or float64 copy to make. Built in: {_COPY_GB}."),
+)
+def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
+    """Check that drafts change nothing here. Seven rungs; exit code 1 if one fails.
+
+    Greedy decoding only, of six prompts unless --limit says otherwise; that samples keep their
+    distribution is proved in the test suite.
+    """
+    from selfspec.eval import lossless
+    from selfspec.model.quantised import keep_numbers
+
+    questions = suite_of(asked, _PROMPTS)
+    speculator = base.load(asked)
+    keep_numbers(speculator.model)  # it is compared with, and copied
+    new_tokens = asked.get("max_new_tokens", _NEW_TOKENS)
+    rungs = _climbed(
+        lossless.Subject(
+            speculator=speculator,
+            cases=lossless.cases_of(speculator, questions, new_tokens),
+            skip_float64=asked.get("skip_float64", False),
+            max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
+        )
+    )
+    words = lossless.verdict(list(rungs.values()))
+    passed = all(rung.outcome != "failed" for rung in rungs.values())
+    if as_json:
+        described = {
+            "model": speculator.label,
+            "prompts": len(questions),
+            "max_new_tokens": new_tokens,
+            "options": speculator.options.described(),
+            "rungs": [{"claim": claim, **asdict(rung)} for claim, rung in rungs.items()],
+            "passed": passed,
+            "verdict": words,
+        }
+        base.emit(json.dumps(described) + "\n")
+    else:
+        for number, (claim, rung) in enumerate(rungs.items(), start=1):
+            base.emit(f"{number} {rung.outcome:<8} {claim}\n           {rung.found}\n")
+        base.emit(f"\n{speculator.label}: {words}\n")
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _climbed(subject: Subject) -> dict[str, Rung]:
+    """All rungs by claim, with a bar while they are climbed."""
+    from selfspec.eval.lossless import RUNGS, climb
+
+    rungs: dict[str, Rung] = {}
+    each, done = len(subject.cases), 0
+    with base.bar("verify", "prompts") as show:
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            show(done, each * len(RUNGS), f"rung {len(rungs) + 1}")
+
+        subject.tick = count
+        for claim, rung in climb(subject):
+            rungs[claim] = rung
+            done = each * len(rungs)
+            show(done, each * len(RUNGS))
+    return rungs
+
+
+# --- env
+
+PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
+
+
+@with_flags(
+    *(flag for flag in LOADING if flag.name not in ("heads", "draft_model", "chat_template")),
+    merging=False,
+)
+def env(*, as_json: base.AsJson = False, asked: Asked) -> None:
+    """Show versions, device, threads, folders. With --model: how it runs, and how fast."""
+    base.check_model(asked)
+    from selfspec.api import tuned
+
+    try:
+        version = base.version_of(hub.DEFAULT_MODEL_PACKAGE)
+        model = f"{hub.default_model_file()} ({hub.DEFAULT_MODEL_PACKAGE} {version})"
+    except ModelNotFound as error:
+        model = str(error)  # it says how to get it
+    named, file = os.environ.get("SELFSPEC_CONFIG"), base.default_file()
+    configs = [f"{named} (SELFSPEC_CONFIG)"] if named else []
+    configs.append(f"{file}{'' if file.exists() else ' (not there)'}")
+    facts: dict[str, Any] = {
+        **machine(),
+        "default_model": model,
+        "default_heads": hub.DEFAULT_HEADS,
+        "cache_folder": str(files.cache_folder()),
+        "config": ", then ".join(configs),
+        "tuned": [str(file) for file in tuned.files()],
+    }
+    speed: StepSpeed | None = None
+    if asked:
+        about, speed = _model_facts(asked)
+        facts |= about
+    if as_json:
+        measured = {} if speed is None else {"speed": speed.to_dict()}
+        base.emit(json.dumps(facts | measured) + "\n")
+        return
+    facts |= {} if speed is None else speed_lines(speed)
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        words = ", ".join(value) or "none" if isinstance(value, list) else value
+        base.emit(f"{name:<{width}}  {words}\n")
+
+
+def machine() -> dict[str, Any]:
+    """What a measured figure depends on."""
+    import torch
+
+    from selfspec.model.compiled import origin
+
+    cuda = torch.cuda.is_available()
+    return {
+        **{name: base.version_of(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "compiled": origin(),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "cuda": torch.version.cuda if cuda else None,
+    }
+
+
+def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
+    """Which executor runs a model, why no other does, what drafts do to its bits; its speed."""
+    import torch
+
+    from selfspec.decoding.probe import PinnedProbe
+    from selfspec.decoding.speed import step_speed
+    from selfspec.model.backbone import Backbone
+
+    executor = asked.pop("executor", "auto")
+    blocks = executor in hub.FROM_BLOCKS
+    model, _, found = hub.load_model(asked.pop("model", None), blocks=blocks, **asked)
+    backbone = Backbone(model, executor=executor)
+    if backbone.mixing is not None:
+        drafts = f"refused: the rows of a pass change each other ({backbone.mixing})"
+    elif PinnedProbe(backbone).holds_unpadded(SpeculationOptions().widest_pass):
+        drafts = "no draft moves a bit of a logit"
+    elif backbone.dtype == torch.float16:
+        drafts = "refused without --pinned: passes of several rows round otherwise in float16"
+    else:
+        drafts = "passes of several rows may round otherwise: near ties may fall otherwise"
+    refused = {f"no_{name}_executor": why for name, why in backbone.refused.items()}
+    facts = {"model": found.label, "executor": backbone.executor_name, **refused, "drafts": drafts}
+    return facts, step_speed(backbone)
+
+
+def speed_lines(speed: StepSpeed) -> dict[str, str]:
+    """A plain step against the memory's limit, and passes of several rows against one step."""
+
+    def short(value: float) -> str:
+        """At least three digits, no exponent for what a machine can do."""
+        return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+    return {
+        "plain step": (
+            f"{short(1e3 * speed.step_s)} ms behind {speed.context_tokens} positions; "
+            f"reading {short(speed.step_bytes / 1e6)} MB at "
+            f"{short(speed.memory_bytes_per_s / 1e9)} GB/s takes "
+            f"{short(1e3 * speed.limit_s)} ms: {100 * speed.share_of_limit:.0f} % of the limit"
+        ),
+        "rows": "  ".join(f"{rows}: {cost:.2f}" for rows, cost in speed.rows_in_steps.items())
+        + " of a step",
+    }

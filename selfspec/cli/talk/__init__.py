@@ -1,1 +1,0 @@
-"""What `selfspec chat` is made of: the conversation, its commands, reading and writing."""

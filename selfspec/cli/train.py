@@ -1,0 +1,803 @@
+"""From text to heads: `selfspec data`, `cache`, `fit` and `calibrate`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
+from datetime import datetime, timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from selfspec import files
+from selfspec.cli import base
+from selfspec.cli.base import (
+    CHAT_TEMPLATE,
+    Asked,
+    Flag,
+    option_flags,
+    options_of,
+    picked,
+    with_flags,
+)
+from selfspec.config import SpeculationOptions
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
+from selfspec.heads.folder import CONFIG_FILE, FILES_OF_A_FIT, is_heads_folder, read_config
+from selfspec.hub import models as hub
+from selfspec.options.drafters import FITTED
+from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions
+from selfspec.training.places import check_source
+from selfspec.typed import check_keys
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from selfspec.heads.exit_heads import ExitHeads
+    from selfspec.model.backbone import Backbone
+    from selfspec.training.calibrate import Calibration
+    from selfspec.training.features import CacheSource, FeatureSpec, Processes, Selection
+    from selfspec.training.fit import Fitted, Job, Progress
+    from selfspec.training.recipe import Passages, Recipe
+    from selfspec.training.selfgen import Counts, Source, Writer
+    from selfspec.training.text import Conversation, Reader
+
+MODEL = (
+    Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
+    Flag("base_model", str, "The model's name for the record; else its file or id."),
+    Flag("dtype", str, "Of the model and the heads: bfloat16 (the default), float32, ..."),
+    Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
+    CHAT_TEMPLATE,
+    Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping."),
+)
+"""Flags of the model and the text."""
+
+
+class Base(NamedTuple):
+    """A frozen model, ready for features."""
+
+    backbone: Backbone
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    """For the record."""
+    processes: Processes
+    chat_template: str | None = None
+    """Where it is not the model's own."""
+
+
+def _check(asked: Asked) -> None:
+    """Refuse a model or a text that cannot be read, before torch is imported."""
+    base.check_model(picked(asked, MODEL))
+    for name in asked.keys() & {"data", "validation", "source"}:
+        check_source(asked[name])
+
+
+def _load(asked: Asked, *, writes: bool = False) -> Base:
+    """The model that the flags ask for, once the files that they name are there.
+
+    Where it `writes` text it runs on the best executor, else by its own modules, which give states.
+    """
+    from selfspec.api import chat_template as templates
+    from selfspec.model import fingerprint
+    from selfspec.model.backbone import Backbone
+    from selfspec.training.features import Processes
+
+    template = _chat_template(asked)
+    processes = Processes.launched()
+    model, tokenizer, found = hub.load_model(
+        asked.get("model"),
+        dtype=asked.get("dtype", "bfloat16"),
+        device=asked.get("device", processes.device),
+    )
+    known = fingerprint.of_loaded(model, found.stamps)
+    backbone = Backbone(model, executor="auto" if writes else "generic", fingerprint=known)
+    if template is not None and tokenizer is not None:
+        tokenizer = templates.having(tokenizer, template)
+    return Base(backbone, tokenizer, asked.get("base_model", found.label), processes, template)
+
+
+def _chat_template(asked: Asked) -> str | None:
+    """The text of a template: as asked for, else that of the heads, of the text or its features.
+
+    A line says where they differ. Raises InvalidOption, and InvalidData for what is no cache.
+    """
+    from selfspec.api import chat_template as templates
+    from selfspec.training.features import read_manifest
+    from selfspec.training.selfgen import template_of
+
+    chosen = templates.read(asked["chat_template"]) if "chat_template" in asked else None
+    for flag, template_in in (
+        ("heads", lambda name: read_config(hub.resolve_heads(name)).get("chat_template")),
+        ("data", lambda name: template_of(Path(name))),
+        ("cache", lambda name: read_manifest(Path(name)).get("chat_template")),
+    ):
+        other = template_in(asked[flag]) if flag in asked else None
+        if not isinstance(other, str):
+            continue
+        if chosen not in (None, other):
+            base.note(
+                f"selfspec: {asked[flag]} was made with the chat template "
+                f"{templates.name_of(other)}, not {templates.name_of(str(chosen))}"
+            )
+        chosen = other if chosen is None else chosen
+    return chosen
+
+
+@contextmanager
+def writing(output: str) -> Iterator[None]:
+    """While open, this command alone writes `output`; of several processes the first sees to it.
+
+    Raises CannotWrite while another command writes there.
+    """
+    if int(os.environ.get("RANK", "0")):
+        yield
+        return
+    with files.locked(Path(output).absolute()):
+        yield
+
+
+@contextmanager
+def _writing_heads(folder: Path) -> Iterator[None]:
+    """The same for what is added to a folder of heads. Raises CannotWrite for any other folder."""
+    names = {CONFIG_FILE, "calibration.json"}
+    files.check_folder(folder, names, is_heads_folder, overwrite=True)
+    with writing(str(folder)):
+        yield
+
+
+def _read(
+    path: str, on: Base, asked: Asked, batch_tokens: int, max_tokens: int | None = None
+) -> list[Conversation]:
+    """The conversations of a file that fit the model and a batch."""
+    from selfspec.training import text
+
+    return text.read_conversations(
+        Path(path),
+        on.tokenizer,
+        vocab_size=on.backbone.vocab_size,
+        max_length=min(batch_tokens, on.backbone.max_positions),
+        max_tokens=max_tokens,
+        skip_bad_rows=asked.get("skip_bad_rows", False),
+    )
+
+
+def _cached(path: str, on: Base) -> CacheSource:
+    """The whole features that `selfspec cache` wrote for this model. Raises InvalidData."""
+    from selfspec.training.features import CacheSource
+
+    sizes = on.backbone.hidden_size, on.backbone.vocab_size
+    source = CacheSource(Path(path), on.backbone.fingerprint, sizes)
+    source.check()
+    return source
+
+
+def _streamed(
+    path: str, on: Base, spec: FeatureSpec, asked: Asked, max_tokens: int | None = None
+) -> Selection:
+    """Features of a file's text, computed once and kept in memory."""
+    from selfspec.training.features import StreamSource, whole
+
+    batch_tokens = options_of(CacheOptions, asked).batch_tokens
+    talks = _read(path, on, asked, batch_tokens, max_tokens)
+    return whole(StreamSource(on.backbone, spec, talks, batch_tokens, keep=True))
+
+
+def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
+    """Raise InvalidOption where a cache lacks what heads read."""
+    if missing := sorted(set(needed.layers) - set(found.layers)):
+        raise InvalidOption(
+            f"the cache holds exit layers {list(found.layers)}, not {missing}. Choose among them, "
+            "or cache again with --exit-layers"
+        )
+    if needed.everywhere and not found.everywhere:
+        raise InvalidOption(
+            "the cache holds answers alone. Fit with --answer-share 1, or cache again without "
+            "--answers-only"
+        )
+    if needed.deep and not found.deep:
+        raise InvalidOption("the cache holds no deep states. Cache again with --deep")
+
+
+# --- data
+
+
+@with_flags(
+    Flag("output", str, "File to write, .jsonl or .jsonl.gz. Required. A killed run continues it."),
+    Flag(
+        "source",
+        str,
+        "Read conversations: .jsonl, .jsonl.gz, .json, or a data set's id. Without it prompts come "
+        "from a recipe.",
+        ("--from",),
+    ),
+    Flag("recipe", str, "YAML file of prompt families; without it the built-in one."),
+    Flag("passages", str, "Folder of .txt, .md and .rst files to ask about; de/ for German ones."),
+    Flag(
+        "questions", str, "File of prompts of your own, a tenth of the rows until all were asked."
+    ),
+    Flag(
+        "exclude",
+        str,
+        "Files of a benchmark, with commas between: no row shares eight words in a "
+        "row with them; those of a recipe none with the built-in suite either.",
+    ),
+    Flag("endpoint", str, "URL of an OpenAI server that answers in the model's place."),
+    *MODEL,
+    *option_flags(DataOptions),
+)
+def data(*, asked: Asked) -> None:
+    """Write the text that heads are fitted to. The model answers prompts of many kinds.
+
+    The same command continues a killed run where it was. On several machines, give each its own
+    --shard and --output. How far it is stands in OUTPUT.status.
+    """
+    options = options_of(DataOptions, asked)
+    base.require(asked, "output")
+    if "source" in asked and (given := {"recipe", "passages", "questions"} & asked.keys()):
+        raise InvalidOption(
+            f"{min(given)} with --from: the prompts come from one of them. Drop one"
+        )
+    if "source" not in asked:
+        if options.regenerate:
+            raise InvalidOption("regenerate without --from: there is nothing to answer. Give both")
+        if options.tokens is None:
+            raise InvalidOption("no --tokens. Say how many answer tokens the model should write")
+    _check(asked)
+    from selfspec.training.selfgen import check_output
+
+    check_output(asked["output"], base.inputs(asked))
+    with writing(asked["output"]):
+        counts = _write_data(asked, options)
+    base.emit(f"{asked['output']}: {described(counts)}\n")
+    base.say_next("fit", asked, "--data", asked["output"], "--output", "heads")
+
+
+def _write_data(asked: Asked, options: DataOptions) -> Counts:
+    """Load, begin or continue the file, write."""
+    from selfspec.training import selfgen
+    from selfspec.training.recipe import Passages, read_recipe
+    from selfspec.training.records import machine
+
+    excluded = _excluded_ngrams(asked)
+    recipe = None if "source" in asked else read_recipe(_path(asked.get("recipe")))
+    languages = () if recipe is None else tuple(recipe.languages)
+    passages = Passages(_path(asked.get("passages")), languages)
+    model = _load(asked, writes=True)
+    recorded = asdict(options) | {
+        "source": _identity(asked.get("source")),
+        "recipe": None if recipe is None else recipe.digest,
+        "passages": passages.digest,
+        "questions": _identity(asked.get("questions")),
+        "excluded": hashlib.sha256(repr(sorted(excluded)).encode()).hexdigest()[:16],
+        "endpoint": asked.get("endpoint"),
+        "skip_bad_rows": asked.get("skip_bad_rows", False),
+        "model": model.name,
+        "chat_template": model.chat_template,
+        "dtype": str(model.backbone.dtype).removeprefix("torch."),
+        "fingerprint": model.backbone.fingerprint,
+    }
+    del recorded["tokens"]  # a file may grow
+    writer = selfgen.Writer(Path(asked["output"]), recorded, machine())
+    rates = Rates(writer.counts.answer_tokens)
+    if options.tokens is not None and rates.written >= options.tokens:
+        base.note(
+            f"selfspec: {asked['output']} is finished: it holds {rates.written:,} answer tokens. "
+            "Raise --tokens to go on"
+        )
+        return writer.counts
+    with base.bar("data", "answer tokens") as show:
+
+        def count(tokens: int) -> None:
+            rates.generated += tokens
+            show(rates.written, options.tokens, rates.line())
+
+        try:
+            source, reader = _source(
+                asked, options, model, writer, count, recipe, passages, excluded
+            )
+            for counts in selfgen.write(source, writer, options, excluded):
+                rates.add(counts.answer_tokens)
+                files.write(writer.status, rates.status(options.tokens))
+                count(0)
+            if "source" in asked and not writer.batches:
+                raise InvalidData(f"{asked['source']} holds no conversation. Give another --from")
+        except KeyboardInterrupt:
+            base.note(f"\n{asked['output']}: the same command continues it")
+            raise
+        except SelfspecError:
+            writer.discard_if_empty()
+            raise
+    if reader is not None:
+        reader.report()
+    base.note(f"selfspec: {rates.line()}")
+    return writer.counts
+
+
+def _source(
+    asked: Asked,
+    options: DataOptions,
+    model: Base,
+    writer: Writer,
+    watch: Callable[[int], None],
+    recipe: Recipe | None,
+    passages: Passages,
+    excluded: set[int],
+) -> tuple[Source, Reader[Any] | None]:
+    """Where the conversations come from, and the reader of the file if it is one."""
+    from selfspec.training import selfgen
+    from selfspec.training.recipe import Prompts
+    from selfspec.training.text import Reader, user_turns
+
+    tokenizer, backbone = model.tokenizer, model.backbone
+    skip = asked.get("skip_bad_rows", False)
+    author: selfgen.Author | None = None
+    if "endpoint" in asked:
+        from selfspec.training.endpoint import RemoteAuthor
+
+        author = RemoteAuthor(asked["endpoint"], backbone, tokenizer, options, watch)
+    elif recipe is not None or options.regenerate:
+        author = selfgen.Author(backbone, tokenizer, options, watch)
+    if recipe is not None:
+        assert author is not None  # noqa: S101  # made above
+        own: list[tuple[str, ...]] = []
+        if "questions" in asked:
+            questions = Reader(asked["questions"], user_turns, skip_bad_rows=skip)
+            own += questions
+            questions.report()
+        prompts = Prompts(recipe, passages, options.seed, own, invents=author.invents)
+        if prompts.left_out:
+            why = "no such --passages" + ("" if author.invents else ", or invented turns")
+            base.note(f"selfspec: left out, {why}: {', '.join(prompts.left_out)}")
+        return selfgen.Written(author, prompts, writer.records(), excluded), None
+    if author is not None:
+        parse_talk = partial(selfgen.talk_of, tokenizer=tokenizer, system=options.system)
+        talks = Reader(asked["source"], parse_talk, skip_bad_rows=skip)
+        return selfgen.Answered(author, talks, writer.batches), talks
+    parse = partial(
+        selfgen.converted,
+        tokenizer=tokenizer,
+        vocab_size=backbone.vocab_size,
+        max_length=backbone.max_positions,
+    )
+    rows = Reader(asked["source"], parse, skip_bad_rows=skip)
+    return selfgen.Converted(rows, options, writer.batches), rows
+
+
+def _excluded_ngrams(asked: Asked) -> set[int]:
+    """N-grams of the built-in suite and of the files of --exclude."""
+    from selfspec.eval.suites import load_suite
+    from selfspec.training.selfgen import ngrams
+    from selfspec.training.text import Reader, texts_of
+
+    suite = [] if "source" in asked else load_suite()  # rows that a user names are meant
+    found = {n for question in suite for text in question.turns for n in ngrams(text)}
+    for name in filter(None, asked.get("exclude", "").split(",")):
+        for text in Reader(name, texts_of):
+            found |= ngrams(text)
+    return found
+
+
+def _identity(source: str | None) -> str | None:
+    """What tells a file from a changed one: its name and size; a data set by its name."""
+    path = _path(source)
+    if path is None or not path.is_file():
+        return source
+    return f"{path.name}, {path.stat().st_size} bytes"
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else files.local_path(name)
+
+
+def described(counts: Counts) -> str:
+    """Counts in words; what did not occur is left out."""
+    answers, loops = counts.total("answers"), counts.total("loops_cut")
+    parts = [
+        f"{counts.total('rows'):,} conversations",
+        f"{counts.answer_tokens:,} answer tokens",
+        f"{loops:,} of {answers:,} answers cut where they loop ({loops / max(1, answers):.0%})",
+    ]
+    words = [f"{count:,} {name}" for name, count in counts.dropped().items() if count]
+    return ", ".join(parts) + (f"; dropped: {', '.join(words)}" if words else "")
+
+
+class Rates:
+    """Tokens and the time that they took."""
+
+    def __init__(self, before: int, now: Callable[[], float] = time.perf_counter) -> None:
+        """`before`: answer tokens that earlier runs wrote."""
+        self.generated = 0
+        """Tokens of this run, with user turns and what was dropped."""
+        self._now = now
+        self._marks = [(now(), before)]
+        """When the file held how many answer tokens: at the begin, and behind each batch."""
+
+    @property
+    def written(self) -> int:
+        """Answer tokens in the file."""
+        return self._marks[-1][1]
+
+    def add(self, written: int) -> None:
+        """A batch more: the file holds so many answer tokens."""
+        self._marks.append((self._now(), written))
+
+    def line(self) -> str:
+        """Both rates, in words."""
+        began, before = self._marks[0]
+        seconds = max(self._now() - began, 1e-9)
+        kept = (self.written - before) / seconds
+        return f"{self.generated / seconds:,.0f} tokens/s, {kept:,.0f} answer tokens/s in the file"
+
+    def status(self, wanted: int | None) -> str:
+        """How far it is, for another terminal; a pause, which one batch took, counts for little."""
+        rate = statistics.median(
+            (more - tokens) / max(then - since, 1e-9)
+            for (since, tokens), (then, more) in pairwise(self._marks[-10:])
+        )
+        text = f"{self.written:,} answer tokens, {rate:,.0f} a second"
+        if wanted is not None and rate > 0.0:
+            left = timedelta(seconds=round(max(0, wanted - self.written) / rate))
+            text = f"{text}, {left} left to {wanted:,}"
+        return f"{text} ({datetime.now().astimezone():%Y-%m-%d %H:%M})\n"
+
+
+# --- cache
+
+
+@with_flags(
+    Flag("data", str, "Conversations: .jsonl, .jsonl.gz, .json, or a data set's id. Required."),
+    Flag("output", str, "Folder to write the features to. Required."),
+    Flag("max_size", float, "Gigabytes at most; refused before any work if it would be more."),
+    *MODEL,
+    *option_flags(CacheOptions),
+)
+def cache(*, asked: Asked) -> None:
+    """Keep what heads are fitted to. The frozen model runs once over conversations.
+
+    A killed run goes on where it was. With `accelerate launch -m selfspec cache ...` several
+    processes share the shards.
+    """
+    base.require(asked, "data", "output")
+    _check(asked)
+    options = options_of(CacheOptions, asked)
+    from selfspec.training import features as store
+
+    store.check_output(asked["output"], base.inputs(asked))
+    with writing(asked["output"]):
+        _write_features(asked, options)
+    base.say_next("fit", asked, "--cache", asked["output"], "--output", "heads")
+
+
+def _write_features(asked: Asked, options: CacheOptions) -> None:
+    """Load, compute, write."""
+    model = _load(asked)
+    from selfspec.heads.exit_heads import check_exit_layers
+    from selfspec.training import features as store
+    from selfspec.training.fit import default_exit_layers
+
+    backbone = model.backbone
+    layers = options.exit_layers or default_exit_layers(backbone.num_layers, deep=options.deep)
+    check_exit_layers(layers, range(0 if options.deep else 1, backbone.num_layers))
+    spec = store.FeatureSpec(layers, options.deep, options.top_k, not options.answers_only)
+    texts = _read(asked["data"], model, asked, options.batch_tokens, options.max_tokens)
+    source = store.StreamSource(backbone, spec, texts, options.batch_tokens)
+    size_of = spec.bytes_per_token(backbone.hidden_size, backbone.dtype.itemsize)
+    known = {
+        "base_model": model.name,
+        "base_fingerprint": backbone.fingerprint,
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "data": Path(asked["data"]).name,
+        **({} if model.chat_template is None else {"chat_template": model.chat_template}),
+    }
+    manifest = store.identity(source, known, size_of)
+    total, size = manifest["positions"], manifest["bytes"] / 1e9
+    base.note(f"selfspec: {total:,} positions at {size_of:,} bytes: {size:.2f} GB")
+    if "max_size" in asked and size > asked["max_size"]:
+        raise InvalidOption(
+            f"the features would take {size:.2f} GB, more than max_size {asked['max_size']}. Take "
+            "fewer --exit-layers or --max-tokens, or fit with --data, which keeps nothing on disk"
+        )
+    done = 0
+    with base.bar("cache", "tokens", rate=True) as show:
+
+        def count(positions: int, computed: bool) -> None:
+            nonlocal done
+            done += positions
+            show(done, total, found=not computed)
+
+        store.write(Path(asked["output"]), source, manifest, model.processes, count)
+    if model.processes.is_main:
+        base.emit(
+            f"{asked['output']}: {total:,} positions, {sum(source.answers):,} of them answers, "
+            f"{size:.2f} GB\n"
+        )
+
+
+# --- fit
+
+_FILES = (
+    Flag("data", str, "Conversations to fit on: .jsonl, .jsonl.gz, .json, or a data set's id."),
+    Flag("cache", str, "Features to fit on, from selfspec cache; instead of --data."),
+    Flag("output", str, "Folder to write the heads to. Required."),
+    Flag("validation", str, "Conversations to measure agreement on; else a 20th of the data."),
+    Flag("preset", str, f"Options under those given: {', '.join(PRESETS)}."),
+    Flag("overwrite", bool, "Start over where the output holds a fit, and replace it."),
+    Flag("keep_features", bool, "With --data: compute features once and keep them in memory."),
+    *MODEL,
+    *option_flags(CacheOptions, ("batch_tokens", "max_tokens")),
+)
+
+UNFINISHED = "unfinished"
+"""Folder within the output that holds the checkpoint."""
+
+
+@with_flags(*_FILES, *option_flags(FitOptions))
+def fit(*, asked: Asked) -> None:
+    """Fit exit heads to a model. They are measured, and their folder is written.
+
+    A killed run goes on where it was. With `accelerate launch -m selfspec fit ...` several
+    processes share the batches of a step.
+    """
+    if "preset" in asked:
+        check_keys([asked["preset"]], PRESETS, "preset")
+        asked = PRESETS[asked["preset"]] | asked
+    base.require(asked, "output", "cache" if "cache" in asked else "data")
+    _check(asked)
+    options = options_of(FitOptions, asked)
+    _check_heads_output(asked)
+    with writing(asked["output"]):
+        _check_heads_output(asked)  # another fit may have ended since
+        fitted = _fit(asked, options)
+    for layer, shares in fitted.metrics["layers"].items():
+        second = shares["agreement_second"]
+        base.emit(
+            f"layer {layer:>3}  agreement {shares['agreement']:.1%}  of the most confident 25 % "
+            f"{shares['agreement_top_25']:.1%}  10 % {shares['agreement_top_10']:.1%}"
+            + ("\n" if second is None else f"  second draft {second:.1%}\n")
+        )
+    base.emit(f"{asked['output']}: exit heads at {len(fitted.metrics['layers'])} layers\n")
+    # calibration takes text that the heads were not fitted to; where there is none, make some
+    text = asked.get("validation", "held-out.jsonl")
+    if "validation" not in asked:
+        base.say_next("data", asked, "--output", text, "--tokens", "20000", "--seed", "1")
+    base.say_next("calibrate", asked, "--heads", asked["output"], "--data", text)
+
+
+def _check_heads_output(asked: Asked) -> None:
+    """Raise CannotWrite where no heads may be written."""
+    from selfspec.training import checkpoint
+
+    name: str = asked["output"]
+    workplace = Path(name) / UNFINISHED
+    # a fit that was killed while it wrote has its checkpoint still, and goes on
+    begun = bool(name) and (workplace / checkpoint.FILE).is_file()
+    if name and not begun and workplace.is_dir():  # killed between removing the one and the other
+        with suppress(CannotWrite, OSError), files.locked(workplace.parent.absolute()):
+            workplace.rmdir()  # an error unless it is empty
+    overwrite = begun or asked.get("overwrite", False)
+    reads = base.inputs(asked)
+    files.check_folder(name, FILES_OF_A_FIT, is_heads_folder, overwrite=overwrite, reads=reads)
+
+
+def _fit(asked: Asked, options: FitOptions) -> Fitted:
+    """Load, fit, write."""
+    from selfspec.heads import known
+    from selfspec.training import checkpoint, fit, records
+
+    output = Path(asked["output"])
+    workplace = output / UNFINISHED
+    if asked.get("overwrite"):
+        checkpoint.remove(workplace)
+    job = _job(asked, options, workplace)
+    with base.bar("fit", "steps") as show:
+
+        def advance(progress: Progress) -> None:
+            loss = sum(progress.losses.values()) / len(progress.losses)
+            show(progress.step, progress.steps, f"epoch {progress.epoch}  loss {loss:.3f}")
+
+        fitted = fit.fit(job, advance)
+    if job.processes.is_main:
+        named = {flag.name: asked.get(flag.name) for flag in _FILES}
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(job.options).items()}
+        records.write(output, fitted, {**named, "base_model": job.base_model, **plain})
+        known.remember(output)
+        checkpoint.remove(workplace)
+    return fitted
+
+
+def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
+    """The model, the features to fit on and those to measure on."""
+    model = _load(asked)
+    from selfspec.training import fit
+    from selfspec.training.features import StreamSource, split, whole
+    from selfspec.training.text import special_ids
+    from selfspec.training.text import split as split_talks
+
+    backbone, tokenizer = model.backbone, model.tokenizer
+    validation = asked.get("validation")
+    if "cache" in asked:
+        source = _cached(asked["cache"], model)
+        data = source.manifest["data"]
+        train, held_out = (whole(source),) * 2 if validation else split(source)
+        if asked.get("max_tokens"):
+            train = train.limited(asked["max_tokens"])
+        options = replace(options, exit_layers=options.exit_layers or source.spec.layers)
+        _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
+    else:  # features are made from conversations while they are needed
+        data = Path(asked["data"]).name
+        text = options_of(CacheOptions, asked)
+        talks = _read(asked["data"], model, asked, text.batch_tokens, text.max_tokens)
+        talks, others = (talks, talks) if validation else split_talks(talks)
+        spec = fit.feature_spec(backbone, options, measured=False)
+        measured = fit.feature_spec(backbone, options, measured=True)
+        keep = asked.get("keep_features", False)
+        train = whole(StreamSource(backbone, spec, talks, text.batch_tokens, keep=keep))
+        held_out = whole(StreamSource(backbone, measured, others, text.batch_tokens, keep=True))
+    if validation:
+        spec = fit.feature_spec(backbone, options, measured=True)
+        held_out = _streamed(validation, model, spec, asked)
+    return fit.Job(
+        backbone=backbone,
+        base_model=model.name,
+        train=train,
+        validation=held_out,
+        options=options,
+        chat_template=model.chat_template,
+        special_ids=special_ids(tokenizer) if tokenizer else (),
+        data=data,
+        **({"held_out": Path(validation).name} if validation else {}),
+        workplace=workplace,
+        processes=model.processes,
+    )
+
+
+# --- calibrate
+
+_INSTEAD = {
+    "ngram": "text already seen, which pauses where it does not pay",
+    "none": "because a verification of several rows costs more than as many steps",
+}
+"""By drafter, why."""
+
+
+@with_flags(
+    Flag("heads", str, "Folder of fitted heads; its config.json gets the defaults. Required."),
+    Flag("data", str, "Conversations that the heads were not fitted to: .jsonl or .jsonl.gz."),
+    Flag("cache", str, "Features of such a text, from selfspec cache; instead of --data."),
+    Flag("max_tokens", int, "Answer tokens to use; all without it."),
+    Flag("precision", float, "Exit where this share of drafts is right, in (0, 1]; else fastest."),
+    Flag("max_exit_layers", int, "Exit layers used together at most. Built in: 2."),
+    Flag("entropy", bool, "Only the entropy threshold that --acceptance easd needs, from --data."),
+    Flag("dry_run", bool, "Report only."),
+    *MODEL,
+)
+def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
+    """Find the settings of exit heads. Their confidence is scaled, thresholds are chosen.
+
+    Costs of layers and heads are measured on this machine; nothing else should run meanwhile.
+    """
+    stored = not asked.get("dry_run", False)
+    if asked.get("entropy"):
+        base.require(asked, "data")
+        heads = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
+        with _writing_heads(heads) if heads and stored else nullcontext():
+            _calibrate_entropy(asked, heads if stored else None, as_json=as_json)
+        return
+    base.require(asked, "heads", "cache" if "cache" in asked else "data")
+    if not 0.0 < asked.get("precision", 1.0) <= 1.0:
+        raise InvalidOption(f"precision is {asked['precision']}, expected in (0, 1]")
+    folder = hub.resolve_heads(asked["heads"])
+    _check(asked)
+    with _writing_heads(folder) if stored else nullcontext():
+        found = _calibrate(asked, folder, stored=stored)
+    base.emit(json.dumps(found.record()) + "\n" if as_json else calibration_words(found))
+    if stored:
+        base.note(f"wrote {folder / CONFIG_FILE}")
+        base.say_next("tune", asked, "--heads", str(folder))
+
+
+def _heads_of(folder: Path, model: Base) -> ExitHeads:
+    """Raises HeadsMismatch for those of another model."""
+    from selfspec.heads.exit_heads import ExitHeads
+
+    backbone = model.backbone
+    return ExitHeads.from_pretrained(folder, backbone.unembedding, backbone.fingerprint, model.name)
+
+
+def _calibrate(asked: Asked, folder: Path, *, stored: bool) -> Calibration:
+    """Load, measure, and write where it is wanted."""
+    model = _load(asked)
+    from selfspec.decoding.measure import measure
+    from selfspec.model.backbone import Backbone
+    from selfspec.training import calibrate as measuring
+    from selfspec.training.features import FeatureSpec, whole
+
+    heads = _heads_of(folder, model)
+    needed = FeatureSpec(heads.config.exit_layers, heads.reads_deep, 1)
+    limit = asked.get("max_tokens")
+    if "cache" in asked:
+        source = _cached(asked["cache"], model)
+        _require_features(source.spec, needed)
+        features = whole(source) if limit is None else whole(source).limited(limit)
+    else:
+        features = _streamed(asked["data"], model, needed, asked, limit)
+    found = measuring.calibrate(
+        heads,
+        features,
+        measure(Backbone(model.backbone.model), heads),
+        precision=asked.get("precision"),
+        most_layers=asked.get("max_exit_layers", 2),
+    )
+    if stored:
+        recorded = {name: asked[name] for name in sorted(asked) if name != "config"}
+        measuring.write(heads, folder, found, recorded)
+    return found
+
+
+def _calibrate_entropy(asked: Asked, folder: Path | None, *, as_json: bool) -> None:
+    """Measure EASD's tau_H; it becomes one of the defaults of the heads in `folder`."""
+    model = _load(asked)
+    from selfspec.training.calibrate import SHARE, measured_entropy
+
+    batch_tokens = CacheOptions().batch_tokens
+    texts = _read(asked["data"], model, asked, batch_tokens, asked.get("max_tokens"))
+    with base.bar("entropies", "batches") as show:
+        found = measured_entropy(model.backbone, texts, batch_tokens, show)
+    value = found.entropy_threshold
+    if folder is not None:
+        heads = _heads_of(folder, model)
+        options = SpeculationOptions().updated(heads.config.defaults)
+        options = options.updated({"easd": {"entropy": value}})
+        heads.config = replace(heads.config, defaults=options.differing())
+        heads.config.write(folder)
+    if as_json:
+        base.emit(json.dumps(asdict(found)) + "\n")
+        return
+    where = f"not stored: give it as --acceptance easd:entropy={value}"
+    base.emit(
+        f"entropy threshold {value} nats, the mean of the highest {SHARE:.0%} at "
+        f"{found.positions:,} answer positions (mean of all {found.mean_entropy}); "
+        f"{where if folder is None else f'written to {folder}'}\n"
+    )
+
+
+def calibration_words(found: Calibration) -> str:
+    """For people."""
+    from rich.table import Table
+
+    precisions = list(next(iter(found.thresholds.values())))
+    columns = ["layer", "agreement", "2nd draft", "ECE", "T", "ECE at T"]
+    columns += [f"tau for {share:.0%}" for share in precisions]
+    grid = Table(*columns, box=None, pad_edge=False)
+    for layer, entry in found.reliabilities.items():
+        taus = [found.thresholds[layer][share] for share in precisions]
+        grid.add_row(
+            str(layer),
+            f"{entry.agreement:.1%}",
+            "" if found.second is None else f"{found.second[layer]:.1%}",
+            f"{entry.ece_before:.3f}",
+            f"{entry.temperature:.2f}",
+            f"{entry.ece:.3f}",
+            *("-" if tau is None else f"{tau:.3f}" for tau in taus),
+        )
+    setting = found.setting
+    words = (
+        f"{found.positions:,} held-out positions; heads can draft {found.coverage:.1%} of the "
+        f"model's tokens\n\n{base.rendered(grid)}\n"
+        f"exit layers {list(setting.exit_layers)}, thresholds {list(setting.exit_threshold)}, "
+        f"at most {setting.max_draft_tokens} draft tokens\n"
+        f"expected: {setting.compression_rate:.2f} tokens per verification, "
+        f"{setting.speed_up:.2f} x plain decoding\n"
+    )
+    if found.drafter != FITTED:
+        words += (
+            "which is not faster, so these heads do not draft by themselves: their default is "
+            f"--drafter {found.drafter}, {_INSTEAD[found.drafter]}\n"
+        )
+    return words

@@ -1,0 +1,495 @@
+"""Files with wrong contents, models and GGUF files among them: refused with the file and a reason.
+
+Values of wrong types in any place are `tests/test_damage.py`'s; here are those that mean something.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from selfspec.cli.main import main
+from selfspec.errors import InvalidData
+from selfspec.hub.gguf_header import read_header
+from tests.bad_input import furnish, refused
+from tests.gguf_files import header, tensor, text, tiny, value
+from tests.test_untrusted import BOMB
+
+MODEL = ["--model", "model", "--dtype", "float32"]
+LENS = [*MODEL, "--heads", "logit-lens"]
+BENCH = ["bench", *LENS, "--suite", "prompts.jsonl", "--output", "run", "--max-new-tokens", "2"]
+BENCH += ["--drafter", "exit:layers=2", "--methods", "plain"]
+DEEP = '{"a":' * 5000 + "1" + "}" * 5000
+
+Damage = Callable[[Path], object]
+"""What is done to a folder."""
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a record and a finished run."""
+    folder = tmp_path_factory.mktemp("place")
+    furnish(folder)
+    record = ["--record", "record", "--suite", "prompts.jsonl", "--max-new-tokens", "2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["trace", *LENS, *record]) == 0
+        assert main(BENCH) == 0
+    return folder
+
+
+@pytest.fixture
+def place(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the record, the run and the trace, and the model itself."""
+    for name in ("record", "run"):
+        shutil.copytree(furnished / name, tmp_path / name)
+    for name in ("trace.jsonl", "prompts.jsonl"):
+        shutil.copy(furnished / name, tmp_path)
+    (tmp_path / "model").symlink_to(furnished / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    return tmp_path
+
+
+def holding(name: str, content: str | bytes) -> Damage:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def cut(name: str, size: int) -> Damage:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def without(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
+
+
+def edited(name: str, *path: str | int, to: Any) -> Damage:
+    """A value within a JSON file, or within a line of one, replaced."""
+
+    def damage(folder: Path) -> None:
+        lines = (folder / name).read_text().split("\n")
+        whole = not name.endswith(".jsonl")
+        values = json.loads("\n".join(lines)) if whole else [json.loads(x) for x in lines if x]
+        inner: Any = values
+        for step in path[:-1]:
+            inner = inner[step]
+        inner[path[-1]] = to
+        text = json.dumps(values) if whole else "\n".join(map(json.dumps, values)) + "\n"
+        (folder / name).write_text(text)
+
+    return damage
+
+
+def halved_answers(folder: Path) -> None:
+    found = load_file(folder / "record/record.safetensors")
+    found["answers"] = found["answers"].half()
+    save_file(found, folder / "record/record.safetensors")
+
+
+SUITES: dict[str, str | bytes] = {
+    "nothing": "",
+    "no JSON": "prompt: a\n",
+    "half a line": '{"prompt": "a"}\n{"prompt": ',
+    "a list": '["a"]\n',
+    "no prompt": '{"id": 1}\n',
+    "an empty prompt": '{"prompt": " "}\n',
+    "turns of text": '{"turns": "a"}\n',
+    "no turns": '{"turns": []}\n',
+    "a turn of null": '{"turns": ["a", null]}\n',
+    "an id twice": '{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n',
+    "a task of all": '{"task": "overall", "prompt": "a"}\n',
+    "a reference of numbers": '{"prompt": "a", "reference": [1]}\n',
+    "deep": DEEP,
+    "half a character": '{"prompt": "\\ud83d"}\n',
+    "a huge number": '{"prompt": ' + "9" * 9000 + "}\n",
+    "Latin": b'{"prompt": "\xe4"}\n',
+    "UTF-16": '{"prompt": "a"}\n'.encode("utf-16"),
+    "a long line": '{"prompt": "' + "a" * (17 << 20) + '"}\n',
+}
+TRACE, INFO, SUMMARY, RUN = "trace.jsonl", "record/record.json", "run/summary.json", "run/run.yaml"
+ANSWERS, TENSORS = "run/answers.jsonl", "record/record.safetensors"
+COMMANDS: dict[str, tuple[list[str], dict[str, Damage]]] = {
+    "bench": (
+        ["bench", "--suite", "suite.jsonl", "--output", "new"],
+        {kind: holding("suite.jsonl", content) for kind, content in SUITES.items()},
+    ),
+    "trace": (
+        ["trace", "--from", TRACE, "--html", "new.html"],
+        {
+            "a list": holding(TRACE, "[]\n"),
+            "deep": holding(TRACE, DEEP),
+            "cut off": cut(TRACE, 3000),
+            "the future": edited(TRACE, 0, "format_version", to=99),
+            "no layers": edited(TRACE, 0, "exit_layers", to=[]),
+            "layers of lists": edited(TRACE, 0, "exit_layers", to=[[2], [4]]),
+            "settings of nothing": edited(TRACE, 0, "settings", to={}),
+            "thresholds of text": edited(TRACE, 0, "thresholds", to=["high", "low"]),
+            "places without layers": edited(TRACE, 1, "layers", to=[]),
+            "probabilities of text": edited(TRACE, 1, "final_top_probs", to=["a", "b", "c"]),
+            "an exit of text": edited(TRACE, 1, "exit_layer", to="deep"),
+            "a last line of a list": edited(TRACE, -1, "passes", to=[7]),
+            "tokens of text": edited(TRACE, -1, "tokens", to="abc"),
+        },
+    ),
+    "tune": (
+        ["tune", *LENS, "--record", "record"],
+        {
+            "a list": holding(INFO, "[]"),
+            "deep": holding(INFO, DEEP),
+            "empty": holding(INFO, ""),
+            "the future": edited(INFO, "format_version", to=99),
+            "no prompts": edited(INFO, "prompts", to=[]),
+            "negative tokens": edited(INFO, "prompts", 0, "new_tokens", to=-2),
+            "a billion tokens": edited(INFO, "prompts", 0, "prompt_tokens", to=10**9),
+            "layers of text": edited(INFO, "exit_layers", to="2"),
+            "another model": edited(INFO, "base", to="another"),
+            "other heads": edited(INFO, "heads", to="another"),
+            "strengths of text": edited(INFO, "anneal_strengths", to=["a", "b"]),
+            "no weights": without(TENSORS),
+            "weights of zeros": holding(TENSORS, bytes(100)),
+            "answers of halves": halved_answers,
+        },
+    ),
+    "report": (
+        ["report", "run", "--output", "new"],
+        {
+            "a list": holding(SUMMARY, "[]"),
+            "a run of a list": holding(RUN, "[]"),
+            "a run of aliases": holding(RUN, BOMB),
+            "a run of one key": holding(RUN, "run: 1"),
+            "deep": holding(SUMMARY, DEEP),
+            "cut off": holding(SUMMARY, '{"methods": '),
+            "no methods": edited(SUMMARY, "methods", to=None),
+            "a method of nothing": edited(SUMMARY, "methods", to={"plain": {}}),
+            "answers of text": edited(SUMMARY, "new_tokens", to="many"),
+            "no summary": without(SUMMARY),
+            "no run": without(RUN),
+        },
+    ),
+    "bench --resume": (
+        [*BENCH, "--resume"],
+        {
+            "a run of a list": holding(RUN, "[]"),
+            "a run of one key": holding(RUN, "run: 1"),
+            "another run": lambda folder: (folder / RUN).write_text(
+                (folder / RUN).read_text().replace("seed: 0", "seed: 1")
+            ),
+            "answers of text": holding(ANSWERS, "mine\n"),
+            "an answer of nothing": holding(ANSWERS, "{}\n"),
+            "runs of a list": edited(ANSWERS, 0, "runs", to=[]),
+            "arrivals of text": edited(ANSWERS, 0, "runs", "plain", "arrivals", to="a"),
+            "an unknown key": edited(ANSWERS, 0, "colour", to="red"),
+            "no run": without(RUN),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [(command, kind) for command, (_, kinds) in COMMANDS.items() for kind in kinds],
+)
+def test_a_damaged_file_is_refused_and_named(
+    command: str, kind: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, kinds = COMMANDS[command]
+    kinds[kind](place)
+    name = {"bench": "suite.jsonl", "report": "run"}.get(command, "")
+    refused(arguments, place, capsys, name)
+
+
+@pytest.mark.parametrize(
+    ("command", "data"),
+    [
+        *(("chat", data) for data in (b"\xff\n", b"a\n\xc3\n")),
+        *(("generate", data) for data in (b"", b"\n", b"\xff", b"a" * (5 << 20))),
+    ],
+)
+def test_a_pipe_holds_text_and_is_not_endless(
+    command: str,
+    data: bytes,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+    refused([command, *MODEL, "--max-new-tokens", "2"], place, capsys)
+
+
+# --- models
+
+
+def changed(name: str, **values: Any) -> Damage:
+    """Other values in a JSON file; None removes one."""
+
+    def damage(folder: Path) -> None:
+        found = json.loads((folder / name).read_text()) | values
+        kept = {key: value for key, value in found.items() if value is not None}
+        (folder / name).write_text(json.dumps(kept))
+
+    return damage
+
+
+def config(**values: Any) -> Damage:
+    return changed("config.json", **values)
+
+
+def template(text: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        for file in folder.glob("chat_template*"):
+            file.unlink()
+        changed("tokenizer_config.json", chat_template=text)(folder)
+
+    return damage
+
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NORM = "model.norm.weight"
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+    return damage
+
+
+def no_weights(instead: str = "") -> Damage:
+    """An index of files that are not there, or nothing."""
+
+    def damage(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        if instead:
+            (folder / INDEX).write_text(instead)
+
+    return damage
+
+
+def in_parts(called: Callable[[str], str]) -> Damage:
+    """Weights in another file, under a name in the index that leads to it by a path."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        (folder / WEIGHTS).rename(folder / "part.safetensors")
+        name = called("part.safetensors")
+        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, name)}
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return damage
+
+
+def replaced(name: str, make: Callable[[Path], object]) -> Damage:
+    """Something else in place of a file."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return damage
+
+
+def make_loop(path: Path) -> None:
+    """A link to a link back to it."""
+    path.symlink_to(f"{path.name}.link")
+    path.with_name(f"{path.name}.link").symlink_to(path.name)
+
+
+WHOLE = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool)
+"""A weight of whole numbers, as a changed header makes of one."""
+
+MODELS: dict[str, Damage] = {
+    "config is a list": holding("config.json", "[]"),
+    "config is empty": holding("config.json", ""),
+    "config is an empty object": holding("config.json", "{}"),
+    "config is garbage": holding("config.json", bytes(range(256))),
+    "config is deep": holding("config.json", DEEP),
+    "config has a half character": config(model_type="\udc80"),
+    "config of nobody": config(model_type="nobody"),
+    "config of a list": config(model_type=["llama"]),
+    "config of defaults": holding("config.json", '{"model_type": "llama"}'),
+    "config of code": config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
+    "config of an encoder": config(model_type="bert", architectures=["BertModel"]),
+    "no vocabulary": config(vocab_size=0),
+    "a huge vocabulary": config(vocab_size=10**12),
+    "another vocabulary": config(vocab_size=50),
+    "a vocabulary of half a token": config(vocab_size=95.5),
+    "no positions": config(max_position_embeddings=0),
+    "negative positions": config(max_position_embeddings=-1),
+    "no layers": config(num_hidden_layers=0),
+    "a billion layers": config(num_hidden_layers=10**9),
+    "more layers than weights": config(num_hidden_layers=9),
+    "layers as text": config(num_hidden_layers="6"),
+    "no hidden size": config(hidden_size=0),
+    "a huge hidden size": config(hidden_size=2**40),
+    "another hidden size": config(hidden_size=48),
+    "no heads": config(num_attention_heads=0),
+    "heads that do not divide": config(num_attention_heads=5, head_dim=None),
+    "three key heads": config(num_key_value_heads=3),
+    "a huge head": config(head_dim=2**40),
+    "an unknown activation": config(hidden_act="quick"),
+    "rope of text": config(rope_parameters="fast"),
+    "rope of nobody": config(rope_parameters={"rope_type": "mine", "rope_theta": 1.0}),
+    "a dtype of nobody": config(dtype="float33", torch_dtype="float33"),
+    "an epsilon of text": config(rms_norm_eps="small"),
+    "settings of text": changed("generation_config.json", temperature="hot", do_sample=True),
+    "settings are a list": holding("generation_config.json", "[]"),
+    "settings are deep": holding("generation_config.json", DEEP),
+    "weights are empty": holding(WEIGHTS, b""),
+    "weights are garbage": holding(WEIGHTS, bytes(range(256)) * 40),
+    "weights are cut off": cut(WEIGHTS, 9000),
+    "weights are cut in the header": cut(WEIGHTS, 300),
+    "weights lack one": weights(lambda t: t.pop("model.layers.3.mlp.up_proj.weight")),
+    "weights lack the embedding": weights(lambda t: t.pop("model.embed_tokens.weight")),
+    "weights of another shape": weights(lambda t: t.update({NORM: torch.zeros(31)})),
+    "weights are another model's": replaced(
+        WEIGHTS, lambda path: save_file({"a": torch.zeros(2)}, path, {"format": "pt"})
+    ),
+    "weights are a folder": replaced(WEIGHTS, Path.mkdir),
+    "weights are pickled": replaced(
+        WEIGHTS, lambda path: torch.save({}, path.with_name("pytorch_model.bin"))
+    ),
+    "weights are not there": no_weights(),
+    **{
+        f"{name} is a loop": replaced(name, make_loop)
+        for name in (WEIGHTS, INDEX, "config.json", "generation_config.json", "tokenizer.json")
+    },
+    **{
+        f"{name} is a pipe": replaced(name, os.mkfifo)
+        for name in ("tokenizer.json", "generation_config.json", "vocab.json")
+    },
+    "an index of nothing": no_weights('{"weight_map": {"a": "b"}}'),
+    "an index of text": no_weights('"all"'),
+    "an index of a path": in_parts(lambda name: str(Path("it", name).absolute())),
+    "an index of a folder above": in_parts(lambda name: f"../it/{name}"),
+    "an index of a folder within": in_parts(lambda name: f"./{name}"),
+    "an index of pickles": in_parts(lambda name: "config.json"),
+    **{
+        f"weights of {dtype}": weights(lambda t, dtype=dtype: t.update({NORM: t[NORM].to(dtype)}))  # type: ignore[misc]  # a default
+        for dtype in WHOLE
+    },
+    "quantised by text": config(quantization_config="int4"),
+    "quantised by nobody": config(quantization_config={"quant_method": "mine", "bits": 4}),
+    "quantised by no name": config(quantization_config={"bits": 4}),
+    "quantised by a list": config(quantization_config={"quant_method": ["gptq"], "bits": 4}),
+    "quantised, with plain weights": config(
+        quantization_config={"quant_method": "gptq", "bits": 4}
+    ),
+    "tokenizer is empty": holding("tokenizer.json", ""),
+    "tokenizer is a list": holding("tokenizer.json", "[]"),
+    "tokenizer is deep": holding("tokenizer.json", DEEP),
+    "tokenizer is garbage": holding("tokenizer.json", bytes(range(256)) * 9),
+    "tokenizer is cut off": cut("tokenizer.json", 200),
+    "tokenizer of nobody": holding("tokenizer.json", '{"model": {"type": "Mine"}}'),
+    "tokenizer settings are a list": holding("tokenizer_config.json", "[]"),
+    "tokenizer settings are deep": holding("tokenizer_config.json", DEEP),
+    "template that fills the memory": template("{{ 'a' * 10**11 }}"),
+    "template without end": template(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "template of a huge number": template("{{ 10**(10**9) }}"),
+    "template of a huge range": template("{% for a in range(10**12) %}{% endfor %}"),
+    "template that calls itself": template("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"),
+    "template that raises": template("{{ raise_exception('no\nsuch\nrole') }}"),
+    "template that divides": template("{{ 1 / 0 }}"),
+    "template that does not parse": template("{% for %}"),
+    "template that escapes": template("{{ ''.__class__.__mro__ }}"),
+    "template of nothing": template("{{ '' }}"),
+    "template of a number": template(7),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_cannot_be_run_is_refused(
+    kind: str,
+    furnished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(furnished / "model", tmp_path / "it")
+    monkeypatch.chdir(tmp_path)
+    MODELS[kind](tmp_path / "it")
+    command = ["generate", "a", "--model", "it", "--dtype", "float32", "--max-new-tokens", "2"]
+    refused(command, tmp_path, capsys)
+
+
+NESTED = struct.pack("<IQ", 9, 1) * 50 + struct.pack("<IQ", 4, 0)
+
+GGUF = {
+    "empty": b"",
+    "short": b"GGUF",
+    "garbage": bytes(range(256)) * 4,
+    "another format": b"GGML" + bytes(60),
+    "version 1": header(version=1),
+    "version 99": header(version=99),
+    "the other byte order": header(version=3 << 24),
+    "2^60 values": header(values=2**60),
+    "2^63 tensors": header(tensors=2**63),
+    "a key of 2^63 bytes": header(text(b"a", 2**63), values=1),
+    "a key beyond the end": header(text(b"a", 200), values=1),
+    "a key that is no text": header(value(b"\xff\xfe", 4, bytes(4)), values=1),
+    "a key twice": header(value("a", 4, bytes(4)) * 2, values=2),
+    "a string of 2^62 bytes": header(value("a", 8, text(b"", 2**62)), values=1),
+    "an unknown type": header(value("a", 77, bytes(8)), values=1),
+    "an array of 2^60 numbers": header(value("a", 9, struct.pack("<IQ", 4, 2**60)), values=1),
+    "an array of 2^60 strings": header(value("a", 9, struct.pack("<IQ", 8, 2**60)), values=1),
+    "strings beyond the end": header(
+        value("a", 9, struct.pack("<IQ", 8, 2) + text("x") + text("y", 500) + bytes(40)), values=1
+    ),
+    "an array of an unknown type": header(
+        value("a", 9, struct.pack("<IQ", 99, 1) + bytes(8)), values=1
+    ),
+    "nested arrays": header(value("a", 9, NESTED), values=1),
+    "alignment 0": header(value("general.alignment", 4, struct.pack("<I", 0)), values=1),
+    "alignment 3": header(value("general.alignment", 4, struct.pack("<I", 3)), values=1),
+    "alignment 2^31": header(value("general.alignment", 4, struct.pack("<I", 2**31)), values=1),
+    "alignment as text": header(value("general.alignment", 8, text("32")), values=1),
+    "a tensor of 2^32 dimensions": header(text("t"), b"\xff" * 40, tensors=1),
+    "a tensor beyond the end": header(tensor("t", [64]), tensors=1),
+    "a tensor far away": header(tensor("t", [1], offset=2**62), bytes(64), tensors=1),
+    "a tensor of 2^120 elements": header(tensor("t", [2**60, 2**60]), bytes(64), tensors=1),
+    "a tensor of an unknown type": header(tensor("t", [1], kind=99), bytes(64), tensors=1),
+    "a tensor twice": header(tensor("t", [1]) * 2, bytes(64), tensors=2),
+    "half a block": header(tensor("t", [33], kind=2), bytes(640), tensors=1),
+    "no model in it": header(),
+    "a tensor and no size": header(tensor("t", [1]), bytes(64), tensors=1),
+    "more layers than tensors": tiny(layers=3),
+    "a billion layers": tiny(layers=10**9),
+    "another width": tiny(width=4096),
+    "a huge inner layer": tiny(inner=10**9),
+    "all defaults but one tensor": tiny(),
+    "an unknown architecture": header(value("general.architecture", 8, text("mine")), values=1),
+    "a llama without anything": header(value("general.architecture", 8, text("llama")), values=1),
+}
+
+
+@pytest.mark.parametrize("kind", GGUF)
+def test_a_gguf_file_that_holds_no_model_is_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "it.gguf").write_bytes(GGUF[kind])
+    refused(["generate", "a", "--model", str(tmp_path / "it.gguf")], tmp_path, capsys)
+
+
+def test_a_gguf_header_is_followed_to_its_end(tmp_path: Path) -> None:
+    """What is whole passes, and one byte less does not."""
+    (tmp_path / "it.gguf").write_bytes(tiny())
+    read_header(tmp_path / "it.gguf")
+    (tmp_path / "it.gguf").write_bytes(tiny()[:-1])
+    with pytest.raises(InvalidData, match="its tensors end at byte"):
+        read_header(tmp_path / "it.gguf")

@@ -1,0 +1,207 @@
+"""`selfspec heads`: what is listed, shown, checked and pulled; pushing is in test_own_model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfspec.api import speculator as facade
+from selfspec.cli.main import main
+from selfspec.errors import HeadsMismatch, InvalidHeads, ModelNotFound
+from selfspec.hub import models as hub
+from selfspec.training import records
+from tests.cli.fakes import FakeSpeculator
+
+Capture = pytest.CaptureFixture[str]
+
+CONFIG = {
+    "format_version": 1,
+    "base_model": "toy-model",
+    "base_fingerprint": "f" * 64,
+    "hidden_size": 8,
+    "num_layers": 6,
+    "vocab_size": 16,
+    "exit_layers": [2, 4],
+    "head_type": "translator",
+    "defaults": {"drafter": "exit:threshold=0.7"},
+    "training": {
+        "data": "talks",
+        "validation": "more talks",
+        "dtype": "float32",
+        "conversations": 3,
+        "answer_tokens": 60,
+        "epochs": 1,
+        "steps": 2,
+        "ce_share": 1.0,
+        "learning_rate": 0.1,
+        "seed": 0,
+    },
+}
+SHARES = {
+    **dict.fromkeys(("positions", "agreement", "agreement_top_25", "agreement_top_10"), 0.5),
+    "agreement_second": None,
+}
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose only heads are these; their weights are 1 MB of nothing."""
+    folder = tmp_path / "checkpoints" / "toy"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(bytes(1_000_000))
+    (folder / "run.yaml").write_text("run: {}\n")
+    (folder / "metrics.json").write_text(json.dumps({"layers": {"2": SHARES}, "coverage": 1.0}))
+    (folder / "README.md").write_text(records.card_of(folder))
+    monkeypatch.setattr(hub, "__file__", str(tmp_path / "selfspec" / "hub" / "models.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def test_list_names_what_is_there_and_goes_on_behind_a_damaged_folder(
+    toy: Path, capsys: Capture
+) -> None:
+    assert main(["heads", "list"]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split() == ["name", "base", "model", "exit", "layers", "type", "MB"]
+    assert line.split() == ["toy", "toy-model", "2,", "4", "translator", "1.0"]
+    (toy.parent / "bad").mkdir()
+    (toy.parent / "bad" / "config.json").write_text("{")
+    assert main(["heads", "list", "--json"]) == 0
+    captured = capsys.readouterr()
+    (row,) = json.loads(captured.out)
+    assert row["name"] == "toy"
+    assert row["size_bytes"] == sum(file.stat().st_size for file in toy.iterdir())
+    assert "bad/config.json" in captured.err
+
+
+def test_show_reads_the_config_only(toy: Path, capsys: Capture) -> None:
+    (toy / "model.safetensors").unlink()
+    assert main(["heads", "show", "toy", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exit_layers"] == [2, 4]
+    assert main(["heads", "show", str(toy)]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["exit_layers"] == "2, 4"
+    assert lines["defaults"] == '{"drafter": "exit:threshold=0.7"}'
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (HeadsMismatch("other"), 1),
+        (InvalidHeads("cut off"), 1),
+        (ModelNotFound("gone"), 2),
+    ],
+)
+def test_check_says_ok_or_fails_with_the_reason(
+    error: Exception | None,
+    code: int,
+    toy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    def load(model: str | None, heads: Path) -> FakeSpeculator:
+        assert (model, heads) == ("m", toy)
+        if error is not None:
+            raise error
+        return FakeSpeculator()
+
+    monkeypatch.setattr(facade, "load", load)
+    assert main(["heads", "check", "toy", "--model", "m"]) == code
+    shown = ["OK: toy fit fake\n", f"failed: {error}\n", ""][code]
+    assert tuple(capsys.readouterr()) == (shown, f"selfspec: error: {error}\n" * (code == 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("run.yaml", None, "no run.yaml"),
+        ("metrics.json", "{}", "the records do not make a card: KeyError 'layers'"),
+        ("README.md", "my own words", "README.md is not the card that the records make"),
+    ],
+)
+def test_check_names_what_is_not_as_it_should_be(
+    name: str,
+    text: str | None,
+    problem: str,
+    toy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    monkeypatch.setattr(facade, "load", lambda *_, **__: FakeSpeculator())
+    (toy / name).unlink()
+    if text is not None:
+        (toy / name).write_text(text)
+    assert main(["heads", "check", "toy"]) == 1
+    assert capsys.readouterr().out == f"failed: {problem}\n"
+
+
+def test_pulled_heads_are_found_by_name_and_replaced_when_pulled_again(
+    toy: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    elsewhere = toy.rename(tmp_path / "mine")
+    (elsewhere / "notes.txt").write_text("not taken along")
+    for version in (b"one", b"two"):
+        (elsewhere / "model.safetensors").write_bytes(version)
+        pull = ["heads", "pull", str(elsewhere)]
+        assert main(pull) == (0 if version == b"one" else 2)
+        assert main([*pull, "--overwrite"]) == 0
+        found = hub.resolve_heads("mine")
+        assert found == hub.pulled_heads() / "mine"
+        assert (found / "model.safetensors").read_bytes() == version
+    assert sorted(path.name for path in found.parent.iterdir()) == ["mine"]
+    assert not (found / "notes.txt").exists()
+    assert main(["heads", "pull", "mine"]) == 0
+    assert "is there already" in capsys.readouterr().out
+
+
+def test_heads_of_two_owners_are_kept_apart_and_pulled_anew_each_time(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(hub, "_heads_from_hub", lambda name: tmp_path / "hub" / name)
+    for version in ("one", "two"):
+        for name in ("a/mine", "b/mine"):
+            shutil.copytree(toy, tmp_path / "hub" / name, dirs_exist_ok=True)
+            (tmp_path / "hub" / name / "run.yaml").write_text(f"{name} {version}")
+            assert main(["heads", "pull", name]) == 0
+    for name in ("a/mine", "b/mine"):
+        assert (hub.resolve_heads(name) / "run.yaml").read_text() == f"{name} two"
+        assert hub.heads_name(hub.resolve_heads(name)) == name
+    assert main(["heads", "show", "mine"]) == 2
+    assert "'mine' may be a/mine or b/mine. Give the whole name" in capsys.readouterr().err
+    shutil.rmtree(hub.resolve_heads("a/mine"))
+    assert hub.resolve_heads("mine") == hub.resolve_heads("b/mine")
+
+
+PLACED: dict[str, Any] = {
+    "a link": lambda path: path.symlink_to(path.with_suffix(".kept")),
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "no heads": lambda path: path.write_text("{}"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "a link") for name in ("config.json", "model.safetensors", "README.md")),
+        *(("config.json", kind) for kind in PLACED),
+        *(("run.yaml", kind) for kind in ("a pipe", "a device")),
+    ],
+)
+def test_a_folder_with_what_is_no_plain_file_of_heads_is_not_pulled(
+    name: str, kind: str, toy: Path, capsys: Capture
+) -> None:
+    (toy / name).rename((toy / name).with_suffix(".kept"))
+    PLACED[kind](toy / name)
+    assert main(["heads", "pull", str(toy)]) == 2
+    if kind == "no heads":
+        assert "format version None" in capsys.readouterr().err
+    assert not hub.pulled_heads().exists()

@@ -1,0 +1,293 @@
+"""The program as a whole: its help and log, closed and full streams, Ctrl-C, other users, bugs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from selfspec.cli import base
+from selfspec.cli.main import BUG, INTERRUPTED, app, main
+from selfspec.config import EXECUTORS
+from selfspec.model import choosing
+from selfspec.options import Prices
+from selfspec.options.controllers import CONTROLLERS
+from selfspec.options.drafters import DRAFTERS
+from selfspec.options.rules import ACCEPTANCE
+from tests.bad_input import furnish, snapshot
+
+ROOT = Path(__file__).parents[2]
+SELFSPEC = [sys.executable, "-m", "selfspec"]
+Capture = pytest.CaptureFixture[str]
+
+
+def test_help_of_every_command_is_shown_in_groups(capsys: Capture) -> None:
+    for arguments in ([], ["heads"]):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert main([*arguments, "--help"]) == 0
+        assert capsys.readouterr().out.rstrip() == shown.rstrip()
+    for flag in ("-h", "--help-all"):
+        assert main(["generate", flag]) == 0
+        shown = capsys.readouterr().out
+        headings = re.findall(r"^(\w+):$", shown, re.MULTILINE)
+        assert headings == ["Arguments", "Options", "Model", "Drafts", "Answer"]
+        assert "--drafter KIND[:KEY=VALUE,..]" in shown
+    words = {word.partition("=")[0] for word in shown.split()}
+    for kinds in (DRAFTERS, CONTROLLERS, ACCEPTANCE):
+        for kind, made in kinds.items():
+            assert {f"{kind}:{entry.name}" for entry in fields(made)} <= words
+    assert {entry.name for entry in fields(Prices)} <= words
+    assert "tau, in (0, 1]" in shown
+    assert "exit:layers=N[/N..]" in shown
+    for reason in ("paper calls for", "Printed nowhere", "document's example"):
+        assert reason not in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [("generate", 40), ("chat", 40), ("verify", 40), ("tune", 40), ("trace", 50), ("bench", 50)],
+)
+def test_help_fits_a_screen_and_help_all_lists_everything(
+    command: str, lines: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"]) == 0
+    usual = capsys.readouterr().out
+    assert len(usual.splitlines()) <= lines
+    assert "--help-all" in usual
+    assert main([command, "--help-all"]) == 0
+    shown = {word.strip(",") for word in capsys.readouterr().out.split()}
+    found: Any = typer.main.get_command(app())
+    flags = {flag.opts[0] for flag in found.commands[command].params}
+    assert flags - {"prompt"} <= shown
+
+
+def test_executors_are_those_that_there_are() -> None:
+    assert (choosing.AUTO, *choosing.EXECUTORS) == EXECUTORS
+
+
+def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys: Capture) -> None:
+    logger = logging.getLogger("selfspec.hub.models")
+    for arguments, heard in (
+        (["heads", "list"], ["notice", "error"]),
+        (["-q", "heads", "list"], ["error"]),
+        (["heads", "list", "--verbose"], ["how", "notice", "error"]),
+    ):
+        assert main(arguments) == 0
+        logger.debug("how")
+        logger.info("notice")
+        logger.error("error")
+        said = capsys.readouterr().err.splitlines()
+        assert said == [f"selfspec: {words}" for words in heard]
+
+
+# --- in a process
+
+
+def shell(words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run by a shell; `selfspec` in its words is the command. No cache folder of anybody."""
+    words = words.replace("selfspec ", f"{sys.executable} -m selfspec ", 1)
+    own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), **variables}
+    return subprocess.run(
+        ["/bin/sh", "-c", words],
+        cwd=folder,
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_shell_completes_commands(tmp_path: Path) -> None:
+    program = f"exec {sys.executable} -c 'from selfspec.cli.main import run; run()'"
+    asked = {"_SELFSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "selfspec cha", "COMP_CWORD": "1"}
+    result = shell(program, tmp_path, **asked)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "chat\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("selfspec --version >/dev/full", 2, "cannot write standard output: No space left"),
+        ("selfspec heads --help >/dev/full", 2, "No space left"),
+        ("selfspec --version >&-", 2, "cannot write standard output"),
+        ("selfspec --version 2>&-", 0, ""),
+        ("selfspec heads show nothing 2>/dev/full", 2, ""),
+        ("selfspec generate <&-", 2, "the prompt is empty"),
+        ("selfspec generate --file /dev/stdin </dev/null", 2, "is a device"),
+        ("printf '' | selfspec generate --file /dev/stdin", 2, "the prompt is empty"),
+        ("selfspec generate --config /dev/stdin a </dev/zero", 2, "is a device"),
+        ("cat /dev/zero | selfspec generate a --config /dev/stdin", 2, "has more than 1048576"),
+        ("cat /dev/zero | selfspec generate", 2, "has more than 4194304 bytes"),
+    ],
+)
+def test_streams_that_are_not_as_they_should_be(
+    words: str, code: int, said: str, tmp_path: Path
+) -> None:
+    result = shell(words, tmp_path)
+    assert result.returncode == code, result.stderr
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Exception" not in result.stderr
+    assert len(result.stderr.splitlines()) <= 1
+
+
+def test_traceback_is_shown_with_debug(tmp_path: Path) -> None:
+    result = shell("selfspec heads show --debug nothing", tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("Traceback")
+
+
+@pytest.mark.parametrize("words", ["heads --help", "--help", "heads list"])
+def test_nobody_reads_and_nothing_is_said(words: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(
+        [*SELFSPEC, *words.split()], stdout=write, stderr=subprocess.PIPE, cwd=ROOT, check=False
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (base.PIPE_CLOSED, b"")
+
+
+@pytest.mark.parametrize("delay_s", [0.15, 0.5, 1.5, 3.0])
+def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Path) -> None:
+    """While modules are imported, while a model is loaded, or while it waits for a prompt."""
+    furnish(tmp_path)
+    before = snapshot(tmp_path)
+    command = [*SELFSPEC, "chat", "--model", "model", "--dtype", "float32"]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(delay_s)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        said = process.stderr.read()
+        code = process.wait(30)
+    assert code in (INTERRUPTED, -signal.SIGINT) or "init_import_site" in said
+    if code == INTERRUPTED:  # else Python itself had not begun with ours
+        assert "selfspec: interrupted" in said
+        assert "Traceback" not in said
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="needs root, to be somebody else",
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "generate a --config closed.yaml",
+        "generate --file closed.yaml",
+        "generate a --model closed",
+        "generate a --model closed.gguf",
+        "trace --from closed.yaml",
+        "heads show closed",
+        "report closed --output new",
+        "bench --suite closed.jsonl --output new",
+        "bench --suite prompts.jsonl --output new",
+    ],
+)
+def test_what_may_not_be_read_or_written_is_named(arguments: str, tmp_path: Path) -> None:
+    """As another user, who may read the folder but neither write it nor read what is closed."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    for name in ("closed.yaml", "closed.gguf", "closed.jsonl"):
+        (tmp_path / name).write_text("a")
+        (tmp_path / name).chmod(0)
+    (tmp_path / "closed").mkdir(mode=0)
+    for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
+        folder.chmod(0o755)
+    before = snapshot(tmp_path)
+    other = "setpriv --reuid=65534 --regid=65534 --clear-groups"
+    result = shell(f"exec {other} selfspec {arguments}", tmp_path)
+    if "No module named" in result.stderr or "can't open" in result.stderr:
+        pytest.skip("another user cannot read this checkout")
+    assert result.returncode == 2, result.stderr
+    assert "selfspec: error: " in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "bug of selfspec" not in result.stderr
+    assert snapshot(tmp_path) == before
+
+
+# --- bugs, and what is none
+
+
+def raised(
+    error: BaseException, patch: pytest.MonkeyPatch, cause: BaseException | None = None
+) -> int:
+    """The exit code of a command that raises it."""
+
+    def mistaken(**_: Any) -> None:
+        raise error from cause
+
+    patch.setattr("selfspec.cli.main.app", lambda: mistaken)
+    return main(["generate", "a b"])
+
+
+def test_a_bug_says_that_it_is_one_and_where_its_report_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert raised(KeyError("which\nnobody expected"), monkeypatch) == BUG
+    (line,) = capsys.readouterr().err.splitlines()
+    (file,) = (tmp_path / "selfspec" / "bugs").iterdir()
+    assert line.startswith("selfspec: error: this is a bug of selfspec: KeyError")
+    assert f"A report is in {file}: please send it. To see it here, add --debug" in line
+    text = file.read_text()
+    assert text.startswith("selfspec bug report")
+    assert "selfspec generate 'a b'" in text
+    assert "torch 2" in text
+    assert "Traceback (most recent call last)" in text
+    assert "in mistaken" in text
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert raised(KeyError("which"), monkeypatch) == BUG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No report could be written" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(13, "Permission denied", "x"), "cannot use x: Permission denied"),
+        (MemoryError(), "there is not enough memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "not enough memory"),
+    ],
+)
+def test_what_the_system_refuses_is_no_bug(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    assert raised(error, monkeypatch) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_import_that_ctrl_c_broke_is_no_bug_however_late_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A library may swallow the interrupt while it imports, and miss a name much later."""
+    failed = ImportError("numpy failed")
+    assert raised(failed, monkeypatch, KeyboardInterrupt()) == INTERRUPTED
+    assert capsys.readouterr().err == "\nselfspec: interrupted\n"
+    late = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+    monkeypatch.setattr("selfspec.cli.main._interrupts", [0.0])
+    assert raised(late, monkeypatch) == INTERRUPTED
+    assert "selfspec: interrupted" in capsys.readouterr().err
+    monkeypatch.setattr("selfspec.cli.main._interrupts", [])
+    assert raised(late, monkeypatch) == BUG

@@ -1,0 +1,402 @@
+"""`selfspec trace`, `tune`, `bench` and `env`: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from selfspec.api import tuned
+from selfspec.api.speculator import load
+from selfspec.cli import measure
+from selfspec.cli.main import main
+from selfspec.config import SpeculationOptions
+from selfspec.decoding import speed
+from selfspec.decoding.measure import measure as measured
+from selfspec.decoding.prices import Costs
+from selfspec.decoding.speed import StepSpeed
+from selfspec.errors import ModelNotFound
+from selfspec.eval.methods import METHODS, Method
+from selfspec.eval.record import Record
+from selfspec.eval.sweeps import moved
+from selfspec.hub import models as hub
+from selfspec.visualise.layers import LayerTrace
+from tests.hand_traces import long_trace
+from tests.models import make_model
+from tests.talks import make_tokenizer
+
+MODEL = ["--model", "model", "--dtype", "float32"]
+DRAFTS = ["--heads", "logit-lens", "--drafter", "exit:layers=2/4,threshold=0.05"]
+SIX = ["--max-new-tokens", "6"]
+Capture = pytest.CaptureFixture[str]
+
+
+# --- bench
+
+BENCH = ["bench", *MODEL, *DRAFTS, *SIX, "--suite", "suite.jsonl", "--output", "out"]
+
+
+def run_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((folder / "out" / "run.yaml").read_text())
+    return found
+
+
+def test_results_hold_the_run_the_answers_and_the_tables(workplace: Path, capsys: Capture) -> None:
+    assert main([*BENCH, "--limit", "2", "--sweep", "exit.max_tokens=1,2"]) == 0
+    printed = capsys.readouterr().out
+    out = workplace / "out"
+    assert printed == (out / "table.md").read_text()
+    assert "| speculation(exit.max_tokens=2) |" in printed
+    names = ["answers.jsonl", "run.yaml", "summary.json", "table.csv", "table.md"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    run = run_of(workplace)
+    assert run["run"]["suite"] == "suite.jsonl"
+    assert run["run"]["methods"] == ["hugging-face", "plain", "speculation", "ngram", "ngram+exit"]
+    assert run["questions"] == {"reported": 2, "settings_chosen_on": []}
+    assert run["speculation"]["drafter"] == "exit:layers=2/4,threshold=0.05"
+    assert run["machine"]["threads"] == 1
+    compiled = run["machine"]["compiled"] is not None
+    assert run["model"]["executor"] == ("fused" if compiled else "generic")
+    assert str(workplace) not in (out / "run.yaml").read_text()
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["questions"], summary["failures"]) == (2, [])
+
+
+def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_judged(
+    workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", num_hidden_layers=1).save_pretrained(workplace / "small")
+    make_tokenizer().save_pretrained(workplace / "small")
+    asked = ["--draft-model", "small", "--drafter", "exit", "--tune-questions", "1", "--json"]
+    methods = "plain,speculation,draft-model,prompt-lookup,cm-asd"
+    assert main([*BENCH, *asked, "--methods", methods]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["questions"], summary["failures"]) == (3, [])
+    peer = summary["methods"]["prompt-lookup"]
+    assert len(peer["chosen_from"]) == 3
+    assert peer["setting"]["prompt_lookup_num_tokens"] in (2, 4, 10)
+    (line,) = (workplace / "out" / "tuning.jsonl").read_text().splitlines()
+    run = run_of(workplace)
+    assert run["questions"]["settings_chosen_on"] == [json.loads(line)["id"]]
+    assert run["model"]["draft_model"] == "small"
+    table = (workplace / "out" / "table.md").read_text()
+    assert "| cm-asd (lossy) | overall | 3 |" in table
+    assert "| cm-asd |" not in table
+    assert list(summary["quality"]) == ["cm-asd"]
+    again = [*BENCH, "--limit", "1", "--methods", "plain", "--overwrite", "--quality"]
+    assert main(again) == 0
+    summary = json.loads((workplace / "out" / "summary.json").read_text())
+    assert summary["quality"]["plain"]["overall"]["exact_share"] == 1.0
+    assert summary["harness"]["methods_s"] > 0.0
+    # where a package for that is missing, it is told before any work
+    monkeypatch.setattr("selfspec.eval.quality.find_spec", lambda name: None)
+    assert main([*BENCH, "--output", "new", "--sweep", "acceptance=cm-asd"]) == 2
+    assert "needs sacrebleu: pip install 'selfspec[eval]'" in capsys.readouterr().err
+    assert not (workplace / "new").exists()
+
+
+def test_results_are_neither_overwritten_nor_continued_unasked(
+    workplace: Path, capsys: Capture
+) -> None:
+    command = [*BENCH, "--methods", "plain", "--limit"]
+    assert main([*command, "1"]) == 0
+    answers = workplace / "out" / "answers.jsonl"
+    before = answers.read_text()
+    assert main([*command, "1"]) == 2
+    assert "out holds results. Give --resume, --overwrite" in capsys.readouterr().err
+    assert main([*command, "1", "--resume"]) == 0
+    assert answers.read_text() == before
+    assert main([*command, "2", "--resume"]) == 2
+    assert "cannot resume out: run limit was 1, now it is 2" in capsys.readouterr().err
+    assert main([*command, "2", "--overwrite"]) == 0
+    assert len(answers.read_text().splitlines()) == 2
+
+
+def test_a_failing_method_gives_exit_code_1_and_the_rest_of_the_table(
+    workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: Any) -> Any:
+        raise RuntimeError("no luck")
+
+    broken = Method(source="broken", decode=decode, settings=lambda _: [{}])
+    monkeypatch.setitem(METHODS, "broken", broken)
+    assert main([*BENCH, "--limit", "1", "--methods", "plain,broken"]) == 1
+    captured = capsys.readouterr()
+    assert "failed: 1, turn 1, broken: RuntimeError: no luck" in captured.err
+    assert "| plain | 1.00 | 1.00 |" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("exit.threshold = 0.1", {"drafter": "exit:threshold=0.1"}),
+        ("exit.layers=2/4", {"drafter": "exit:layers=2/4"}),
+        ("draft-model.max_tokens=2", {"drafter": "draft-model:max_tokens=2"}),
+        ("gammatune.rate=0.5", {"controller": "gammatune:rate=0.5"}),
+        ("controller.cm-asd.scale=0.5", {"controller": "cm-asd:scale=0.5"}),
+        ("acceptance.cm-asd.tolerance=0", {"acceptance": "cm-asd:tolerance=0.0"}),
+        ("prices.head=none", {"prices": "head=none"}),
+        ("acceptance=easd", {"acceptance": "easd"}),
+        ("pinned_rows=4", {"pinned_rows": 4}),
+    ],
+)
+def test_a_sweep_is_one_setting_per_value(text: str, setting: dict[str, Any]) -> None:
+    assert [found.setting for found in moved(text)] == [setting]
+
+
+# --- trace
+
+TRACE = ["trace", *MODEL, *DRAFTS, *SIX]
+
+
+@pytest.fixture
+def kept(workplace: Path) -> str:
+    """A trace of 45 tokens."""
+    long_trace([f"t{number} " for number in range(45)]).save(workplace / "long.jsonl")
+    return "long.jsonl"
+
+
+def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
+    workplace: Path, capsys: Capture
+) -> None:
+    assert main([*TRACE, "a b c", "--output", "t.jsonl", "--card", "card.png"]) == 0
+    shown = capsys.readouterr().out
+    found = LayerTrace.load(Path("t.jsonl"))
+    options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6}
+    answer = load("model", dtype="float32", heads="logit-lens").generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
+    assert [place.token for place in found.places] == answer.token_ids
+    assert found.info.settings.exit_layers == (2, 4)
+    assert "6 tokens" in shown
+    assert "\x1b" not in shown
+    assert Path("card.png").is_file()
+    assert main(["trace", "--from", "t.jsonl"]) == 0
+    assert capsys.readouterr().out == shown
+    assert main(["trace", "--from", "t.jsonl", "--json"]) == 0
+    assert capsys.readouterr().out == Path("t.jsonl").read_text()
+
+
+def page_data(page: Path) -> dict[str, Any]:
+    """What a page shows."""
+    text = page.read_text().split('id="data">')[1].split("</script>")[0]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "replays"), [([], True), (["--temperature", "9", "--seed", "1"], False)]
+)
+def test_the_page_replays_the_very_answer_or_nothing(
+    workplace: Path, more: list[str], replays: bool, capsys: Capture
+) -> None:
+    assert main([*TRACE, "a b c", *more, "--html", "page.html"]) == 0
+    assert ("cannot replay settings" in capsys.readouterr().err) != replays
+    data = page_data(workplace / "page.html")
+    assert (data["grid"] is not None, data["plain_step"] is not None) == (replays, replays)
+    assert ("greedy decoding without drafts gives another answer" in data["why"]) != replays
+
+
+def test_a_kept_trace_is_drawn_and_its_page_replays_nothing(
+    kept: str, workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["trace", "--from", kept, "--html", "page.html"]) == 0
+    page = (workplace / "page.html").read_text()
+    assert "t44" in page
+    assert "has sliders: selfspec trace --html PAGE.html PROMPT" in page
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["trace", "--from", kept, "--card", "a.png"]) == 2
+    assert "--card needs matplotlib. Install it" in capsys.readouterr().err
+
+
+def test_a_model_without_heads_is_looked_at_through_the_logit_lens(
+    workplace: Path, capsys: Capture
+) -> None:
+    command = ["trace", "a", *MODEL, "--max-new-tokens", "3"]
+    assert main([*command, "--no-all-layers"]) == 2
+    assert "no exit heads to look through. Give --heads, or drop" in capsys.readouterr().err
+    assert main([*command, "--html", "page.html"]) == 0
+    assert "3 tokens, 2 rounds" in capsys.readouterr().out
+    grid = page_data(workplace / "page.html")["grid"]
+    assert (grid["begin"]["drafter"], grid["notes"]) == ("ngram", [])
+    assert list(grid["drafters"]) == ["ngram", "none"]
+
+
+# --- tune
+
+HEADS = [*MODEL, "--heads", "heads"]
+SHORT = [*SIX, "--max-draft-tokens", "2", "--min-threshold", "0.1"]
+SUITE = ["--suite", "suite.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def record(made: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A record of the first heads."""
+    folder = str(tmp_path_factory.mktemp("kept") / "record")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        assert main(["trace", *HEADS, *SHORT, *SUITE, "--record", folder]) == 0
+    return folder
+
+
+def test_a_record_holds_the_prompts_and_layers_asked_for(
+    record: str, workplace: Path, capsys: Capture
+) -> None:
+    found = Record.load(Path(record))
+    assert [prompt.id for prompt in found.prompts] == ["1", "2", "3", "4"]
+    assert found.info.exit_layers == (2, 5)
+    assert (found.info.max_draft_tokens, found.info.min_threshold) == (2, 0.1)
+    assert {prompt.max_new_tokens for prompt in found.prompts} == {6}
+    one = ["trace", "a b c", *HEADS, *SHORT, "--exit-layers", "5", "--record", "one", "--json"]
+    assert main(one) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["prompts"], facts["tokens"], facts["exit_layers"]) == (1, 6, [5])
+    assert facts["nodes"] == len(Record.load(Path("one")).tokens)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_what_was_tuned_is_kept_used_and_forgotten(
+    record: str, workplace: Path, capsys: Capture
+) -> None:
+    assert main(["tune", *HEADS, "--record", record, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [str(file) for file in tuned.files()] == [found["file"]]
+    assert (found["prompts"], found["objective"]) == (4, "speed")
+    assert len(found["costs"]["layers"]) == 3
+    options = load("model", heads="heads", dtype="float32").options
+    assert options == SpeculationOptions().updated(found["options"])
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tuned"] == [found["file"]]
+    assert main(["tune", *HEADS, "--forget"]) == 0
+    assert capsys.readouterr().out == f"removed {found['file']}\n"
+    assert tuned.files() == []
+    assert main(["tune", *HEADS, "--forget"]) == 0
+    assert "nothing was tuned" in capsys.readouterr().out
+    suite = [*SUITE, "--limit", "2", "--max-exit-layers", "1", "--objective", "latency"]
+    assert main(["tune", *HEADS, *SHORT, *suite, "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "settings tried on 2 prompts" in output
+    assert "plain decoding" in output
+    assert tuned.files() == []
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_model_without_heads_is_tuned_for_text_already_seen(
+    record: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    bare = measured(load("model", dtype="float32").backbone, None, rows=2)
+    assert (bare.head, bare.plain_step() > 0.0) == (0.0, True)
+    cheap = (1.0,) * 8  # rows for nothing, so that drafts pay wherever one is right
+    costs = Costs(num_layers=6, layers=cheap, start=cheap, logits=cheap, head=0.0, round=0.0)
+    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: costs)
+    suite = [*SUITE, "--max-new-tokens", "40"]
+    assert main(["tune", *MODEL, *suite, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["options"]["drafter"].startswith("ngram:size=")
+    assert "exit" not in found["options"]["drafter"]
+    assert found["settings"] == 12 * 2  # n-grams by lengths, at two prices of rows
+    assert found["speed_up"] > 1.0
+    options = load("model", dtype="float32").options
+    assert options == SpeculationOptions().updated(found["options"])
+    assert load("model", dtype="float32", heads="heads").options.drafter == "exit"
+    assert main(["tune", *MODEL, *suite, "--forget"]) == 0
+    assert load("model", dtype="float32").options == SpeculationOptions(drafter="ngram")
+    assert main(["trace", *MODEL, *suite, "--record", "plain"]) == 0
+    capsys.readouterr()
+    assert main(["tune", *MODEL, "--record", "plain", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"] == found["options"]
+    assert main(["tune", *MODEL, *suite, "--exit-layers", "2"]) == 2
+    assert "exit layers [2] without exit heads" in capsys.readouterr().err
+    assert main(["tune", *MODEL, "--record", record]) == 2
+    assert "made with another model" in capsys.readouterr().err
+
+
+# --- env
+
+
+def facts(capsys: Capture, *arguments: str) -> dict[str, Any]:
+    assert main(["env", "--json", *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_env_says_where_things_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = facts(capsys)
+    assert found["cache_folder"] == str(tmp_path / "selfspec")
+    assert found["threads"] >= 1
+    assert {*measure.PACKAGES, "cpu", "device", "default_model", "python"} <= found.keys()
+    assert "speed" not in found  # no model was named
+
+    def missing() -> Path:
+        raise ModelNotFound("not installed. Run: pip")
+
+    monkeypatch.setattr(hub, "default_model_file", missing)
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert f"cache_folder   {tmp_path / 'selfspec'}\n" in shown
+    assert "not installed. Run: pip\n" in shown
+
+
+def test_env_says_how_a_model_runs_and_why_and_measures_it(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(speed, "_CPU_BYTES", 4000)
+    found = facts(capsys, "--model", "model", "--dtype", "float64")
+    assert found["model"] == "model"
+    assert found["executor"] == "generic"
+    assert "weights are torch.float64" in found["no_fused_executor"]
+    assert "near ties may fall otherwise" in found["drafts"]
+    assert main(["env", *MODEL]) == 0
+    lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "no draft moves a bit of a logit" in lines["drafts"]
+    assert "ms behind 240 positions; reading 0." in lines["plain step"]
+    assert lines["rows"].endswith(" of a step")
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        found = facts(capsys, "--model", "model", "--executor", "generic", "--dtype", dtype)
+        assert found["executor"] == "generic"
+        made = found["speed"]
+        assert made["context_tokens"] == 240  # of 256, sixteen are left for the rows
+        assert made["step_bytes"] == made["weight_bytes"] + made["kv_bytes"]
+        assert made["kv_bytes"] == size * 2 * 6 * 2 * 8 * 240
+        assert made["limit_s"] == made["step_bytes"] / made["memory_bytes_per_s"]
+        assert made["share_of_limit"] == made["limit_s"] / made["step_s"]
+        assert list(made["rows_s"]) == ["1", "2", "4", "8", "16"]
+        assert list(made["rows_in_steps"]) == ["2", "4", "8", "16"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows_s", "words", "rows"),
+    [
+        (
+            (248_000_000, 11_440_000, 22.04e9),
+            {1: 0.0129, 2: 0.013545, 16: 0.02709},
+            "12.9 ms behind 256 positions; reading 259 MB at 22 GB/s takes 11.8 ms: 91 % of the",
+            "2: 1.05  16: 2.10 of a step",
+        ),
+        (
+            (16_060_000_000, 0, 8e9),
+            {1: 2.5},
+            "2500 ms behind 256 positions; reading 16060 MB at 8 GB",
+            " of a step",
+        ),
+    ],
+)
+def test_lines_say_what_a_step_reads_and_what_rows_cost(
+    sizes: tuple[int, int, float], rows_s: dict[int, float], words: str, rows: str
+) -> None:
+    weight_bytes, kv_bytes, bandwidth = sizes
+    found = measure.speed_lines(
+        StepSpeed(
+            context_tokens=256,
+            weight_bytes=weight_bytes,
+            kv_bytes=kv_bytes,
+            memory_bytes_per_s=bandwidth,
+            rows_s=rows_s,
+        )
+    )
+    assert found["plain step"].startswith(words)
+    assert found["rows"] == rows

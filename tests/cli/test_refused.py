@@ -1,0 +1,465 @@
+"""What a command line can ask for that nothing could do: one line of error and exit code 2.
+
+Nothing is changed then, and wrong words are refused before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from selfspec.cli.main import main
+from selfspec.hub import models as hub
+from selfspec.model.backbone import Backbone
+from tests.bad_input import GENERATE, furnish, refused
+from tests.heads.kinds import make_heads
+from tests.models import make_model
+from tests.talks import make_talks
+from tests.test_untrusted import BOMB
+
+SHORT = {
+    "M": "--model model --dtype float32",
+    "L": "--model model --dtype float32 --heads logit-lens",
+    "H": "--model model --dtype float32 --heads heads",
+    "P": "--suite prompts.jsonl --output new",
+    "D": "--output new.jsonl --max-new-tokens 20",
+    "T": "--data talks.jsonl --output new --batch-tokens 64",
+}
+"""Words of the lines below that stand for several."""
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With conversations, heads, a cache and a record of them, and what looks like these."""
+    folder = tmp_path_factory.mktemp("place")
+    furnish(folder)
+    backbone = Backbone(make_model("llama"))
+    unembedding, base = backbone.unembedding, backbone.fingerprint
+    for name, layers in (("heads", (2, 5)), ("others", (2, 4))):
+        heads = make_heads("translator", unembedding, base_fingerprint=base, exit_layers=layers)
+        heads.save(folder / name)
+    talks = [{"input_ids": list(t.ids), "answer_start": 5} for t in make_talks(backbone.model)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    good = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
+    (folder / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
+    trace = (folder / "trace.jsonl").read_text()
+    (folder / "future.jsonl").write_text(
+        trace.replace('"format_version": 4', '"format_version": 9')
+    )
+    for name, text in (
+        ("wrong.yaml", "token: 3\nepoch: 3\n"),
+        ("list.yaml", "- epochs\n"),
+        ("half/manifest.json", '{"format_version": 3}'),
+        ("schema.json", "7"),
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    for name in ("dir", "empty", "garbage", "zeros", "pipe", "loop"):
+        (folder / f"{name}.jsonl").symlink_to(name)
+    for suffix in (".html", ".png", ".svg", ""):
+        (folder / f"stranger{suffix}").write_text("somebody else's")
+        (folder / f"device{suffix}").symlink_to("/dev/full")
+        if suffix:
+            for name in ("link", "dangling", "pipe"):
+                (folder / f"{name}{suffix}").symlink_to(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for line in (
+            "cache M --data talks.jsonl --output features --batch-tokens 64 --exit-layers 2,4",
+            "trace H --suite prompts.jsonl --record record --max-new-tokens 2",
+        ):
+            assert main(words_of(line)) == 0
+    return folder
+
+
+def words_of(line: str) -> list[str]:
+    return shlex.split(" ".join(SHORT.get(word, word) for word in line.split(" ")))
+
+
+EARLY = """
+generate                                         | the prompt is empty
+generate ''                                      | the prompt is empty
+generate ' '                                     | the prompt is empty
+generate say hi                                  | argument(s) (hi). Put a prompt of several words
+generate a --file text.txt                       | a prompt and --file at once
+generate --file nowhere                          | cannot read the prompt
+generate a --raw --system s                      | --raw and --system at once
+generate a --max-new-tokens                      | requires an argument
+generate a --max-new-tokens 0                    | max_new_tokens is 0, expected at least 1
+generate a --max-new-tokens x                    | Invalid value for '--max-new-tokens'
+generate a --drafter exit:threshold=0.9/x        | exit:threshold is '0.9/x'
+generate a --drafter exit:layers=1.5             | exit:layers is '1.5', expected a
+generate a --exit-threshold 0.9                  | No such option: --exit-threshold
+generate a --hedas x                             | --heads
+generate a --config nowhere                      | cannot take the config: cannot read nowhere
+generate a --dtype float31                       | dtype is 'float31', expected float32, bfloat16
+generate a --executor quick                      | executor is 'quick', expected auto, fused
+generate a --attn-implementation none            | expected sdpa or eager
+generate a --device 0                            | device is '0', expected cpu
+generate a --heads nowhere                       | 'nowhere' is neither a folder nor a known name
+generate a --model nowhere.gguf                  | 'nowhere.gguf' is not there
+generate a --draft-model ./nowhere/              | is not there
+generate a --drafter ngram+draft-model           | needs a second model
+generate a --kv-memory 1GB                       | are for --prompts
+generate a --json-schema bad.jsonl               | is not JSON
+generate a --json-schema schema.json             | is 7
+generte a                                        | Did you mean 'generate'?
+nothing                                          | No such command
+heads nothing                                    | No such command
+heads show                                       | Missing argument 'DIR'
+heads show nowhere                               | 'nowhere' is neither a folder nor a known name
+heads show model                                 |
+heads pull model                                 |
+heads pull ..                                    |
+heads pull .                                     |
+heads pull /                                     |
+heads list -q -v                                 | --quiet and --verbose at once
+chat a                                           | unexpected extra argument
+chat --chat-template none.jinja                  | cannot read none.jinja
+env a                                            | unexpected extra argument
+env --model nowhere                              | nowhere
+env M --executor fast                            | executor is 'fast'
+report                                           | Missing argument
+report --output new                              | Missing argument
+report dir                                       | Missing option '--output'
+report dir --output new                          | holds no finished run
+report dir dir --output new                      | holds no finished run
+trace a --html nowhere/a.html                    | --html nowhere/a.html: there is no folder nowhere
+trace a --html page                              | expected a name that ends in .html
+trace a --card nowhere/a.png                     | --card nowhere/a.png: there is no folder nowhere
+trace a --card card.jpg                          | card.jpg: expected a name that ends in .png
+trace a --output nowhere/t.jsonl                 | there is no folder nowhere. Make it first
+trace a --output model                           | model is a folder. Name a file
+trace a --output new.html --html new.html        | new.html is named for two outputs
+trace ' '                                        | the prompt is empty
+trace a --heads nowhere                          | nowhere
+trace a --limit 1                                | --limit means nothing without --record
+trace a --min-threshold 0.1                      | --min-threshold means nothing without --record
+trace a --record new --html new.html             | --html means nothing with --record
+trace a --record new --drafter exit              | --drafter means nothing with
+trace a --record new --suite prompts.jsonl       | a prompt and --suite at once
+trace a --record new --min-threshold 2           | min_threshold is 2.0
+trace ' ' --record new                           | the prompt is empty
+trace --record new --suite sixtasks              | Did you mean six-tasks?
+trace --record new --suite prompts.jsonl --limit 0 | limit is 0
+trace H --record record                          | record holds record.json already
+trace a --from trace.jsonl                       | a prompt and --from at once
+trace --from trace.jsonl --output new            | --output means nothing with --from
+trace --from trace.jsonl --model model           | --model means nothing with --from
+trace --from trace.jsonl --no-all-layers         | --no-all-layers means nothing with --from
+trace --from trace.jsonl --max-new-tokens 3      | --max-new-tokens means nothing with --from
+trace --from future.jsonl                        | line 1: format version 9, this selfspec reads 4
+trace --from model/config.json                   | line 1 is no line of a trace: it is not JSON
+tune --suite prompts.jsonl --limit 1             | one question cannot be held
+tune --suite nothing                             | unknown suite 'nothing'
+tune --suite spec-bench                          | Give --questions FILE
+tune --record record --objective fast            | objective is 'fast'
+bench                                            | no --output
+bench --suite six --output new                   | unknown suite 'six'
+bench --suite bad.jsonl --output new             | bad.jsonl, line
+bench P --methods ''                             |
+bench P --methods plain,specualtion              | Did you mean speculation?
+bench P --overwrite --resume                     | --overwrite and --resume at once
+bench P --sweep exit.threshold                   | expected
+bench P --sweep exit.threshold=                  | expected
+bench P --sweep exit.threshold=x                 | expected
+bench P --sweep tau=1                            | unknown option to sweep 'tau'
+bench P --sweep exit_threshold=1                 | Did you mean exit.threshold?
+bench P --repeats 0                              | repeats is 0
+bench P --max-new-tokens 0                       | max_new_tokens is 0
+bench P --tune-questions -1                      | tune_questions is -1
+bench P --concurrency 0                          | concurrency holds 0
+verify --limit 0                                 | limit is 0
+verify --max-copy-gb x                           | Invalid value for '--max-copy-gb'
+verify --suite spec-bench                        | Give --questions FILE
+verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
+fit --data talks.jsonl                           | no --output
+fit --output new                                 | no --data
+fit T --preset specbond                          | Did you mean specbound?
+fit T --epochs 0                                 | epochs is 0, expected at least 1
+fit T --exit-layers two                          | exit_layers is 'two'
+fit T --data none.jsonl                          | none.jsonl
+fit T --config wrong.yaml                        | Did you mean
+fit T --config list.yaml                         | expected `option: value` lines
+fit --cache nowhere --output new                 | nowhere is no feature cache
+cache --output new                               | no --data
+calibrate M --heads heads                        | no --data
+calibrate M --data talks.jsonl                   | no --heads
+calibrate H --data none.jsonl                    | none.jsonl
+calibrate H --data talks.jsonl --precision 1.5   | precision is 1.5
+data --tokens 5                                  | no --output
+data --output new.jsonl                          | no --tokens
+data --output new.jsonl --tokens many            | Invalid value for '--tokens'
+data --output new.jsonl --tokens 9 --regenerate  | regenerate without --from
+data --output new.jsonl --tokens 9 --shard 2     | shard is 2, expected I/N
+data --output new.jsonl --tokens 9 --recipe none | cannot read none
+data --output new.jsonl --tokens 9 --passages no | no is no folder
+data --output new.jsonl --tokens 9 --exclude none.jsonl | none.jsonl
+data --output new.jsonl --tokens 9 --config wrong.yaml | Did you mean tokens?
+data --output new.jsonl --recipe a --from talks.jsonl | recipe with --from
+data --output talks.jsonl --tokens 9             | talks.jsonl exists
+"""
+"""Lines, and words of their error; no model is loaded."""
+
+LATE = """
+trace a L --drafter exit:layers=2/9              | exit layer 9 is not among
+trace a H --record new --exit-layers 3           | exit layer 3 is not among
+trace a M --no-all-layers --heads none           | no exit heads to look through
+tune M --record record --heads others            | another set of heads
+bench L P --sweep exit.max_depth=3 --drafter exit:layers=2/4 | exit:max_depth 3 is not among
+bench L P --methods no-depth-bound --drafter exit:layers=1/2/3/4/5,threshold=0.05 | is the same
+env --model model --dtype float64 --executor fused | fused executor
+cache M T --max-size 0.00001                     | more than max_size 1e-05
+cache M T --exit-layers 0,2                      | exit layer 0 is not among
+fit M --cache half --output new                  | half is unfinished
+fit M T --draft-vocab-size 97                    | the model has 96 tokens
+fit M T --batch-tokens 8                         | at most 8 fit into a batch
+fit M T --exit-layers 6                          | exit layer 6
+calibrate H --cache features                     | not [5]
+data M D --tokens 9 --questions none.jsonl       | none.jsonl
+data M D --tokens 9 --max-new-tokens 300         | positions no 32 are left
+data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
+data M D --from bad.jsonl --regenerate           | bad.jsonl, line 2 is not JSON
+"""
+"""What only the model tells."""
+
+
+def cases(lines: str) -> list[tuple[str, str]]:
+    found = [line.rpartition("|") for line in lines.strip().splitlines()]
+    return [(line.rstrip(), words.strip()) for line, _, words in found]
+
+
+@pytest.mark.parametrize(("line", "words"), cases(EARLY))
+def test_a_line_that_cannot_be_meant_is_refused_before_anything_is_loaded(
+    line: str,
+    words: str,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    refused(words_of(line), place, capsys, words)
+
+
+@pytest.mark.parametrize(("line", "words"), cases(LATE))
+def test_a_line_that_suits_no_such_model_is_refused(
+    line: str, words: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(words_of(line), place, capsys, words)
+
+
+def test_a_prompt_is_text_and_is_there(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused(["generate", "\udcff"], place, capsys, "the prompt is not UTF-8")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    refused(["generate"], place, capsys, "byte 0 is wrong")
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    refused(["generate"], place, capsys, "no prompt")
+
+
+NUMBERS = {
+    "--max-new-tokens": ["0", "-1", "x", "1.5", "nan", "1e400", ""],
+    "--min-new-tokens": ["-1", "x", "1e9"],
+    "--temperature": ["-1", "nan", "inf", "hot"],
+    "--top-p": ["-0.5", "1.5", "nan", "x"],
+    "--top-k": ["-1", "x", "1.5"],
+    "--min-p": ["-1", "2", "nan"],
+    "--repetition-penalty": ["0", "-1", "nan", "x"],
+    "--seed": ["x", "1.5", "9" * 40],
+    "--drafter": [
+        *("", "exits", "ngram+", "draft-model", "exit:", "exit:2", "exit:layer=2", "exit+ngram"),
+        *(f"exit:layers={value}" for value in ("0", "9", "2/2", "4/2", "x", "", "2//4", "9" * 40)),
+        *(f"exit:threshold={value}" for value in ("0", "2", "-1", "nan", "x", "0.1/0.2/0.3")),
+        *(f"exit:anneal_strength={value}" for value in ("-1", "nan", "inf", "x")),
+        *(f"exit:max-depth={value}" for value in ("-1", "3", "99", "x")),
+        *(f"exit:max_tokens={value}" for value in ("0", "-1", "x", "1.5", "none")),
+        *(f"ngram:size={value}" for value in ("0", "x")),
+    ],
+    "--controller": [
+        *("", "none", "threshold,fixed", "threshold+fixed", "fixed:longest=2"),
+        *(f"gammatune:rate={value}" for value in ("0", "2", "nan")),
+        *(f"cm-asd:weights={value}" for value in ("1", "1/1/1", "nan/0/1", "x/y/z")),
+    ],
+    "--acceptance": ["", "all", *(f"lenient:lenience={value}" for value in ("0", "1.5", "nan"))],
+    "--prices": [
+        *("", "0.3", "rows=1", "row=-1", "row=2", "row=nan"),
+        *("head=-1", "head=nan", "row=0.1/-1", "block=0"),
+    ],
+    "--pinned-rows": ["0", "-1", "x"],
+    "--dtype": ["", "int8", "load", "__name__"],
+    "--device": ["", "tpu", "cuda:99", "meta"],
+    "--executor": [""],
+    "--attn-implementation": ["", "flash_attention_2"],
+}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [(flag, value) for flag, values in NUMBERS.items() for value in values]
+)
+def test_a_value_out_of_range_is_refused(
+    flag: str, value: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused([*GENERATE, "--heads", "logit-lens", flag, value], place, capsys)
+
+
+YAML = {
+    "nested aliases": BOMB,
+    "a tag": "model: !!python/object/apply:os.system [touch owned]",
+    "a list": "- model\n- heads\n",
+    "the same key": "max_new_tokens: 3\nmax-new-tokens: 4\n",
+    "an unknown key": "max_new_token: 3\n",
+    "a number as key": "1: 2\n",
+    "a list for a number": "max_new_tokens: [3]\n",
+    "a mapping": "max_new_tokens: {a: 3}\n",
+    "text for a number": "max_new_tokens: many\n",
+    "a bool for a number": "max_new_tokens: true\n",
+    "a number for text": "model: 3\n",
+    "a list for text": "model: [model]\n",
+    "null for text": "model: null\n",
+    "bytes": "model: !!binary aGVsbG8=\n",
+    "a set": "drafter: {exit: {layers: !!set {2, 4}}}\n",
+    "not a number": "temperature: .nan\n",
+    "infinity": "temperature: .inf\n",
+    "a huge number": "drafter: {exit: {layers: 1" + "0" * 4000 + "}}\n",
+    "too huge a number": "drafter: {exit: {layers: 1" + "0" * 5000 + "}}\n",
+    "a zero byte": 'model: "a\\0b"\n',
+    "half a character": 'model: "\\ud800"\n',
+    "an escape": 'model: "\\e[2J"\n',
+    "an empty list": "drafter: {exit: {layers: []}}\n",
+    "a tab": "model:\tx\n\theads: y\n",
+}
+
+
+@pytest.mark.parametrize("kind", YAML)
+def test_a_config_that_says_nothing_is_refused(
+    kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(YAML[kind])
+    flags = [] if "model" in YAML[kind] else ["--model", "model", "--dtype", "float32"]
+    config = ["--config", str(tmp_path / "config.yaml")]
+    refused(["generate", "a", "--heads", "logit-lens", *flags, *config], place, capsys)
+
+
+# --- what is named as a file and is none
+
+READERS = """
+generate a M --config @
+generate M --file @
+generate a M --json-schema @
+generate a M --grammar @
+generate a --model @
+generate a M --heads @
+trace --from @
+trace L --record new --suite @.jsonl
+trace L --record new --suite spec-bench --questions @
+tune L --record @
+report @ --output new
+heads pull @
+fit M --output new --data @.jsonl
+fit M --output new --cache @
+data M --output new.jsonl --tokens 9 --recipe @
+"""
+"""A line for each way to read."""
+
+ALSO = """
+generate a M --draft-model @
+chat M --config @
+chat --model @
+trace a L --config @
+tune L --suite spec-bench --questions @
+bench L --output new --suite @.jsonl
+bench L --output new --suite spec-bench --questions @
+bench L P --methods plain,speculation --max-new-tokens 1 --tune-on @.jsonl
+bench P --model @
+verify L --suite @.jsonl
+verify --suite prompts.jsonl --model @
+heads show @
+heads check @ --model model
+fit M --output new --data prompts.jsonl --validation @.jsonl
+cache M --output new --data @.jsonl
+calibrate M --heads logit-lens --data @.jsonl
+calibrate M --data prompts.jsonl --heads @
+data M --output new.jsonl --from @.jsonl
+"""
+"""Lines that read in one of these ways, too."""
+
+NO_FILES = (
+    *("nowhere/at/all", "dir", "garbage", "empty", "zeros", "pipe", "loop", "/dev/zero"),
+    *("text.txt/below", "x" * 300, "~nobody-here/x", ""),
+)
+
+UNREAD = {
+    *(("generate a M --config @", name) for name in ("empty", "pipe", "")),
+    ("generate M --file @", "zeros"),
+    ("heads check @ --model model", "dir"),
+}
+"""An empty config asks for nothing, zero bytes are text, and a check that fails has code 1."""
+
+
+@pytest.mark.parametrize(
+    ("reader", "name"),
+    [
+        *((reader, name) for reader in READERS.strip().splitlines() for name in NO_FILES),
+        *((reader, name) for reader in ALSO.strip().splitlines() for name in NO_FILES[:3]),
+    ],
+    ids=lambda word: word[:60] or "nameless",
+)
+def test_what_is_no_such_file_is_refused(
+    reader: str, name: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (reader, name) not in UNREAD:
+        refused([word.replace("@", name) for word in words_of(reader)], place, capsys)
+
+
+WRITERS = """
+trace --model missing a --output @
+trace --model missing a --html @.html
+trace --model missing a --card @.png
+trace --from trace.jsonl --html @.html
+trace --model missing a --record @
+bench --model missing --suite prompts.jsonl --output @
+report missing --output @
+"""
+
+IN_THE_WAY = {
+    "stranger": "was not written by selfspec",
+    "link": "is a link",
+    "dangling": "is a link",
+    "pipe": "is a pipe",
+    "device": "is a link",
+    "text.txt/below": "",
+    "hidden/nowhere\0": "zero byte",
+}
+
+
+@pytest.mark.parametrize("way", IN_THE_WAY)
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["", "overwrite"])
+@pytest.mark.parametrize("writer", WRITERS.strip().splitlines())
+def test_what_is_in_the_way_of_an_output_stays(
+    writer: str, way: str, overwrite: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.replace("@", way) for word in words_of(writer)]
+    line = refused([*words, *overwrite], place, capsys)
+    assert "missing" not in line  # refused before a model or a run is looked for
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "/dev/full", "", " ", ".", "dir", "model"])
+@pytest.mark.parametrize(
+    "writer",
+    [
+        "trace --model missing a --output @",
+        "trace --model missing a --record @",
+        "bench --model missing --suite prompts.jsonl --output @",
+        "fit --model missing --data prompts.jsonl --output @",
+    ],
+)
+def test_no_output_takes_the_place_of_a_device_a_model_or_nothing(
+    writer: str, name: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused([word.replace("@", name) for word in words_of(writer)], place, capsys)

@@ -1,0 +1,403 @@
+"""`selfspec data`, `cache`, `fit` and `calibrate`: recipes, flags, kills, two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.progress import Progress
+
+from selfspec.cli import train
+from selfspec.cli.base import bar
+from selfspec.cli.main import main
+from selfspec.config import SpeculationOptions
+from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.training import features as store
+from selfspec.training import selfgen
+from selfspec.training.selfgen import Counts
+from tests.authors import RECIPE as PROMPTS
+from tests.authors import counted, read
+from tests.training.test_calibrate import FLAT
+
+ROOT = Path(__file__).parents[2]
+MODEL = ["--model", "model", "--dtype", "float32"]
+Capture = pytest.CaptureFixture[str]
+
+
+def nexts(capsys: Capture) -> list[str]:
+    """The commands to go on with that a step said at its end; all their flags are understood."""
+    said = capsys.readouterr().err.splitlines()
+    found = [line.removeprefix("next: ") for line in said if line.startswith("next: ")]
+    for command in found:
+        assert main([*shlex.split(command)[1:], "--config", "nowhere.yaml"]) == 2
+        assert "nowhere.yaml" in capsys.readouterr().err
+    return found
+
+
+def forked(command: list[str], prepare: Callable[[], object] = lambda: None) -> int:
+    """Run it in a process of its own; returns the process."""
+    child = os.fork()
+    if child == 0:
+        try:
+            prepare()
+            main(command)
+        finally:
+            os._exit(0)
+    return child
+
+
+# --- data
+
+SETTINGS = """\
+model: words
+dtype: float32
+batch-size: 6
+question-temperature: [4.0, 6.0]
+max-question-tokens: 12
+max-new-tokens: 20
+recipe: prompts.yaml
+"""
+COMMAND = ["data", "--config", "recipe.yaml", "--output", "out.jsonl"]
+INVENT = [*COMMAND, "--tokens", "200"]
+GIVEN = ["data", "--config", "given.yaml", "--output", "out.jsonl"]
+
+
+@pytest.fixture
+def recipes(workplace: Path) -> Path:
+    """The current folder, with a recipe, prompts and conversations of others."""
+    (workplace / "recipe.yaml").write_text(SETTINGS)
+    (workplace / "given.yaml").write_text(SETTINGS.replace("recipe: prompts.yaml\n", ""))
+    (workplace / "prompts.yaml").write_text(PROMPTS)
+    talks = [
+        {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "b"}]}
+        for text in ("a", "b", "c c")
+    ]
+    (workplace / "talks.json").write_text(json.dumps(talks))
+    return workplace
+
+
+def run_record(output: str = "out.jsonl") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(output + ".run.json").read_text())
+    return found
+
+
+def test_the_model_writes_conversations_and_the_last_line_counts_them(
+    recipes: Path, capsys: Capture
+) -> None:
+    assert main(INVENT) == 0
+    output = capsys.readouterr()
+    lines = read(recipes / "out.jsonl")
+    counts = Counts(run_record()["counts"]["families"])
+    assert output.out.splitlines()[-1] == f"out.jsonl: {train.described(counts)}"
+    assert counts.total("rows") == len(lines)
+    assert counts.answer_tokens >= 200
+    assert "tokens/s" in output.err
+    assert output.err.splitlines()[-1] == (
+        "next: selfspec fit --data out.jsonl --output heads --model words --dtype float32"
+    )
+    recorded = run_record()
+    assert recorded["options"]["max_new_tokens"] == 20
+    assert recorded["options"]["model"] == "words"
+    assert recorded["versions"].keys() >= {"torch", "transformers", "threads"}
+    assert {line["seed"] for line in lines} <= set(recorded["seeds"])
+    # a line beside the file says how far it is
+    (line,) = (recipes / "out.jsonl.status").read_text().splitlines()
+    assert line.startswith(f"{counts.answer_tokens:,} answer tokens, ")
+    assert "left to 200" in line
+    # and other options for the same file are refused by name
+    before = (recipes / "out.jsonl").read_bytes()
+    for flag, value, reason in (
+        ("--seed", "1", "begun with seed 0, not 1"),
+        ("--system", "c", "begun with system None, not c"),
+        ("--dtype", "float64", "begun with dtype float32, not float64"),
+    ):
+        assert main([*INVENT, flag, value]) == 2
+        assert reason in capsys.readouterr().err
+    (recipes / "prompts.yaml").write_text(PROMPTS + "# more\nwritten-share: 0.1\n")
+    assert main(INVENT) == 2
+    assert "begun with recipe" in capsys.readouterr().err
+    assert (recipes / "out.jsonl").read_bytes() == before
+
+
+def test_own_prompts_passages_and_excluded_texts_are_taken(recipes: Path, capsys: Capture) -> None:
+    (recipes / "docs").mkdir()
+    (recipes / "docs" / "a.txt").write_text("c c c a b\n\nb b a")
+    (recipes / "own.jsonl").write_text('{"turns": ["a a a c"]}\n{"text": "b b b c"}\n')
+    (recipes / "bench.jsonl").write_text('{"id": 3, "turns": ["b b b b b b b b"]}\n')
+    given = ["--passages", "docs", "--questions", "own.jsonl", "--exclude", "bench.jsonl"]
+    given += ["--config", "given.yaml"]  # with the recipe that is built in
+    assert main([*INVENT, *given]) == 0
+    lines = read(recipes / "out.jsonl")
+    assert {"a a a c", "b b b c"} & {line["messages"][0]["content"] for line in lines}
+    recorded = run_record()["options"]
+    assert recorded["passages"]
+    assert recorded["recipe"]
+    assert recorded["questions"].startswith("own.jsonl, ")
+    (recipes / "bench.jsonl").write_text('{"turns": ["c c c c c c c c"]}\n')
+    assert main([*INVENT, *given]) == 2
+    assert "begun with excluded" in capsys.readouterr().err
+
+
+def test_conversations_of_a_file_are_taken_over_or_answered_anew(
+    recipes: Path, capsys: Capture
+) -> None:
+    assert main([*GIVEN, "--from", "talks.json"]) == 0
+    assert [line["messages"][1]["content"] for line in read(recipes / "out.jsonl")] == ["b"] * 3
+    assert capsys.readouterr().out == (
+        "out.jsonl: 3 conversations, 6 answer tokens, 0 of 3 answers cut where they loop (0%)\n"
+    )
+    anew = [*GIVEN[:-1], "anew.jsonl", "--from", "talks.json", "--regenerate"]
+    assert main(anew) == 0
+    lines = read(recipes / "anew.jsonl")
+    assert {line["messages"][0]["content"] for line in lines} <= {"a", "b", "c c"}
+    assert [line["messages"][1]["content"] for line in lines] != ["b"] * len(lines)
+    assert run_record("anew.jsonl")["options"]["source"].startswith("talks.json, ")
+    (recipes / "bad.json").write_text('[5, {"messages": []}, {"text": "a b"}]')
+    assert main([*GIVEN[:-1], "few.jsonl", "--from", "bad.json", "--skip-bad-rows"]) == 0
+    output = capsys.readouterr()
+    assert output.out.endswith("; dropped: 2 bad rows\n")
+    assert "bad.json: skipped 2 bad rows, the first: item 1 holds a int" in output.err
+
+
+def test_an_interrupted_or_killed_run_is_continued(
+    recipes: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seeds() -> list[int]:
+        """Of the batches that are written so far."""
+        return run_record()["seeds"] if Path("out.jsonl.run.json").exists() else []
+
+    child = forked([*COMMAND, "--tokens", "1000000"])
+    while len(seeds()) < 2:
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    written = Counts(run_record()["counts"]["families"]).answer_tokens
+    batch, begun = selfgen.Written.batch, len(seeds())
+
+    def once(*arguments: Any) -> Any:
+        if len(seeds()) > begun:
+            raise KeyboardInterrupt
+        return batch(*arguments)
+
+    more = [*COMMAND, "--tokens", str(written + 200)]
+    with monkeypatch.context() as patch:
+        patch.setattr(selfgen.Written, "batch", once)
+        assert main(more) == 130
+    assert "out.jsonl: the same command continues it" in capsys.readouterr().err
+    assert main(more) == 0
+    assert main([*more, "--output", "whole.jsonl"]) == 0
+    assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
+
+
+def test_counts_in_words_name_what_was_dropped() -> None:
+    counts = counted(
+        rows=3, duplicates=1, unfinished=2, too_long=5, answers=4, answer_tokens=1234, loops_cut=1
+    )
+    assert train.described(counts) == (
+        "3 conversations, 1,234 answer tokens, 1 of 4 answers cut where they loop (25%); dropped: "
+        "1 duplicates, 2 user turns without an end, 5 too long for the model"
+    )
+
+
+def test_rates_count_what_this_run_wrote_and_a_pause_counts_for_little() -> None:
+    seconds = iter([0.0, 10.0, 20.0, 5000.0, 5010.0, 5020.0])
+    rates = train.Rates(100, now=lambda: next(seconds))
+    for written in (1100, 2100, 3100, 4100):
+        rates.generated += 2000
+        rates.add(written)
+    assert rates.line() == "2 tokens/s, 1 answer tokens/s in the file"
+    assert rates.status(14_100).startswith(
+        "4,100 answer tokens, 100 a second, 0:01:40 left to 14,1"
+    )
+
+
+# --- cache and fit
+
+CACHE = ["cache", *MODEL, "--batch-tokens", "64", "--data", "talks.jsonl", "--output", "features"]
+FIT = ["fit", *MODEL, "--batch-tokens", "64", "--data", "talks.jsonl", "--output", "out"]
+
+
+def test_the_command_fits_as_presets_recipes_and_flags_say(
+    workplace: Path, capsys: Capture
+) -> None:
+    (workplace / "recipe.yaml").write_text("epochs: 3\nvalidation: talks.jsonl\n")
+    given = ["--config", "recipe.yaml", "--exit-layers", "2,3", "--preset", "specbound"]
+    assert main([*FIT, *given, "--max-tokens", "60", "--epochs", "1"]) == 0
+    config = HeadsConfig.read(workplace / "out")
+    assert (config.base_model, config.exit_layers) == ("model", (2, 3))
+    assert config.draft_vocab_size is None
+    assert 60 <= config.training["answer_tokens"] < 80
+    output = capsys.readouterr()
+    assert output.out.count("agreement") == 2
+    assert output.out.endswith("\nout: exit heads at 2 layers\n")
+    assert "calibrate --heads out --data talks.jsonl --model model" in output.err
+    run = yaml.safe_load((workplace / "out" / "run.yaml").read_text())["run"]
+    assert (run["exit_layers"], run["batch_tokens"], run["epochs"]) == ([2, 3], 64, 1)
+    assert (run["data"], run["dtype"]) == ("talks.jsonl", "float32")
+    assert (run["head_type"], run["learning_rate"]) == ("linear", 3e-5)
+
+
+@pytest.fixture(scope="module")
+def fitted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a cache, and heads that were fitted to it."""
+    folder = tmp_path_factory.mktemp("fitted")
+    for path in made.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "heads").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main([*CACHE, "--exit-layers", "0,2,4", "--deep"]) == 0
+        fit = ["fit", *MODEL, "--cache", "features", "--head-type", "deep-fused"]
+        fit += ["--draft-vocab-size", "90", "--epochs", "6"]
+        assert main([*fit, "--output", "heads"]) == 0
+    return folder
+
+
+@pytest.fixture
+def heads(fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of these heads, in a current folder that has the other files too."""
+    for path in fitted.iterdir():
+        if path.name != "heads":
+            (tmp_path / path.name).symlink_to(path)
+    shutil.copytree(fitted / "heads", tmp_path / "heads")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: FLAT)
+    return tmp_path / "heads"
+
+
+def test_features_are_cached_and_fitted_to(workplace: Path, capsys: Capture) -> None:
+    assert main([*CACHE, "--exit-layers", "0,2,3", "--deep"]) == 0
+    output = capsys.readouterr()
+    assert "258 positions at" in output.err
+    assert "features: 258 positions, 210 of them answers" in output.out
+    assert output.err.splitlines()[-1] == (
+        "next: selfspec fit --cache features --output heads --model model --dtype float32"
+    )
+    shared = ["fit", *MODEL, "--draft-vocab-size", "90", "--exit-layers", "0,3", "--epochs", "1"]
+    shared += ["--head-type", "deep-fused"]
+    assert main([*shared, "--cache", "features", "--output", "cached"]) == 0
+    make, calibrate = nexts(capsys)
+    assert make.startswith("selfspec data --output held-out.jsonl --tokens ")
+    assert "calibrate --heads cached --data held-out.jsonl" in calibrate
+    more = ["--validation", "talks.jsonl", "--batch-tokens", "64"]
+    for folder, text in (("a", ["--cache", "features"]), ("b", ["--data", "talks.jsonl"])):
+        assert main([*shared, *text, *more, "--output", folder]) == 0
+    assert capsys.readouterr().out.count("second draft") == 4
+    one, other = (workplace / name / "model.safetensors" for name in ("a", "b"))
+    assert one.read_bytes() == other.read_bytes()
+    assert not (workplace / "a" / train.UNFINISHED).exists()
+    assert HeadsConfig.read(workplace / "a").exit_layers == (0, 3)
+
+
+def test_what_was_found_says_nothing_about_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks: list[Any] = []
+    stop = Progress.stop
+
+    def watched(self: Progress) -> None:
+        tasks.extend(self.tasks)
+        stop(self)
+
+    monkeypatch.setattr(Progress, "stop", watched)
+    for found in (True, False):
+        with bar("cache", "tokens", rate=True) as show:
+            for done in (0, 400, 800):
+                show(done, 1000, found=found)
+    assert (tasks[0].completed, tasks[0].total, tasks[0].speed) == (800, 1000, None)
+    assert (tasks[0].fields["words"], tasks[1].fields["words"][-9:]) == ("", " tokens/s")
+
+
+def test_a_killed_cache_ends_as_if_never_killed(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fit that is killed is in tests/training/test_killed_fit.py."""
+    monkeypatch.setattr(store, "_SHARD_BYTES", 20_000)
+    expected, found = workplace / "expected", workplace / "features"
+    assert main([*CACHE[:-1], "expected"]) == 0
+    write = store._write_shard
+
+    def dying() -> None:
+        def once(*arguments: Any) -> None:
+            write(*arguments)
+            os._exit(9)
+
+        monkeypatch.setattr(store, "_write_shard", once)
+
+    for kills in (1, 2):
+        os.waitpid(forked(CACHE, dying), 0)
+        assert len(list(found.glob("*.safetensors"))) == kills
+    assert main(CACHE) == 0
+    assert {file.name for file in found.iterdir()} == {file.name for file in expected.iterdir()}
+    for file in found.glob("*.safetensors"):
+        assert file.read_bytes() == (expected / file.name).read_bytes()
+
+
+def test_two_processes_take_the_steps_of_one(workplace: Path) -> None:
+    """The same batches per step, shared by two: the same losses and, up to rounding, heads."""
+    shared = [*FIT, "--accumulate", "2", "--exit-layers", "2", "--draft-vocab-size", "90"]
+    shared += ["--epochs", "2", "--output"]
+    assert main([*shared, "alone"]) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, "-m", "selfspec", *shared, "together"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    metrics = json.loads((workplace / "together" / "metrics.json").read_text())
+    assert metrics["processes"] == 2
+    one, two = (
+        [json.loads(line) for line in (workplace / folder / "metrics.jsonl").open()]
+        for folder in ("alone", "together")
+    )
+    for ours, theirs in zip(one, two, strict=True):
+        # float32 sums in another order; largest relative difference measured: 4e-7
+        assert theirs["train_loss"] == pytest.approx(ours["train_loss"], rel=1e-5)
+
+
+# --- calibrate
+
+
+def test_a_dry_run_only_reports_and_then_defaults_are_written_into_the_heads(
+    heads: Path, capsys: Capture
+) -> None:
+    command = ["calibrate", *MODEL, "--heads", "heads"]
+    kept = (heads / "config.json").read_bytes()
+    reports = []
+    for text in (["--data", "talks.jsonl"], ["--cache", "features"]):
+        capsys.readouterr()
+        assert main([*command, "--dry-run", "--json", *text]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    for layer in ("0", "2", "4"):
+        one, other = (report["layers"][layer]["agreement"] for report in reports)
+        assert one == pytest.approx(other, abs=1 / 210)  # batched otherwise: a tie may fall
+    assert (heads / "config.json").read_bytes() == kept
+    assert not (heads / "calibration.json").exists()
+    before = HeadsConfig.read(heads)
+    assert main([*command, "--data", "talks.jsonl"]) == 0
+    after = HeadsConfig.read(heads)
+    assert (before.defaults, before.temperatures) == ({"drafter": "ngram+exit"}, {})
+    assert after.temperatures.keys() == {"0", "2", "4"}
+    layers = SpeculationOptions().updated(after.defaults).exit.layers
+    assert layers is not None
+    assert set(layers) <= {0, 2, 4}
+    said = capsys.readouterr()
+    assert f"exit layers {list(layers)}" in said.out
+    assert "210 held-out positions" in said.out
+    assert "wrote heads/config.json" in said.err
+    assert said.err.splitlines()[-1] == (
+        "next: selfspec tune --heads heads --model model --dtype float32"
+    )
