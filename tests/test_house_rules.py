@@ -46,7 +46,7 @@ MOST_LINES = {
     "training": 4699,
     "serve": 3631,
     "visualise": 2930,
-    "api": 2710,
+    "api": 2444,
     "hub": 1677,
     "heads": 1699,
     "options": 860,
