@@ -45,7 +45,7 @@ MOST_LINES = {
     "cli": 4822,
     "training": 4699,
     "serve": 3631,
-    "visualise": 2930,
+    "visualise": 2816,
     "api": 2444,
     "hub": 1677,
     "heads": 1699,

@@ -160,7 +160,7 @@ def looked(prompt: str | None, asked: dict[str, Any]) -> Seen:
     chosen = sorted_settings(asked)
     text = common.read_prompt(prompt, None, raw=False)
     speculator = common.load(chosen)
-    from selfspec.visualise.inspect import inspect
+    from selfspec.visualise.look import inspect
 
     found = inspect(speculator, text, all_layers=asked.get("all_layers", True), **chosen.generation)
     if "html" not in asked:
@@ -175,9 +175,8 @@ def replayable(speculator: Speculator, prompt: Prompt, found: LayerTrace, most: 
     answer: then nothing can be replayed.
     """
     from selfspec.decoding.measure import measure
-    from selfspec.visualise.inspect import branches
+    from selfspec.visualise.look import TokenTexts, branches
     from selfspec.visualise.page import most_rows
-    from selfspec.visualise.texts import TokenTexts
 
     why = ""
     try:

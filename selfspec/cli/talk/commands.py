@@ -178,10 +178,10 @@ def _trace(talk: Conversation, writer: Writer, name: str) -> None:
             raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
         files.check_file(path, overwrite=True)
     from selfspec.cli.trace import replayable
-    from selfspec.visualise import inspect, page, terminal
+    from selfspec.visualise import look, page, terminal
 
     options = talk.options | {"max_new_tokens": len(talk.last.token_ids)}
-    found = inspect.inspect(talk.speculator, talk.messages[:-1], **options)
+    found = look.inspect(talk.speculator, talk.messages[:-1], **options)
     if [place.token for place in found.places] != talk.last.token_ids:
         common.note("selfspec: drawn anew, the answer is another one: this is its trace")
     if path is None:
