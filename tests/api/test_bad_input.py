@@ -381,8 +381,8 @@ MANY: list[dict[str, Any]] = [
 
 
 def generate(speculator: Speculator, values: dict[str, Any]) -> None:
-    length = {} if "max_length" in values else {"max_new_tokens": 4}
-    speculator.generate(torch.tensor([IDS]), **length | values)
+    given: dict[str, Any] = ({} if "max_length" in values else {"max_new_tokens": 4}) | values
+    speculator.generate(torch.tensor([IDS]), **given)
 
 
 def with_config(speculator: Speculator, values: dict[str, Any]) -> None:
@@ -398,7 +398,8 @@ def wrap_again(speculator: Speculator, values: dict[str, Any]) -> None:
 
 def many(speculator: Speculator, values: dict[str, Any]) -> None:
     """Before the first is answered."""
-    speculator.generate_each(**{"prompts": [IDS], "max_new_tokens": 2} | values)
+    given: dict[str, Any] = {"prompts": [IDS], "max_new_tokens": 2} | values
+    speculator.generate_each(**given)
 
 
 REFUSED = {
