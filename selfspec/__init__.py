@@ -12,8 +12,7 @@ from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.errors import SelfspecError
 
 if TYPE_CHECKING:
-    from selfspec.api.session import Session
-    from selfspec.api.speculator import Speculator, load, wrap
+    from selfspec.api.speculator import Session, Speculator, load, wrap
     from selfspec.api.stream import Generation, Stream
     from selfspec.decoding.stats import GenerationStats
 
@@ -33,7 +32,7 @@ __all__ = [
 _HOMES = {
     "Generation": "api.stream",
     "GenerationStats": "decoding.stats",
-    "Session": "api.session",
+    "Session": "api.speculator",
     "Speculator": "api.speculator",
     "Stream": "api.stream",
     "load": "api.speculator",

@@ -1,23 +1,31 @@
-"""Chat templates for models that bring none: by name, from a file, or as text.
+"""Chat templates: programs from outside, run with bounds; some of ours for models that bring none.
 
-Comes in: what `--chat-template` says. Goes out: the text of a template that was tried, a tokenizer
-of our own that has it, and how its turns end. Called by the facade and the commands of training.
+Comes in: what `--chat-template` says, or a tokenizer and messages. Goes out: a template that was
+tried and how its turns end, or the text that it makes of messages. Templates run in a process of
+their own (`rendering`), which starts in a tenth of a second and is kept: later texts take less than
+a millisecond more than in this process.
 """
 
 from __future__ import annotations
 
+import atexit
 import copy
+import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec import files
-from selfspec.api.template import CannotRender, render, templated
+from selfspec.api import rendering
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import MOST_TEMPLATE_CHARACTERS
@@ -158,8 +166,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 
 
 def _built_in(name: str) -> str:
-    folder = resources.files(__package__).joinpath("templates")
-    return folder.joinpath(f"{name}.jinja").read_text(encoding="utf-8")
+    file = resources.files(__package__) / "templates" / f"{name}.jinja"
+    return file.read_text(encoding="utf-8")
 
 
 def _tried(template: str, where: str) -> str:
@@ -172,7 +180,7 @@ def _tried(template: str, where: str) -> str:
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     asked = {"messages": [_said("user", _ASKED)], "tools": None, "documents": None}
     try:
-        text = render(template, {**asked, "add_generation_prompt": True, **tokens})
+        text = _rendered(template, json.dumps({**asked, "add_generation_prompt": True, **tokens}))
     except CannotRender as error:
         place = where if error.line is None else f"{where}, line {error.line}"
         reason = str(error).rstrip(".")
@@ -184,3 +192,136 @@ def _tried(template: str, where: str) -> str:
 
 def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+# --- running a template ---------------------------------------------------------------------------
+
+_MOST_CHARACTERS = 1 << 20
+"""Of a text, and eight for each that comes in."""
+
+_KEPT = 2
+"""Processes that wait for work, of 25 MB each; while more threads ask there are more."""
+
+
+class CannotRender(Exception):
+    """Why a template gives no text, in one line."""
+
+    line: int | None = None
+    """Of the template, where that is known."""
+
+
+def templated(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Any,
+    *,
+    tools: list[Any] | None = None,
+    add_generation_prompt: bool = False,
+) -> str:
+    """The text that `apply_chat_template` gives.
+
+    Raises InvalidPrompt for messages that the template does not take, for its own mistakes, and for
+    one that runs without end or fills the memory.
+    """
+    try:
+        template = tokenizer.get_chat_template(tools=tools)
+        tokens = [name for name in tokenizer.special_tokens_map if name.isidentifier()]
+        names = ("messages", "tools", "documents", "add_generation_prompt", *tokens)
+        # a template of ours makes transformers hand out what it prepared for the other
+        shown = ", ".join(f"'{name}': {name}" for name in names)
+        variables = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=f"{{{{ {{{shown}}} | tojson }}}}",
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+        return _rendered(template, str(variables))
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise InvalidPrompt(
+            f"the chat template does not take these messages: {reason or type(error).__name__}. "
+            "Give other messages, or a raw prompt"
+        ) from error
+
+
+def _rendered(template: str, variables: str) -> str:
+    """What a template makes of `variables`, which are JSON. Raises CannotRender."""
+    most = _MOST_CHARACTERS + 8 * len(variables)
+    child = _taken()
+    question, answer = cast(IO[str], child.stdin), cast(IO[str], child.stdout)
+    try:
+        with suppress(BrokenPipeError):
+            question.write(json.dumps([template, variables, most]) + "\n")
+            question.flush()
+        said = answer.readline()  # empty where the process ended
+    except BaseException:  # in the middle of an answer it is of no more use
+        _end(child, kill=True)
+        raise
+    if not said:
+        _end(child)
+        late = f"it ran for more than {rendering.SECONDS} s"
+        reasons = {rendering.LATE: late, rendering.FULL: "it fills the memory"}
+        status = child.returncode
+        raise CannotRender(reasons.get(status, f"it ended its process with status {status}"))
+    if len(_idle) < _KEPT:
+        _idle.append(child)
+    else:
+        _end(child)
+    text, reason, number = json.loads(said)
+    if text is None:
+        error = CannotRender(reason)
+        error.line = number
+        raise error
+    return str(text)
+
+
+_idle: list[subprocess.Popen[str]] = []
+
+
+def start_renderer() -> None:
+    """Have a process at hand: it starts while the caller does something else."""
+    if not _idle:
+        with suppress(CannotRender):
+            _idle.append(_new())
+
+
+def _taken() -> subprocess.Popen[str]:
+    """A process that waits for work, or a new one. Raises CannotRender."""
+    with suppress(IndexError):
+        while (child := _idle.pop()).poll() is not None:
+            _end(child)
+        return child
+    return _new()
+
+
+def _new() -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(
+            [sys.executable, rendering.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+        )
+    except OSError as error:
+        raise CannotRender(f"no process can be started for it: {error.strerror}") from error
+
+
+def _end(child: subprocess.Popen[str], *, kill: bool = False) -> None:
+    if kill:
+        child.kill()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+    child.wait()
+
+
+@atexit.register
+def _end_all() -> None:
+    while _idle:
+        _end(_idle.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # they belong to the process that forked

@@ -1,15 +1,17 @@
 """What a caller of `generate` wants, as Hugging Face prepares it.
 
 `model.generate` itself checks inputs, merges configs and builds processors and criteria; a callable
-in place of its loop hands all that back. So keywords mean here what they mean there.
+in place of its loop hands all that back. So keywords mean here what they mean there, and what
+cannot be honoured is refused by name. Keywords of ours become processors beside theirs.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,23 +21,30 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     StoppingCriteriaList,
 )
 from transformers.generation.stopping_criteria import (
     ConfidenceCriteria,
     EosTokenCriteria,
     MaxLengthCriteria,
+    StopStringCriteria,
 )
 
-from selfspec.api.keywords import refuse_model_keywords, refuse_other_decoding, stop_strings
+from selfspec.api.structure import Grammar, check, matcher_class
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS, OPTION_NAMES, GenerateOptions
 from selfspec.decoding.decode import StopRule, remind
+from selfspec.decoding.grammar import GrammarMask
 from selfspec.decoding.one_row import called, criterion_for
+from selfspec.decoding.penalties import OccurrencePenalty
 from selfspec.decoding.runtime import Asked
 from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.model.backbone import Backbone
 from selfspec.typed import annotations_of, check_keys, check_types, shown
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 _LENGTHS = ("max_new_tokens", "max_length", "generation_config")
 """Keywords that say how long an answer may get."""
@@ -62,6 +71,81 @@ _TOKENS = (
 
 _REFUSALS = (AttributeError, LookupError, ArithmeticError, RuntimeError, TypeError, ValueError)
 """What transformers raises for keywords that it cannot make sense of."""
+
+_KEPT = 32
+"""Grammars that were read, and are kept for the next answers."""
+
+_DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})
+"""Keywords that mean nothing to greedy decoding."""
+
+HONOURED = frozenset(
+    {
+        # transformers turns them into processors, criteria and rows of input_ids
+        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time"),
+        *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
+        *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+        *("renormalize_logits", "forced_bos_token_id", "forced_eos_token_id"),
+        *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
+        *("begin_suppress_tokens", "sequence_bias", "guidance_scale", "watermarking_config"),
+        *("num_return_sequences", "eos_token_id", "stop_strings"),
+        # read here
+        *("do_sample", "pad_token_id", "return_dict_in_generate"),
+    }
+)
+"""Fields of GenerationConfig that have their effect."""
+
+NEUTRAL = frozenset(
+    {
+        # of beam search, which is refused by num_beams
+        *("early_stopping", "length_penalty", "diversity_penalty"),
+        # of an assistant, which a decoding loop is never told of
+        *("num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("assistant_confidence_threshold", "max_matching_ngram_size"),
+        *("assistant_lookbehind", "target_lookbehind"),
+        # how the model is run, not what it computes
+        *("cache_config", "max_cache_len", "compile_config", "disable_compile"),
+        *("continuous_batching_config", "low_memory", "prefill_chunk_size"),
+        # of encoders, and of prompts without ids
+        *("decoder_start_token_id", "bos_token_id"),
+        # where the config comes from
+        *("_from_model_config", "_commit_hash", "transformers_version"),
+    }
+)
+"""Fields that change no token of plain decoding."""
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "use_cache": (None, True),
+    "cache_implementation": (None, "dynamic"),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "assistant_ensemble_weight": (None,),
+    "speculation_type": (None,),
+    "use_mtp": (None, False),
+    "is_assistant": (None, False),
+    "token_healing": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+"""Fields that mean another way of decoding or another result, and the values that do not."""
+
+_MODEL_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_cache": (None, True),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_router_logits": (None, False),
+    "is_causal": (None, True),
+}
+"""Keywords of a model's forward, and the values that change nothing. `logits_to_keep` may be
+anything: of the logits only the last are used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,26 +192,20 @@ class Request:
 
         Raises InvalidOption if a processor or a criterion needs all rows.
         """
-        return Asked(
-            ids=self.input_ids[row : row + 1],
-            pad=self.pads[row],
-            sampler=self.sampler.for_row(row, len(self.pads), self.pads[row]),
-            stop=self._stop(row),
-            logprobs=self.logprobs,
-        )
-
-    def _stop(self, row: int) -> StopRule:
         rows, pad = len(self.pads), self.pads[row]
         own = [criterion_for(entry, row, rows, self.max_time) for entry in self.criteria]
         longest = self.max_length
         if self.position_limit is not None:  # the newest token itself takes no position
             longest = min(longest, self.position_limit + 1 + pad)
-        return StopRule(
+        stop = StopRule(
             max_length=longest,
             end_tokens=self.end_tokens,
-            criteria=_asking(own) if own else None,
+            criteria=partial(_ended, own) if own else None,
             made_for=self.made_for + pad,
         )
+        sampler = self.sampler.for_row(row, rows, pad)
+        ids = self.input_ids[row : row + 1]
+        return Asked(ids=ids, pad=pad, sampler=sampler, stop=stop, logprobs=self.logprobs)
 
 
 def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
@@ -144,19 +222,54 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     config = given.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise InvalidOption(f"generation_config is {shown(config)}, expected a GenerationConfig")
-    _check_streamer(given.get("streamer"))
+    streamer = given.get("streamer")
+    parts = [getattr(streamer, name, None) for name in ("put", "end")]
+    if streamer is not None and not all(map(callable, parts)):
+        expected = "expected a TextStreamer or the like. Leave it out, or use stream"
+        raise InvalidOption(f"streamer is {shown(streamer)}, {expected}")
     for name in ("logits_processor", "stopping_criteria"):
         for entry in given.get(name, ()):
             _check_function(name, entry)
     _check_tokens(given, vocab_size)
 
 
-def _check_streamer(streamer: object) -> None:
-    """Raise InvalidOption for what is no streamer, and not None."""
-    parts = [getattr(streamer, name, None) for name in ("put", "end")]
-    if streamer is not None and not all(map(callable, parts)):
-        expected = "expected a TextStreamer or the like. Leave it out, or use stream"
-        raise InvalidOption(f"streamer is {shown(streamer)}, {expected}")
+def _check_ranges(given: Mapping[str, Any]) -> None:
+    for name, least in _LEAST.items():
+        if name in given and given[name] < least:
+            raise InvalidOption(f"{name} is {shown(given[name])}, expected at least {least}")
+    for name, most in _MOST.items():
+        if name in given and given[name] > most:
+            raise InvalidOption(f"{name} is {shown(given[name])}, expected at most {most}")
+
+
+def _check_tokens(given: Mapping[str, Any], vocab_size: int) -> None:
+    for name in _TOKENS:
+        for token in _flat(given.get(name, ())):
+            # -1 is how some say that there is no end token
+            if not (-1 if name == "eos_token_id" else 0) <= token < vocab_size:
+                raise InvalidOption(
+                    f"{name} holds {shown(token)}, expected ids in 0..{vocab_size - 1}"
+                )
+
+
+def _check_function(option: str, entry: Any) -> None:
+    """Raise InvalidOption unless `entry` can be called with ids and scores."""
+    if not callable(entry) or isinstance(entry, type):
+        raise InvalidOption(f"{option} holds {shown(entry)}, expected functions of ids and scores")
+    try:
+        inspect.signature(entry).bind("ids", "scores")
+    except TypeError as error:
+        raise InvalidOption(
+            f"{option}: {called(entry)} is called with ids and scores. Give a function of two"
+        ) from error
+    except ValueError:  # built in, without a signature
+        return
+
+
+def _flat(values: Any) -> list[int]:
+    if not isinstance(values, list | tuple):
+        return [values]
+    return [token for entry in values for token in _flat(entry)]
 
 
 def prepare(
@@ -230,6 +343,7 @@ def from_prepared(
     ends = (entry for entry in criteria if type(entry) is EosTokenCriteria)
     kinds = (MaxLengthCriteria, EosTokenCriteria)
     sampler = Sampler(processors, bool(config.do_sample))
+    pad = getattr(config, "_pad_token_tensor", None)  # else 0: then there is nothing to pad with
     if any(isinstance(entry, ConfidenceCriteria) for entry in criteria):
         raise InvalidOption("ConfidenceCriteria needs scores, which are not kept. Leave it out")
     return Request(
@@ -242,7 +356,7 @@ def from_prepared(
         max_time=config.max_time,
         made_for=backbone.max_positions,
         position_limit=backbone.position_limit,
-        pad_token_id=_pad_token(config),
+        pad_token_id=int((config.pad_token_id if pad is None else pad) or 0),
         return_dict=bool(config.return_dict_in_generate),
     )
 
@@ -271,8 +385,8 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
 
 def _wanted(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
     """The value of a keyword, else that of the config that is given, else of the model's own."""
-    given = options.get("generation_config"), model.generation_config
-    values = (options.get(name), *(getattr(config, name, None) for config in given))
+    configs = options.get("generation_config"), model.generation_config
+    values = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)
 
 
@@ -312,23 +426,17 @@ def _hand_back(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> tuple[Any, ...]:
-    """In place of a decoding loop: return what was prepared for one."""
+    """In place of a decoding loop: what was prepared for one."""
     return input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
 
 
-def _asking(criteria: list[Any]) -> Callable[[Tensor], bool]:
-    """`criteria` as one question about ids [1, n]; each is asked, whatever the others say."""
-
-    def done(ids: Tensor) -> bool:
-        answers = [_says(criterion, ids) for criterion in criteria]  # some count their calls
-        return any(answers)
-
-    return done
+def _ended(criteria: list[Any], ids: Tensor) -> bool:
+    """Whether any ends ids [1, n]; each is asked, whatever the others say."""
+    return any([_says(criterion, ids) for criterion in criteria])  # noqa: C419  # some count calls
 
 
 def _says(criterion: Any, ids: Tensor) -> bool:
-    """Whether one row ends; scores are None in plain decoding too."""
-    found = criterion(ids, None)
+    found = criterion(ids, None)  # without scores, as in plain decoding
     if hasattr(found, "tolist"):
         found = found.tolist()  # a tensor [1], or a number of numpy's
     if isinstance(found, list) and len(found) == 1:
@@ -340,50 +448,140 @@ def _says(criterion: Any, ids: Tensor) -> bool:
     return found
 
 
-def _check_ranges(given: Mapping[str, Any]) -> None:
-    """Raise InvalidOption for numbers that make no sense."""
-    for name, least in _LEAST.items():
-        if name in given and given[name] < least:
-            raise InvalidOption(f"{name} is {shown(given[name])}, expected at least {least}")
-    for name, most in _MOST.items():
-        if name in given and given[name] > most:
-            raise InvalidOption(f"{name} is {shown(given[name])}, expected at most {most}")
+def refuse_other_decoding(config: GenerationConfig) -> None:
+    """Raise InvalidOption, by name, for settings that this loop cannot honour."""
+    for name, neutral in REFUSED.items():
+        value = getattr(config, name, None)
+        if not _among(value, neutral):
+            raise InvalidOption(f"{name}={shown(value)} is not supported. Leave it out")
+    known = HONOURED | NEUTRAL | REFUSED.keys()
+    for name in vars(GenerationConfig()).keys() - known:  # not an attribute of some model's own
+        if (value := getattr(config, name, None)) is not None:
+            raise InvalidOption(f"{name}={shown(value)} is not known here. Leave it out")
 
 
-def _check_tokens(given: Mapping[str, Any], vocab_size: int) -> None:
-    """Raise InvalidOption for tokens that do not exist."""
-    for name in _TOKENS:
-        for token in _flat(given.get(name, ())):
-            # -1 is how some say that there is no end token
-            if not (-1 if name == "eos_token_id" else 0) <= token < vocab_size:
-                raise InvalidOption(
-                    f"{name} holds {shown(token)}, expected ids in 0..{vocab_size - 1}"
-                )
+def refuse_model_keywords(model_kwargs: Mapping[str, Any], input_ids: Tensor) -> None:
+    """Raise InvalidOption, by name, for what the model's forward would use and this loop does not.
+
+    `input_ids` [B, P]. Understood are a mask over it, the positions that follow from the mask, and
+    an empty cache.
+    """
+    for name, value in model_kwargs.items():
+        if value is None or name in ("attention_mask", "logits_to_keep"):
+            continue
+        if name == "position_ids":
+            _check_positions(value, model_kwargs.get("attention_mask"), input_ids)
+        elif name == "past_key_values":
+            if not hasattr(value, "get_seq_length") or value.get_seq_length() > 0:
+                raise InvalidOption("past_key_values are not supported. Use speculator.session()")
+        elif not _among(value, _MODEL_NEUTRAL.get(name, ())):
+            hint = "Give input_ids alone" if name == "inputs_embeds" else "Leave it out"
+            raise InvalidOption(f"{name} is not supported: it would be ignored. {hint}")
 
 
-def _check_function(option: str, entry: Any) -> None:
-    """Raise InvalidOption unless `entry` can be called with ids and scores."""
-    if not callable(entry) or isinstance(entry, type):
-        raise InvalidOption(f"{option} holds {shown(entry)}, expected functions of ids and scores")
-    try:
-        inspect.signature(entry).bind("ids", "scores")
-    except TypeError as error:
+def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether `value` is one of these plain values; tensors and the like are none."""
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return plain and value in allowed
+
+
+def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> None:
+    """Raise InvalidOption unless each row counts its own ids from 0; padding does not matter."""
+    rows, length = input_ids.shape
+    if mask is None:
+        expected, counted = torch.arange(length), None
+    else:
+        expected, counted = mask.long().cumsum(-1) - 1, mask.bool()
+    fits = isinstance(positions, Tensor) and positions.shape in ((rows, length), (1, length))
+    if fits:
+        same = positions == expected.to(positions.device)
+        fits = bool((same if counted is None else same | ~counted.to(same.device)).all())
+    if not fits:
         raise InvalidOption(
-            f"{option}: {called(entry)} is called with ids and scores. Give a function of two"
+            "position_ids, or an attention_mask of another length, are not those of the prompt: "
+            "each row counts from 0 here. Leave them out"
+        )
+
+
+def stop_strings(
+    tokenizer: PreTrainedTokenizerBase | None, strings: str | list[str]
+) -> StopStringCriteria:
+    """The criterion for `strings`. Raises InvalidOption for what can be none."""
+    if tokenizer is None:
+        raise InvalidOption("stop_strings need a tokenizer. Give one to selfspec.wrap")
+    listed = strings if isinstance(strings, list | tuple) else [strings]
+    if not all(isinstance(text, str) and text for text in listed):
+        raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")
+    try:
+        return StopStringCriteria(tokenizer=tokenizer, stop_strings=list(listed))
+    except ValueError as error:
+        raise InvalidOption(
+            f"stop_strings are {shown(strings)}: no token writes that. Leave it out"
         ) from error
-    except ValueError:  # built in, without a signature
-        return
 
 
-def _flat(values: Any) -> Iterable[int]:
-    """Whole numbers in lists of lists."""
-    if not isinstance(values, list | tuple):
-        return [values]
-    return [token for entry in values for token in _flat(entry)]
+class Grammars:
+    """Grammars over the tokens of one model, each read once. For any thread."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
+        """`vocab_size`: logits of the model, which may be more than its tokens."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        # reading the tokenizer takes half a second, and a large grammar several
+        self._tokens = lru_cache(_KEPT)(self._read_tokens)
+        self._matcher = lru_cache(_KEPT)(self._read)
+
+    def mask(self, grammar: Grammar, end_tokens: Iterable[int], start: int = 0) -> GrammarMask:
+        """For answers that begin behind `start` ids.
+
+        Raises InvalidOption for a grammar that is wrong, without a tokenizer of the tokenizers
+        library, and without an end token.
+        """
+        ends = frozenset(token for token in end_tokens if token >= 0)
+        return GrammarMask(self._matcher(grammar, ends).deep_copy(), start, ends)
+
+    def _read(self, grammar: Grammar, ends: frozenset[int]) -> LLMatcher:
+        check(grammar)
+        if not ends:
+            raise InvalidOption("a grammar needs an end token. Leave eos_token_id out")
+        matcher = matcher_class()(self._tokens(ends), grammar.text)
+        if matcher.is_error():
+            said = " ".join(matcher.get_error().split())
+            raise InvalidOption(f"{grammar.keyword} does not fit this model's tokens: {said}")
+        return matcher
+
+    def _read_tokens(self, ends: frozenset[int]) -> LLTokenizer:
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            kind = type(self._tokenizer).__name__
+            raise InvalidOption(
+                f"a grammar needs a tokenizer of the tokenizers library, this is {kind}. Leave "
+                "json_schema and grammar out"
+            )
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(ends))
 
 
-def _pad_token(config: GenerationConfig) -> int:
-    """What transformers pads answers of a batch with; 0 where it has nothing to pad with."""
-    pad = getattr(config, "_pad_token_tensor", None)
-    pad = config.pad_token_id if pad is None else pad
-    return 0 if pad is None else int(pad)
+def with_choice(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` that say whether tokens are drawn, where one that only drawing knows is given.
+
+    Temperature 0 is greedy, as in OpenAI's protocol; transformers refuses it.
+    """
+    rest = dict(options)
+    if rest.get("temperature") == 0:
+        given = {name: value for name, value in rest.items() if name not in _DRAWING}
+        return given | {"do_sample": False}
+    unsaid = rest.get("do_sample") is None and rest.get("generation_config") is None
+    if unsaid and any(rest.get(name) is not None for name in _DRAWING):
+        rest["do_sample"] = True
+    return rest
+
+
+def penalised(options: Mapping[str, Any], start: int) -> dict[str, Any]:
+    """`options` with penalties as a processor; `start`: ids in front of the answer."""
+    rest = dict(options)
+    presence = rest.pop("presence_penalty", None) or 0.0
+    frequency = rest.pop("frequency_penalty", None) or 0.0
+    if presence or frequency:
+        processors = list(rest.get("logits_processor") or [])
+        rest["logits_processor"] = [*processors, OccurrencePenalty(presence, frequency, start)]
+    return rest

@@ -6,49 +6,71 @@ drains the stream. Keywords are Hugging Face's; `selfspec.config.GenerateOptions
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, islice, repeat
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 from typing_extensions import TypeIs, Unpack
 
 from selfspec.api import chat_template as templates
 from selfspec.api import structure, tuned
 from selfspec.api.chat_template import NO_END, TurnEnd
-from selfspec.api.finding import find_heads, heads_for, without_heads
-from selfspec.api.given import LOADING, WRAPPING, check_loading, check_wrapping
-from selfspec.api.hugging_face import Loop, check_drafting
-from selfspec.api.keywords import stop_strings
-from selfspec.api.many import Answered, check_many, each
-from selfspec.api.request import check_options, prepare
-from selfspec.api.session import Session
-from selfspec.api.shaping import Grammars, penalised, with_choice
+from selfspec.api.request import (
+    Grammars,
+    check_options,
+    from_prepared,
+    penalised,
+    prepare,
+    stop_strings,
+    with_choice,
+)
 from selfspec.api.stream import Call, Generation, Stream
-from selfspec.api.template import start as start_renderer
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
-from selfspec.decoding.drafters import (
-    check_same_size,
-    check_same_tokens,
-)
-from selfspec.decoding.engine import MOST_TEXTS, Engine
+from selfspec.decoding.drafters import check_same_size, check_same_tokens
+from selfspec.decoding.engine import MOST_TEXTS, Engine, Running
 from selfspec.decoding.packed_heads import pack
-from selfspec.decoding.runtime import Runtime
-from selfspec.errors import InvalidOption, SelfspecError
-from selfspec.heads.exit_heads import ExitHeads
+from selfspec.decoding.prefix import common
+from selfspec.decoding.runtime import Asked, Runtime
+from selfspec.decoding.sequence import DecodeState
+from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, SelfspecError
+from selfspec.heads import known
+from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.exit_heads import ExitHeads, logit_lens
+from selfspec.heads.folder import attends
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.typed import plain_numbers
+from selfspec.model.given import check_model, kind_of
+from selfspec.model.kv_store import Lease
+from selfspec.typed import plain_numbers, shown
 
 logger = logging.getLogger(__name__)
+
+_LOADING = ("heads", "dtype", "device", "attn_implementation", "executor", "draft_model")
+"""Keywords of `load` that are no options."""
+
+_WRAPPING = ("tokenizer", "heads", "label", "executor", "draft_model")
+"""Keywords of `wrap` that are none."""
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+Answered = tuple[int, Generation | SelfspecError]
+"""The number of a prompt, from 0, and its answer, or why there is none."""
 
 
 class Speculator:
@@ -120,7 +142,7 @@ class Speculator:
         plus i. Rows of ids may have several answers each, `num_return_sequences`.
         """
         if not _are_many(prompts):
-            return self._drained(self.call(prompts, options))
+            return self.answers(self.call(prompts, options))
         found: dict[int, Generation] = {}
         for number, answer in self.generate_each(prompts, **options):
             if isinstance(answer, SelfspecError):
@@ -143,10 +165,56 @@ class Speculator:
         answered at once, as far as `kv_memory` goes (see `Engine`). Each draws with one of `seeds`,
         or with the `seed` plus its number.
         """
-        check_many(prompts, seeds)
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+            expected = "expected a list of prompts. For one use generate"
+            raise InvalidPrompt(f"the prompts are {shown(prompts)}, {expected}")
+        if seeds is not None and (isinstance(seeds, str) or not isinstance(seeds, Iterable)):
+            expected = "expected one for each prompt. For the first give seed"
+            raise InvalidOption(f"seeds are {shown(seeds)}, {expected}")
         self._sorted(options)
+        if options.get("streamer") is not None or (options.get("num_return_sequences") or 1) != 1:
+            raise InvalidOption("a streamer or num_return_sequences for many prompts. Leave it out")
+        if seeds is None and (first := options.get("seed")) is not None:
+            seeds = count(first)
         engine = self.engine(most=most, kv_memory=kv_memory)
-        return each(engine, self.call, prompts, options, ahead=most, seeds=seeds)
+        left = zip(count(), prompts, repeat(None) if seeds is None else seeds, strict=False)
+        return self._each(engine, left, options, most)
+
+    def _each(
+        self,
+        engine: Engine,
+        left: Iterator[tuple[int, Prompt, int | None]],
+        options: GenerateOptions,
+        most: int,
+    ) -> Iterator[Answered]:
+        """Answers in the order in which they are complete; prompts are read as places become free.
+
+        What is wrong with one prompt, or raised while it is answered, is its answer.
+        """
+        running: dict[Running, tuple[int, Stream]] = {}
+        try:
+            while True:
+                for number, prompt, seed in islice(left, most - len(running)):
+                    own = options if seed is None else options | {"seed": seed % 2**64}
+                    try:
+                        call = self.call(prompt, own)
+                        added = engine.add(call.request.only(), call.speculation)
+                    except SelfspecError as error:
+                        yield number, error
+                        continue
+                    running[added] = number, call.stream(added)
+                if not running:
+                    return
+                for one in engine.step():
+                    if one.ended and one in running:
+                        number, stream = running.pop(one)
+                        try:
+                            yield number, stream.drain()
+                        except SelfspecError as error:
+                            yield number, error
+        finally:
+            for one in running:
+                one.close()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """The same answer as `generate`, piece by piece."""
@@ -165,7 +233,7 @@ class Speculator:
 
     def session(self) -> Session:
         """A conversation that keeps its keys and values between turns."""
-        return Session(self.runtime, self.call)
+        return Session(self)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -182,11 +250,12 @@ class Speculator:
         Give stop `strings` here: `generate` refuses its own beside a callable. `speculation`
         overrides this speculator's options.
         """
-        check_drafting(speculation)
+        for name in speculation:
+            if name in GenerateOptions.__annotations__ and name not in OPTION_NAMES:
+                raise InvalidOption(f"{name} is for model.generate itself. Give it there")
         options = self.options.updated(speculation)
         ends_at = stop_strings(self.tokenizer, strings) if strings else None
-        allowed = partial(self._allowed, options)
-        return Loop(self.backbone, self.tokenizer, allowed, self._drained, ends_at)
+        return Loop(self, options, ends_at)
 
     def call(self, prompt: Prompt, options: GenerateOptions) -> Call:
         """One call's keywords, sorted: for Hugging Face, for speculation, and who listens."""
@@ -200,8 +269,9 @@ class Speculator:
         rest = penalised(with_choice(rest), ids.shape[1])
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
         if grammar is not None:
-            request = request.under(self._grammars.mask(grammar, request))
-        return Call(request, self._allowed(speculation), self.tokenizer, streamer, end=end.text)
+            start = request.input_ids.shape[1]
+            request = request.under(self._grammars.mask(grammar, request.end_tokens, start))
+        return Call(request, self.allowed(speculation), self.tokenizer, streamer, end=end.text)
 
     def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
         """Ours, and the other keywords. Raises InvalidOption."""
@@ -218,13 +288,14 @@ class Speculator:
         if grammar is not None:
             ends: Any = self.model.generation_config.eos_token_id
             listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-            self._grammars.read(grammar, listed)
+            self._grammars.mask(grammar, listed)
 
-    def _allowed(self, options: SpeculationOptions) -> SpeculationOptions:
+    def allowed(self, options: SpeculationOptions) -> SpeculationOptions:
+        """`options` as they are now: see `disabled`."""
         return replace(options, speculate=False) if self._disabled else options
 
-    def _drained(self, call: Call) -> list[Generation]:
-        """The answers to all rows of a call, which are written together."""
+    def answers(self, call: Call) -> list[Generation]:
+        """To all rows of a call, which are written together."""
         engine = self.engine()
         rows = range(len(call.request.pads))
         if call.streamer is not None and len(rows) > 1:
@@ -236,6 +307,54 @@ class Speculator:
         finally:
             for stream in streams:
                 stream.close()
+
+
+class Session:
+    """Turns of one conversation; what earlier turns left in the caches is not run again.
+
+    Survives an error in the middle of a round and a stream that was stopped.
+    """
+
+    def __init__(self, speculator: Speculator) -> None:
+        """Empty at first."""
+        self._speculator = speculator
+        self._state: DecodeState | None = None
+        self._pinned: tuple[bool, int] | None = None
+        self._stream: Stream | None = None
+        self._draft_cache = speculator.runtime.draft_cache()
+
+    def __repr__(self) -> str:
+        """How much it keeps."""
+        kept = 0 if self._state is None else len(self._state.committed(0))
+        return f"<Session: {kept} tokens so far>"
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
+        """The answer to `prompt`: the whole conversation so far and the new turn."""
+        return self.stream(prompt, **options).drain()
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+        """The same answer, piece by piece. Ends the stream of an earlier turn."""
+        if self._stream is not None:
+            self._stream.close()
+        call = self._speculator.call(prompt, options)
+        asked = call.request.only()
+        shapes = (bool(call.speculation.pinned), call.speculation.pinned_rows)
+        lease = self._prefix(asked) if shapes == self._pinned else None
+        self._pinned = shapes
+        running = self._speculator.engine().add(
+            asked, call.speculation, lease=lease, draft_cache=self._draft_cache
+        )
+        self._state = running.state
+        self._stream = call.stream(running)
+        return self._stream
+
+    def _prefix(self, asked: Asked) -> Lease | None:
+        """The lease, cut back to what it shares with the new prompt; at least one id is left."""
+        if self._state is None or self._state.pad or asked.pad:
+            return None
+        shared = common(self._state.committed(0), asked.ids[0, :-1].tolist())
+        self._state.lease.truncate(shared)
+        return self._state.lease
 
 
 def load(
@@ -263,9 +382,9 @@ def load(
     SpeculationOptions, as objects, text or mappings. Raises ModelNotFound, UnsupportedModel,
     HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
     """
-    check_loading(model, draft_model, heads, attn_implementation, device)
-    check(options, beside=LOADING)
-    start_renderer()
+    _check_loading(model, draft_model, heads, attn_implementation, device)
+    check(options, beside=_LOADING)
+    templates.start_renderer()
     template = None if chat_template is None else templates.read(chat_template)
     read = partial(
         hub.load_model,
@@ -286,8 +405,8 @@ def load(
         own = files.is_default and loaded.dtype != torch.float16
         heads = hub.DEFAULT_HEADS if own else heads_for(loaded, found)
     named = heads not in (None, hub.NO_HEADS) and not isinstance(heads, ExitHeads)
-    known = found() if named else None
-    backbone = Backbone(loaded, executor=executor, fingerprint=known)
+    of_weights = found() if named else None
+    backbone = Backbone(loaded, executor=executor, fingerprint=of_weights)
     drafting = None if second is None else Backbone(second, executor=executor)
     return _speculator(backbone, tokenizer, heads, files.label, drafting, template, options)
 
@@ -313,8 +432,8 @@ def wrap(
     up to the caller. Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
     DraftModelMismatch, InvalidOption.
     """
-    check_wrapping(tokenizer, heads, draft_model)
-    check(options, beside=WRAPPING)
+    _check_wrapping(tokenizer, heads, draft_model)
+    check(options, beside=_WRAPPING)
     template = None if chat_template is None else templates.read(chat_template)
     backbone = Backbone(model, executor=executor)
     drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
@@ -338,7 +457,7 @@ def _speculator(
     tokenizer, turn_end = templates.chosen(tokenizer, template, fitted, label)
     base = SpeculationOptions()
     if fitted is None and second is None:
-        base = without_heads(base, backbone, label, options, wanted=heads != hub.NO_HEADS)
+        base = without_heads(backbone, label, options, wanted=heads != hub.NO_HEADS)
     elif fitted is not None:
         pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
@@ -349,8 +468,185 @@ def _speculator(
     return Speculator(backbone, tokenizer, fitted, label, chosen, second, turn_end)
 
 
+# --- what drafts: heads that were given or are known here, or text already seen -------------------
+
+
+def heads_for(model: PreTrainedModel, fingerprint: Callable[[], str]) -> Path | None:
+    """Heads of a model, where the caller names none; a line in the log says so.
+
+    Those that were fitted or pulled last for it on this machine, else those that come with
+    selfspec. The `fingerprint` is asked for only if some heads are for a model of its sizes.
+    """
+    config = model.config.get_text_config()
+    sizes = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    bundled = sorted(hub.list_heads(), key=lambda folder: folder.name != hub.DEFAULT_HEADS)
+    folder = known.find(sizes, fingerprint, bundled)
+    if folder is not None:
+        name = hub.heads_name(folder)
+        logger.info("exit heads %s fit this model and are used; --heads none: without", name)
+    return folder
+
+
+def find_heads(
+    backbone: Backbone, heads: str | Path | ExitHeads | None, label: str
+) -> ExitHeads | None:
+    """The heads that were asked for. Raises HeadsNotFound, InvalidHeads, HeadsMismatch."""
+    if isinstance(heads, ExitHeads):
+        _check_fit(heads, backbone)
+        return heads
+    if heads is None or heads == hub.NO_HEADS:
+        return None
+    if heads == hub.LOGIT_LENS:
+        return logit_lens(backbone.unembedding, backbone.num_layers, label)
+    folder = hub.resolve_heads(heads)
+    kind = AttendingHeads if attends(folder) else ExitHeads
+    return kind.from_pretrained(
+        folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers
+    )
+
+
+def without_heads(
+    backbone: Backbone, label: str, options: Mapping[str, Any], *, wanted: bool
+) -> SpeculationOptions:
+    """Text already seen drafts for any model, under a rule of its own, unless `options` differ.
+
+    As it was tuned on this machine, if it was. A line in the log says so where heads were `wanted`.
+    """
+    base, said = SpeculationOptions(), None
+    if "drafter" not in options:
+        base = base.updated({"drafter": "ngram"}).updated(tuned.read(backbone, None))
+        said = "text already seen drafts"
+    drafting = base.updated(options)
+    if drafting.uses("exit"):
+        said = "plain decoding"
+    if said is not None and drafting.speculate and wanted:
+        logger.warning("no exit heads for %s: %s. Fit some: selfspec fit", label, said)
+    return base
+
+
+def _check_fit(heads: ExitHeads, backbone: Backbone) -> None:
+    """Raise HeadsMismatch unless given heads have the sizes of the model, and its device."""
+    config, weight = heads.config, backbone.unembedding.weight
+    found = (config.num_layers, config.hidden_size, config.vocab_size)
+    expected = (backbone.num_layers, weight.shape[1], weight.shape[0])
+    if found != expected:
+        raise HeadsMismatch(
+            "the heads are for {} layers, {} numbers wide, and {} tokens, ".format(*found)
+            + "the model has {}, {} and {}. ".format(*expected)
+            + "Fit heads to this model: selfspec fit"
+        )
+    own = next(heads.parameters(), weight)
+    if own.device != weight.device:
+        raise HeadsMismatch(
+            f"the heads are on {own.device}, the model's lm_head is on {weight.device}. Move them: "
+            "heads.to(device)"
+        )
+
+
+# --- what `load` and `wrap` were given ------------------------------------------------------------
+
+
+def _check_loading(
+    model: object, draft_model: object, heads: object, attention: object, device: object
+) -> None:
+    for value, name in ((model, "model"), (draft_model, "draft_model")):
+        if value is not None and not (isinstance(value, str | Path) and str(value)):
+            found = "empty" if value == "" else kind_of(value)
+            raise InvalidOption(
+                f"{name} is {found}, expected a hub id, a folder or a .gguf file. For a model that "
+                "is loaded already use selfspec.wrap(model)"
+            )
+    _check_heads(heads)
+    if not isinstance(attention, str):
+        raise InvalidOption(f"attn_implementation is {attention!r}, expected sdpa or eager")
+    if device is not None and not isinstance(device, str):
+        raise InvalidOption(f"device is {device!r}, expected cpu, cuda, cuda:0 or auto")
+
+
+def _check_wrapping(tokenizer: object, heads: object, draft_model: object) -> None:
+    """The model is for its Backbone to check."""
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        inner = isinstance(getattr(tokenizer, "tokenizer", None), PreTrainedTokenizerBase)
+        advice = "Give its .tokenizer" if inner else "Load one with AutoTokenizer, or leave it out"
+        raise InvalidOption(
+            f"tokenizer is {kind_of(tokenizer)}, expected a tokenizer of transformers. {advice}"
+        )
+    _check_heads(heads)
+    if draft_model is not None:
+        check_model(draft_model, "draft_model")
+
+
+def _check_heads(heads: object) -> None:
+    if heads is not None and not isinstance(heads, str | Path | ExitHeads):
+        raise InvalidOption(
+            f"heads are {kind_of(heads)}, expected a folder, a name, 'logit-lens' or ExitHeads. "
+            "See the names with: selfspec heads"
+        )
+
+
 def _are_many(prompts: Prompt | Sequence[Prompt]) -> TypeIs[Sequence[Prompt]]:
     """Whether these are prompts, and not one: messages, or token ids."""
     if not isinstance(prompts, list | tuple) or not prompts:
         return False
     return isinstance(prompts[0], str | list | tuple | Tensor)
+
+
+# --- inside Hugging Face's `generate` -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A `custom_generate` for one model: what Hugging Face prepared comes in, ids go out."""
+
+    speculator: Speculator
+    options: SpeculationOptions
+    ends_at: StopStringCriteria | None = None
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Prompts and answers, [B, longest], padded on the right."""
+        if model is not self.speculator.model:
+            raise InvalidOption("this custom_generate belongs to another model. Wrap that model")
+        if streamer is None:
+            streamer = _callers_streamer()
+        if self.ends_at is not None:
+            stopping_criteria.append(self.ends_at)
+        request = from_prepared(
+            self.speculator.backbone,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            model_kwargs,
+        )
+        speculator, options = self.speculator, self.speculator.allowed(self.options)
+        call = Call(request, options, speculator.tokenizer, streamer, greeted=True)
+        answers = speculator.answers(call)
+        longest = max(len(answer.token_ids) for answer in answers)
+        padded = [
+            answer.token_ids + [request.pad_token_id] * (longest - len(answer.token_ids))
+            for answer in answers
+        ]
+        ids = torch.cat([request.input_ids, request.input_ids.new_tensor(padded)], dim=1)
+        return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
+
+
+def _callers_streamer() -> BaseStreamer | None:
+    """What the `generate` that runs now was given; None where no `generate` runs.
+
+    transformers (5.17 to 5.23) gives the prompt to the streamer, but the streamer to its own loops
+    alone: to a callable it hands only keywords that its loops do not have. Whatever else sees it
+    belongs to the model, which is never changed. Where this finds nothing, the answer comes whole.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("streamer")

@@ -11,11 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.api.coloured import Piece, html
-from selfspec.api.givers import Giver
+from selfspec.api.givers import Giver, Piece, html
 from selfspec.api.request import Request
-from selfspec.api.stops import UntilStop, is_end
-from selfspec.api.text import TextDecoder
+from selfspec.api.text import TextDecoder, UntilStop, is_end
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.drafters import Draft
 from selfspec.decoding.engine import Running
@@ -74,37 +72,44 @@ class Generation:
         return html(self.text, self.pieces, self.stats.num_layers, self.summary())
 
 
+@dataclass(frozen=True)
+class Call:
+    """What one call asks for, by who takes it."""
+
+    request: Request
+    speculation: SpeculationOptions
+    tokenizer: PreTrainedTokenizerBase | None
+    streamer: BaseStreamer | None
+    """Hears of each token."""
+    greeted: bool = False
+    """Whether the streamer has the prompt already."""
+    end: str = ""
+    """What stands behind the answer and is not part of its text."""
+
+    def stream(self, running: Running) -> Stream:
+        """An answer of this call; its streamer gets the prompt first."""
+        if self.streamer is not None and not self.greeted:
+            self.streamer.put(running.state.ids.cpu())
+        return Stream(running, self)
+
+
 class Stream:
     """An answer while it is written: iterate for pieces of text; `result` holds what there is.
 
     Closing it, or dropping it, ends the decoding; a session keeps what was said.
     """
 
-    def __init__(
-        self,
-        running: Running,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        streamer: BaseStreamer | None = None,
-        options: SpeculationOptions | None = None,
-        end: str = "",
-    ) -> None:
-        """Pulls the rounds of `running`; `streamer` hears of each token.
-
-        `options`: as its drafts are priced, for an estimate of what they gain. `end`: what stands
-        behind an answer and is not part of its text.
-        """
+    def __init__(self, running: Running, call: Call) -> None:
+        """Pulls the rounds of `running`."""
         self.rounds: list[Round] = []
         """So far, the prompt's pass first."""
         self.giver = Giver(MODEL)
         """Of the newest token, the last of the newest piece."""
         self._entries = running
         self._stats = running.stats
-        self._watch = running.watch
-        self._tokenizer = tokenizer
-        self._streamer = streamer
+        self._call = call
+        self._ends = (call.end,) if call.end else ()
         self._tokens: list[int] = []
-        self._options = options
-        self._ends = (end,) if end else ()
         self._given: list[Piece] = []
         self._pieces = self._decode()
 
@@ -141,7 +146,7 @@ class Stream:
     @property
     def result(self) -> Generation:
         """The answer so far."""
-        self._stats.seconds = self._watch.seconds
+        self._stats.seconds = self._entries.watch.seconds
         # a round that ends the text may be cut between its tokens
         handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
         text = self._whole(handed_out=handed_out)
@@ -163,22 +168,23 @@ class Stream:
 
     def _whole(self, *, handed_out: bool) -> str:
         """The text of all tokens."""
-        if self._tokenizer is None:
+        tokens, tokenizer = self._tokens, self._call.tokenizer
+        if tokenizer is None:
             return ""
-        tokens = self._tokens
-        if handed_out and tokens and is_end(self._tokenizer, self.rounds[-1], tokens[-1]):
+        if handed_out and tokens and is_end(tokenizer, self.rounds[-1], tokens[-1]):
             tokens = tokens[:-1]
-        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        text = str(tokenizer.decode(tokens, skip_special_tokens=True))
         return UntilStop(self._ends).push(text, last=True)
 
     def _estimate(self) -> Estimate | None:
-        if self._options is None or not self._stats.drafted:
+        if not self._stats.drafted:
             return None
-        cost = self._entries.draft_cost(self._options)
+        options = self._call.speculation
+        cost = self._entries.draft_cost(options)
         behind = [entry for entry in self.rounds if not entry.prefill]
         steps = sum(cost.steps(Draft.of(entry)) for entry in behind)
         tokens = sum(len(entry.tokens) for entry in behind)
-        return Estimate(tokens / steps, self._options.prices.rows is not None)
+        return Estimate(tokens / steps, options.prices.rows is not None)
 
     def _with_rest(self, text: str) -> list[Piece]:
         """Pieces that join to `text`: what is held back of a character is the last token's."""
@@ -189,7 +195,8 @@ class Stream:
         return [*self._given[:-1], last._replace(text=last.text + text[len(shown) :])]
 
     def _decode(self) -> Generator[str, None, None]:
-        text, until = TextDecoder(self._tokenizer), UntilStop(self._ends)
+        tokenizer, streamer = self._call.tokenizer, self._call.streamer
+        text, until = TextDecoder(tokenizer), UntilStop(self._ends)
         try:
             for entry in self._entries:
                 self.rounds.append(entry)
@@ -197,9 +204,9 @@ class Stream:
                 for token, giver in zip(entry.tokens, entry.givers, strict=True):
                     self._tokens.append(token)
                     self.giver = Giver(*giver)
-                    if self._streamer is not None:
-                        self._streamer.put(torch.tensor([token]))
-                    shown = [] if is_end(self._tokenizer, entry, token) else [token]
+                    if streamer is not None:
+                        streamer.put(torch.tensor([token]))
+                    shown = [] if is_end(tokenizer, entry, token) else [token]
                     piece = until.push(text.push(shown))
                     self._given.append(Piece(piece, self.giver))
                     if piece:
@@ -207,25 +214,5 @@ class Stream:
             if piece := until.push(text.push([], last=True), last=True):
                 yield piece
         finally:
-            if self._streamer is not None:
-                self._streamer.end()  # also after an error: a reading thread must not wait
-
-
-@dataclass(frozen=True)
-class Call:
-    """What one call asks for, by who takes it."""
-
-    request: Request
-    speculation: SpeculationOptions
-    tokenizer: PreTrainedTokenizerBase | None
-    streamer: BaseStreamer | None
-    greeted: bool = False
-    """Whether the streamer has the prompt already."""
-    end: str = ""
-    """What ends the answer and is not part of its text."""
-
-    def stream(self, running: Running) -> Stream:
-        """An answer of this call; its streamer gets the prompt first."""
-        if self.streamer is not None and not self.greeted:
-            self.streamer.put(running.state.ids.cpu())
-        return Stream(running, self.tokenizer, self.streamer, self.speculation, self.end)
+            if streamer is not None:
+                streamer.end()  # also after an error: a reading thread must not wait

@@ -1,4 +1,4 @@
-"""From tokens to text: prompts in, pieces of an answer out."""
+"""From text to tokens and back: prompts in, pieces of an answer up to its end out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from typing_extensions import TypeIs
 
-from selfspec.api.chat_template import advice
-from selfspec.api.template import templated
+from selfspec.api.chat_template import advice, templated
+from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidPrompt
 from selfspec.typed import shown
 
@@ -27,8 +26,6 @@ _ADVICE: tuple[tuple[Any, str], ...] = (
     (Iterator, "Give many prompts to generate_each"),
 )
 """For what people give in place of a prompt."""
-
-_SEVERAL = "Give several prompts to generate_batch"
 
 
 def encode(
@@ -44,39 +41,31 @@ def encode(
     `raw` tokenises words as they are. Raises InvalidPrompt for empty prompts, for what is no
     prompt, and for words without a tokenizer.
     """
-    if isinstance(prompt, Tensor) or _whole(prompt):
+    if isinstance(prompt, Tensor) or (isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu"):
         return _checked_ids(torch.as_tensor(prompt))
     if not isinstance(prompt, str | list | tuple):
-        raise InvalidPrompt(
-            f"the prompt is {shown(prompt)}, expected a question, messages or token ids"
-            + _advice(prompt)
-        )
+        expected = "expected a question, messages or token ids"
+        raise InvalidPrompt(f"the prompt is {shown(prompt)}, {expected}{_advice(prompt)}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise InvalidPrompt("the prompt is empty. Give a question, messages or token ids")
     if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
         return _listed_ids(prompt)
-    messages = None if isinstance(prompt, str) else _checked_messages(prompt)
-    if isinstance(prompt, str):
-        _check_text(prompt, "the prompt")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    _check_messages(messages, whole=isinstance(prompt, str))
     if tokenizer is None:
         raise InvalidPrompt("a prompt in words needs a tokenizer. Give one to selfspec.wrap")
-    if isinstance(prompt, str) and (raw or tokenizer.chat_template is None):
-        return _ids(tokenizer(prompt, return_tensors="pt"))
-    if tokenizer.chat_template is None:
+    text, plain = prompt, raw or tokenizer.chat_template is None
+    if not plain:
+        text = templated(tokenizer, messages, tools=tools or None, add_generation_prompt=True)
+    elif not isinstance(prompt, str) and tokenizer.chat_template is None:
         raise InvalidPrompt(
             "messages need a chat template, the tokenizer has none. "
             f"{advice(tokenizer.name_or_path)}; or give text alone (--raw)"
         )
-    if raw and messages is not None:
+    elif not isinstance(prompt, str):
         raise InvalidPrompt("raw is for text, the prompt is messages. Leave raw out, or give text")
-    asked = messages or [{"role": "user", "content": prompt}]
-    text = templated(tokenizer, asked, tools=tools or None, add_generation_prompt=True)
-    return _ids(tokenizer(text, add_special_tokens=False, return_tensors="pt"))
-
-
-def _whole(prompt: object) -> TypeIs[np.ndarray[Any, Any]]:
-    """Whether it is an array of numpy's that may hold ids."""
-    return isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu"
+    ids: Tensor = tokenizer(text, add_special_tokens=plain, return_tensors="pt")["input_ids"]
+    return ids
 
 
 def _checked_ids(ids: Tensor) -> Tensor:
@@ -97,7 +86,8 @@ def _listed_ids(ids: Sequence[Any]) -> Tensor:
     for place, token in enumerate(ids):
         whole = isinstance(token, Integral) and not isinstance(token, bool)
         if not whole or not -(2**63) <= token < 2**63:
-            hint = _SEVERAL if isinstance(token, str | list | tuple | Tensor) else "Give one kind"
+            several = isinstance(token, str | list | tuple | Tensor)
+            hint = "Give several prompts to generate_batch" if several else "Give one kind"
             raise InvalidPrompt(
                 f"item {place} of the prompt is {shown(token)}, expected token ids alone, or "
                 f"messages alone. {hint}"
@@ -113,10 +103,10 @@ def _advice(prompt: object) -> str:
     return next((f". {words}" for kind, words in _ADVICE if isinstance(prompt, kind)), "")
 
 
-def _checked_messages(messages: Sequence[Any]) -> list[Any]:
-    """Messages as templates expect them. Raises InvalidPrompt at the first that is none."""
+def _check_messages(messages: Sequence[Any], *, whole: bool) -> None:
+    """Raise InvalidPrompt at the first that is none; `whole`: the one stands for the prompt."""
     for place, message in enumerate(messages):
-        where = f"message {place}"
+        where = "the prompt" if whole else f"message {place}"
         if not isinstance(message, Mapping):
             raise InvalidPrompt(f"{where} is {shown(message)}, expected a role and content")
         if not isinstance(message.get("role"), str):
@@ -126,23 +116,12 @@ def _checked_messages(messages: Sequence[Any]) -> list[Any]:
             continue
         if not isinstance(content, str):
             raise InvalidPrompt(f"{where} has {shown(content)} as its content, expected text")
-        _check_text(content, where)
-    return list(messages)
-
-
-def _check_text(text: str, where: str) -> None:
-    """Raise InvalidPrompt for halves of characters, which no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidPrompt(
-            f"{where} is no Unicode text: character {error.start} is half of one. Remove it"
-        ) from error
-
-
-def _ids(encoded: Any) -> Tensor:
-    ids: Tensor = encoded["input_ids"]
-    return ids
+        try:  # no tokenizer reads halves of characters
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidPrompt(
+                f"{where} is no Unicode text: character {error.start} is half of one. Remove it"
+            ) from error
 
 
 class TextDecoder:
@@ -174,3 +153,42 @@ class TextDecoder:
     def _decode(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)  # type: ignore[union-attr]  # push returns early without one
         return str(text)
+
+
+class UntilStop:
+    """Text up to the first of some stops; what may be the beginning of one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Texts that are not empty."""
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+        """Whether one came; nothing is given from there on."""
+
+    def push(self, text: str, *, last: bool = False) -> str:
+        """What of the text so far is sure; `last` gives up what was held back."""
+        if self.found:
+            return ""
+        text = self._held + text
+        ends = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)]
+        held = 0 if last else max((begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def begun(text: str, stop: str) -> int:
+    """How many of the last characters are the first of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def is_end(tokenizer: PreTrainedTokenizerBase | None, entry: Round, token: int) -> bool:
+    """Whether a token of a round ends the text and is no word.
+
+    Some tokenizers do not call theirs special, and would write it out.
+    """
+    ends = entry.stop_reason == "eos" and token == entry.tokens[-1]
+    return ends and tokenizer is not None and token in tokenizer.added_tokens_decoder

@@ -33,11 +33,6 @@ FORMAT_VERSION = 2
 TUNED_OPTIONS = ("speculate", "drafter", "prices")
 """What a file may set: options that change the speed and nothing else."""
 
-_NO_HEADS = "none"
-"""In place of their hash."""
-
-_CPU_FACTS = Path("/proc/cpuinfo")
-
 
 def folder() -> Path:
     """Where the files are."""
@@ -52,24 +47,20 @@ def files() -> list[Path]:
 def conditions(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     """What a tuned setting holds for; another value of any of these needs another setting."""
     if heads is None:
-        base = without_heads(backbone)
+        # name and sizes are enough for text already seen, and no weights are read
+        sizes = backbone.num_layers, backbone.hidden_size, backbone.vocab_size
+        name = backbone.model.config.name_or_path or type(backbone.model).__name__
+        base = f"{name}, {' x '.join(map(str, sizes))}"
     else:
         base = heads.config.base_fingerprint or backbone.fingerprint
     return {
-        "heads": _NO_HEADS if heads is None else heads_hash(heads),
+        "heads": "none" if heads is None else heads_hash(heads),
         "base": base,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "executor": backbone.executor_name,
         "processor": processor(backbone.device),
         "threads": torch.get_num_threads(),
     }
-
-
-def without_heads(backbone: Backbone) -> str:
-    """A model's name and sizes: enough for text already seen, and no weights are read."""
-    sizes = backbone.num_layers, backbone.hidden_size, backbone.vocab_size
-    name = backbone.model.config.name_or_path or type(backbone.model).__name__
-    return f"{name}, {' x '.join(map(str, sizes))}"
 
 
 def path(backbone: Backbone, heads: ExitHeads | None) -> Path:
@@ -128,8 +119,9 @@ def processor(device: torch.device) -> str:
     """The name of what computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if _CPU_FACTS.is_file():
-        for line in _CPU_FACTS.read_text(encoding="utf-8").splitlines():
+    facts = Path("/proc/cpuinfo")
+    if facts.is_file():
+        for line in facts.read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             if name.strip() == "model name":
                 return value.strip()

@@ -280,11 +280,11 @@ class Chat:
                 raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
             files.check_file(path, overwrite=True)
         from selfspec.cli.measure import replayable
-        from selfspec.visualise import inspect, page, terminal
+        from selfspec.visualise import look, page, terminal
 
         count, prompt = len(self.last.token_ids), self.messages[:-1]
         options = self.options | {"max_new_tokens": count}
-        found = inspect.inspect(self.speculator, prompt, **options)
+        found = look.inspect(self.speculator, prompt, **options)
         if [place.token for place in found.places] != self.last.token_ids:
             base.note("selfspec: drawn anew, the answer is another one: this is its trace")
         if path is None:

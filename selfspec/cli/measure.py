@@ -205,7 +205,7 @@ def _looked(prompt: str | None, asked: Asked) -> Seen:
     options = base.answering(asked)
     text = base.read_prompt(prompt)
     speculator = base.load(asked)
-    from selfspec.visualise.inspect import inspect
+    from selfspec.visualise.look import inspect
 
     found = inspect(speculator, text, all_layers=asked.get("all_layers", True), **options)
     if "html" not in asked:
@@ -220,9 +220,8 @@ def replayable(speculator: Speculator, prompt: Prompt, found: LayerTrace, most: 
     answer: then nothing can be replayed.
     """
     from selfspec.decoding.measure import measure
-    from selfspec.visualise.inspect import branches
+    from selfspec.visualise.look import TokenTexts, branches
     from selfspec.visualise.page import most_rows
-    from selfspec.visualise.texts import TokenTexts
 
     why = ""
     try:

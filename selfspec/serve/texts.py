@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.api.stops import UntilStop, is_end
-from selfspec.api.text import TextDecoder
+from selfspec.api.text import TextDecoder, UntilStop, is_end
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import GenerationStats, Round
 from selfspec.serve import likely

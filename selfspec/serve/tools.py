@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.api.stops import begun
+from selfspec.api.text import begun
 from selfspec.errors import InvalidData
 from selfspec.untrusted import parse_json
 

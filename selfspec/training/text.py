@@ -27,8 +27,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from selfspec.api.chat_template import advice, turn_end
-from selfspec.api.template import templated
+from selfspec.api.chat_template import advice, templated, turn_end
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.engine import Engine, Running

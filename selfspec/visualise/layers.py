@@ -1,21 +1,25 @@
-"""What every exit layer said at every token of one answer, and the file that keeps it.
+"""What every exit layer said at every token of an answer; its file, and what drafts gained.
 
-Made by `inspect`, drawn by `terminal`, `picture`, `figures` and `page`. A file has one JSON record
-per line: the `info`, then a `place` per token, then a `round` per verification.
+Made by `look`, drawn by `terminal`, `picture` and `page`. A file has one JSON record per line: the
+`info`, then a `place` per token, then a `round` per verification.
 """
 
 from __future__ import annotations
 
 import json
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from selfspec import files
+from selfspec.api.givers import Giver
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Unmeasured
-from selfspec.decoding.stats import Round
+from selfspec.decoding.prices import Costs, Unmeasured
+from selfspec.decoding.sources import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM
+from selfspec.decoding.stats import GenerationStats, Round
 from selfspec.errors import InvalidData
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
@@ -24,6 +28,11 @@ FORMAT_VERSION = 4
 
 Kind = Literal["prefill", "accepted", "bonus"]
 """Where a token comes from: the prompt's pass, a draft that stayed, verification itself."""
+
+LOGIT_LENS = "logit-lens"
+"""Kind of a head that nobody fitted: the model's own output layer."""
+
+_VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +191,14 @@ class LayerTrace:
             texts[-1] = ""
         return texts
 
+    @property
+    def stats(self) -> GenerationStats:
+        """Of all rounds."""
+        found = GenerationStats(num_layers=self.info.num_layers)
+        for entry in self.rounds:
+            found.add(entry)
+        return found
+
     def save(self, path: Path) -> None:
         """Write a file. Raises CannotWrite."""
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in self.lines())
@@ -253,7 +270,12 @@ class _Reader:
             self._info = _typed(TraceInfo, {**values, "settings": settings})
         elif kind == "place":
             said = tuple(_typed(LayerSays, entry) for entry in values.pop("layers"))
-            self._place(_typed(Place, {**values, "layers": said}))
+            place, layers = _typed(Place, {**values, "layers": said}), [one.layer for one in said]
+            if self._info is None or layers != list(self._info.exit_layers):
+                raise InvalidData(f"exit layers {layers} are not those of the first line")
+            if place.index != len(self._places):
+                raise InvalidData(f"place {place.index}, expected {len(self._places)}")
+            self._places.append(place)
         elif kind == "round":
             texts = tuple(values.pop("draft_texts"))
             if not fits(texts, tuple[str, ...]):
@@ -266,14 +288,6 @@ class _Reader:
             self._rounds.append(entry)
         else:
             raise InvalidData(f"found {kind!r}, expected a place or a round")
-
-    def _place(self, place: Place) -> None:
-        layers = [said.layer for said in place.layers]
-        if self._info is None or layers != list(self._info.exit_layers):
-            raise InvalidData(f"exit layers {layers} are not those of the first line")
-        if place.index != len(self._places):
-            raise InvalidData(f"place {place.index}, expected {len(self._places)}")
-        self._places.append(place)
 
     def trace(self) -> LayerTrace:
         """All of them. Raises InvalidData if they do not make one answer."""
@@ -310,12 +324,115 @@ def _typed(kind: type[Kept], values: Mapping[str, Any]) -> Kept:
     unknown = values.keys() - {entry.name for entry in fields(kind)}
     if unknown:
         raise InvalidData(f"unknown key {min(unknown)!r}")
-    made = kind(**{name: _tuple(value) for name, value in values.items()})
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    made = kind(**{**values, **lists})
     require_types(made)
     return made
 
 
-def _tuple(value: Any) -> Any:
-    """Lists as tuples."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return tuple(value) if is_list else value
+# --- what drafts gained, in words that the page, the card and the terminal share ------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """Of one answer."""
+
+    tokens: int
+    drafted: int
+    """Of them, those that came as drafts and were kept."""
+    per_verification: float
+    speed_up: float | None
+    """Over plain decoding, by what passes cost on this machine; None: not known."""
+
+    @property
+    def headline(self) -> str:
+        """What was gained, in a line."""
+        if not self.drafted:
+            words = "No draft was kept: each token took a pass of the whole model"
+            return f"{words}, {self.rate}" if self._times is not None and self._times < 1 else words
+        share = f"{self.drafted / self.tokens:.0%}".replace("%", " %")
+        verdict = f", which {self.verdict}:" if self.verdict else ","
+        return f"{share} of this answer {self.came}{verdict} {self.rate}"
+
+    @property
+    def came(self) -> str:
+        """How drafts came: for nothing only where the answer is known to be faster with them."""
+        gained = self._times is not None and self._times > 1
+        return "came for nothing" if gained else "came as drafts"
+
+    @property
+    def verdict(self) -> str:
+        """What drafts did that gained nothing; empty if they did, or nobody knows."""
+        if self._times is None or self._times > 1:
+            return ""
+        return "cost more than they gave" if self._times < 1 else "cost what they gave"
+
+    @property
+    def rate(self) -> str:
+        """The one number beside the share."""
+        if self._times is None:
+            return f"{self.per_verification:.1f} tokens per verification"
+        return f"{self._times:.1f}× plain decoding"
+
+    @property
+    def _times(self) -> float | None:
+        """The speed-up as it is read: words must fit the number beside them."""
+        return None if self.speed_up is None else round(self.speed_up, 1)
+
+
+def gain(trace: LayerTrace, costs: Costs | None = None) -> Gain:
+    """Drafts of a draft model have no costs here, so there is no speed-up with them."""
+    stats, speed_up = trace.stats, None
+    if costs is not None and stats.rounds and DRAFT_MODEL not in stats.drafted_by_source:
+        plain = (stats.accepted + stats.bonus) * costs.plain_step()
+        speed_up = plain / costs.seconds_of(trace.rounds)
+    return Gain(
+        tokens=stats.new_tokens,
+        drafted=stats.accepted,
+        per_verification=stats.compression_rate,
+        speed_up=speed_up,
+    )
+
+
+def givers(trace: LayerTrace) -> list[Giver]:
+    """Of each token."""
+    return [Giver(*giver) for entry in trace.rounds for giver in entry.givers]
+
+
+def counted(found: Sequence[Giver]) -> list[tuple[Giver, int]]:
+    """How many tokens each gave: the model first, then text already seen, then by layer."""
+    order = {MODEL: 0, NGRAM: 1, GRAMMAR: 2, DRAFT_MODEL: 3, EXIT: 4}
+    return sorted(Counter(found).items(), key=lambda pair: (order[pair[0].source], pair[0].layer))
+
+
+def right_from(trace: LayerTrace, place: Place) -> int | None:
+    """The layer from which on every first guess is the token.
+
+    num_layers at the latest; None if not even the whole model prefers the token: it was drawn.
+    """
+    if place.final_top_tokens[0] != place.token:
+        return None
+    first = trace.info.num_layers
+    for said in reversed(place.layers):
+        if said.top_tokens[0] != place.token:
+            break
+        first = said.layer
+    return first
+
+
+def head_right(trace: LayerTrace, place: Place) -> int | None:
+    """The first layer whose fitted head guesses the token, whatever deeper layers say."""
+    looked = zip(place.layers, trace.info.head_kinds, strict=True)
+    fitted = (said for said, kind in looked if kind != LOGIT_LENS)
+    return next((said.layer for said in fitted if said.top_tokens[0] == place.token), None)
+
+
+# --- how a text looks where a space or a line's end must be seen ----------------------------------
+
+
+def visible(text: str, most: int | None = None) -> str:
+    """Spaces, ends of lines and control characters made visible, shortened to `most` characters."""
+    hidden = (one for one in text if unicodedata.category(one)[0] in "CZ")  # controls, spaces
+    signs = {one: _VISIBLE.get(one, f"\\u{ord(one):04x}") for one in hidden}
+    shown = "".join(signs.get(one, one) for one in text) or "∅"
+    return shown if most is None or len(shown) <= most else shown[: most - 1] + "…"

@@ -20,9 +20,7 @@ from rich.cells import cell_len, set_cell_size
 from selfspec import files
 from selfspec.decoding.prices import Costs
 from selfspec.pages import palette
-from selfspec.visualise.gain import counted, gain, givers
-from selfspec.visualise.layers import LayerTrace
-from selfspec.visualise.texts import visible
+from selfspec.visualise.layers import LayerTrace, counted, gain, givers, visible
 
 CARD = (1200, 675)
 """Pixels."""
@@ -47,8 +45,10 @@ _FACES = tuple(_Face(size, 1.62 * size) for size in (40, 36, 32, 29, 26))
 def save_card(trace: LayerTrace, path: Path, costs: Costs | None = None) -> None:
     """1200 x 675 pixels, PNG. Raises CannotWrite."""
     found, left, (width, height) = gain(trace, costs), 388, CARD
-    with _style():
-        face, runs = _fitting(_texts(trace), width - left - 48, height - 118)
+    # the same picture gives the same file, and looks the same everywhere
+    with mpl.rc_context({"font.family": families(), "text.hinting": "none"}):
+        drawn = ["\n".join(map(_shown, text.split("\n"))) for text in trace.answer]
+        face, runs = _fitting(drawn, width - left - 48, height - 118)
         sheet = _Sheet(width, height)
         sheet.box(0, 0, 340, height, facecolor=palette.TONES["quiet"].light)
         sheet.write(f"{found.drafted / found.tokens:.0%}", 40, 206, 104, weight="bold")
@@ -58,7 +58,7 @@ def save_card(trace: LayerTrace, path: Path, costs: Costs | None = None) -> None
         if found.verdict:
             sheet.write(f"drafts {found.verdict}", 46, 374, 16, color=_DIM)
         sheet.write("selfspec", 46, height - 60, 26, weight="bold")
-        sheet.write(fitting(_name(trace), 34), 46, height - 34, 14, color=_DIM)
+        sheet.write(fitting(_shown(trace.info.base_model), 34), 46, height - 34, 14, color=_DIM)
         sheet.answer(trace, runs, left, 44, face)
         sheet.legend(trace, left, height - 34, 16)
         sheet.keep(path)
@@ -131,11 +131,6 @@ class _Sheet:
             self.figure.savefig(new, dpi=_DPI, metadata={"Software": "selfspec"})
 
 
-def _style() -> Any:
-    """The same picture gives the same file, and looks the same everywhere."""
-    return mpl.rc_context({"font.family": families(), "text.hinting": "none"})
-
-
 def _width(size: float, weight: str = "normal") -> Width:
     """How wide a text is, spaces at its ends included."""
     renderer = RendererAgg(1, 1, _DPI)  # type: ignore[no-untyped-call]  # matplotlib's own
@@ -152,17 +147,8 @@ def _width(size: float, weight: str = "normal") -> Width:
     return width
 
 
-def _texts(trace: LayerTrace) -> list[str]:
-    """Of all tokens, as they are drawn; ends of lines stay."""
-    return ["\n".join(drawable(_shown(line)) for line in text.split("\n")) for text in trace.answer]
-
-
 def _shown(line: str) -> str:
-    return visible(line).replace("␣", " ") if line else ""
-
-
-def _name(trace: LayerTrace) -> str:
-    return _shown(trace.info.base_model)
+    return drawable(visible(line).replace("␣", " ")) if line else ""
 
 
 class Run(NamedTuple):
@@ -176,9 +162,8 @@ class Run(NamedTuple):
     width: float
 
 
-class _Part(NamedTuple):
-    place: int
-    text: str
+_Part = tuple[int, str]
+"""Of a token in the answer, and what it adds to a line."""
 
 
 def flow(texts: Sequence[str], width: Width, room: float) -> list[Run]:
@@ -193,16 +178,16 @@ def flow(texts: Sequence[str], width: Width, room: float) -> list[Run]:
         if word is None:
             line, left = line + 1, 0.0
             continue
-        whole = sum(width(part.text) for part in word)
+        whole = sum(width(text) for _, text in word)
         if left and left + whole > room:
             line, left = line + 1, 0.0
-            word = [_Part(word[0].place, word[0].text.lstrip(" ")), *word[1:]]
-        for part in _short(word, width, room):
-            wide = width(part.text)
+            word = [(word[0][0], word[0][1].lstrip(" ")), *word[1:]]
+        for place, text in _short(word, width, room):
+            wide = width(text)
             if left and left + wide > room:
                 line, left = line + 1, 0.0
-            if part.text:
-                runs.append(Run(part.place, part.text, line, left, wide))
+            if text:
+                runs.append(Run(place, text, line, left, wide))
             left += wide
     return runs
 
@@ -220,7 +205,7 @@ def _words(texts: Iterable[str]) -> Iterator[list[_Part] | None]:
                 yield word
                 word = []
             if piece:
-                word.append(_Part(place, piece))
+                word.append((place, piece))
     if word:
         yield word
 
@@ -230,9 +215,9 @@ def _short(word: Iterable[_Part], width: Width, room: float) -> Iterator[_Part]:
     for place, text in word:
         while len(text) > 1 and width(text) > room:
             fits = max(1, int(len(text) * room / width(text)) - 1)
-            yield _Part(place, text[:fits])
+            yield place, text[:fits]
             text = text[fits:]
-        yield _Part(place, text)
+        yield place, text
 
 
 _WANTED = (

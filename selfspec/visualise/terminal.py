@@ -13,11 +13,9 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from selfspec.api.givers import Giver
-from selfspec.decoding.stats import GenerationStats, Round
+from selfspec.decoding.stats import Round
 from selfspec.pages import palette
-from selfspec.visualise.gain import counted, gain
-from selfspec.visualise.layers import LayerTrace, Place
-from selfspec.visualise.texts import visible
+from selfspec.visualise.layers import LayerTrace, Place, counted, gain, visible
 
 _SUPERSCRIPT = str.maketrans("0123456789ndg", "⁰¹²³⁴⁵⁶⁷⁸⁹ⁿᵈᵍ")
 _SOURCES = {"ngram": "n", "draft-model": "d", "grammar": "g"}
@@ -31,7 +29,8 @@ def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None
     """
     plain = not console.is_terminal or console.no_color or console.color_system is None
     marks = _Marks(trace, plain=plain, ascii_only=console.options.ascii_only, rejected=rejected)
-    headline = Text(marks.plain_text(gain(trace).headline), style="bold")
+    said = gain(trace).headline
+    headline = Text(said.replace("×", "x") if marks.ascii_only else said, style="bold")
     last = Text(summary(trace), style="dim")
     parts = Group(marks.answer(), Text(), headline, *marks.legend(), last)
     console.print(parts, soft_wrap=not console.is_terminal, highlight=False)
@@ -39,9 +38,7 @@ def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None
 
 def summary(trace: LayerTrace) -> str:
     """What the decode did, in a line."""
-    stats = GenerationStats(num_layers=trace.info.num_layers)
-    for entry in trace.rounds:
-        stats.add(entry)
+    stats = trace.stats
     ended = ", ".join(f"{reason} {count}" for reason, count in stats.ended.most_common())
     return (
         f"{stats.new_tokens} tokens, {stats.rounds} rounds, {stats.compression_rate:.2f} tokens "
@@ -57,7 +54,7 @@ class _Marks:
     def __init__(self, trace: LayerTrace, *, plain: bool, ascii_only: bool, rejected: bool) -> None:
         """`plain`: neither colours nor struck lines. `ascii_only`: no signs beyond ASCII."""
         self._trace = trace
-        self._ascii = ascii_only
+        self.ascii_only = ascii_only
         self._rejected = rejected
         self._marked = plain or rejected
         self._struck = ("[-", "-]") if plain else ("", "")
@@ -89,10 +86,6 @@ class _Marks:
             line = self._crossed("token").append(": a draft that was rejected   ")
             yield line.append(self._between, style="dim").append(": the next round")
 
-    def plain_text(self, text: str) -> str:
-        """As the console can show it."""
-        return text.replace("×", "x") if self._ascii else text
-
     def _round(self, number: int, places: list[Place]) -> Iterator[Text]:
         """Kept drafts, then what was drafted in vain, then verification's own token."""
         entry = self._trace.rounds[number]
@@ -122,13 +115,13 @@ class _Marks:
         ends = "⏎" if self._marked else ends
         lines = ["" if line == "" else visible(line).replace("␣", " ") for line in text.split("\n")]
         shown = f"{ends}\n".join(lines)
-        return shown.encode("ascii", "backslashreplace").decode() if self._ascii else shown
+        return shown.encode("ascii", "backslashreplace").decode() if self.ascii_only else shown
 
     def _mark(self, giver: Giver) -> str:
         if not self._marked:
             return ""
         name = _SOURCES.get(giver.source, str(giver.layer))
-        return f"^{name}" if self._ascii else name.translate(_SUPERSCRIPT)
+        return f"^{name}" if self.ascii_only else name.translate(_SUPERSCRIPT)
 
     def _style(self, giver: Giver) -> str:
         return f"bold {giver.colour(self._trace.info.num_layers) or ''}".strip()

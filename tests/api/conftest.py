@@ -17,7 +17,7 @@ def exact() -> Any:
     return make_model("llama", torch.float64)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def speculator(exact: Any) -> Speculator:
     """Drafts all the time, mostly wrongly."""
     return wrap(exact, heads="logit-lens", drafter="exit:layers=2/5,threshold=0.05,max_tokens=4")

@@ -17,10 +17,8 @@ from gguf import GGUFReader
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from selfspec.api import chat_template as templates
-from selfspec.api import template
-from selfspec.api.chat_template import NO_END, TurnEnd
+from selfspec.api.chat_template import NO_END, TurnEnd, templated
 from selfspec.api.speculator import wrap
-from selfspec.api.template import templated
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub import models as hub
@@ -258,7 +256,7 @@ def test_a_hostile_template_holds_up_no_other_and_leaves_the_process_alone(
 def test_a_process_that_ended_is_replaced(tokenizer: PreTrainedTokenizerFast) -> None:
     own = templates.having(tokenizer, templates.read("chatml"))
     before = templated(own, TALK)
-    for child in template._idle:
+    for child in templates._idle:
         child.kill()
         child.wait()
     assert templated(own, TALK) == before

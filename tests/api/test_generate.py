@@ -195,52 +195,6 @@ def test_a_lossy_rule_is_labelled_and_needs_sampling(speculator: Speculator) -> 
         speculator.generate(ids, acceptance="lenient:lenience=0.5")
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"num_beams": 2}, "unknown option 'num_beams'"),
-        ({"max_new_token": 3}, "Did you mean max_new_tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"temperature": -1.0, "do_sample": True}, "temperature"),
-        ({"drafter": "exit:threshold=0.0"}, "exit:threshold is 0.0"),
-        ({"drafter": "exit:layers=0"}, "exit layer 0"),
-        ({"drafter": "exit:layers=6"}, "exit layer 6"),
-        ({"drafter": "exit:layers=4/2"}, "rising"),
-        ({"drafter": "exit:max_depth=3"}, "exit:max_depth 3"),
-        ({"drafter": "exit:threshold=0.5/0.5/0.5"}, "3 exit thresholds for 2"),
-        ({"pinned": True, "pinned_rows": 3}, "pinned_rows is 3"),
-        ({"acceptance": "lenient:lenience=0.0"}, "lenient:lenience is 0.0"),
-        ({"stop_strings": "x"}, "need a tokenizer"),
-    ],
-    ids=str,
-)
-def test_options_that_make_no_sense_are_refused_in_one_line(
-    speculator: Speculator, options: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(InvalidOption, match=reason) as caught:
-        speculator.generate(random_ids(5), **options)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 2},
-        {"use_cache": False},
-        {"penalty_alpha": 0.5},
-        {"cache_implementation": "static"},
-        {"output_scores": True},
-        {"prompt_lookup_num_tokens": 3},
-    ],
-    ids=str,
-)
-def test_other_ways_of_decoding_are_refused_by_name(
-    speculator: Speculator, exact: Any, options: dict[str, Any]
-) -> None:
-    with pytest.raises(InvalidOption, match=next(iter(options))):
-        exact.generate(random_ids(5), custom_generate=speculator.hf(), **options)
-
-
 def test_right_padding_is_refused(speculator: Speculator) -> None:
     mask = torch.tensor([[1, 1, 1, 0]])
     with pytest.raises(InvalidPrompt, match="row 0 of the batch is not left-padded"):

@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from selfspec.api.text import TextDecoder, encode
-from selfspec.errors import InvalidPrompt
+from selfspec.api.text import TextDecoder, UntilStop, encode
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -94,23 +95,6 @@ def test_ids_need_no_tokenizer() -> None:
     assert encode(None, torch.tensor([5, 7])).tolist() == [[5, 7]]
     batch = torch.tensor([[5, 7], [1, 2]])
     assert encode(None, batch) is batch
-
-
-@pytest.mark.parametrize("prompt", ["", "  \n\t", []])
-def test_an_empty_prompt_is_refused(prompt: Any, chat: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(InvalidPrompt, match="the prompt is empty"):
-        encode(chat, prompt)
-
-
-@pytest.mark.parametrize("prompt", ["hi", [{"role": "user", "content": "hi"}]])
-def test_words_without_a_tokenizer_are_refused(prompt: Any) -> None:
-    with pytest.raises(InvalidPrompt, match="needs a tokenizer"):
-        encode(None, prompt)
-
-
-def test_messages_without_a_chat_template_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(InvalidPrompt, match="chat template"):
-        encode(tokenizer, [{"role": "user", "content": "hi"}])
 
 
 # Pieces
@@ -202,3 +186,41 @@ def test_a_long_answer_is_not_decoded_again_for_each_token(
     assert len(ids) > 100
     assert "".join(pieces(tokenizer, ids)) == "the cat sat on the mat, " * 30
     assert max(sizes) <= 4
+
+
+# Stops
+
+SHORT = st.text("abc", max_size=4)
+
+
+@given(st.lists(SHORT, max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_pieces_join_to_the_text_before_the_first_stop(pieces: list[str], stops: list[str]) -> None:
+    until = UntilStop(stops)
+    shown = "".join([until.push(piece) for piece in pieces] + [until.push("", last=True)])
+    text, ended = "", False
+    for piece in pieces:
+        text += piece
+        if ended := any(stop in text for stop in stops):
+            text = text[: min(text.find(stop) for stop in stops if stop in text)]
+            break
+    assert shown == text
+    assert until.found is ended
+
+
+def test_what_may_begin_a_stop_is_held_back_and_no_more() -> None:
+    until = UntilStop(["END", "\n\n"])
+    assert until.push("one\n") == "one"
+    assert until.push("two E") == "\ntwo "
+    assert until.push("N") == ""
+    assert until.push("ough") == "ENough"
+    assert until.push(" END of it") == " "
+    assert until.push("more") == ""
+    assert until.push("", last=True) == ""
+
+
+@pytest.mark.parametrize("last", ["E", "EN", "\n"])
+def test_the_end_gives_up_what_was_held_back(last: str) -> None:
+    until = UntilStop(["END", "\n\n"])
+    assert until.push(f"a{last}") == "a"
+    assert until.push("", last=True) == last
+    assert not until.found

@@ -12,7 +12,7 @@ from typing import Any
 import pexpect
 import pytest
 
-from selfspec.api.stream import Stream
+from selfspec.api.stream import Call, Stream
 from selfspec.cli.main import main
 from selfspec.decoding.stats import GenerationStats, Round
 from selfspec.errors import InvalidPrompt
@@ -158,7 +158,8 @@ def test_a_stream_says_who_gave_each_token() -> None:
         def end(self) -> None:
             pass
 
-    stream = Stream(Running(), None, Listener())  # type: ignore[arg-type]  # as much as it needs
+    call: Any = Call(None, None, None, Listener())  # type: ignore[arg-type]  # as much as it needs
+    stream = Stream(Running(), call)  # type: ignore[arg-type]  # as above
     list(stream)
     assert heard == [("exit", 4), ("ngram", 0), ("model", 0)]
 

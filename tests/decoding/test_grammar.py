@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerFast
 
-from selfspec.api.shaping import Grammars
+from selfspec.api.request import Grammars
 from selfspec.api.speculator import Speculator
 from selfspec.api.structure import Grammar, of_lark, of_schema
 from selfspec.decoding.drafters.grammar import GrammarDrafter
@@ -155,7 +155,8 @@ def test_any_schema_is_followed(schema: dict[str, Any], seed: int) -> None:
 
 def mask(grammar: Grammar) -> GrammarMask:
     model, _, grammars = everything()
-    return grammars.mask(grammar, model.call("A", {"json_schema": True}).request)
+    request = model.call("A", {"json_schema": True}).request
+    return grammars.mask(grammar, request.end_tokens, request.input_ids.shape[1])
 
 
 @settings(max_examples=25, deadline=None)
@@ -242,7 +243,7 @@ def test_without_the_package_or_a_fast_tokenizer_it_says_so(
     model: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InvalidOption, match="tokenizers library, this is NoneType"):
-        Grammars(None, VOCAB_SIZE).read(of_schema(True), [1])
+        Grammars(None, VOCAB_SIZE).mask(of_schema(True), [1])
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidOption, match=r"pip install 'selfspec\[serve\]'"):
         model.generate("A", json_schema=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.visualise.texts import PART_OF_CHARACTER, TokenTexts, visible
+from selfspec.visualise.layers import visible
+from selfspec.visualise.look import PART_OF_CHARACTER, TokenTexts
 from tests.api.test_text import byte_level_bpe, ids_of, metaspace
 
 

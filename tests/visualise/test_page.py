@@ -16,10 +16,9 @@ from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.record import NONE, Record
 from selfspec.options import Exit, Prices
-from selfspec.visualise.grid import Grid, grid
-from selfspec.visualise.inspect import branches, inspect
 from selfspec.visualise.layers import LayerTrace
-from selfspec.visualise.page import most_rows, page_data, render
+from selfspec.visualise.look import branches, inspect
+from selfspec.visualise.page import Grid, grid, page_data, render
 from tests.api.test_default_model import pytestmark as default_model
 from tests.pages import learning_settings, tiled
 from tests.records import recorded
@@ -95,7 +94,7 @@ def test_costs_that_do_not_reach_are_refused(record: Record) -> None:
 
 
 def around(trace: LayerTrace, record: Record) -> Grid:
-    return grid(trace, record, most_rows(trace, record))
+    return grid(trace, record)
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused", "deep-fused-0"])

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from selfspec.pages import palette
 from selfspec.visualise import picture
-from selfspec.visualise.gain import Gain, counted, gain, givers, head_right, right_from
+from selfspec.visualise.layers import Gain, counted, gain, givers, head_right, right_from
 from selfspec.visualise.picture import drawable, fitting, flow
 from tests.hand_traces import long_trace, place, small_trace
 from tests.traces import some_costs

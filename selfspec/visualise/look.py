@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import Unpack
 
 from selfspec.api.speculator import Speculator
-from selfspec.api.text import Prompt
+from selfspec.api.text import Prompt, TextDecoder
 from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.decoding.drafters import Sources
+from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.prices import Unmeasured
+from selfspec.decoding.sources import NGRAM
 from selfspec.decoding.stats import Round
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.record import Record
@@ -28,17 +31,24 @@ from selfspec.eval.trace import Recorder
 from selfspec.eval.trace_options import RecordOptions
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.judge import ExitJudge, spread
+from selfspec.heads.types import ExitHead
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
 from selfspec.training.features import FeatureSpec, features
 from selfspec.training.text import Batch
-from selfspec.visualise.layers import Kind, LayerTrace, Place, TraceInfo, TraceSettings
-from selfspec.visualise.lenses import Lens, Reader, chained
-from selfspec.visualise.origins import origins
-from selfspec.visualise.texts import TokenTexts
+from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo, TraceSettings
 
 _ROWS = 128
 """Places whose logits exist at a time."""
+
+TOP = 5
+"""Guesses kept of each layer."""
+
+_DIGITS = 6
+"""Of probabilities and divergences: a file keeps exactly what the pictures show."""
+
+PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""Text of a token that holds some bytes of a character."""
 
 
 def inspect(
@@ -60,7 +70,9 @@ def inspect(
     asked = request.ids[0, request.pad :]
     taus = _taus(speculator, speculation)
     settings = _settings(speculator, speculation, taus, lossless=stream.drain().stats.lossless)
-    thresholds = _thresholds(taus, lenses)
+    # tuned to a layer, a threshold means nothing elsewhere: there it is the built-in one
+    (built_in,) = Exit().thresholds
+    thresholds = {layer: taus.get(layer, built_in) for layer in lenses}
     judge = ExitJudge(
         speculator.backbone.num_layers,
         thresholds,
@@ -174,12 +186,6 @@ def _settings(
     )
 
 
-def _thresholds(taus: Mapping[int, float], lenses: Mapping[int, Lens]) -> dict[int, float]:
-    """By layer. Tuned to a layer, a threshold means nothing elsewhere: the built-in one."""
-    (built_in,) = Exit().thresholds
-    return {layer: taus.get(layer, built_in) for layer in lenses}
-
-
 def _steps(
     rounds: Sequence[Round], texts: TokenTexts, seen_at: Sequence[int | None]
 ) -> list[_Step]:
@@ -250,3 +256,188 @@ def _words(prompt: Prompt, asked: Tensor, texts: TokenTexts) -> str:
     if isinstance(prompt, list) and isinstance(prompt[-1], dict):
         return prompt[-1]["content"]
     return "".join(texts.pieces(asked.tolist()))
+
+
+# --- what heads say of hidden states --------------------------------------------------------------
+
+
+class Lens(NamedTuple):
+    """A head to look through at one layer."""
+
+    head: ExitHead
+    kind: str
+    """Of HEAD_TYPES."""
+    temperature: float
+    """Calibrated; the judge's is annealed as well."""
+
+
+class Likeliest(NamedTuple):
+    """The best guesses at one place, most likely first."""
+
+    tokens: tuple[int, ...]
+    texts: tuple[str, ...]
+    probs: tuple[float, ...]
+
+
+class Reader:
+    """Reads laws of several places: [R, d] features or [R, V] target logits come in."""
+
+    def __init__(self, lenses: Mapping[int, Lens], judge: ExitJudge, texts: TokenTexts) -> None:
+        """`judge` is the decode's own, for all layers of `lenses`."""
+        self._lenses = lenses
+        self._judge = judge
+        self._texts = texts
+
+    def said(
+        self, layer: int, features: Tensor, target_logits: Tensor, tokens: Tensor
+    ) -> list[LayerSays]:
+        """What `layer` says of places whose final `tokens` [R] and laws [R, V] are known."""
+        head, _, temperature = self._lenses[layer]
+        logits = head.unembed(features)  # [R, V_draft]
+        log_probs = (logits / temperature).log_softmax(-1)
+        columns = (
+            self.likeliest(log_probs, head),
+            self._judge.confidence(logits, layer).tolist(),
+            ranks(head.to_target_logits(logits), tokens).tolist(),
+            divergences(head, target_logits, log_probs).tolist(),
+        )
+        return [
+            LayerSays(
+                layer=layer,
+                top_tokens=best.tokens,
+                top_texts=best.texts,
+                top_probs=best.probs,
+                confidence=round(confidence, _DIGITS),
+                rank=rank,
+                divergence=round(divergence, _DIGITS),
+            )
+            for best, confidence, rank, divergence in zip(*columns, strict=True)
+        ]
+
+    def likeliest(self, log_probs: Tensor, head: ExitHead | None = None) -> list[Likeliest]:
+        """The best of each law [R, V_draft] of `head`, or [R, V] of the model."""
+        best = log_probs.argmax(-1, keepdim=True)
+        # where values tie, topk takes any of them: the one that would be drafted comes first
+        marked = log_probs.scatter(-1, best, torch.inf)
+        columns = marked.topk(min(TOP, log_probs.shape[-1]), dim=-1).indices
+        ids = (columns if head is None else head.to_target_ids(columns)).tolist()
+        probs = log_probs.gather(-1, columns).exp().tolist()
+        return [
+            Likeliest(
+                tuple(row),
+                tuple(map(self._texts.of, row)),
+                tuple(round(prob, _DIGITS) for prob in shares),
+            )
+            for row, shares in zip(ids, probs, strict=True)
+        ]
+
+
+def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Of `tokens` [R] among logits [R, V], from 1; 0 where the logit is -inf. Ties share a rank."""
+    own = logits.gather(-1, tokens[:, None])
+    better: Tensor = (logits > own).sum(-1)
+    return torch.where(own[:, 0].isneginf(), 0, better + 1)
+
+
+def divergences(head: ExitHead, target_logits: Tensor, log_probs: Tensor) -> Tensor:
+    """KL(target || head), [R], in nats, over the head's draft vocabulary.
+
+    `target_logits` [R, V] are renormalised there, `log_probs` [R, V_draft] are already.
+    """
+    kept = target_logits if head.draft_ids is None else target_logits[:, head.draft_ids]
+    target = kept.log_softmax(-1)
+    divergence: Tensor = (target.exp() * (target - log_probs)).sum(-1)
+    return divergence
+
+
+def chained(
+    lenses: Mapping[int, Lens],
+    hidden: Mapping[int, Tensor],
+    deep: Tensor | None,
+    exits: Sequence[Any],
+    behind: Sequence[int],
+) -> dict[int, Tensor]:
+    """Features [N, d] of each layer, read from `hidden` [N, d] by layer and `deep` [N, d].
+
+    `behind[n]` drafts of exit heads stand before place n in its round. Where there are any, heads
+    read no deep state but the features of the last one, which left at layer `exits[n - 1]`: as in
+    decoding.
+    """
+    made = {layer: torch.empty_like(hidden[layer]) for layer in lenses}
+    known = None if deep is None else deep.clone()
+    for drafts in sorted(set(behind)):
+        rows = torch.tensor([n for n, found in enumerate(behind) if found == drafts])
+        if known is not None and drafts > 0:
+            for row in rows.tolist():
+                known[row] = made[exits[row - 1]][row - 1]
+        for layer, lens in lenses.items():
+            beside = None if known is None else known[rows]
+            made[layer][rows] = lens.head.features(hidden[layer][rows], beside)
+    return made
+
+
+# --- where text already seen was copied from ------------------------------------------------------
+
+
+def origins(prompt: Sequence[int], rounds: Sequence[Round], size: int) -> list[int | None]:
+    """For each token of the answer its place in prompt and answer; None: it was not copied.
+
+    `size`: the longest n-gram that the drafter looked for.
+    """
+    index = NgramIndex(size)
+    index.extend(prompt)
+    found: list[int | None] = []
+    for entry in rounds:
+        for offset, token in enumerate(entry.tokens):
+            draft = entry.kept[offset] if offset < entry.accepted else None
+            copied = draft is not None and entry.sources[draft] == NGRAM
+            found.append(_place(index, offset, token) if copied else None)
+        index.extend(entry.tokens)
+    return found
+
+
+def _place(index: NgramIndex, offset: int, token: int) -> int | None:
+    """Where the token that many behind the newest was seen; a copy may go on into itself."""
+    _, begin = index.find()
+    period = len(index.text) - begin
+    if not period:
+        return None
+    place = begin + offset % period
+    return place if index.text[place] == token else None
+
+
+# --- texts of single tokens -----------------------------------------------------------------------
+
+
+class TokenTexts:
+    """A tokenizer's tokens as text, each decoded once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Without a tokenizer a text is the id in angle brackets."""
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+        # behind another token, because some tokenizers drop the space that opens a text
+        self._before: list[int] = []
+        if tokenizer is not None:
+            self._before = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+
+    def of(self, token: int) -> str:
+        """One token within a text, its space included."""
+        if token not in self._known:
+            self._known[token] = self._decoded(token)
+        return self._known[token]
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """What each token adds to their text; they join to the whole, special tokens included."""
+        if self._tokenizer is None:
+            return [self.of(token) for token in tokens]
+        decoder = TextDecoder(self._tokenizer, special=True)
+        last = len(tokens) - 1
+        return [decoder.push([token], last=place == last) for place, token in enumerate(tokens)]
+
+    def _decoded(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"<{token}>"
+        before = str(self._tokenizer.decode(self._before))
+        both = str(self._tokenizer.decode([*self._before, token]))
+        return both[len(before) :] if both.startswith(before) else both

@@ -1,0 +1,564 @@
+"""Careless and hostile input through the Python API: each gives one line, never a raw error."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, GenerationConfig, LlamaForCausalLM
+
+from selfspec.api import speculator as facade
+from selfspec.api.speculator import Speculator
+from selfspec.config import SpeculationOptions
+from selfspec.errors import (
+    HeadsMismatch,
+    HeadsNotFound,
+    InvalidOption,
+    InvalidPrompt,
+    SelfspecError,
+    UnsupportedModel,
+)
+from selfspec.heads.exit_heads import logit_lens
+from selfspec.model.backbone import Backbone
+from selfspec.options import Exit, Fixed
+from tests.bad_calls import IDS, VOCAB, check, small_model, speaking
+from tests.models import addressless, make_model, random_ids
+
+load: Any = facade.load
+wrap: Any = facade.wrap
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_model()
+
+
+@pytest.fixture(scope="module")
+def speculator(model: Any) -> Speculator:
+    return speaking(model)
+
+
+# --- prompts
+
+
+class Strange:
+    """Its repr fails."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+PROMPTS: dict[str, Any] = {
+    "none": None,
+    "number": 5,
+    "float": 1.5,
+    "bool": True,
+    "bytes": b"hello",
+    "dict": {"input_ids": IDS},
+    "set": {1, 2},
+    "generator": (token for token in IDS),
+    "function": len,
+    "object": Strange(),
+    "path": Path("prompt.txt"),
+    "numpy floats": np.array([1.0]),
+    "empty text": "",
+    "blanks": " \n\t ",
+    "half a character": "\ud800",
+    "half a character within": "hello \udfff there",
+    "empty list": [],
+    "empty tuple": (),
+    "floats": [1.0, 2.0],
+    "bools": [True, False],
+    "text and ids": ["hello", 5],
+    "ids and text": [5, "hello"],
+    "ids and none": [5, None],
+    "ids and messages": [5, {"role": "user", "content": "hi"}],
+    "messages and ids": [*user("hi"), 5],
+    "several texts": ["hello", "there"],
+    "lists of ids": [[1, 2], [3, 4]],
+    "ragged lists": [[1, 2], [3]],
+    "nested lists": [[[1]]],
+    "tensors in a list": [torch.tensor(1)],
+    "nones": [None],
+    "negative id": [-1, 5],
+    "id beyond the vocabulary": [5, VOCAB],
+    "id beyond 32 bits": [2**40],
+    "id beyond 64 bits": [2**64],
+    "id below 64 bits": [-(2**70)],
+    "float tensor": torch.tensor([1.0, 2.0]),
+    "half tensor": torch.tensor([1.0]).half(),
+    "complex tensor": torch.tensor([1j]),
+    "bool tensor": torch.tensor([True, False]),
+    "tensor without dimensions": torch.tensor(5),
+    "tensor of three dimensions": torch.ones(1, 2, 3, dtype=torch.long),
+    "empty tensor": torch.empty(0, dtype=torch.long),
+    "tensor of empty rows": torch.empty(2, 0, dtype=torch.long),
+    "tensor of no rows": torch.empty(0, 3, dtype=torch.long),
+    "negative tensor": torch.tensor([[-5]]),
+    "tensor beyond the vocabulary": torch.tensor([[VOCAB]]),
+    "meta tensor": torch.empty(1, 3, dtype=torch.long, device="meta"),
+    "sparse tensor": torch.tensor([[1, 0, 2]]).to_sparse(),
+    "several rows": torch.tensor([IDS, IDS]),
+    "message without role": [{"content": "hi"}],
+    "message without content": [{"role": "user"}],
+    "empty message": [{}],
+    "role of a number": [{"role": 3, "content": "hi"}],
+    "content of a number": user(3),
+    "content of none": user(None),
+    "content of parts": user([{"type": "text", "text": "hi"}]),
+    "content of bytes": user(b"hi"),
+    "content with half a character": user("\ud800"),
+    "message and none": [*user("hi"), None],
+    "message and text": [*user("hi"), "hello"],
+    "message and list": [*user("hi"), ["user", "hello"]],
+    "a role the template refuses": [{"role": "robot", "content": "hi"}],
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_what_is_no_prompt_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
+    for call in (speculator.generate, speculator.stream, speculator.session().generate):
+        with pytest.raises((InvalidPrompt, InvalidOption)) as caught:
+            call(PROMPTS[name], max_new_tokens=2)
+        check(caught.value)
+
+
+BATCHES = {"several rows", "several texts", "lists of ids", "ragged lists"}
+"""Of these: what is several prompts."""
+
+
+@pytest.mark.parametrize("name", sorted(PROMPTS.keys() - BATCHES))
+def test_what_is_no_batch_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
+    with pytest.raises(InvalidPrompt) as caught:
+        speculator.generate_batch(PROMPTS[name], max_new_tokens=2)
+    check(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(BATCHES))
+def test_what_is_several_prompts_is_answered_by_a_batch(name: str, speculator: Speculator) -> None:
+    answers = speculator.generate_batch(PROMPTS[name], max_new_tokens=2, do_sample=False)
+    alone = [speculator.generate(one, max_new_tokens=2, do_sample=False) for one in PROMPTS[name]]
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("several texts", "generate_batch"),
+        ("lists of ids", "generate_batch"),
+        ("generator", "generate_each"),
+        ("path", "path.read_text()"),
+        ("bytes", "prompt.decode()"),
+        ("dict", "Give its input_ids"),
+    ],
+)
+def test_a_mistake_that_is_often_made_has_its_own_advice(
+    name: str, advice: str, speculator: Speculator
+) -> None:
+    with pytest.raises(InvalidPrompt) as caught:
+        speculator.generate(PROMPTS[name])
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", ["hello", user("hi"), "x" * 50])
+def test_words_without_a_tokenizer_are_refused_in_one_line(prompt: Any, model: Any) -> None:
+    with pytest.raises(InvalidPrompt) as caught:
+        wrap(model, heads="logit-lens").generate(prompt)
+    check(caught.value)
+
+
+def test_raw_is_for_text(speculator: Speculator) -> None:
+    with pytest.raises(InvalidPrompt, match="raw is for text"):
+        speculator.generate(user("hi"), raw=True)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        IDS,
+        tuple(IDS),
+        torch.tensor(IDS),
+        torch.tensor([IDS], dtype=torch.int32),
+        torch.tensor([IDS], dtype=torch.uint8),
+        np.array(IDS),
+        np.array([IDS], dtype=np.uint16),
+        list(np.array(IDS)),
+    ],
+    ids=addressless,
+)
+def test_ids_of_any_whole_type_are_read(prompt: Any, speculator: Speculator) -> None:
+    expected = speculator.generate(torch.tensor([IDS]), max_new_tokens=4).token_ids
+    assert speculator.generate(prompt, max_new_tokens=4).token_ids == expected
+
+
+def test_a_message_of_a_call_needs_no_content(speculator: Speculator) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    messages: Any = [*user("hi"), call, *user("and?")]
+    assert speculator.generate(messages, max_new_tokens=2).token_ids
+
+
+# --- options of generate
+
+NAN, INF = math.nan, math.inf
+
+
+def options(name: str, *values: Any, **others: Any) -> list[dict[str, Any]]:
+    return [{name: value} | others for value in values]
+
+
+def settings(name: str, kind: str, key: str, *values: Any) -> list[dict[str, Any]]:
+    return [{name: {kind: {key: value}}} for value in values]
+
+
+def too_many(_one: Any, _two: Any, _three: Any) -> None:
+    """No processor takes three things."""
+
+
+OPTIONS: list[dict[str, Any]] = [
+    *options("max_new_tokens", "5", 0, -1, 2.5, NAN, INF, True, [5], {}),
+    *options("max_length", "5", 0, -3, 2, 9.5),
+    *options("min_new_tokens", "5", -1, 1.5),
+    *options("min_length", "5", -1),
+    *options("max_time", "5", -1.0, NAN, INF, -1),
+    *options("num_return_sequences", "2", 0, -1, 2, 1.5),
+    *options("do_sample", "yes", 1, 0.5),
+    *options("temperature", "1", -1.0, NAN, INF, True, do_sample=True),
+    *options("temperature", 1e-42, do_sample=True),
+    *options("top_k", "5", -1, 2.5, 0.5, do_sample=True),
+    *options("top_p", "x", -0.1, 1.5, NAN, do_sample=True),
+    *options("min_p", "x", -0.1, 1.5, NAN, do_sample=True),
+    *options("typical_p", "x", -0.1, NAN, do_sample=True),
+    *options("epsilon_cutoff", "x", NAN, do_sample=True),
+    *options("eta_cutoff", "x", NAN, do_sample=True),
+    *options("repetition_penalty", "x", 0.0, -1.0, NAN, INF),
+    *options("no_repeat_ngram_size", "x", -1, 1.5),
+    *options("bad_words_ids", 5, [], [5], [["a"]], [[-1]], [[VOCAB]], [[1.5]], "word"),
+    *options("sequence_bias", 5, [], [[5, 1.0]], [[[VOCAB], 1.0]], [[[5]]], {}, "x"),
+    *options("suppress_tokens", 5, ["a"], [VOCAB], [-1], [1.5]),
+    *options("begin_suppress_tokens", 5, ["a"], [VOCAB], [10**30]),
+    *options("forced_bos_token_id", "a", VOCAB, -1, 1.5),
+    *options("forced_eos_token_id", "a", VOCAB, -1, [VOCAB], 1.5),
+    *options("eos_token_id", "a", 1.5, ["a"], [[1]], VOCAB + 3),
+    *options("pad_token_id", "a", 1.5, [1]),
+    *options("exponential_decay_length_penalty", 5, (1,), ("a", 1.0), (1, "a"), (1, 2.0)),
+    *options("renormalize_logits", "x", 1),
+    *options("remove_invalid_values", "x"),
+    *options("guidance_scale", "x", NAN, INF),
+    *options("watermarking_config", "x", 5, object()),
+    *options("stop_strings", 5, [5], [""], [None], "", b"x", do_sample=True),
+    *options("stopping_criteria", 5, [5], ["x"], [None], [too_many], [InvalidOption], "x"),
+    *options("logits_processor", 5, [5], ["x"], [None], [too_many], [InvalidOption], "x"),
+    *options("prefix_allowed_tokens_fn", 5, "x", lambda _row, _ids: []),
+    *options("prefix_allowed_tokens_fn", lambda _row, _ids: [VOCAB], lambda _row, _ids: ["a"]),
+    *options("attention_mask", 5, "x", [1, 1, 1], torch.ones(1, 9), torch.ones(3)),
+    *options("attention_mask", torch.zeros(1, 3), torch.tensor([[1, 1, 0]]), np.ones((1, 3))),
+    *options("attention_mask", torch.full((1, 3), 2), torch.tensor([[0.5, 1.0, 1.0]])),
+    *options("attention_mask", torch.tensor([[NAN, 1.0, 1.0]]), torch.tensor([[1, 0, 1]])),
+    *options("attention_mask", torch.ones(1, 3, 3)),
+    *options("generation_config", 5, "x", {}, {"max_new_tokens": 3}),
+    *options("streamer", 5, "x", print, object()),
+    *options("seed", "x", 1.5, NAN, 2**64, -(2**64), True),
+    *options("raw", "x", 1),
+    # of ours, for one call
+    *options("speculate", "no", 1),
+    *options("drafter", "none at all", 5, [], {}, [5], "draft-model", "ngram+draft-model"),
+    *settings("drafter", "exit", "layers", 9, "x", [99], [0], [2.5], [], [5, 2], [2, 2], [-1]),
+    *settings("drafter", "exit", "threshold", "x", 0.0, 1.5, NAN, [], [0.5, 0.5, 0.5], ["x"]),
+    *settings("drafter", "exit", "anneal_strength", "x", -1.0, NAN, INF),
+    *settings("drafter", "exit", "max_depth", "x", 99, 0, 1.5, 3),
+    *settings("drafter", "exit", "max_tokens", "six", 0, -1, 2.5, True, None),
+    *settings("drafter", "ngram", "size", 0, "x"),
+    *options("drafter", "exit:", "exit:3", "exit:layers", "exit:=3", "exit:layers=2,layers=5"),
+    *options("drafter", "exit,ngram", {"exit": 5}, {"exit": {5: 5}}, Fixed(), object()),
+    *options("controller", "fast", 5, "fixed+threshold", "fixed:longest=3", Exit()),
+    *settings("controller", "gammatune", "shortest", 0, "x", 99, 1.5),
+    *settings("controller", "gammatune", "longest", 0, "x", -1),
+    *settings("controller", "gammatune", "rate", 0.0, "x"),
+    *settings("controller", "threshold", "threshold", 1.5, "x", NAN),
+    *settings(
+        "controller", "cm-asd", "weights", 0.4, [1.0], [0.5, 0.5, 0.5], ["a"], [NAN, 0.5, 0.5]
+    ),
+    *({"prices": {name: value}} for name in ("row", "head") for value in (NAN, -1.0, "x")),
+    *options("prices", "row=2", "rows=1", 5, "0.3", Exit()),
+    *options("acceptance", "always", 5, "easd", "lenient:lenience=0.5"),
+    *settings("acceptance", "lenient", "lenience", 0.0, 2.0, "x"),
+    *settings("acceptance", "easd", "entropy", -1.0, "x"),
+    # old names
+    *options("exit_layers", [2]),
+    *options("lenience", 0.5),
+    *options("pinned", "x", 1),
+    *options("pinned_rows", 0, -1, 10**9, "x", 1, pinned=True),
+    # that do not exist
+    *options("max_tokens", 5),
+    *options("temprature", 0.5),
+    *options("exit_layer", 5),
+    *options("num_beams", 2),
+    *options("pixel_values", torch.zeros(1)),
+    *options("position_ids", torch.arange(3)),
+    *options("inputs_embeds", torch.zeros(1, 3, 32)),
+    *options("force_words_ids", [[5]]),
+    *options("past_key_values", ()),
+]
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {"max_new_tokens": "5"},
+    {"max_new_tokens": 2.5},
+    {"temperature": "hot", "do_sample": True},
+    {"top_k": "x", "do_sample": True},
+    {"stop_strings": ["x", ""]},
+    {"stop_strings": 5},
+    {"num_return_sequences": 3},
+    {"eos_token_id": "x"},
+    {"bad_words_ids": "x"},
+    {"guidance_scale": "x"},
+    {"num_beams": 3},
+    {"cache_implementation": "static"},
+    {"output_scores": True},
+]
+
+
+# --- what holds for a whole speculator
+
+LOOPS: list[dict[str, Any]] = [
+    {"streamer": 5},  # it is for `generate` itself
+    {"strings": 5},
+    {"strings": [5]},
+    {"strings": [""]},
+    {"drafter": "exit:max_tokens=six"},
+    {"drafter": "exit:treshold=0.5"},
+    {"exit_threshold": 0.5},
+    {"drafter": "fast"},
+    {"temperature": 0.5},
+]
+
+
+WRAPS: list[dict[str, Any]] = [
+    *settings("drafter", "exit", "layers", 9, [99], "x"),
+    *settings("drafter", "exit", "threshold", "x", 2.0, [0.5, 0.5, 0.5]),
+    *options("drafter", "fast", None),
+    *settings("drafter", "exit", "max_tokens", None, "six", 1.5),
+    *options("exit_layers", [2]),
+    *options("max_tokens", 5),
+    *options("executor", "fast", 5, None),
+]
+
+
+@pytest.mark.parametrize("values", [None, 5, "speculate", ["speculate"], [("speculate", 1)]])
+def test_options_are_updated_from_names_and_values_only(values: Any) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        SpeculationOptions().updated(values)
+    check(caught.value)
+
+
+def test_more_pinned_positions_than_memory_could_hold_are_refused(model: Any) -> None:
+    pinned = wrap(model, executor="generic", heads="logit-lens", pinned=True)
+    with pytest.raises(InvalidOption, match="pinned passes would look at") as caught:
+        pinned.generate(IDS, max_new_tokens=10**9)
+    check(caught.value)
+
+
+MANY: list[dict[str, Any]] = [
+    *({"prompts": prompts} for prompts in (None, 5, "one prompt", b"x", {"role": "user"})),
+    *({"most": value} for value in ("x", 0, 1.5)),
+    *({"kv_memory": value} for value in ("1GB", -1)),
+    *({"seeds": value} for value in (5, "x")),
+    {"temprature": 0.5},
+    {"drafter": "ngrm"},
+]
+
+
+def generate(speculator: Speculator, values: dict[str, Any]) -> None:
+    given: dict[str, Any] = ({} if "max_length" in values else {"max_new_tokens": 4}) | values
+    speculator.generate(torch.tensor([IDS]), **given)
+
+
+def with_config(speculator: Speculator, values: dict[str, Any]) -> None:
+    config = GenerationConfig(max_new_tokens=3)
+    for name, value in values.items():
+        setattr(config, name, value)
+    speculator.generate(torch.tensor([IDS]), generation_config=config)
+
+
+def wrap_again(speculator: Speculator, values: dict[str, Any]) -> None:
+    wrap(speculator.model, **{"heads": "logit-lens", "drafter": "exit:layers=2/5"} | values)
+
+
+def many(speculator: Speculator, values: dict[str, Any]) -> None:
+    """Before the first is answered."""
+    given: dict[str, Any] = {"prompts": [IDS], "max_new_tokens": 2} | values
+    speculator.generate_each(**given)
+
+
+REFUSED = {
+    generate: OPTIONS,
+    with_config: CONFIGS,
+    lambda speculator, values: speculator.hf(**values): LOOPS,
+    wrap_again: WRAPS,
+    many: MANY,
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "values"),
+    [(call, values) for call, table in REFUSED.items() for values in table],
+    ids=addressless,
+)
+def test_what_makes_no_sense_is_refused_in_one_line(
+    call: Callable[[Speculator, dict[str, Any]], None],
+    values: dict[str, Any],
+    speculator: Speculator,
+) -> None:
+    with pytest.raises(SelfspecError) as caught:
+        call(speculator, values)
+    check(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"), [("stop", "stop_strings"), ("max_tokens", "max_new_tokens")]
+)
+def test_the_name_that_was_meant_is_named(option: str, meant: str, speculator: Speculator) -> None:
+    with pytest.raises(InvalidOption, match=f"Did you mean {meant}"):
+        speculator.call(IDS, {option: 5})  # type: ignore[misc]  # the mistake
+
+
+def test_keywords_of_another_call_are_told_apart(model: Any, speculator: Speculator) -> None:
+    with pytest.raises(InvalidOption, match="Did you mean heads"):
+        wrap(model, head="logit-lens")
+    with pytest.raises(InvalidOption, match=r"streamer is for model\.generate itself"):
+        speculator.hf(streamer=None)
+
+
+def test_numbers_of_numpy_are_numbers(speculator: Speculator) -> None:
+    plain: Any = {"max_new_tokens": 4, "temperature": 0.5, "seed": 3}
+    numpy: Any = {"max_new_tokens": np.int64(4), "temperature": np.float32(0.5), "seed": np.int8(3)}
+    answers = [speculator.generate(IDS, **options).token_ids for options in (plain, numpy)]
+    assert answers[0] == answers[1]
+
+
+# --- nothing is lost by it
+
+
+def test_after_bad_input_a_speculator_and_its_session_answer_as_before(
+    speculator: Speculator,
+) -> None:
+    session, ids = speculator.session(), random_ids(9, vocab_size=VOCAB)
+    expected = session.generate(ids, max_new_tokens=6).token_ids
+    for prompt in (None, [VOCAB], "\ud800"):
+        with pytest.raises(SelfspecError):
+            session.generate(prompt, max_new_tokens=3)  # type: ignore[arg-type]  # the mistake
+    with pytest.raises(SelfspecError):
+        session.generate(ids, prefix_allowed_tokens_fn=lambda _row, _ids: [])
+    assert session.generate(ids, max_new_tokens=6).token_ids == expected
+    assert speculator.generate(ids, max_new_tokens=6).token_ids == expected
+
+
+# --- what `wrap` and `load` cannot take
+
+
+def meta_model() -> Any:
+    config: Any = make_model("llama").config
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def bert() -> Any:
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, vocab_size=32))
+
+
+def heads_of(**overrides: Any) -> Any:
+    backbone = Backbone(make_model("llama", **overrides), executor="generic")
+    return logit_lens(backbone.unembedding, backbone.num_layers, "other")
+
+
+class Processor:
+    """Has a tokenizer, and is none."""
+
+    tokenizer = None
+
+
+CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
+    (lambda _: wrap(None), InvalidOption, "model is of type NoneType.*selfspec.load"),
+    (lambda _: wrap("gpt2"), InvalidOption, "model is of type str.*expected a causal"),
+    (lambda _: wrap(LlamaForCausalLM), InvalidOption, "model is a class, LlamaForCausalLM"),
+    (lambda _: wrap(nn.Linear(2, 2)), InvalidOption, "model is of type Linear"),
+    (lambda model: wrap(model.model), InvalidOption, "model is of type LlamaModel"),
+    (lambda _: wrap(bert()), InvalidOption, "model is of type BertForMaskedLM"),
+    (lambda _: wrap(meta_model()), InvalidOption, "no weights.*from_pretrained"),
+    (lambda model: wrap(model, "gpt2"), InvalidOption, "tokenizer is of type str.*AutoTokenizer"),
+    (lambda model: wrap(model, Processor()), InvalidOption, "tokenizer is of type Processor"),
+    (lambda model: wrap(model, heads=3), InvalidOption, "heads are of type int.*selfspec heads"),
+    (lambda model: wrap(model, heads=nn.Linear(2, 2)), InvalidOption, "heads are of type Linear"),
+    (lambda model: wrap(model, heads="none-such"), HeadsNotFound, "Known: "),
+    (
+        lambda model: wrap(model, heads=heads_of(num_hidden_layers=4)),
+        HeadsMismatch,
+        "for 4 layers, 32 numbers wide, and 96 tokens, the model has 6, 32 and 280.*selfspec fit",
+    ),
+    (lambda model: wrap(model, heads=heads_of(vocab_size=64)), HeadsMismatch, "and 64 tokens"),
+    *(
+        (
+            lambda _, count=count: wrap(make_model("llama", max_position_embeddings=count)),
+            UnsupportedModel,
+            f"max_position_embeddings of the model's config is {count}, expected at least 1",
+        )
+        for count in (0, -1)
+    ),
+    (lambda model: wrap(model, executor="fast"), InvalidOption, "executor is 'fast'.*Leave it out"),
+    (lambda model: wrap(model, executor=None), InvalidOption, "executor is None"),
+    (lambda model: wrap(model, draft_model="x"), InvalidOption, "draft_model is of type str"),
+    (lambda model: wrap(model, colour=3), InvalidOption, "unknown option 'colour'"),
+    (lambda model: load(model), InvalidOption, r"use selfspec\.wrap\(model\)"),
+    (lambda _: load(3), InvalidOption, "model is of type int"),
+    (lambda _: load(""), InvalidOption, "model is empty"),
+    (lambda _: load(draft_model=3), InvalidOption, "draft_model is of type int"),
+    (lambda _: load(heads=3), InvalidOption, "heads are of type int"),
+    (lambda _: load(device=[]), InvalidOption, "device is .., expected cpu"),
+    (lambda _: load(attn_implementation=3), InvalidOption, "attn_implementation is 3"),
+    (lambda _: load(dtype="float8_e4m3fn"), InvalidOption, "dtype is 'float8_e4m3fn', expected"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[words for *_, words in CASES])
+def test_it_says_what_was_found_and_what_to_do(
+    case: tuple[Callable[[Any], Any], type[SelfspecError], str], model: Any
+) -> None:
+    call, kind, words = case
+    with pytest.raises(kind, match=words) as caught:
+        call(model)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
+@pytest.mark.parametrize("part", ["backbone", "heads", "session", "engine", "hf", "runtime"])
+def test_what_holds_a_model_is_not_copied(
+    how: Callable[[Any], Any], part: str, speculator: Speculator
+) -> None:
+    held = getattr(speculator, part)
+    held = held() if part in ("session", "engine", "hf") else held
+    for one in (speculator, held):
+        if how is copy.copy and one is not speculator.backbone:
+            continue  # shares the model, as it should
+        with pytest.raises(TypeError, match=r"wrap the copy: selfspec\.wrap\(") as caught:
+            how(one)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_was_wrapped_is_copied_and_the_copy_runs(model: Any) -> None:
+    first = wrap(model, heads="logit-lens")
+    second = wrap(copy.deepcopy(model), heads="logit-lens")
+    answers = [one.generate(IDS, max_new_tokens=8).token_ids for one in (first, second)]
+    assert answers[0] == answers[1]
