@@ -31,7 +31,7 @@ from eval.called import command
 from selfspec.api.text import encode
 from selfspec.cli import progress
 from selfspec.cli.env import machine
-from selfspec.eval.arrivals import Arrivals
+from selfspec.eval.bench import Arrivals
 from selfspec.eval.methods import METHODS, endless
 from selfspec.eval.metrics import ratio_interval
 from selfspec.eval.suites import Question, load_suite

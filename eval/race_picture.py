@@ -25,7 +25,7 @@ from torch import Tensor
 import selfspec
 from eval.svg import LOOKS, Look, document, label
 from selfspec.api.text import TextDecoder, encode
-from selfspec.eval.arrivals import Arrivals
+from selfspec.eval.bench import Arrivals
 from selfspec.eval.methods import METHODS
 from selfspec.files import write
 from selfspec.model.quantised import keep_numbers

@@ -31,14 +31,12 @@ from selfspec.errors import HeadsNotFound
 from selfspec.eval import results
 from selfspec.eval.answers import ANSWERS, Answer, failures
 from selfspec.eval.bench import Bench
-from selfspec.eval.contenders import Contender, candidates, swept
+from selfspec.eval.methods import Contender, Moved, candidates, swept
 from selfspec.eval.metrics import SpeedUp, speed_up
-from selfspec.eval.options import BenchOptions
+from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite, spread
 from selfspec.eval.summary import seconds_by_prompt
-from selfspec.eval.sweeps import Moved
 from selfspec.eval.trace import record
-from selfspec.eval.trace_options import RecordOptions, TuneOptions
 from selfspec.eval.tune import Tuned, tune
 from selfspec.files import write
 from selfspec.options.text import word

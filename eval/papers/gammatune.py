@@ -40,7 +40,7 @@ from selfspec.api.text import encode
 from selfspec.decoding.drafters import DraftCache
 from selfspec.eval.answers import ANSWERS, Answer, drop_unfinished
 from selfspec.eval.bench import Bench
-from selfspec.eval.contenders import Contender
+from selfspec.eval.methods import Contender
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.suites import SIX_TASKS, Question, spread
 from selfspec.eval.tables import Table

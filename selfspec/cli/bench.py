@@ -12,15 +12,14 @@ from selfspec import files
 from selfspec.cli import common, concurrency, env, progress, training
 from selfspec.cli.flags import Flag, grouped, inputs, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
-from selfspec.eval.methods import METHODS
+from selfspec.eval.methods import METHODS, moved
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.sweeps import moved
 from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.eval.bench import Bench
-    from selfspec.eval.contenders import Contender
+    from selfspec.eval.methods import Contender
     from selfspec.eval.suites import Question
 
 DEFAULT_METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
@@ -81,7 +80,7 @@ def bench(
         load_suite(options.tune_on)  # before the work, and where no method has a grid too
     speculator = common.load(Settings(picked(asked, LOADING), picked(asked, SPECULATION)))
     from selfspec.eval import bench as measuring
-    from selfspec.eval.contenders import candidates, swept
+    from selfspec.eval.methods import candidates, swept
     from selfspec.model.quantised import keep_numbers
 
     keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
@@ -114,7 +113,7 @@ def measured(
     """Choose settings, measure, sum up."""
     from selfspec.eval.answers import ANSWERS, TUNING
     from selfspec.eval.bench import chosen
-    from selfspec.eval.contenders import described
+    from selfspec.eval.methods import described
     from selfspec.eval.summary import summarise
 
     reported, others = questions

@@ -14,8 +14,8 @@ from selfspec.cli import common, progress, training
 from selfspec.cli.flags import Flag
 from selfspec.cli.settings import LOADING, Settings
 from selfspec.errors import InvalidOption
+from selfspec.eval.options import RecordOptions
 from selfspec.eval.suites import SIX_TASKS, Question, load_suite
-from selfspec.eval.trace_options import RecordOptions
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator

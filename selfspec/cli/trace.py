@@ -17,7 +17,7 @@ from selfspec.cli.flags import Flag, grouped, inputs, merged, option_flags, with
 from selfspec.cli.settings import GENERATION, LOADING, SPECULATION, sorted_settings
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.errors import InvalidOption
-from selfspec.eval.trace_options import RecordOptions
+from selfspec.eval.options import RecordOptions
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator

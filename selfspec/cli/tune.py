@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec.cli import common, progress, recording, training
 from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING
-from selfspec.eval.trace_options import RecordOptions, TuneOptions
+from selfspec.eval.options import RecordOptions, TuneOptions
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator

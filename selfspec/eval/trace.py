@@ -27,9 +27,9 @@ from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.eval.options import RecordOptions
 from selfspec.eval.record import GUESSES, NONE, PromptInfo, Record, RecordInfo
 from selfspec.eval.suites import Question
-from selfspec.eval.trace_options import RecordOptions
 from selfspec.heads.confidence import likeliest
 from selfspec.heads.exit_heads import ExitHeads, check_exit_layers
 from selfspec.heads.judge import ExitJudge

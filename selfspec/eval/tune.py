@@ -22,8 +22,8 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Exits, expected
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
+from selfspec.eval.options import TuneOptions
 from selfspec.eval.record import NONE, Record
-from selfspec.eval.trace_options import TuneOptions
 from selfspec.options import Exit, Ngram, Prices, text
 
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)

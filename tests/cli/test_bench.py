@@ -12,8 +12,7 @@ import yaml
 
 from selfspec.cli.main import main
 from selfspec.errors import InvalidOption
-from selfspec.eval.methods import METHODS, Method
-from selfspec.eval.sweeps import moved
+from selfspec.eval.methods import METHODS, Method, moved
 from tests.models import make_model
 from tests.talks import make_tokenizer
 

@@ -21,10 +21,10 @@ from selfspec.errors import (
     InvalidData,
     InvalidOption,
 )
+from selfspec.eval.options import RecordOptions
 from selfspec.eval.record import ARRAYS_FILE, GUESSES, INFO_FILE, NONE, Record
 from selfspec.eval.suites import Question
 from selfspec.eval.trace import Recorder, record
-from selfspec.eval.trace_options import RecordOptions
 from tests.heads.kinds import make_heads
 from tests.models import make_model, random_ids
 from tests.records import OPTIONS, PROMPTS, recorded

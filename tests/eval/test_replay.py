@@ -17,9 +17,9 @@ from selfspec.decoding.drafters import paying
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
+from selfspec.eval.options import RecordOptions
 from selfspec.eval.record import Record
 from selfspec.eval.trace import Recorder
-from selfspec.eval.trace_options import RecordOptions
 from selfspec.options import Exit, GammaTune, Ngram, Prices
 from selfspec.options.controllers import CONTROLLERS, Controller
 from tests.api.test_default_model import pytestmark as default_model

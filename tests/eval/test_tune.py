@@ -13,8 +13,8 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Exits, expected
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
+from selfspec.eval.options import TuneOptions
 from selfspec.eval.record import NONE, Record
-from selfspec.eval.trace_options import TuneOptions
 from selfspec.eval.tune import (
     candidates,
     cross_validated,
