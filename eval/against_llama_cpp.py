@@ -33,8 +33,7 @@ from selfspec.cli import progress
 from selfspec.cli.env import machine
 from selfspec.eval.bench import Arrivals
 from selfspec.eval.methods import METHODS, endless
-from selfspec.eval.metrics import ratio_interval
-from selfspec.eval.suites import Question, load_suite
+from selfspec.eval.results import Question, load_suite, ratio_interval
 from selfspec.files import write
 from selfspec.hub.models import default_model_file
 

@@ -23,9 +23,9 @@ from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
 from selfspec.cli.env import machine
 from selfspec.config import SpeculationOptions
-from selfspec.eval.compare import Bits
-from selfspec.eval.decoding import decode_recorded, greedy_request
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite
+from selfspec.eval.results import SIX_TASKS, Question, load_suite
+from selfspec.eval.scripted import decode_recorded, greedy_request
+from selfspec.eval.verify import Bits
 from selfspec.files import write
 
 

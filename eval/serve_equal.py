@@ -26,7 +26,7 @@ from eval.served import Heard, Server, ask, clients, ours, question, served
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
 from selfspec.cli.env import machine
-from selfspec.eval.suites import SIX_TASKS, load_suite
+from selfspec.eval.results import SIX_TASKS, load_suite
 from selfspec.files import write
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}

@@ -32,8 +32,8 @@ from eval.served import Heard, Server, ask, clients, ours, question, served, the
 from selfspec.cli import progress
 from selfspec.cli.common import rendered
 from selfspec.cli.env import machine
-from selfspec.eval.loads import Load
-from selfspec.eval.suites import SIX_TASKS, load_suite
+from selfspec.eval.concurrency import Load
+from selfspec.eval.results import SIX_TASKS, load_suite
 from selfspec.files import write
 from selfspec.hub.models import DEFAULT_HEADS, resolve_model
 

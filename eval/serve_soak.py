@@ -24,7 +24,7 @@ import psutil
 import typer
 
 from eval.served import Server, ask, clients, ours, question, served
-from selfspec.eval.suites import SIX_TASKS, load_suite
+from selfspec.eval.results import SIX_TASKS, load_suite
 
 _WRONG: tuple[dict[str, Any], ...] = (
     {},

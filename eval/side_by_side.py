@@ -26,8 +26,7 @@ from eval.called import command
 from selfspec.api.speculator import Speculator
 from selfspec.cli import progress
 from selfspec.cli.env import machine
-from selfspec.eval.metrics import ratio_interval
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite
+from selfspec.eval.results import SIX_TASKS, Question, load_suite, ratio_interval
 from selfspec.files import write
 
 PLAIN = "plain"

@@ -28,15 +28,23 @@ from selfspec.cli import progress
 from selfspec.cli.env import machine
 from selfspec.decoding.measure import measure
 from selfspec.errors import HeadsNotFound
-from selfspec.eval import results
-from selfspec.eval.answers import ANSWERS, Answer, failures
+from selfspec.eval import report
 from selfspec.eval.bench import Bench
 from selfspec.eval.methods import Contender, Moved, candidates, swept
-from selfspec.eval.metrics import SpeedUp, speed_up
 from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite, spread
-from selfspec.eval.summary import seconds_by_prompt
-from selfspec.eval.trace import record
+from selfspec.eval.record import record
+from selfspec.eval.report import seconds_by_prompt
+from selfspec.eval.results import (
+    ANSWERS,
+    SIX_TASKS,
+    Answer,
+    Question,
+    SpeedUp,
+    failures,
+    load_suite,
+    speed_up,
+    spread,
+)
 from selfspec.eval.tune import Tuned, tune
 from selfspec.files import write
 from selfspec.options.text import word
@@ -62,7 +70,7 @@ def main(
     seed: int = 0,
 ) -> None:
     """Tune, run, compare."""
-    results.check_free(output, overwrite=False, resume=False)
+    report.check_results(output, overwrite=False, resume=False)
     speculator = selfspec.load(model, heads=heads, dtype=dtype)
     if speculator.heads is None:
         raise HeadsNotFound("without exit heads there is nothing to tune. Give --heads")
@@ -79,7 +87,7 @@ def main(
         "tuned": asdict(tuned),
         "machine": machine(),
     }
-    results.begin(output, json.loads(json.dumps(facts)), resume=False)
+    report.begin_results(output, json.loads(json.dumps(facts)), resume=False)
     ways = contenders(speculator, tuned, settings)
     runner = Bench(speculator=speculator, options=options)
     with progress.bar("run", "questions") as show:
@@ -88,7 +96,7 @@ def main(
         raise SystemExit("\n".join(missing))
     labels = [way.label for way in ways[2:]]
     summary = compared(answers, labels, seed) | {"promised": tuned.speed_up}
-    write(output / results.SUMMARY, json.dumps(summary, indent=2) + "\n")
+    write(output / report.SUMMARY, json.dumps(summary, indent=2) + "\n")
     text = table(summary)
     write(output / "table.md", text)
     print(text)

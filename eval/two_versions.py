@@ -25,8 +25,7 @@ import typer
 
 from selfspec.cli import progress
 from selfspec.errors import InvalidOption
-from selfspec.eval.metrics import speed_up
-from selfspec.eval.suites import SIX_TASKS, load_suite
+from selfspec.eval.results import SIX_TASKS, load_suite, speed_up
 
 WAYS = {"plain": {"speculate": False}, "default": {}}
 """Options that both versions know."""

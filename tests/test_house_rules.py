@@ -37,10 +37,10 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 37368,
+    "tests/": 37212,
     "model": 7295,
     "eval/": 7111,
-    "eval": 5149,
+    "eval": 4763,
     "decoding": 5457,
     "cli": 4822,
     "training": 4699,

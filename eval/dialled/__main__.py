@@ -24,7 +24,7 @@ import selfspec
 from eval.dialled import runs as dialled
 from eval.dialled.report import markdown, save_figure
 from selfspec.cli.env import machine
-from selfspec.eval.suites import SIX_TASKS, load_suite
+from selfspec.eval.results import SIX_TASKS, load_suite
 from selfspec.files import write
 
 BUILT_IN = dialled.Sweep()

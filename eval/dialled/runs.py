@@ -23,8 +23,8 @@ from eval.dialled.early import DialledHead, dialled_heads, early_model, small_vo
 from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
-from selfspec.eval.decoding import decode, greedy_request
-from selfspec.eval.suites import Question
+from selfspec.eval.results import Question
+from selfspec.eval.scripted import decode, greedy_request
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
 

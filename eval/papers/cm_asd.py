@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from eval.papers import lossy, shared, trials
-from selfspec.eval.suites import SIX_TASKS
+from selfspec.eval.results import SIX_TASKS
 from selfspec.options.rules import READINGS, CmAsd
 
 NOTE = """\

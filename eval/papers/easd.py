@@ -20,9 +20,8 @@ from typing import Annotated, Any
 import typer
 
 from eval.papers import lossy, shared, trials
-from selfspec.eval.quality import expected_number, final_number
-from selfspec.eval.suites import SIX_TASKS, Question
-from selfspec.eval.tables import Table
+from selfspec.eval.report import Table
+from selfspec.eval.results import SIX_TASKS, Question, expected_number, final_number
 from selfspec.options import Easd
 
 NOTE = """\

@@ -38,12 +38,11 @@ from selfspec import files
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.drafters import DraftCache
-from selfspec.eval.answers import ANSWERS, Answer, drop_unfinished
 from selfspec.eval.bench import Bench
 from selfspec.eval.methods import Contender
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.suites import SIX_TASKS, Question, spread
-from selfspec.eval.tables import Table
+from selfspec.eval.report import Table
+from selfspec.eval.results import ANSWERS, SIX_TASKS, Answer, Question, drop_unfinished, spread
 
 NOTE = """\
 # GammaTune's sweep of initial lengths

@@ -25,9 +25,9 @@ from eval.papers.divergence import acceptance, committed, random_laws, total_var
 from eval.papers.prices import Prices
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
-from selfspec.eval.reference import block_logits
-from selfspec.eval.suites import SIX_TASKS
-from selfspec.eval.tables import Table
+from selfspec.eval.report import Table
+from selfspec.eval.results import SIX_TASKS
+from selfspec.eval.verify import block_logits
 from selfspec.options import Lenient
 
 NOTE = """\

@@ -11,10 +11,10 @@ import torch
 from eval.papers import prices, trials
 from eval.papers.prices import Prices
 from selfspec.api.speculator import Speculator
-from selfspec.eval import quality
-from selfspec.eval.reference import log_likelihood
-from selfspec.eval.suites import Question
-from selfspec.eval.tables import Table
+from selfspec.eval import results
+from selfspec.eval.report import Table
+from selfspec.eval.results import Question
+from selfspec.eval.verify import log_likelihood
 
 PLAIN, LOSSLESS = "plain", "lossless"
 
@@ -66,7 +66,7 @@ def figures(
     summary = {}
     for label, group in own.items():
         records = [
-            quality.quality(
+            results.quality(
                 _text(trial),
                 _text(plain[trial.id]),
                 by_id[trial.id].reference,
@@ -74,12 +74,12 @@ def figures(
             )
             for trial in group
         ]
-        summary[label] = {**speed(group, own[PLAIN], cost), **quality.summary(records)}
+        summary[label] = {**speed(group, own[PLAIN], cost), **results.quality_summary(records)}
     return summary
 
 
-def _text(trial: trials.Trial) -> quality.Text:
-    return quality.Text(trial.token_ids, trial.text)
+def _text(trial: trials.Trial) -> results.Text:
+    return results.Text(trial.token_ids, trial.text)
 
 
 class _Likelihoods:

@@ -21,8 +21,8 @@ from selfspec.api.speculator import Speculator
 from selfspec.cli.env import machine
 from selfspec.cli.progress import bar
 from selfspec.errors import SelfspecError
-from selfspec.eval import results, tables
-from selfspec.eval.suites import Question, load_suite, spread
+from selfspec.eval import report
+from selfspec.eval.results import Question, load_suite, spread
 from selfspec.files import write as write_whole
 
 STEP_COSTS = (4, 10)
@@ -73,7 +73,7 @@ def begin(output: Path, speculator: Speculator | None) -> None:
     if speculator is not None:
         facts["run"]["model"] = speculator.label
         facts["run"]["options"] = json.loads(json.dumps(speculator.options.described()))
-    results.begin(output, facts, resume=True)
+    report.begin_results(output, facts, resume=True)
 
 
 def priced(output: Path, speculator: Speculator, longest: int) -> prices.Prices:
@@ -88,13 +88,13 @@ def priced(output: Path, speculator: Speculator, longest: int) -> prices.Prices:
 
 
 def finish(
-    output: Path, note: str, summary: Mapping[str, Any], found: Sequence[tables.Table]
+    output: Path, note: str, summary: Mapping[str, Any], found: Sequence[report.Table]
 ) -> None:
     """Write `summary.json` and `table.md`, and print the latter."""
     facts = machine()
     place = ", ".join(f"{name} {facts[name]}" for name in ("cores", "threads", "cpu", "torch"))
     head = f"{note.strip()}\n\n    {command()}\n\nMachine: {facts['device']}, {place}.\n\n"
-    text = head + "\n".join(tables.markdown(table) for table in found)
+    text = head + "\n".join(report.markdown(table) for table in found)
     described = {"command": command(), "machine": facts, **summary}
     write_whole(output / "summary.json", json.dumps(described, indent=2) + "\n")
     write_whole(output / "table.md", text)

@@ -19,8 +19,7 @@ from selfspec import files
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.errors import InvalidData
-from selfspec.eval.answers import drop_unfinished
-from selfspec.eval.suites import Question
+from selfspec.eval.results import Question, drop_unfinished
 from selfspec.untrusted import json_lines, parse_json
 
 TRIALS = "trials.jsonl"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.eval.bench import Bench
     from selfspec.eval.methods import Contender
-    from selfspec.eval.suites import Question
+    from selfspec.eval.results import Question
 
 DEFAULT_METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
 
@@ -64,12 +64,11 @@ def bench(
     names = asked.get("methods", DEFAULT_METHODS)
     check_keys(names, METHODS, "method")
     sweep = [move for text in asked.get("sweep", []) for move in moved(text)]
-    from selfspec.eval import results
-    from selfspec.eval.quality import check_packages
-    from selfspec.eval.suites import load_suite
+    from selfspec.eval import report
+    from selfspec.eval.results import check_packages, load_suite
 
     resume = asked.get("resume", False)
-    folder = results.check_free(
+    folder = report.check_results(
         asked["output"],
         overwrite=asked.get("overwrite", False),
         resume=resume,
@@ -92,10 +91,10 @@ def bench(
     tuning = any(len(entries) > 1 for entries in grid.values())
     questions = measuring.parted(suite, options, tuning=tuning)
     with files.locked(folder):
-        results.begin(folder, record(asked, options, speculator, questions), resume=resume)
+        report.begin_results(folder, record(asked, options, speculator, questions), resume=resume)
         runner = measuring.Bench(speculator=speculator, options=options)
         summary = measured(runner, grid, moves, questions, folder)
-        text = results.write(folder, summary)
+        text = report.write_results(folder, summary)
     common.emit(json.dumps(summary) + "\n" if as_json else text)
     for line in summary["failures"]:
         common.note(f"failed: {line}")
@@ -111,10 +110,10 @@ def measured(
     folder: Path,
 ) -> dict[str, Any]:
     """Choose settings, measure, sum up."""
-    from selfspec.eval.answers import ANSWERS, TUNING
     from selfspec.eval.bench import chosen
     from selfspec.eval.methods import described
-    from selfspec.eval.summary import summarise
+    from selfspec.eval.report import summarise
+    from selfspec.eval.results import ANSWERS, TUNING
 
     reported, others = questions
     tuning = []

@@ -15,7 +15,7 @@ from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
-    from selfspec.eval.loads import Load
+    from selfspec.eval.concurrency import Load
 
 SUMMARY, TABLE = "concurrency.json", "concurrency.md"
 
@@ -33,12 +33,12 @@ def run(asked: dict[str, Any], options: BenchOptions, reads: list[object]) -> st
     output = Path(asked["output"])
     for name in (SUMMARY, TABLE):
         files.check_file(output / name, overwrite=asked.get("overwrite", False), reads=reads)
-    from selfspec.eval.suites import load_suite, spread
+    from selfspec.eval.results import load_suite, spread
 
     suite = load_suite(options.suite, Path(options.questions) if options.questions else None)
     prompts = [question.turns[0] for question in spread(suite, options.limit)]
     from selfspec.eval import concurrency
-    from selfspec.eval.loads import table
+    from selfspec.eval.concurrency import table
     from selfspec.model.quantised import keep_numbers
 
     names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))

@@ -206,7 +206,7 @@ def _own_questions(asked: dict[str, Any], *, skip: bool) -> list[tuple[str, ...]
 
 def excluded_ngrams(asked: dict[str, Any]) -> set[int]:
     """N-grams of the built-in suite and of the files of --exclude."""
-    from selfspec.eval.suites import load_suite
+    from selfspec.eval.results import load_suite
     from selfspec.training.selfgen import ngrams
     from selfspec.training.text import Reader, texts_of
 

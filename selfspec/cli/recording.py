@@ -15,7 +15,7 @@ from selfspec.cli.flags import Flag
 from selfspec.cli.settings import LOADING, Settings
 from selfspec.errors import InvalidOption
 from selfspec.eval.options import RecordOptions
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite
+from selfspec.eval.results import SIX_TASKS, Question, load_suite
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
@@ -69,7 +69,7 @@ def load(asked: dict[str, Any]) -> Speculator:
 
 def made(speculator: Speculator, chosen: list[Question], options: RecordOptions) -> Record:
     """A record, with a progress bar while it is made."""
-    from selfspec.eval.trace import record
+    from selfspec.eval.record import record
 
     with progress.bar("record", "questions") as show:
         return record(speculator, chosen, options, show)

@@ -26,10 +26,9 @@ def report(folders: Folders, *, output: Output, overwrite: Overwrite = False) ->
     """Gather measured runs into one report. Writes one page and one Markdown file."""
     from selfspec import files
     from selfspec.eval import report as reporting
-    from selfspec.eval import results
 
     place = reporting.check_free(output, len(folders), overwrite=overwrite)
-    runs = [results.read(folder) for folder in folders]
+    runs = [reporting.read_results(folder) for folder in folders]
     with files.locked(place):
         pages = reporting.write(runs, place)
     common.emit("".join(f"{page}\n" for page in pages))

@@ -14,7 +14,7 @@ from selfspec.cli.flags import Flag, merged, with_flags
 from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
 
 if TYPE_CHECKING:
-    from selfspec.eval.lossless import Rung, Subject
+    from selfspec.eval.verify import Rung, Subject
 
 _PROMPTS, _NEW_TOKENS, _COPY_GB = 6, 48, 8.0
 
@@ -42,8 +42,8 @@ def verify(
     Greedy decoding only; that samples keep their distribution is proved in the test suite.
     """
     asked = merged(config, flags, FLAGS)
-    from selfspec.eval import lossless
-    from selfspec.eval.suites import SIX_TASKS, load_suite
+    from selfspec.eval import verify as ladder
+    from selfspec.eval.results import SIX_TASKS, load_suite
     from selfspec.model.quantised import keep_numbers
 
     file = asked.get("questions")
@@ -53,14 +53,14 @@ def verify(
     speculator = common.load(Settings(picked(asked, LOADING), picked(asked, _OPTIONS)))
     keep_numbers(speculator.model)  # it is compared with, and copied
     new_tokens = asked.get("max_new_tokens", _NEW_TOKENS)
-    subject = lossless.Subject(
+    subject = ladder.Subject(
         speculator=speculator,
-        cases=lossless.cases_of(speculator, questions, new_tokens),
+        cases=ladder.cases_of(speculator, questions, new_tokens),
         skip_float64=asked.get("skip_float64", False),
         max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
     )
     rungs = climbed(subject)
-    words = lossless.verdict(list(rungs.values()))
+    words = ladder.verdict(list(rungs.values()))
     passed = all(rung.outcome != "failed" for rung in rungs.values())
     if as_json:
         described = {
@@ -81,7 +81,7 @@ def verify(
 
 def climbed(subject: Subject) -> dict[str, Rung]:
     """All rungs by claim, with a bar while they are climbed."""
-    from selfspec.eval.lossless import RUNGS, climb
+    from selfspec.eval.verify import RUNGS, climb
 
     rungs: dict[str, Rung] = {}
     each, done = len(subject.cases), 0

@@ -28,13 +28,22 @@ from selfspec.api.stream import Generation
 from selfspec.api.text import Prompt, encode
 from selfspec.decoding.stats import GenerationStats
 from selfspec.errors import InvalidOption, SelfspecError, first_line
-from selfspec.eval.answers import Answer, Run, append, drop_unfinished, read
 from selfspec.eval.methods import Contender, Written, endless, unchanged
-from selfspec.eval.metrics import repeated_share
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.quality import Text, quality
-from selfspec.eval.reference import log_likelihood
-from selfspec.eval.suites import Question, load_suite, spread
+from selfspec.eval.results import (
+    Answer,
+    Question,
+    Run,
+    Text,
+    append,
+    drop_unfinished,
+    load_suite,
+    quality,
+    read,
+    repeated_share,
+    spread,
+)
+from selfspec.eval.verify import log_likelihood
 
 Advance = Callable[[int, int, str], None]
 """Questions done, of how many, and words."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.errors import InvalidOption
-from selfspec.eval.suites import SIX_TASKS
+from selfspec.eval.results import SIX_TASKS
 
 OBJECTIVES = ("speed", "latency")
 
@@ -55,9 +55,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for counts below 1."""
-        for name in ("tune_questions", "max_new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise InvalidOption(f"{name} is {getattr(self, name)}, expected at least 1")
+        _at_least(self, tune_questions=1, max_new_tokens=1, repeats=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +81,14 @@ class RecordOptions:
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no record could have."""
-        _require(self.max_new_tokens >= 2, "max_new_tokens", self.max_new_tokens, "at least 2")
-        _require(
-            self.max_draft_tokens >= 1, "max_draft_tokens", self.max_draft_tokens, "at least 1"
-        )
-        floor = self.min_threshold
-        _require(floor is None or 0.0 < floor <= 1.0, "min_threshold", floor, "in (0, 1]")
-        alphas = self.anneal_strengths
-        rising = len(alphas) > 0 and list(alphas) == sorted({*alphas}) and alphas[0] >= 0.0
-        _require(rising, "anneal_strengths", alphas, "that are at least 0 and rise")
+        _at_least(self, max_new_tokens=2, max_draft_tokens=1)
+        floor, alphas = self.min_threshold, self.anneal_strengths
+        if floor is not None and not 0.0 < floor <= 1.0:
+            raise InvalidOption(f"min_threshold is {floor}, expected a value in (0, 1]")
+        if not alphas or list(alphas) != sorted({*alphas}) or alphas[0] < 0.0:
+            raise InvalidOption(
+                f"anneal_strengths is {alphas}, expected values that are at least 0 and rise"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +111,10 @@ class TuneOptions:
         if self.objective not in OBJECTIVES:
             known = ", ".join(OBJECTIVES)
             raise InvalidOption(f"objective is {self.objective!r}, expected one of {known}")
-        _require(self.max_exit_layers >= 1, "max_exit_layers", self.max_exit_layers, "at least 1")
-        _require(self.folds >= 2, "folds", self.folds, "at least 2")
+        _at_least(self, max_exit_layers=1, folds=2)
 
 
-def _require(condition: bool, name: str, value: object, expected: str) -> None:
-    if not condition:
-        raise InvalidOption(f"{name} is {value}, expected values {expected}")
+def _at_least(options: object, **least: int) -> None:
+    for name, number in least.items():
+        if getattr(options, name) < number:
+            raise InvalidOption(f"{name} is {getattr(options, name)}, expected at least {number}")

@@ -24,8 +24,7 @@ from selfspec.decoding.prices import Unmeasured
 from selfspec.decoding.stats import Round
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.options import RecordOptions
-from selfspec.eval.record import Record
-from selfspec.eval.trace import Recorder
+from selfspec.eval.record import Record, Recorder
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.judge import ExitJudge, spread
 from selfspec.model.backbone import Backbone

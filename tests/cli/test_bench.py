@@ -106,7 +106,7 @@ def test_a_lossy_method_is_marked_and_its_texts_are_judged(
 def test_a_missing_package_for_texts_is_told_before_any_work(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.eval.quality.find_spec", lambda name: None)
+    monkeypatch.setattr("selfspec.eval.results.find_spec", lambda name: None)
     assert main([*COMMAND, *PROMPTS, "--sweep", "acceptance=cm-asd"]) == 2
     assert "needs sacrebleu: pip install 'selfspec[eval]'" in capsys.readouterr().err
     assert not (workplace / "out").exists()

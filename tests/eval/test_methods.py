@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -49,14 +50,15 @@ def plain(speculator: Speculator) -> list[int]:
 
 def moved(speculator: Speculator, **values: Any) -> Speculator:
     """The same speculator with other options."""
-    return Speculator(
-        speculator.backbone,
-        speculator.tokenizer,
-        speculator.heads,
-        speculator.label,
-        speculator.options.updated(values),
-        speculator.draft_model,
-    )
+    other = copy.copy(speculator)
+    other.options = speculator.options.updated(values)
+    return other
+
+
+@pytest.fixture(scope="module")
+def bare() -> Speculator:
+    """Without heads, without a second model."""
+    return wrap(make_model("llama"))
 
 
 def written(speculator: Speculator, name: str, number: int = 0) -> Written:
@@ -113,12 +115,7 @@ def test_options_and_sweeps_that_are_lossy_are_marked_but_plain_decoding_is_not(
 ) -> None:
     loose = moved(speculator, acceptance="cm-asd")
     names = ["plain", "hugging-face", "speculation", "ngram"]
-    assert {name: grid(loose, name)[0].lossy for name in names} == {
-        "plain": False,
-        "hugging-face": False,
-        "speculation": True,
-        "ngram": True,
-    }
+    assert [grid(loose, name)[0].lossy for name in names] == [False, False, True, True]
     entries = swept(speculator, moves("acceptance=lossless,cm-asd"))
     assert [entry.lossy for entry in entries] == [False, True]
 
@@ -186,8 +183,7 @@ def test_an_unknown_method_is_answered_with_the_nearest(speculator: Speculator) 
         candidates(speculator, ["plain", "prompt-look-up"])
 
 
-def test_methods_with_drafts_need_heads() -> None:
-    bare = wrap(make_model("llama"))
+def test_methods_with_drafts_need_heads(bare: Speculator) -> None:
     assert candidates(bare, ["plain", "hugging-face", "prompt-lookup"])
     for name in ("speculation", "fixed-exit", "no-depth-bound", "no-never-slower"):
         with pytest.raises(HeadsNotFound):
@@ -207,12 +203,14 @@ def test_the_draft_model_drafts_where_its_method_is_asked_for(
     assert set(stats.drafted_by_source) == {source}
 
 
-def test_a_draft_model_needs_no_heads_but_must_be_given(speculator: Speculator) -> None:
-    bare = wrap(speculator.model, draft_model=make_model("llama", torch.float64))
-    entries = swept(bare, moves("draft-model.max_tokens=1,4"))
+def test_a_draft_model_needs_no_heads_but_must_be_given(
+    speculator: Speculator, bare: Speculator
+) -> None:
+    second = wrap(speculator.model, draft_model=make_model("llama", torch.float64))
+    entries = swept(second, moves("draft-model.max_tokens=1,4"))
     assert [list(entry.swept.values()) for entry in entries] == [[1], [4]]
     with pytest.raises(InvalidOption, match=r"needs a second model\. Give --draft-model"):
-        candidates(wrap(make_model("llama")), ["draft-model"])
+        candidates(bare, ["draft-model"])
 
 
 # --- ablations
@@ -301,22 +299,15 @@ def test_one_exit_stops_at_an_unsure_token(speculator: Speculator) -> None:
 # --- sweeps and labels
 
 
-def test_a_sweep_moves_one_option_at_a_time(speculator: Speculator) -> None:
-    settings = moves("exit.threshold=0.3") + moves("exit.layers=4/5")
-    entries = swept(moved(speculator, exit={"threshold": 0.1}), settings)
-    labels = ["speculation(exit.threshold=0.3)", "speculation(exit.layers=4/5)"]
-    assert [entry.label for entry in entries] == labels
-
-
-def test_a_sweep_drafts_from_exit_heads_whatever_their_defaults_name(
+def test_a_sweep_moves_one_option_at_a_time_of_exit_heads_whatever_the_defaults_name(
     speculator: Speculator,
 ) -> None:
-    (entry,) = swept(moved(speculator, drafter="ngram+exit"), moves("exit.threshold=0.3"))
-    assert entry.setting["drafter"] == "exit:threshold=0.3"
-    assert entry.label == "speculation(exit.threshold=0.3)"
-
-
-def test_a_sweep_to_a_depth_that_is_no_exit_layer_is_refused(speculator: Speculator) -> None:
+    settings = moves("exit.threshold=0.3") + moves("exit.layers=4/5")
+    labels = ["speculation(exit.threshold=0.3)", "speculation(exit.layers=4/5)"]
+    for changes in ({"exit": {"threshold": 0.1}}, {"drafter": "ngram+exit"}):
+        entries = swept(moved(speculator, **changes), settings)
+        assert [entry.label for entry in entries] == labels
+        assert entries[0].setting["drafter"] == "exit:threshold=0.3"
     with pytest.raises(InvalidOption, match="exit:max_depth 3 is not among"):
         swept(speculator, moves("exit.max_depth=3"))
 

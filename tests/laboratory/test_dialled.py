@@ -25,7 +25,7 @@ from eval.dialled.runs import (
 )
 from selfspec.api.speculator import wrap
 from selfspec.errors import InvalidOption, UnsupportedModel
-from selfspec.eval.suites import Question
+from selfspec.eval.results import Question
 from selfspec.heads.types import DraftVocabulary, LogitLensHead
 from selfspec.model.backbone import Backbone
 from tests.models import make_model, random_ids

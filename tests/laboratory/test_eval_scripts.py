@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor
 
 from selfspec.errors import CannotWrite, InvalidOption
-from selfspec.eval.answers import Answer, Run
+from selfspec.eval.results import Answer, Run
 from selfspec.model.executors.fused_cpu import FusedExecutor
 from tests.models import make_model
 from tests.talks import make_tokenizer

@@ -11,7 +11,7 @@ import torch
 from eval.papers.trials import by_label, read, run
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import InvalidData
-from selfspec.eval.suites import Question
+from selfspec.eval.results import Question
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
