@@ -37,7 +37,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 37212,
+    "tests/": 37214,
     "model": 7295,
     "eval/": 7111,
     "eval": 4763,

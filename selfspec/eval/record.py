@@ -241,6 +241,8 @@ def _check_arrays(
     arrays: Mapping[str, npt.NDArray[Any]], info: RecordInfo, prompts: tuple[PromptInfo, ...]
 ) -> None:
     """Raise InvalidData for missing arrays, other shapes, and nodes that do not exist."""
+    if arrays.keys() != _ARRAYS.keys():
+        raise InvalidData(f"holds {sorted(arrays)}, expected {sorted(_ARRAYS)}")
     places = sum(prompt.new_tokens for prompt in prompts)
     count = len(arrays["tokens"])
     layers, alphas = len(info.exit_layers), len(info.anneal_strengths)
@@ -256,8 +258,6 @@ def _check_arrays(
         "chances": (count, alphas, guesses),
         "behind": (count, guesses),
     }
-    if arrays.keys() != shapes.keys():
-        raise InvalidData(f"holds {sorted(arrays)}, expected {sorted(shapes)}")
     for name, shape in shapes.items():
         found = arrays[name]
         if found.shape != shape or found.dtype != _ARRAYS[name]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.text import encode
+from selfspec.cli.main import main
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import bench as runner
@@ -23,6 +25,7 @@ from selfspec.eval.methods import METHODS, Contender, Method, Written, candidate
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.results import Answer, Question, Run, first_divergence, read
 from selfspec.eval.verify import log_likelihood
+from tests.api.test_default_model import pytestmark as default_model
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
@@ -30,6 +33,7 @@ COUNT = 8
 MIB = 2**20
 CPU = torch.device("cpu")
 NAMES = ("hugging-face", "plain", "speculation")
+DEFAULT = "hugging-face,plain,speculation,no-width-bound,prompt-lookup"
 QUESTIONS = [
     Question(id="one", task="math", turns=("a b c",)),
     Question(id="two", task="chat", turns=("c b", "a a")),
@@ -378,3 +382,24 @@ def test_where_nothing_can_be_measured_nothing_is_said(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(runner, "resident", refused)
     assert peak_of(lambda: None, CPU) is None
+
+
+# --- the default model and its heads
+
+
+@pytest.mark.parametrize("names", [pytest.param(DEFAULT, marks=default_model)])
+def test_one_question_by_five_methods(
+    names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "What is rain?"}\n{"prompt": "Say yes, yes, yes."}\n')
+    command = ["bench", "--suite", str(prompts), "--json"]
+    command += ["--limit", "1", "--tune-questions", "1", "--max-new-tokens", "4"]
+    assert main([*command, "--methods", names, "--output", str(tmp_path / "out")]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    figures = summary["all"]["overall"]
+    assert list(figures) == names.split(",")
+    for label in ("plain", "speculation", "no-width-bound"):
+        assert summary["unequal"][label] == 0  # compiled code rounds a row alike beside any other
+    assert figures["plain"]["compression_rate"] == 1.0
+    assert figures["speculation"]["over_plain"]["prompts"] == 1

@@ -104,7 +104,7 @@ def test_each_part_is_judged_by_what_suits_the_others() -> None:
 def ids(record: Record, *names: str) -> Record:
     """The record with other names of its prompts."""
     prompts = tuple(replace(p, id=name) for p, name in zip(record.prompts, names, strict=True))
-    return Record(**{**vars(record), "prompts": prompts})
+    return replace(record, prompts=prompts)
 
 
 def test_turns_of_a_question_are_held_out_together() -> None:
@@ -275,7 +275,7 @@ def repeating(record: Record) -> Record:
     for prompt in range(len(record.prompts)):
         places = record.places(prompt)
         answers[places.start : places.stop] = np.resize([7, 8, 9], len(places))
-    return Record(**{**vars(record), "answers": answers})
+    return replace(record, answers=answers)
 
 
 def test_drafts_from_text_already_seen_are_chosen_where_texts_repeat() -> None:
