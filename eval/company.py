@@ -28,8 +28,8 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.runtime import Asked
-from selfspec.eval.company import Listening
-from selfspec.eval.suites import load_suite, spread
+from selfspec.eval.results import load_suite, spread
+from selfspec.eval.scripted import Listening
 
 
 class Hashing:

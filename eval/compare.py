@@ -35,16 +35,12 @@ from selfspec.api.speculator import Speculator
 from selfspec.cli.base import bar
 from selfspec.decoding.measure import measure
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.eval import results
-from selfspec.eval.answers import Answer
-from selfspec.eval.contenders import Contender, described, swept
-from selfspec.eval.metrics import SpeedUp, speed_up
-from selfspec.eval.options import BenchOptions
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite, spread
-from selfspec.eval.summary import seconds_by_prompt, summarise
-from selfspec.eval.sweeps import Moved
-from selfspec.eval.trace import record
-from selfspec.eval.trace_options import RecordOptions, TuneOptions
+from selfspec.eval import report
+from selfspec.eval.methods import Contender, Moved, described, swept
+from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
+from selfspec.eval.record import record
+from selfspec.eval.report import seconds_by_prompt, summarise
+from selfspec.eval.results import SIX_TASKS, Answer, Question, SpeedUp, load_suite, speed_up, spread
 from selfspec.eval.tune import Tuned, tune
 from selfspec.files import write
 from selfspec.options.text import word
@@ -82,7 +78,7 @@ def settings(
         gain = speed_up(*seconds_by_prompt(answers, first, way.label))
         interval = f"{gain.ratio:.3f} ({gain.low:.3f} to {gain.high:.3f})"
         rows.append([way.label, interval, f"{gain.worst:.2f}"])
-    text = results.write(output, summary)
+    text = report.write_results(output, summary)
     text += f"\n## Over {first}\n\n{lab.table(('setting', 'ratio', 'worst prompt'), rows)}"
     write(output / "table.md", text)
     print(text, end="")

@@ -18,9 +18,9 @@ from typing import Any
 from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
-from selfspec.eval.compare import Bits
-from selfspec.eval.decoding import decode_recorded, greedy_request
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite
+from selfspec.eval.results import SIX_TASKS, Question, load_suite
+from selfspec.eval.scripted import decode_recorded, greedy_request
+from selfspec.eval.verify import Bits
 
 
 def main(

@@ -29,7 +29,7 @@ from eval.lab import run
 from selfspec import files
 from selfspec.api.speculator import wrap
 from selfspec.errors import SelfspecError
-from selfspec.eval.quality import first_divergence
+from selfspec.eval.results import first_divergence
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv_store import Lease
 from selfspec.model.rows import Rows

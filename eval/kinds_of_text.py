@@ -22,7 +22,7 @@ import typer
 
 import selfspec
 from eval import lab
-from selfspec.eval.suites import load_suite
+from selfspec.eval.results import load_suite
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.training.features import Features, FeatureSpec, StreamSource

@@ -18,13 +18,11 @@ import selfspec
 from selfspec.cli.base import bar
 from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
-from selfspec.eval import results
-from selfspec.eval.answers import ANSWERS, Answer, failures
+from selfspec.eval import report
 from selfspec.eval.bench import Bench
-from selfspec.eval.contenders import Contender
-from selfspec.eval.metrics import ratio_interval
+from selfspec.eval.methods import Contender
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.suites import Question
+from selfspec.eval.results import ANSWERS, Answer, Question, failures, ratio_interval
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.hub.models import load_model
@@ -168,7 +166,7 @@ def benched(
         "options": speculator.options.described(),
         "machine": machine(),
     }
-    results.begin(output, json.loads(json.dumps(about)), resume=True)
+    report.begin_results(output, json.loads(json.dumps(about)), resume=True)
     with bar("bench", "questions") as show:
         runner = Bench(speculator=speculator, options=options)
         answers = runner.measure(questions, contenders, output / ANSWERS, show)

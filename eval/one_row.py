@@ -21,10 +21,9 @@ from eval import lab
 from eval.draft_invariance import finish
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.probe import PassShape, any_split
-from selfspec.eval.compare import Bits
-from selfspec.eval.decoding import greedy_request
-from selfspec.eval.one_result import WAYS, logits
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite
+from selfspec.eval.results import SIX_TASKS, Question, load_suite
+from selfspec.eval.scripted import greedy_request
+from selfspec.eval.verify import WAYS, Bits, logits_of
 
 
 def main(
@@ -65,9 +64,9 @@ def compare(
     prompt = greedy_request(speculator, question.turns[0], new_tokens).only().ids[0]
     answer = speculator.generate(prompt[None], max_new_tokens=new_tokens, speculate=False)
     ids = torch.cat([prompt, torch.tensor(answer.token_ids, dtype=prompt.dtype)])[:most_tokens]
-    expected = logits(speculator.backbone, ids)
+    expected = logits_of(speculator.backbone, ids)
     for name, way in WAYS.items():
-        bits = logits(speculator.backbone, ids, way)
+        bits = logits_of(speculator.backbone, ids, way)
         found[name].compare(f"{question.id}, {name}", bits, expected)
     return hashlib.sha256(expected.numpy().tobytes()).hexdigest()
 

@@ -45,7 +45,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.text import TextDecoder, encode
 from selfspec.cli.main import main as selfspec
 from selfspec.errors import InvalidOption
-from selfspec.eval.arrivals import Arrivals
+from selfspec.eval.bench import Arrivals
 from selfspec.eval.methods import METHODS
 from selfspec.files import write
 from selfspec.model.quantised import keep_numbers

@@ -22,8 +22,7 @@ import typer
 from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.stats import GenerationStats
-from selfspec.eval.metrics import ratio_interval
-from selfspec.eval.suites import SIX_TASKS, load_suite
+from selfspec.eval.results import SIX_TASKS, load_suite, ratio_interval
 
 
 def thing(**fields: Any) -> dict[str, Any]:

@@ -51,8 +51,8 @@ import typer
 from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
-from selfspec.eval.loads import Load
-from selfspec.eval.suites import SIX_TASKS, load_suite
+from selfspec.eval.concurrency import Load
+from selfspec.eval.results import SIX_TASKS, load_suite
 from selfspec.hub.models import DEFAULT_HEADS, resolve_model
 
 app = typer.Typer(pretty_exceptions_enable=False)

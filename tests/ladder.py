@@ -40,9 +40,14 @@ from selfspec.decoding.probe import PassShape
 from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch
-from selfspec.eval.decoding import Recorder
-from selfspec.eval.reference import block_logits, hugging_face
-from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
+from selfspec.eval.scripted import (
+    MixedDrafter,
+    OracleDrafter,
+    RandomDrafter,
+    Recorder,
+    WrongDrafter,
+)
+from selfspec.eval.verify import block_logits, hugging_face
 from selfspec.heads.attending import AttendingConfig, AttendingHeads, unfilled
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.heads.judge import ExitJudge

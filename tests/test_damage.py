@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from selfspec.errors import SelfspecError
-from selfspec.eval import answers, results
+from selfspec.eval import report, results
 from selfspec.eval.record import Record
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub import models as hub
@@ -115,18 +115,18 @@ def make_talk_lines(folder: Path, _: Backbone) -> None:
 
 
 def make_run(folder: Path, _: Backbone) -> None:
-    results.begin(folder, {"run": {"seed": 0}}, resume=False)
-    run = answers.Run(seconds=1.0, arrivals=[(1, 0.5)])
-    answers.append(
-        folder / answers.ANSWERS,
-        answers.Answer(id="a", task="b", turn=1, repeat=1, runs={"plain": run}),
+    report.begin_results(folder, {"run": {"seed": 0}}, resume=False)
+    run = results.Run(seconds=1.0, arrivals=[(1, 0.5)])
+    results.append(
+        folder / results.ANSWERS,
+        results.Answer(id="a", task="b", turn=1, repeat=1, runs={"plain": run}),
     )
-    (folder / results.SUMMARY).write_text('{"methods": {"plain": {"seconds": 1.0}}}')
+    (folder / report.SUMMARY).write_text('{"methods": {"plain": {"seconds": 1.0}}}')
 
 
 def read_run(folder: Path, _: Backbone) -> None:
-    results.read(folder)
-    answers.read(folder / answers.ANSWERS)
+    report.read_results(folder)
+    results.read(folder / results.ANSWERS)
 
 
 def begin_data(folder: Path, _: Backbone) -> None:

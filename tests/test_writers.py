@@ -21,8 +21,8 @@ from selfspec import files
 from selfspec.cli.chat import Chat
 from selfspec.cli.generate import Run
 from selfspec.errors import CannotWrite
-from selfspec.eval import results
-from selfspec.eval.answers import ANSWERS
+from selfspec.eval import report
+from selfspec.eval.results import ANSWERS
 from selfspec.heads import known
 from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
@@ -76,7 +76,9 @@ WRITERS: dict[str, Callable[[Path, Backbone], object]] = {
     "a conversation": save_conversation,
     "a trace": lambda folder, _: long_trace(ABC).save(folder / "it.jsonl"),
     "a card": lambda folder, _: picture.save_card(long_trace(ABC), folder / "it.png"),
-    "a run of bench": lambda folder, _: results.begin(folder, {"run": {"seed": 0}}, resume=False),
+    "a run of bench": lambda folder, _: report.begin_results(
+        folder, {"run": {"seed": 0}}, resume=False
+    ),
 }
 
 
@@ -243,7 +245,7 @@ def test_words_about_selfspec_are_no_mark(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alias", ["itself", "another way", "link", "second name", "of several"])
 def test_a_command_does_not_write_over_what_it_reads(alias: str, tmp_path: Path) -> None:
-    path = tmp_path / results.RUN
+    path = tmp_path / report.RUN
     path.write_text("# written by selfspec bench\n")
     names: dict[str, object] = {
         "itself": path,
@@ -257,7 +259,7 @@ def test_a_command_does_not_write_over_what_it_reads(alias: str, tmp_path: Path)
     reads = [None, 3, "x" * 9000, "zero\0byte", "~nobody-here/x", names[alias]]
     for check in (
         lambda: files.check_file(path, overwrite=True, reads=reads),
-        lambda: results.check_free(tmp_path, overwrite=True, resume=False, reads=reads),
+        lambda: report.check_results(tmp_path, overwrite=True, resume=False, reads=reads),
     ):
         with pytest.raises(CannotWrite, match="is read by the same command"):
             check()

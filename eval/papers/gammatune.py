@@ -23,10 +23,9 @@ import typer
 
 from eval import lab
 from eval.papers.shared import Panel, first_turns, load, save
-from selfspec.eval.answers import Answer
-from selfspec.eval.contenders import Contender
+from selfspec.eval.methods import Contender
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.suites import SIX_TASKS
+from selfspec.eval.results import SIX_TASKS, Answer
 
 NOTE = """\
 # GammaTune's sweep of initial lengths

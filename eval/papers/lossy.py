@@ -28,15 +28,20 @@ from eval.papers.shared import DraftModel, Panel, first_turns, load, save, value
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.errors import InvalidOption
-from selfspec.eval import results
-from selfspec.eval.answers import Answer
-from selfspec.eval.contenders import Contender, described
+from selfspec.eval import report
+from selfspec.eval.methods import Contender, described
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.quality import check_packages, expected_number, final_number
-from selfspec.eval.reference import block_logits
-from selfspec.eval.suites import OVERALL, SIX_TASKS, Question
-from selfspec.eval.summary import ALL, summarise
-from selfspec.eval.tables import Table, markdown
+from selfspec.eval.report import ALL, Table, markdown, summarise
+from selfspec.eval.results import (
+    OVERALL,
+    SIX_TASKS,
+    Answer,
+    Question,
+    check_packages,
+    expected_number,
+    final_number,
+)
+from selfspec.eval.verify import block_logits
 from selfspec.files import write
 from selfspec.options.rules import READINGS
 
@@ -76,7 +81,7 @@ def measured(
 
 def finish(output: Path, summary: Summary, more: Sequence[Table] = ()) -> None:
     """Tables of a bench, then those of an experiment."""
-    text = "\n".join([results.write(output, summary), *map(markdown, more)])
+    text = "\n".join([report.write_results(output, summary), *map(markdown, more)])
     write(output / "table.md", text)
     print(text)
 

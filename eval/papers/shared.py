@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 import selfspec
 from selfspec import files
-from selfspec.eval.suites import Question, load_suite, spread
+from selfspec.eval.results import Question, load_suite, spread
 
 DraftModel = Annotated[Path | None, typer.Option(help="Folder of a smaller model.")]
 Values = Annotated[str, typer.Option(help="X[,X..].")]

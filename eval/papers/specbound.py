@@ -36,8 +36,8 @@ from eval.papers.shared import Panel, Values, save, values
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, UnsupportedModel
-from selfspec.eval.decoding import decode, greedy_request
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite
+from selfspec.eval.results import SIX_TASKS, Question, load_suite
+from selfspec.eval.scripted import decode, greedy_request
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.types import DraftVocabulary, LogitLensHead

@@ -30,11 +30,9 @@ from selfspec.cli.base import (
 )
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS, SpeculationOptions
 from selfspec.errors import InvalidOption, ModelNotFound
-from selfspec.eval.methods import METHODS
-from selfspec.eval.options import BenchOptions
-from selfspec.eval.suites import SIX_TASKS, Question, load_suite, spread
-from selfspec.eval.sweeps import moved
-from selfspec.eval.trace_options import RecordOptions, TuneOptions
+from selfspec.eval.methods import METHODS, moved
+from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
+from selfspec.eval.results import SIX_TASKS, Question, load_suite, spread
 from selfspec.hub import models as hub
 from selfspec.typed import check_keys
 
@@ -44,11 +42,11 @@ if TYPE_CHECKING:
     from selfspec.decoding.prices import Costs
     from selfspec.decoding.speed import StepSpeed
     from selfspec.eval.bench import Bench
-    from selfspec.eval.contenders import Contender
-    from selfspec.eval.loads import Load
-    from selfspec.eval.lossless import Rung, Subject
+    from selfspec.eval.concurrency import Load
+    from selfspec.eval.methods import Contender
     from selfspec.eval.record import Record
     from selfspec.eval.tune import Tuned
+    from selfspec.eval.verify import Rung, Subject
     from selfspec.visualise.layers import LayerTrace
 
 SUITE = (
@@ -281,7 +279,7 @@ def _keep_record(prompt: str | None, asked: Asked, *, as_json: bool) -> None:
 
 
 def _recorded(speculator: Speculator, questions: list[Question], options: RecordOptions) -> Record:
-    from selfspec.eval.trace import record
+    from selfspec.eval.record import record
 
     with base.bar("record", "questions") as show:
         return record(speculator, questions, options, show)
@@ -398,11 +396,11 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     names = asked.get("methods", _METHODS)
     check_keys(names, METHODS, "method")
     sweep = [move for text in asked.get("sweep", []) for move in moved(text)]
-    from selfspec.eval import results
-    from selfspec.eval.quality import check_packages
+    from selfspec.eval import report
+    from selfspec.eval.results import check_packages
 
     resume = asked.get("resume", False)
-    folder = results.check_free(
+    folder = report.check_results(
         asked["output"],
         overwrite=asked.get("overwrite", False),
         resume=resume,
@@ -413,7 +411,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
         load_suite(options.tune_on)  # before the work, and where no method has a grid too
     speculator = base.load(asked)
     from selfspec.eval import bench as measuring
-    from selfspec.eval.contenders import candidates, swept
+    from selfspec.eval.methods import candidates, swept
     from selfspec.model.quantised import keep_numbers
 
     keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
@@ -425,10 +423,12 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     tuning = any(len(entries) > 1 for entries in grid.values())
     questions = measuring.parted(suite, options, tuning=tuning)
     with files.locked(folder):
-        results.begin(folder, _run_record(asked, options, speculator, questions), resume=resume)
+        report.begin_results(
+            folder, _run_record(asked, options, speculator, questions), resume=resume
+        )
         runner = measuring.Bench(speculator=speculator, options=options)
         summary = _measured(runner, grid, moves, questions, folder)
-        text = results.write(folder, summary)
+        text = report.write_results(folder, summary)
     base.emit(json.dumps(summary) + "\n" if as_json else text)
     for line in summary["failures"]:
         base.note(f"failed: {line}")
@@ -448,10 +448,10 @@ def _measured(
     folder: Path,
 ) -> dict[str, Any]:
     """Choose settings, measure, sum up."""
-    from selfspec.eval.answers import ANSWERS, TUNING
     from selfspec.eval.bench import chosen
-    from selfspec.eval.contenders import described
-    from selfspec.eval.summary import summarise
+    from selfspec.eval.methods import described
+    from selfspec.eval.report import summarise
+    from selfspec.eval.results import ANSWERS, TUNING
 
     reported, others = questions
     tuning = []
@@ -518,7 +518,7 @@ def _concurrency(asked: Asked, options: BenchOptions) -> str:
         files.check_file(path, overwrite=overwrite, reads=base.inputs(asked))
     prompts = [question.turns[0] for question in spread(_suite(options), options.limit)]
     from selfspec.eval import concurrency
-    from selfspec.eval.loads import table
+    from selfspec.eval.concurrency import table
     from selfspec.model.quantised import keep_numbers
 
     names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))
@@ -578,10 +578,9 @@ def report(
 ) -> None:
     """Gather measured runs into one report. Writes one page and one Markdown file."""
     from selfspec.eval import report as reporting
-    from selfspec.eval import results
 
     place = reporting.check_free(output, len(folders), overwrite=overwrite)
-    runs = [results.read(folder) for folder in folders]
+    runs = [reporting.read_results(folder) for folder in folders]
     with files.locked(place):
         pages = reporting.write(runs, place)
     base.emit("".join(f"{page}\n" for page in pages))
@@ -609,7 +608,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     Greedy decoding only, of six prompts unless --limit says otherwise; that samples keep their
     distribution is proved in the test suite.
     """
-    from selfspec.eval import lossless
+    from selfspec.eval import verify as ladder
     from selfspec.model.quantised import keep_numbers
 
     questions = suite_of(asked, _PROMPTS)
@@ -617,14 +616,14 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     keep_numbers(speculator.model)  # it is compared with, and copied
     new_tokens = asked.get("max_new_tokens", _NEW_TOKENS)
     rungs = _climbed(
-        lossless.Subject(
+        ladder.Subject(
             speculator=speculator,
-            cases=lossless.cases_of(speculator, questions, new_tokens),
+            cases=ladder.cases_of(speculator, questions, new_tokens),
             skip_float64=asked.get("skip_float64", False),
             max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
         )
     )
-    words = lossless.verdict(list(rungs.values()))
+    words = ladder.verdict(list(rungs.values()))
     passed = all(rung.outcome != "failed" for rung in rungs.values())
     if as_json:
         described = {
@@ -647,7 +646,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
 
 def _climbed(subject: Subject) -> dict[str, Rung]:
     """All rungs by claim, with a bar while they are climbed."""
-    from selfspec.eval.lossless import RUNGS, climb
+    from selfspec.eval.verify import RUNGS, climb
 
     rungs: dict[str, Rung] = {}
     each, done = len(subject.cases), 0

@@ -371,7 +371,7 @@ def _source(
 
 def _excluded_ngrams(asked: Asked) -> set[int]:
     """N-grams of the built-in suite and of the files of --exclude."""
-    from selfspec.eval.suites import load_suite
+    from selfspec.eval.results import load_suite
     from selfspec.training.selfgen import ngrams
     from selfspec.training.text import Reader, texts_of
 

@@ -7,30 +7,43 @@ turn's prompt holds plain decoding's first answer, for every method. Called by `
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from selfspec.api.speculator import Speculator
 from selfspec.api.stream import Generation
 from selfspec.api.text import Prompt, encode
+from selfspec.decoding.stats import GenerationStats
 from selfspec.errors import InvalidOption, SelfspecError, first_line
-from selfspec.eval.answers import Answer, Run, append, drop_unfinished, read
-from selfspec.eval.arrivals import Arrivals, arrivals, counts
-from selfspec.eval.contenders import Contender
-from selfspec.eval.memory import Memory, peak_of
-from selfspec.eval.methods import endless
-from selfspec.eval.metrics import repeated_share
+from selfspec.eval.methods import Contender, Written, endless, unchanged
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.suites import Question, load_suite, spread
-from selfspec.eval.texts import Texts
+from selfspec.eval.results import (
+    Answer,
+    Question,
+    Run,
+    Text,
+    append,
+    drop_unfinished,
+    load_suite,
+    quality,
+    read,
+    repeated_share,
+    spread,
+)
+from selfspec.eval.verify import log_likelihood
 
 Advance = Callable[[int, int, str], None]
 """Questions done, of how many, and words."""
@@ -62,7 +75,8 @@ class Bench:
         drop_unfinished(path)
         found = {answer.key: answer for answer in read(path)}
         if any(not self._finished(question, found) for question in questions):
-            self._warm_up(contenders)
+            for contender in contenders:  # kernels and caches are warm then
+                self.run(contender, self._ids(_WARM_UP), [0] * _WARM_UP_TOKENS)
         for number, question in enumerate(questions):
             advance(number, len(questions), question.id)
             if not self._finished(question, found):
@@ -80,19 +94,21 @@ class Bench:
     ) -> Iterator[Answer]:
         """All turns, each as often as asked for, that are not `known`."""
         messages: list[dict[str, str]] = []
+        most = self.options.max_new_tokens
         for turn, text in enumerate(question.turns, start=1):
             messages.append({"role": "user", "content": text})
-            empty = Answer(id=question.id, task=question.task, turn=turn, repeat=1)
-            prompt: Prompt = messages if turn > 1 else text
+            answer = Answer(id=question.id, task=question.task, turn=turn, repeat=1)
             try:
-                ids = encode(self.speculator.tokenizer, prompt).to(self.speculator.backbone.device)
-                plain = self._plain(ids)
+                ids = self._ids(messages if turn > 1 else text)
+                plain = self.speculator.generate(
+                    ids, max_new_tokens=most, do_sample=False, speculate=False
+                )
             except SelfspecError as error:
-                yield replace(empty, error=first_line(error))
+                yield replace(answer, error=first_line(error))
                 return
             for repeat in range(1, self.options.repeats + 1):
                 answer = replace(
-                    empty,
+                    answer,
                     repeat=repeat,
                     prompt_tokens=ids.shape[1],
                     new_tokens=len(plain.token_ids),
@@ -101,8 +117,10 @@ class Bench:
                 )
                 if answer.key in known:
                     continue
+                order = list(contenders)
+                random.Random(f"{self.options.seed} {answer.key}").shuffle(order)
                 start = self.now()
-                runs = self._runs(answer, ids, plain, contenders)
+                runs = {entry.label: self.run(entry, ids, plain.token_ids) for entry in order}
                 outside = self.now() - start - sum(run.seconds for run in runs.values())
                 if repeat == 1:
                     last = turn == len(question.turns)
@@ -110,14 +128,6 @@ class Bench:
                     runs |= self._judged(runs, contenders, ids, plain, reference)
                 yield replace(answer, runs=runs, outside_s=outside)
             messages.append({"role": "assistant", "content": plain.text})
-
-    def _runs(
-        self, answer: Answer, ids: Tensor, plain: Generation, contenders: Sequence[Contender]
-    ) -> dict[str, Run]:
-        """Every contender once, in an order that depends on the seed and the answer alone."""
-        order = list(contenders)
-        random.Random(f"{self.options.seed} {answer.key}").shuffle(order)
-        return {entry.label: self.run(entry, ids, plain.token_ids) for entry in order}
 
     def run(self, contender: Contender, ids: Tensor, expected: list[int]) -> Run:
         """One answer behind ids [1, P], as long as the `expected` tokens; or why there is none."""
@@ -135,7 +145,7 @@ class Bench:
             seconds=seconds,
             arrivals=arrivals(streamer.heard, start, written),
             equal=written.token_ids == expected,
-            counts=counts(written.stats) if written.stats else {},
+            counts=_counts(written.stats) if written.stats else {},
         )
 
     def _judged(
@@ -146,14 +156,25 @@ class Bench:
         plain: Generation,
         reference: str | None,
     ) -> dict[str, Run]:
-        """Those runs whose text is to be looked at, with its quality. Nothing here is timed."""
-        texts = Texts(self.speculator, ids, self.options.max_new_tokens, plain, reference)
-        found = {}
+        """Those runs whose text is to be looked at, with its quality. Nothing here is timed.
+
+        Timed answers are as long as plain decoding's, so their text is cut off or runs on behind an
+        end token: what is judged is written once more, up to its own end.
+        """
+        speculator, found = self.speculator, {}
+        # cached: plain decoding's answer is asked about once for each method
+        nats = cache(lambda tokens: log_likelihood(speculator.model, ids, tokens))
+        beside = Text(plain.token_ids, plain.text)
         for entry in contenders:
             run = runs[entry.label]
             if run.error is None and (entry.own_text or self.options.quality):
                 try:
-                    found[entry.label] = replace(run, quality=texts.quality_of(entry))
+                    with unchanged(speculator):
+                        most = self.options.max_new_tokens
+                        tokens = entry.decode(speculator, ids, most).token_ids
+                    text = Text(tokens, self._words(tokens))
+                    looked = quality(text, beside, reference, lambda some: nats(tuple(some)))
+                    found[entry.label] = replace(run, quality=looked)
                 except Exception as error:  # noqa: BLE001  # as in `run`
                     found[entry.label] = _failed(error)
         return found
@@ -174,8 +195,7 @@ class Bench:
             return None
         longest = max(first, key=lambda answer: answer.prompt_tokens)
         (text,) = (question.turns[0] for question in questions if question.id == longest.id)
-        device = self.speculator.backbone.device
-        ids = encode(self.speculator.tokenizer, text).to(device)
+        ids = self._ids(text)
         found = {entry.label: self._peak(entry, ids, longest.new_tokens) for entry in contenders}
         measured = {label: memory for label, memory in found.items() if memory is not None}
         if not measured:
@@ -183,7 +203,7 @@ class Bench:
         return {
             "prompt_tokens": longest.prompt_tokens,
             "new_tokens": longest.new_tokens,
-            "device": device.type,
+            "device": ids.device.type,
             "before_bytes": max(memory.before for memory in measured.values()),
             "growth_bytes": {label: memory.growth for label, memory in measured.items()},
         }
@@ -191,22 +211,18 @@ class Bench:
     def _peak(self, contender: Contender, ids: Tensor, count: int) -> Memory | None:
         """None also where the method fails."""
         runs: list[Run] = []
-        work = partial(self.run, contender, ids, [0] * count)
-        memory = peak_of(lambda: runs.append(work()), ids.device)
+        memory = peak_of(lambda: runs.append(self.run(contender, ids, [0] * count)), ids.device)
         return None if any(run.error for run in runs) else memory
 
-    def _plain(self, ids: Tensor) -> Generation:
-        """What all methods should write: up to the end token, or to the limit."""
-        return self.speculator.generate(
-            ids, max_new_tokens=self.options.max_new_tokens, do_sample=False, speculate=False
-        )
+    def _ids(self, prompt: Prompt) -> Tensor:
+        return encode(self.speculator.tokenizer, prompt).to(self.speculator.backbone.device)
 
-    def _warm_up(self, contenders: Sequence[Contender]) -> None:
-        """Kernels and caches warm, for each method; nothing of it is kept."""
-        ids = encode(self.speculator.tokenizer, _WARM_UP).to(self.speculator.backbone.device)
-        expected = [0] * _WARM_UP_TOKENS
-        for contender in contenders:
-            self.run(contender, ids, expected)
+    def _words(self, token_ids: Sequence[int]) -> str:
+        """As Generation.text has them."""
+        tokenizer = self.speculator.tokenizer
+        if tokenizer is None:
+            return ""
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _finished(self, question: Question, found: Mapping[tuple[str, int, int], Answer]) -> bool:
         """Whether all turns are there, or the reason why they are not."""
@@ -219,6 +235,9 @@ class Bench:
 
 def _failed(error: Exception) -> Run:
     return Run(error=f"{type(error).__name__}: {first_line(error)}")
+
+
+# --- choosing settings and questions --------------------------------------------------------------
 
 
 def chosen(
@@ -258,3 +277,96 @@ def parted(
             "fewer --tune-questions"
         )
     return spread(rest, options.limit), others
+
+
+# --- what is heard of a method --------------------------------------------------------------------
+
+
+class Arrivals(BaseStreamer):
+    """When tokens came."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.heard: list[tuple[int, float]] = []
+        """Tokens that came together, and when."""
+        self._now = now
+        self._prompt_came = False
+
+    def put(self, value: Tensor) -> None:
+        """Hugging Face gives the prompt first, then tokens."""
+        if self._prompt_came:
+            self.heard.append((value.numel(), self._now()))
+        self._prompt_came = True
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def arrivals(
+    heard: Sequence[tuple[int, float]], start: float, written: Written
+) -> list[tuple[int, float]]:
+    """Tokens by the pass that gave them, with the seconds since the pass before.
+
+    Our runtime hands a round's tokens over one by one, so they are put together again.
+    """
+    if written.rounds:
+        sizes = [len(entry.tokens) for entry in written.rounds]
+        ends = itertools.accumulate(sizes)
+        heard = [(size, heard[end - 1][1]) for size, end in zip(sizes, ends, strict=True)]
+    times = [start, *(when for _, when in heard)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    return [(count, gap) for (count, _), gap in zip(heard, gaps, strict=True)]
+
+
+def _counts(stats: GenerationStats) -> dict[str, dict[str, float]]:
+    """What acceptance and the parts of a round are computed from."""
+    kinds = [f"{word}_by_{kind}" for kind in ("layer", "index") for word in ("drafted", "accepted")]
+    found = {name: getattr(stats, name) for name in ("seconds", *kinds)}
+    return {name: {str(key): n for key, n in count.items()} for name, count in found.items()}
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_SET_BACK = "5"
+"""What makes the kernel forget the highest resident size: proc(5)."""
+
+
+class Memory(NamedTuple):
+    """In bytes."""
+
+    before: int
+    """Held when the work began: weights, all copies of them, libraries."""
+    growth: int
+    """At the peak, beyond `before`."""
+
+
+def peak_of(work: Callable[[], object], device: torch.device) -> Memory | None:
+    """Run `work` and say what it needed; None where that cannot be measured.
+
+    On a CUDA device the allocator's own count, exact. On Linux the kernel's: it keeps the highest
+    resident size, which is set back first; its counters may lag by some pages.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return Memory(before, torch.cuda.max_memory_allocated(device) - before)
+    with suppress(OSError, AttributeError):  # glibc has it, other C libraries do not
+        # freed memory is given back, or what ran before would leave room that nothing counts
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        _RESET.write_text(_SET_BACK, encoding="ascii")
+        before = resident("VmRSS")
+        work()
+        return Memory(before, max(resident("VmHWM") - before, 0))
+    except (OSError, LookupError):
+        return None
+
+
+def resident(name: str) -> int:
+    """VmRSS (now) or VmHWM (highest), in bytes. Raises OSError or LookupError without Linux."""
+    lines = _STATUS.read_text(encoding="ascii").splitlines()
+    return 1024 * int(dict(line.split(":", 1) for line in lines if line)[name].split()[0])

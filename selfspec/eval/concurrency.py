@@ -1,7 +1,7 @@
 """Many answers at once: tokens per second by how many are written together, and how long one waits.
 
-Comes in: a speculator and questions. Goes out: figures by method and number of texts. Methods take
-turns at each number. Called by `selfspec bench --concurrency`.
+Comes in: a speculator and questions. Goes out: figures by method and number of texts, and tables of
+them. Methods take turns at each number. Called by `selfspec bench --concurrency`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -21,23 +22,64 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.engine import Engine, Running
-from selfspec.eval.loads import Load
 from selfspec.eval.methods import unchanged
+from selfspec.eval.results import ratio_interval
+
+
+@dataclass(kw_only=True)
+class Load:
+    """What a method did with all prompts, so many at once."""
+
+    method: str = ""
+    texts: int
+    repeat: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    steps_s: float = 0.0
+    """Of rounds in which as many texts as asked for are written and no prompt enters."""
+    steps_tokens: int = 0
+    first_s: list[float] = field(default_factory=list)
+    """From a prompt's arrival to its first token; where that can be seen."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Between rounds of a text."""
+    same: int = 0
+    """Answers that are those of plain decoding alone."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """With prompts."""
+        return self.tokens / self.seconds
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Behind the prompts, all places taken."""
+        return self.steps_tokens / self.steps_s if self.steps_tokens else None
+
+    def summary(self) -> dict[str, Any]:
+        """For a file: figures, without the lists."""
+        return asdict(self) | {
+            "tokens_per_s": self.tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "first_s": _middle_and_tail(self.first_s),
+            "gaps_s": _middle_and_tail(self.gaps_s),
+        }
+
 
 PATIENCE = 1.25
 """Rounds that a prompt may delay others by, where waiting is measured."""
 
 
-Write = Callable[[Speculator, Sequence[Tensor], int, int], tuple[Load, list[list[int]]]]
+Wrote = tuple[Load, list[list[int]]]
+"""Figures, and the tokens of all answers."""
+
+Write = Callable[[Speculator, Sequence[Tensor], int, int], Wrote]
 """Answers to prompts [1, P] of so many tokens, so many texts at once."""
 
 
 def ours(**settings: Any) -> Write:
     """On our engine; all prompts are there from the start."""
 
-    def write(
-        speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int
-    ) -> tuple[Load, list[list[int]]]:
+    def write(speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int) -> Wrote:
         load = Load(texts=texts)
         engine, start = speculator.engine(most=texts), time.perf_counter()
         running = [_added(engine, speculator, ids, count, settings) for ids in prompts]
@@ -89,7 +131,7 @@ class _Times(LogitsProcessor):
 
 def padded_batch(
     speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int
-) -> tuple[Load, list[list[int]]]:
+) -> Wrote:
     """Transformers' `generate`: batches of `texts` prompts, padded on the left."""
     load, answers, start = Load(texts=texts), list[list[int]](), time.perf_counter()
     model: Any = speculator.model
@@ -119,15 +161,16 @@ def padded_batch(
     return load, answers
 
 
-def continuous(
-    speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int
-) -> tuple[Load, list[list[int]]]:
+def continuous(speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int) -> Wrote:
     """Transformers' continuous batching: `generate_batch`, so many prompts at a time."""
     load, answers, start = Load(texts=texts), list[list[int]](), time.perf_counter()
     model: Any = speculator.model
     ends = _ends(model)
     config = GenerationConfig(
-        max_new_tokens=count, do_sample=False, eos_token_id=sorted(ends), pad_token_id=min(ends)
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=sorted(ends),
+        pad_token_id=min(ends),
     )
     for first in range(0, len(prompts), texts):
         group = [ids[0].tolist() for ids in prompts[first : first + texts]]
@@ -169,7 +212,11 @@ def measured(
             random.Random(f"{seed} {repeat} {count}").shuffle(order)
             for name in order:
                 load, answers = METHODS[name](speculator, ids, new_tokens, count)
-                load.method, load.repeat, load.tokens = name, repeat, sum(map(len, answers))
+                load.method, load.repeat, load.tokens = (
+                    name,
+                    repeat,
+                    sum(map(len, answers)),
+                )
                 load.same = sum(a == b for a, b in zip(answers, expected, strict=True))
                 yield load
 
@@ -220,3 +267,69 @@ def _ends(model: Any) -> set[int]:
 def _through_end(tokens: list[int], ends: set[int]) -> list[int]:
     place = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: place + 1]
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+_PARTS: dict[str, Callable[[Sequence[Load]], str]] = {
+    "tokens/s, prompts included": lambda some: _middle([one.tokens_per_s for one in some]),
+    "tokens/s behind the prompts": lambda some: _middle([one.decode_tokens_per_s for one in some]),
+    "first token, s: p50 / p95": lambda some: _pair([one.first_s for one in some]),
+    "between rounds, s: p50 / p95": lambda some: _pair([one.gaps_s for one in some]),
+    "answers as alone, at least": lambda some: str(min((one.same for one in some), default="")),
+}
+
+
+def table(loads: Sequence[Load]) -> str:
+    """Markdown: tokens per second by method and number of texts, then waiting; medians."""
+    counts = sorted({load.texts for load in loads})
+    names = list(dict.fromkeys(load.method for load in loads))
+
+    def part(title: str, cell: Callable[[str, int], str], names: Sequence[str] = names) -> str:
+        lines = [[title, *map(str, counts)], ["---", *["---:"] * len(counts)]]
+        lines += [[name, *(cell(name, count) for count in counts)] for name in names]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def shown(show: Callable[[Sequence[Load]], str]) -> Callable[[str, int], str]:
+        return lambda name, count: show(
+            [load for load in loads if (load.method, load.texts) == (name, count)]
+        )
+
+    parts = [part(title, shown(show)) for title, show in _PARTS.items()]
+    if any(load.repeat for load in loads):
+        title = "tokens/s behind the prompts, against plain (95 % interval)"
+        against = partial(_against_plain, loads)
+        others = [name for name in names if any(against(name, count) for count in counts)]
+        parts.append(part(title, against, others))
+    return "\n".join(parts)
+
+
+def _against_plain(loads: Sequence[Load], name: str, count: int) -> str:
+    """A method and plain decoding, paired by repeat."""
+    here = sorted((load for load in loads if load.texts == count), key=lambda load: load.repeat)
+    plain, other = (
+        [1 / rate for load in here if load.method == one and (rate := load.decode_tokens_per_s)]
+        for one in ("plain", name)
+    )
+    if name == "plain" or not plain or len(plain) != len(other):
+        return ""
+    low, high = ratio_interval(plain, other)
+    return f"{sum(plain) / sum(other):.2f} ({low:.2f} to {high:.2f})"
+
+
+def _middle_and_tail(seconds: Sequence[float]) -> tuple[float, float] | None:
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+
+
+def _middle(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.0f}" if known else ""
+
+
+def _pair(seconds: Sequence[Sequence[float]]) -> str:
+    found = _middle_and_tail(list(chain.from_iterable(seconds)))
+    return "" if found is None else f"{found[0]:.3f} / {found[1]:.3f}"

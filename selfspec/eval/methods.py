@@ -1,7 +1,6 @@
-"""Ways to decode that are measured side by side.
+"""What `bench` measures side by side: methods, the settings to try of each, sweeps of an option.
 
-For each method: what it is, the settings to try, how it writes an answer. Called by `contenders`.
-To add a method is to add an entry to METHODS. Imports no torch.
+To add a method is to add an entry to METHODS. Imports no torch, so that `bench --help` is fast.
 """
 
 from __future__ import annotations
@@ -10,11 +9,19 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from selfspec.errors import HeadsNotFound
+from selfspec.config import OPTION_NAMES, SpeculationOptions
+from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.options.controllers import CONTROLLERS
+from selfspec.options.drafters import DRAFTERS
+from selfspec.options.parts import Part
+from selfspec.options.prices import Prices
+from selfspec.options.rules import ACCEPTANCE
 from selfspec.options.text import word
+from selfspec.options.values import typed
+from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,30 +29,17 @@ if TYPE_CHECKING:
 
     from selfspec.api.speculator import Speculator
     from selfspec.decoding.stats import GenerationStats, Round
+    from selfspec.heads.exit_heads import ExitHeads
 
 Setting = Mapping[str, Any]
 """Keywords: SpeculationOptions for our runtime, `generate`'s own for Hugging Face."""
 
-NO_BOUND = 64
-"""W_max where there is to be none: the largest, which no chain of confident drafts reaches."""
-
-EXIT: Setting = {"drafter": "exit", "never_slower": False}
-"""The paper's own, without our pauses: the defaults of heads, or what was tuned, may name another
-drafter."""
+Grid = Callable[["Speculator"], Sequence[Setting]]
+"""Settings from which the fastest is chosen, on other prompts than those reported. One: nothing to
+choose. None: here the method would be `speculation` itself."""
 
 
-def exits(**settings: Any) -> dict[str, Any]:
-    """EXIT with some settings of exit heads changed."""
-    said = ",".join(f"{name}={word(value)}" for name, value in settings.items())
-    return {**EXIT, "drafter": f"exit:{said}"}
-
-
-ALWAYS = 1e-9
-"""tau that every token reaches: no top-1 probability is smaller."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
+class Written(NamedTuple):
     """An answer, and what our runtime counted; Hugging Face counts nothing."""
 
     token_ids: list[int]
@@ -53,21 +47,9 @@ class Written:
     stats: GenerationStats | None = None
 
 
-Decode = Callable[["Speculator", "Tensor", int, Setting, "BaseStreamer"], Written]
+Decode = Callable[["Speculator", "Tensor", int, Setting, "BaseStreamer | None"], Written]
 """Writes so many tokens behind ids [1, P], greedily unless the setting says otherwise, or up to an
 end token where one ends answers; the streamer hears of each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One way to decode."""
-
-    source: str
-    """What it is, for readers of the results."""
-    decode: Decode
-    settings: Callable[[Speculator], Sequence[Setting]]
-    """The grid from which the fastest is chosen, on other prompts than those reported. One entry:
-    nothing to choose. Empty: here the method would be `speculation` itself."""
 
 
 @contextmanager
@@ -96,25 +78,18 @@ def endless(speculator: Speculator) -> Iterator[None]:
         yield
 
 
-# --- how an answer is written ---------------------------------------------------------------------
-
-
 def on_our_runtime(
-    speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: BaseStreamer
+    speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: BaseStreamer | None
 ) -> Written:
     """On our runtime, with some options changed."""
-    stream = speculator.stream(
-        ids,
-        max_new_tokens=count,
-        streamer=streamer,
-        **{"speculate": True, "do_sample": False, **setting},
-    )
+    options = {"speculate": True, "do_sample": False, "streamer": streamer, **setting}
+    stream = speculator.stream(ids, max_new_tokens=count, **options)
     answer = stream.drain()
-    return Written(token_ids=answer.token_ids, rounds=stream.rounds, stats=answer.stats)
+    return Written(answer.token_ids, stream.rounds, answer.stats)
 
 
 def _hugging_face(
-    speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: BaseStreamer
+    speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: BaseStreamer | None
 ) -> Written:
     """By transformers' own `generate` on the same model."""
     model: Any = speculator.model
@@ -126,33 +101,65 @@ def _hugging_face(
         streamer=streamer,
         **setting,
     )
-    return Written(token_ids=sequences[0, ids.shape[1] :].tolist())
+    return Written(sequences[0, ids.shape[1] :].tolist())
 
 
-# --- settings -------------------------------------------------------------------------------------
+# --- grids of settings ----------------------------------------------------------------------------
+
+NO_BOUND = 64
+"""W_max where there is to be none: the largest, which no chain of confident drafts reaches."""
+
+ALWAYS = 1e-9
+"""tau that every token reaches: no top-1 probability is smaller."""
+
+EXIT: Setting = {"drafter": "exit", "never_slower": False}
+"""The paper's own, without our pauses: the defaults of heads, or what was tuned, may name another
+drafter."""
+
+_PEER = {"max_depth": None, "anneal_strength": 0}
+"""None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
+stay."""
+
+_DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+"""Draws from the model's whole distribution: lenience says nothing about greedy drafts."""
 
 
-def _in_use(speculator: Speculator, setting: Setting) -> tuple[int, ...]:
-    """Exit layers in use. Raises InvalidOption for what the heads do not allow, HeadsNotFound."""
+def exits(**settings: Any) -> dict[str, Any]:
+    """EXIT with some settings of exit heads changed."""
+    said = ",".join(f"{name}={word(value)}" for name, value in settings.items())
+    return {**EXIT, "drafter": f"exit:{said}"}
+
+
+def _heads(speculator: Speculator) -> ExitHeads:
     if speculator.heads is None:
         raise HeadsNotFound("speculation needs exit heads. Give heads=...")
-    return speculator.heads.layers_in_use(speculator.options.updated(setting))
+    return speculator.heads
 
 
-def fitted_layers(speculator: Speculator) -> tuple[int, ...]:
-    """All exit layers that there are heads for. Raises HeadsNotFound."""
-    return _in_use(speculator, exits(layers=None, max_depth=None, threshold=ALWAYS))
+def _some_layers(speculator: Speculator) -> list[int]:
+    """Of those fitted: the shallowest, the middle and the deepest."""
+    layers = _heads(speculator).config.exit_layers
+    return sorted({layers[0], layers[len(layers) // 2], layers[-1]})
 
 
-def _speculation(speculator: Speculator) -> list[Setting]:
-    """SpecBound as the heads' own defaults, or the options given, have it."""
-    fitted_layers(speculator)
-    return [EXIT]
+def _only(**setting: Any) -> Grid:
+    """Nothing to choose: the fastest setting of a lossy rule would be the lossiest."""
+    return lambda _: [setting]
+
+
+def _with_heads(**setting: Any) -> Grid:
+    """The same, where exit heads draft."""
+
+    def settings(speculator: Speculator) -> list[Setting]:
+        _heads(speculator)
+        return [setting]
+
+    return settings
 
 
 def _no_annealing(speculator: Speculator) -> list[Setting]:
     """SpecBound without ACT's temperatures: alpha = 0; the thresholds stay."""
-    fitted_layers(speculator)
+    _heads(speculator)
     return [exits(anneal_strength=0)] if speculator.options.exit.anneal_strength else []
 
 
@@ -161,10 +168,10 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
 
     A layer without a threshold of its own gets that of the next shallower one that has one.
     """
-    fitted, used = fitted_layers(speculator), _in_use(speculator, {})
-    if used == fitted:
+    heads, own = _heads(speculator), speculator.options.exit
+    fitted = heads.config.exit_layers
+    if heads.layers_in_use(speculator.options) == fitted:
         return []
-    own = speculator.options.exit
     given = own.layers or fitted
     by_layer = dict(zip(given, itertools.cycle(own.thresholds), strict=False))
     nearest = [max((at for at in given if at <= layer), default=given[0]) for layer in fitted]
@@ -172,23 +179,17 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
     return [exits(max_depth=None, layers=fitted, threshold=thresholds)]
 
 
-def _no_width_bound(speculator: Speculator) -> list[Setting]:
-    """SpecBound without W_max: a round drafts until a token is difficult."""
-    fitted_layers(speculator)
-    return [exits(max_tokens=NO_BOUND)]
-
-
 def _fixed_exit(speculator: Speculator) -> list[Setting]:
     """LayerSkip: every token leaves at one layer, always so many per round."""
     return [
         exits(**_PEER, layers=(layer,), threshold=ALWAYS, max_tokens=width)
-        for layer, width in itertools.product(_some(fitted_layers(speculator)), (1, 2, 4))
+        for layer, width in itertools.product(_some_layers(speculator), (1, 2, 4))
     ]
 
 
 def _threshold_exit(speculator: Speculator) -> list[Setting]:
     """AdaDecode: a token leaves at the first layer that is sure; no bounds, one threshold."""
-    layers = fitted_layers(speculator)
+    layers = _heads(speculator).config.exit_layers
     return [
         exits(**_PEER, layers=layers, threshold=tau, max_tokens=NO_BOUND) for tau in (0.5, 0.7, 0.9)
     ]
@@ -198,45 +199,8 @@ def _one_exit(speculator: Speculator) -> list[Setting]:
     """Kangaroo: tokens leave at one layer; an unsure one ends the draft, as does the sixth."""
     return [
         exits(**_PEER, layers=(layer,), threshold=tau, max_tokens=6)
-        for layer, tau in itertools.product(_some(fitted_layers(speculator)), (0.4, 0.6, 0.8))
+        for layer, tau in itertools.product(_some_layers(speculator), (0.4, 0.6, 0.8))
     ]
-
-
-def _rule(**setting: Any) -> Callable[[Speculator], Sequence[Setting]]:
-    """Speculation under another rule. No grid: the fastest lossy setting would be the lossiest."""
-
-    def settings(speculator: Speculator) -> list[Setting]:
-        fitted_layers(speculator)
-        return [{**EXIT, **setting}]
-
-    return settings
-
-
-def _ablated(**setting: Any) -> Callable[[Speculator], Sequence[Setting]]:
-    """Text already seen, else exit heads, without one of the rules that say when."""
-
-    def settings(speculator: Speculator) -> list[Setting]:
-        fitted_layers(speculator)
-        return [{"drafter": "ngram+exit", **setting}]
-
-    return settings
-
-
-_DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-"""Draws from the model's whole law: lenience says nothing about greedy drafts."""
-
-_PEER = {"max_depth": None, "anneal_strength": 0}
-"""None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
-stay."""
-
-
-def _some(layers: Sequence[int]) -> list[int]:
-    """The shallowest, the middle and the deepest."""
-    return sorted({layers[0], layers[len(layers) // 2], layers[-1]})
-
-
-def _prompt_lookup(speculator: Speculator) -> list[Setting]:  # noqa: ARG001  # a grid's signature
-    return [{"prompt_lookup_num_tokens": count} for count in (2, 4, 10)]
 
 
 def _assistant_early_exit(speculator: Speculator) -> list[Setting]:
@@ -246,111 +210,251 @@ def _assistant_early_exit(speculator: Speculator) -> list[Setting]:
     return [{"assistant_early_exit": layer} for layer in layers]
 
 
+class Method(NamedTuple):
+    """One way to decode."""
+
+    source: str
+    """What it is, for readers of the results."""
+    settings: Grid
+    decode: Decode = on_our_runtime
+
+
 METHODS = {
     "hugging-face": Method(
-        source="transformers' model.generate, plain greedy decoding",
-        decode=_hugging_face,
-        settings=lambda _: [{}],
+        "transformers' model.generate, plain greedy decoding", _only(), _hugging_face
     ),
-    "plain": Method(
-        source="plain greedy decoding on our runtime",
-        decode=on_our_runtime,
-        settings=lambda _: [{"speculate": False}],
-    ),
+    "plain": Method("plain greedy decoding on our runtime", _only(speculate=False)),
     "speculation": Method(
-        source="SpecBound on our runtime, with the settings of the heads",
-        decode=on_our_runtime,
-        settings=_speculation,
+        "SpecBound on our runtime, with the settings of the heads", _with_heads(**EXIT)
     ),
-    "ngram": Method(
-        source="text already seen (prompt lookup) on our runtime",
-        decode=on_our_runtime,
-        settings=lambda _: [{"drafter": "ngram"}],
-    ),
-    "ngram+exit": Method(
-        source="text already seen, else speculation",
-        decode=on_our_runtime,
-        settings=lambda _: [{"drafter": "ngram+exit"}],
-    ),
+    "ngram": Method("text already seen (prompt lookup) on our runtime", _only(drafter="ngram")),
+    "ngram+exit": Method("text already seen, else speculation", _only(drafter="ngram+exit")),
     "no-value-rule": Method(
-        source="ngram+exit, but whatever the text has said before is proposed in full",
-        decode=on_our_runtime,
-        settings=_ablated(prices="row=0"),
+        "ngram+exit, but whatever the text has said before is proposed in full",
+        _with_heads(drafter="ngram+exit", prices="row=0"),
     ),
     "no-never-slower": Method(
-        source="ngram+exit, but exit heads go on drafting where that does not pay",
-        decode=on_our_runtime,
-        settings=_ablated(never_slower=False),
+        "ngram+exit, but exit heads go on drafting where that does not pay",
+        _with_heads(drafter="ngram+exit", never_slower=False),
     ),
     "draft-model": Method(
-        source="a second, smaller model (speculative decoding as it began) on our runtime",
-        decode=on_our_runtime,
-        settings=lambda _: [{"drafter": "draft-model", "never_slower": False}],
+        "a second, smaller model (speculative decoding as it began) on our runtime",
+        _only(drafter="draft-model", never_slower=False),
     ),
     "no-annealing": Method(
-        source="speculation without annealing: alpha = 0 (Figure 4 of SpecBound)",
-        decode=on_our_runtime,
-        settings=_no_annealing,
+        "speculation without annealing: alpha = 0 (Figure 4 of SpecBound)", _no_annealing
     ),
     "no-depth-bound": Method(
-        source="speculation without D_max: all fitted exit layers (Figure 4 of SpecBound)",
-        decode=on_our_runtime,
-        settings=_no_depth_bound,
+        "speculation without D_max: all fitted exit layers (Figure 4 of SpecBound)",
+        _no_depth_bound,
     ),
     "no-width-bound": Method(
-        source="speculation without W_max (Figure 4 of SpecBound)",
-        decode=on_our_runtime,
-        settings=_no_width_bound,
+        "speculation without W_max (Figure 4 of SpecBound)",
+        _with_heads(**exits(max_tokens=NO_BOUND)),
     ),
     "prompt-lookup": Method(
-        source="transformers' prompt_lookup_num_tokens",
-        decode=_hugging_face,
-        settings=_prompt_lookup,
+        "transformers' prompt_lookup_num_tokens",
+        lambda _: [{"prompt_lookup_num_tokens": count} for count in (2, 4, 10)],
+        _hugging_face,
     ),
     "assistant-early-exit": Method(
-        source="transformers' assistant_early_exit",
-        decode=_hugging_face,
-        settings=_assistant_early_exit,
+        "transformers' assistant_early_exit", _assistant_early_exit, _hugging_face
     ),
     "fixed-exit": Method(
-        source="after LayerSkip: one exit layer, always exits; on our runtime, with our heads",
-        decode=on_our_runtime,
-        settings=_fixed_exit,
+        "after LayerSkip: one exit layer, always exits; on our runtime, with our heads",
+        _fixed_exit,
     ),
     "threshold-exit": Method(
-        source="after AdaDecode: exits above a threshold, no bounds; our runtime, our heads",
-        decode=on_our_runtime,
-        settings=_threshold_exit,
+        "after AdaDecode: exits above a threshold, no bounds; our runtime, our heads",
+        _threshold_exit,
     ),
     "one-exit": Method(
-        source="after Kangaroo: one exit, an unsure token ends a draft; our runtime, our heads",
-        decode=on_our_runtime,
-        settings=_one_exit,
+        "after Kangaroo: one exit, an unsure token ends a draft; our runtime, our heads",
+        _one_exit,
     ),
     "cm-asd": Method(
-        source="speculation under CM-ASD's rule: drafts close to the model's best token stay",
-        decode=on_our_runtime,
-        settings=_rule(acceptance="cm-asd"),
+        "speculation under CM-ASD's rule: drafts close to the model's best token stay",
+        _with_heads(**EXIT, acceptance="cm-asd"),
     ),
     "easd": Method(
-        source="speculation under EASD's rule: no drafts where both models waver",
-        decode=on_our_runtime,
-        settings=_rule(acceptance="easd"),
+        "speculation under EASD's rule: no drafts where both models waver",
+        _with_heads(**EXIT, acceptance="easd"),
     ),
     "sampling": Method(
-        source="plain sampling on our runtime, temperature 1: what lenience is to be held against",
-        decode=on_our_runtime,
-        settings=lambda _: [{"speculate": False, **_DRAWN}],
+        "plain sampling on our runtime, temperature 1: what lenience is to be held against",
+        _only(speculate=False, **_DRAWN),
     ),
     "sampled-speculation": Method(
-        source="speculation under lossless speculative sampling, temperature 1",
-        decode=on_our_runtime,
-        settings=_rule(**_DRAWN),
+        "speculation under lossless speculative sampling, temperature 1",
+        _with_heads(**EXIT, **_DRAWN),
     ),
     "lenience": Method(
-        source="speculative sampling that keeps more drafts: lenience 0.6, temperature 1",
-        decode=on_our_runtime,
-        settings=_rule(acceptance="lenient:lenience=0.6", **_DRAWN),
+        "speculative sampling that keeps more drafts: lenience 0.6, temperature 1",
+        _with_heads(**EXIT, acceptance="lenient:lenience=0.6", **_DRAWN),
     ),
 }
 """By name; the ablations and peers that share our runtime differ in settings alone."""
+
+
+# --- sweeps: `--sweep exit.threshold=0.1,0.3` -----------------------------------------------------
+
+_GROUPS: dict[str, Mapping[str, type[Part]]] = {
+    "drafter": DRAFTERS,
+    "controller": CONTROLLERS,
+    "acceptance": ACCEPTANCE,
+    "prices": {"": Prices},
+}
+
+
+class Moved(NamedTuple):
+    """One option at one value."""
+
+    name: str
+    """As `--sweep` has it."""
+    value: Any
+    setting: dict[str, Any]
+    """The keyword that says so. A drafter's setting is moved with this drafter alone."""
+
+
+def moved(said: str) -> list[Moved]:
+    """`NAME=VALUE,VALUE,..` as one setting per value, typed; `/` stands between those of a list.
+
+    NAME is an option (pinned_rows, acceptance), or a setting of one: exit.threshold, prices.row,
+    acceptance.cm-asd.tolerance. Raises InvalidOption.
+    """
+    name, equals, values = (piece.strip() for piece in said.partition("="))
+    if not equals:
+        raise InvalidOption(f"sweep is {said!r}, expected NAME=VALUE,VALUE,..")
+    known = _known()
+    check_keys([name], known, "option to sweep")
+    option, prefix, hint = known[name]
+    found = []
+    for text in values.split(","):
+        value = typed(name, text.strip(), hint)
+        found.append(Moved(name, value, {option: prefix + word(value) if prefix else value}))
+    return found
+
+
+def _known() -> dict[str, tuple[str, str, Any]]:
+    """By name: the option, what stands in front of the value in its text, the value's type."""
+    hints = annotations_of(SpeculationOptions)
+    found = {
+        name: (name, "", str if name in _GROUPS else hints[name])
+        for name in OPTION_NAMES
+        if name != "prices"
+    }
+    for option, kinds in _GROUPS.items():
+        for kind, made in kinds.items():
+            path = f"{option}.{kind}" if kind in CONTROLLERS and kind in ACCEPTANCE else kind
+            for entry in fields(made):  # type: ignore[arg-type]  # all parts are dataclasses
+                prefix = f"{kind}:{entry.name}=" if kind else f"{entry.name}="
+                hint = annotations_of(made)[entry.name]
+                found[f"{path or option}.{entry.name}"] = (option, prefix, hint)
+    return found
+
+
+# --- what is ready to be measured -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A method with one of its settings."""
+
+    label: str
+    """As tables call it; those add that it is lossy."""
+    method: str
+    setting: Setting
+    swept: Setting = field(default_factory=dict)
+    """The option that a sweep moves, by its name there; empty for a method."""
+    lossy: bool = False
+    """Its rule changes the output."""
+
+    def decode(
+        self,
+        speculator: Speculator,
+        ids: Tensor,
+        count: int,
+        streamer: BaseStreamer | None = None,
+    ) -> Written:
+        """Write `count` tokens behind ids [1, P], fewer if an end token ends the answer."""
+        return METHODS[self.method].decode(speculator, ids, count, self.setting, streamer)
+
+    @property
+    def own_text(self) -> bool:
+        """Its answers are not meant to be those of plain greedy decoding."""
+        return self.lossy or bool(self.setting.get("do_sample"))
+
+
+def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[Contender]]:
+    """Each method with all its settings.
+
+    Raises InvalidOption for unknown names, for methods that would be `speculation` itself and for
+    settings that the heads do not allow; HeadsNotFound where heads are missing.
+    """
+    check_keys(names, METHODS, "method")
+    found = {
+        name: [
+            _contender(speculator, name, setting) for setting in METHODS[name].settings(speculator)
+        ]
+        for name in names
+    }
+    for name, grid in found.items():
+        if not grid:
+            raise InvalidOption(
+                f"{name} is the same as speculation with these heads and options. Leave it out of "
+                "--methods"
+            )
+    return found
+
+
+def swept(speculator: Speculator, moves: Sequence[Moved]) -> list[Contender]:
+    """Speculation with some options moved, all others at their values.
+
+    Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any where
+    they are to draft.
+    """
+    options = speculator.options
+    if any(options.updated(move.setting).uses("exit") for move in moves):
+        _heads(speculator)
+    base = EXIT if moves and options.uses("exit") else {}
+    return [
+        _contender(speculator, "speculation", {**base, **move.setting}, {move.name: move.value})
+        for move in moves
+    ]
+
+
+def described(
+    methods: Sequence[Contender], grid: Mapping[str, Sequence[Contender]]
+) -> dict[str, dict[str, Any]]:
+    """By label, for the record: what each is, its setting, and out of which it was chosen."""
+    return {
+        entry.label: {
+            "method": entry.method,
+            "source": METHODS[entry.method].source,
+            "setting": dict(entry.setting),
+            "swept": dict(entry.swept),
+            "lossy": entry.lossy,
+            "chosen_from": [
+                one.label for one in grid.get(entry.label, ()) if len(grid[entry.label]) > 1
+            ],
+        }
+        for entry in methods
+    }
+
+
+def _contender(
+    speculator: Speculator, name: str, setting: Setting, swept: Setting | None = None
+) -> Contender:
+    """`swept`: all that the label tells of a setting."""
+    lossy = False
+    if METHODS[name].decode is on_our_runtime:
+        options = {"speculate": True, "do_sample": False, **setting}
+        # what would fail on every prompt is raised here
+        speculator.stream([0], max_new_tokens=1, **options).close()
+        changed = {key: value for key, value in options.items() if key in OPTION_NAMES}
+        effective = speculator.options.updated(changed)
+        lossy = effective.speculate and effective.loss is not None
+    words = ", ".join(f"{key}={word(value)}" for key, value in (swept or setting).items())
+    return Contender(
+        label=f"{name}({words})", method=name, setting=setting, swept=swept or {}, lossy=lossy
+    )

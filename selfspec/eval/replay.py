@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import DraftController, make_controller
@@ -140,15 +139,6 @@ class _State:
         return "eos" if self.answer[-1] in self._record.info.end_tokens else "length"
 
 
-class _Exit(NamedTuple):
-    """One draft: where it left, what it is, how sure it was, and the node behind it."""
-
-    layer: int
-    token: int
-    confidence: float
-    child: int
-
-
 class _Guesser:
     """`drafters.HeadGuesser` on a record."""
 
@@ -200,12 +190,17 @@ class _ExitDrafter(PacedDrafter):
             if found is None:
                 writer.stop("depth")
                 break
-            writer.add(Choice(found.token), found.confidence, layer=found.layer)
-            node = found.child
+            layer, token, confidence, node = found
+            writer.add(Choice(token), confidence, layer=layer)
         return ready(writer.draft)
 
-    def _first_exit(self, schedule: Schedule, node: int, draft: Draft) -> _Exit | None:
-        """The first confident layer at a node; None: difficult token. `draft` counts heads."""
+    def _first_exit(
+        self, schedule: Schedule, node: int, draft: Draft
+    ) -> tuple[int, int, float, int] | None:
+        """The first confident layer at a node, its token, how sure it is, and the node behind it.
+
+        None: difficult token. `draft` counts heads.
+        """
         record, setting = self._record, self._setting
         asked = zip(setting.layers, setting.columns, setting.thresholds, strict=True)
         for boundary, (layer, column, tau) in enumerate(asked):
@@ -214,7 +209,7 @@ class _ExitDrafter(PacedDrafter):
             confidence = float(record.confidence[node, column, setting.alpha])
             if confidence >= tau:
                 token, child = record.tokens[node, column], record.children[node, column]
-                return _Exit(layer, int(token), confidence, int(child))
+                return layer, int(token), confidence, int(child)
         return None
 
 

@@ -1,94 +1,503 @@
-"""The folder of a measured run: what was asked and on which machine, then what was found.
+"""Prompts to measure on, what `bench` measured on them, and statistics of it.
 
-Called by `selfspec bench`; `selfspec report` reads it.
+Suites: a name or a file comes in, questions by task group go out. Answers: one record per prompt
+and turn, as lines of a file that `bench` writes while it runs. Imports no torch by itself, because
+commands name suites in their help.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.eval.answers import ANSWERS, TUNING
-from selfspec.eval.tables import as_csv, markdown, tables
-from selfspec.untrusted import read_json, read_yaml
+from selfspec.typed import check_keys
+from selfspec.untrusted import json_lines, parse_json, read_bytes
 
-RUN, SUMMARY = "run.yaml", "summary.json"
-FILES = (RUN, ANSWERS, TUNING, SUMMARY, "table.md", "table.csv")
+SIX_TASKS = "six-tasks"
+SPEC_BENCH = "spec-bench"
+SUITES = (SIX_TASKS, SPEC_BENCH)
 
+TASKS = ("math", "chat", "QA", "RAG", "summary", "translation")
+"""The six groups of Spec-Bench, in the order of our tables."""
 
-class Results(NamedTuple):
-    """What a finished folder holds."""
+OVERALL = "overall"
+"""What tables call all groups together."""
 
-    name: str
-    run: dict[str, Any]
-    summary: dict[str, Any]
+_MOST_QUESTIONS = 1_000_000
+"""Lines of a file; Spec-Bench has 480."""
 
-
-def check_free(
-    folder: str | Path, *, overwrite: bool, resume: bool, reads: Iterable[object] = ()
-) -> Path:
-    """The folder. Raises CannotWrite, InvalidOption for results that nobody gave up."""
-    if overwrite and resume:
-        raise InvalidOption("--overwrite and --resume at once, expected one")
-
-    def is_run(folder: Path) -> bool:
-        return (folder / RUN).exists() and files.written_here(folder / RUN)
-
-    folder = files.check_folder(folder, FILES, is_run, overwrite=True, reads=reads)
-    if is_run(folder) and not (overwrite or resume):
-        raise InvalidOption(f"{folder} holds results. Give --resume, --overwrite or another folder")
-    return folder
+_CATEGORIES = {
+    "math_reasoning": "math",
+    "qa": "QA",
+    "rag": "RAG",
+    "summarization": "summary",
+    "translation": "translation",
+}
+"""Spec-Bench's categories; all others are its multi-turn chat."""
 
 
-def begin(folder: Path, run: Mapping[str, Any], *, resume: bool) -> None:
-    """Make the folder and say what will be measured, or check that a run to go on with is the same.
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One conversation to be held: the user's turns, each to be answered by the model."""
 
-    Without `resume` what an earlier run left is removed. Raises InvalidOption for another run.
+    id: str
+    task: str
+    """Task group: math, chat, QA, RAG, summary, translation, or the file's own word."""
+    turns: tuple[str, ...]
+    """What the user says, at least one turn."""
+    reference: str | None = None
+    """A good answer to the last turn, where the file has one."""
+
+
+def load_suite(
+    name: str = SIX_TASKS, questions: Path | None = None, limit: int | None = None
+) -> list[Question]:
+    """The questions of a suite, or of a JSONL file in place of its `name`.
+
+    `questions` is the file of a suite that is not built in. `limit` takes that many, spread evenly
+    over the suite, so that all its groups stay represented. Raises InvalidOption for an unknown
+    suite, InvalidData for a file that cannot be used.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / RUN
-    if resume and path.exists():
-        earlier = _mapping(read_yaml(path), path)
-        for part, values in run.items():
-            for name, value in values.items():
-                if (before := _mapping(earlier.get(part), path).get(name)) != value:
-                    raise InvalidOption(
-                        f"cannot resume {folder}: {part} {name} was {before}, now it is {value}"
-                    )
+    return spread(list(_questions(_file(name, questions))), limit)
+
+
+def spread(questions: Sequence[Question], count: int | None) -> list[Question]:
+    """So many of the questions, as far apart as they go; all without a count.
+
+    Raises InvalidOption for a count below 1.
+    """
+    if count is not None and count < 1:
+        raise InvalidOption(f"limit is {count}, expected at least 1")
+    if count is None or count >= len(questions):
+        return list(questions)
+    return [questions[index * len(questions) // count] for index in range(count)]
+
+
+def _file(name: str, questions: Path | None) -> Path:
+    """Where a suite's lines are."""
+    if name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file()):
+        if questions is not None:
+            raise InvalidOption(f"{name} and {questions} at once. Leave out --questions")
+        return Path(name)
+    check_keys([name], SUITES, "suite")
+    if name == SPEC_BENCH:
+        if questions is None:
+            raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
+        return questions
+    if questions is not None:
+        raise InvalidOption(f"the suite {name} is built in. Leave out --questions")
+    return Path(__file__).with_name("six-tasks.jsonl")
+
+
+def _questions(file: Path) -> Iterator[Question]:
+    """One per line. Raises InvalidData: file, line, reason."""
+    seen: set[str] = set()
+    for number, line in json_lines(file, most_lines=_MOST_QUESTIONS):
+        record = parse_json(line, f"{file}, line {number}")
+        try:
+            question = _question(record, str(number))
+            if question.id in seen:
+                raise InvalidData(f"has the id {question.id} of an earlier line")
+        except InvalidData as error:
+            raise InvalidData(f"{file}, line {number} {error}") from error
+        seen.add(question.id)
+        yield question
+    if not seen:
+        raise InvalidData(f"{file} holds no questions")
+
+
+def _question(record: Any, number: str) -> Question:
+    """A line of any of the formats. Raises InvalidData with the reason alone."""
+    if not isinstance(record, dict):
+        raise InvalidData(f"holds a {type(record).__name__}, expected an object")
+    turns = [record["prompt"]] if "prompt" in record else record.get("turns")
+    if not isinstance(turns, list) or not turns:
+        raise InvalidData("has neither a prompt nor a list of turns")
+    if not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise InvalidData("has a turn that is no text")
+    category, task = _word(record, "category"), _word(record, "task") or "prompts"
+    if task == OVERALL and not category:
+        raise InvalidData(f"has the task {OVERALL}, which stands for all of them")
+    return Question(
+        id=_word(record, "id", "question_id") or number,
+        task=_CATEGORIES.get(category, "chat") if category else task,
+        turns=tuple(turns),
+        reference=_reference(record.get("reference")),
+    )
+
+
+def _word(record: dict[str, Any], *names: str) -> str | None:
+    """The first of `names` that there is, as text. Raises InvalidData for anything longer."""
+    for name in names:
+        value = record.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise InvalidData(f"has {name} {value}, expected text or a whole number")
+        return str(value)
+    return None
+
+
+def _reference(value: Any) -> str | None:
+    """Text, or of a list that of the last turn; of several good answers the first."""
+    if isinstance(value, list):
+        last = value[-1] if value else None
+        value = last[0] if isinstance(last, list) and last else last
+    if value is not None and not isinstance(value, str):
+        raise InvalidData("has a reference that is no text")
+    return value or None
+
+
+# --- the file of answers --------------------------------------------------------------------------
+
+_MOST_BYTES = 1 << 30
+"""Of a file of answers: thousands of long ones have a tenth."""
+
+ANSWERS, TUNING = "answers.jsonl", "tuning.jsonl"
+"""Files of a results folder: what is reported, and what settings were chosen on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One method on one prompt."""
+
+    seconds: float = 0.0
+    """From the prompt's ids to the last token."""
+    arrivals: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens that arrived together, and seconds since the ones before (first: since the start).
+    The first arrival comes from the prompt's pass, each later one from a verification."""
+    equal: bool = False
+    """The tokens are those of plain decoding."""
+    counts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What our runtime counted: seconds by part; drafts by exit layer and by index, drafted and
+    accepted. Empty for Hugging Face."""
+    quality: Quality | None = None
+    """Of the text that the method writes up to its own end; where it was looked at."""
+    error: str | None = None
+    """Why there is no answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One turn of one question, by all methods."""
+
+    id: str
+    task: str
+    turn: int
+    """From 1."""
+    repeat: int
+    """From 1."""
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    """Written by each method: as many as plain decoding writes before it ends."""
+    repeated: float = 0.0
+    """Share of 8-grams that occurred before in plain decoding's answer."""
+    text: str = ""
+    """Plain decoding's answer."""
+    outside_s: float = 0.0
+    """What the harness itself took around the runs: seconds outside the methods' calls."""
+    runs: dict[str, Run] = field(default_factory=dict)
+    """By contender."""
+    error: str | None = None
+    """Why nothing could be measured: the prompt itself cannot be run."""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What tells it from all others of a file."""
+        return self.id, self.turn, self.repeat
+
+
+def append(path: Path, answer: Answer) -> None:
+    """Add one line. Raises CannotWrite."""
+    files.append(path, json.dumps(asdict(answer), ensure_ascii=False))
+
+
+def read(path: Path) -> list[Answer]:
+    """All answers of a file; none if there is no file.
+
+    Raises InvalidData for a line that is none, with its number.
+    """
+    if not path.exists():
+        return []
+    answers = []
+    for number, line in json_lines(path):
+        try:
+            answers.append(_answer(parse_json(line, "the line")))
+        except (InvalidData, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise InvalidData(f"{path}, line {number} is no answer of a bench: {error}") from error
+    return answers
+
+
+def drop_unfinished(path: Path) -> None:
+    """Cut off a last line that a killed run left half-written."""
+    if not path.exists():
         return
-    text = yaml.safe_dump(dict(run), sort_keys=False, allow_unicode=True)
-    with files.replacing(path) as new:  # a full disk is met before anything is removed
-        new.write_text(f"# written by selfspec bench\n{text}", encoding="utf-8")
-        for name in FILES[1:]:
-            (folder / name).unlink(missing_ok=True)
+    data = read_bytes(path, _MOST_BYTES)
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        files.write(path, data[:whole])
 
 
-def write(folder: Path, summary: Mapping[str, Any]) -> str:
-    """Write the figures as JSON, Markdown and CSV; returns the Markdown."""
-    text = "\n".join(markdown(table) for table in tables(summary))
-    files.write(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    files.write(folder / "table.csv", as_csv(summary))
-    files.write(folder / "table.md", text)
-    return text
+def failures(answers: Iterable[Answer]) -> list[str]:
+    """One line for each answer that is missing: which, by which method, why."""
+    return [
+        f"{answer.id}, turn {answer.turn}{by}: {error}"
+        for answer in answers
+        for by, error in (
+            ("", answer.error),
+            *((f", {label}", run.error) for label, run in answer.runs.items()),
+        )
+        if error is not None
+    ]
 
 
-def read(folder: Path) -> Results:
-    """Raises InvalidData where a finished run is expected and is none."""
-    try:
-        run = _mapping(read_yaml(folder / RUN), folder / RUN)
-        summary = _mapping(read_json(folder / SUMMARY), folder / SUMMARY)
-    except InvalidData as error:
-        raise InvalidData(f"{folder} holds no finished run of selfspec bench: {error}") from error
-    return Results(folder.resolve().name, run, summary)
+def _answer(record: Mapping[str, Any]) -> Answer:
+    """With values as they were before JSON made lists and mappings of them."""
+    runs = {}
+    for label, run in record["runs"].items():
+        heard = [(count, seconds) for count, seconds in run["arrivals"]]
+        looked = run.get("quality")
+        runs[label] = Run(**run | {"arrivals": heard, "quality": looked and Quality(**looked)})
+    return Answer(**{**record, "runs": runs})
 
 
-def _mapping(values: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise InvalidData(f"{path} has a {type(values).__name__}, expected names and values")
-    return values
+# --- statistics: numbers come in, rates with their intervals go out -------------------------------
+
+RESAMPLES = 2000
+"""Of a bootstrap. By another seed an end of its interval moves by about 6 % of the ratio's standard
+error: sqrt(0.025 x 0.975 / 2000) over the normal density at 1.96."""
+
+LOOPING = 0.3
+"""An answer loops when more than this share of its 8-grams are repeats."""
+
+Arrivals = Sequence[tuple[int, float]]
+"""Tokens that arrived together, and seconds since the ones before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedUp:
+    """SD: how often one method fits into the time of another, over the same tokens."""
+
+    ratio: float
+    """Of total wall times: what a user of all these prompts would see."""
+    low: float
+    """Lower end of the 95 % interval of `ratio`: bootstrap over prompts, paired."""
+    high: float
+    """Its upper end."""
+    mean: float
+    """Of the prompts' own ratios."""
+    p5: float
+    """5th percentile of the prompts' own ratios."""
+    worst: float
+    """The smallest of them."""
+    prompts: int
+
+
+def speed_up(base: Mapping[str, float], method: Mapping[str, float], seed: int = 0) -> SpeedUp:
+    """Seconds by prompt of both, the same prompts. Raises ValueError where they are not."""
+    if base.keys() != method.keys() or not base:
+        raise ValueError(f"{len(base)} and {len(method)} prompts, expected the same and some")
+    above = [base[prompt] for prompt in base]
+    below = [method[prompt] for prompt in base]
+    ratios = [one / other for one, other in zip(above, below, strict=True)]
+    low, high = ratio_interval(above, below, seed)
+    return SpeedUp(
+        ratio=sum(above) / sum(below),
+        low=low,
+        high=high,
+        mean=sum(ratios) / len(ratios),
+        p5=percentile(ratios, 0.05),
+        worst=min(ratios),
+        prompts=len(ratios),
+    )
+
+
+def ratio_interval(
+    above: Sequence[float], below: Sequence[float], seed: int = 0, share: float = 0.95
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of sum(above) / sum(below), resampling pairs.
+
+    Pairs keep what a prompt has in common for both; the seed makes it repeatable.
+    """
+    import torch
+
+    pairs = torch.tensor([above, below], dtype=torch.float64)  # [2, N]
+    generator = torch.Generator().manual_seed(seed)
+    count = pairs.shape[1]
+    drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
+    sums = pairs[:, drawn].sum(-1)  # [2, resamples]
+    ends = torch.tensor([(1 - share) / 2, (1 + share) / 2], dtype=torch.float64)
+    low, high = torch.quantile(sums[0] / sums[1], ends).tolist()
+    return low, high
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Between the two nearest values, linearly; `share` in 0..1."""
+    import torch
+
+    return float(torch.quantile(torch.tensor(values, dtype=torch.float64), share))
+
+
+def compression_rate(runs: Iterable[Arrivals]) -> float:
+    """CR: tokens per verification over all runs; the first arrival is the prompt's. 0 without."""
+    later = [count for arrivals in runs for count, _ in arrivals[1:]]
+    return sum(later) / len(later) if later else 0.0
+
+
+def token_seconds(arrivals: Arrivals) -> list[float]:
+    """What each token behind the first arrival took.
+
+    Tokens of a round arrive together: each is charged an equal share of the round's seconds.
+    """
+    return [seconds / count for count, seconds in arrivals[1:] for _ in range(count)]
+
+
+def repeated_share(tokens: Sequence[int], length: int = 8) -> float:
+    """Share of n-grams that occurred before, 0..1; 0 where the text is shorter than one."""
+    grams = [tuple(tokens[at : at + length]) for at in range(len(tokens) - length + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+# --- what a lossy rule does to the text -----------------------------------------------------------
+
+_PACKAGES = {"sacrebleu": "sacrebleu", "rouge_score": "rouge-score"}
+"""Modules and how they are installed; the extra `eval` has both."""
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Text(NamedTuple):
+    """An answer up to its end token."""
+
+    token_ids: Sequence[int]
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """One answer of one method, beside the answer of plain decoding to the same question."""
+
+    text: str
+    plain_text: str
+    reference: str | None
+    tokens: int
+    plain_tokens: int
+    first_divergence: int | None
+    """Equal tokens ahead of the first that differs; None if all are equal."""
+    edit_distance: int
+    """Tokens to insert, delete or replace to make the one answer the other."""
+    log_likelihood: float
+    """Nats of the whole answer under the model, without processors."""
+    plain_log_likelihood: float
+
+
+def check_packages() -> None:
+    """Raise InvalidOption where a package for BLEU or ROUGE is missing, before any work."""
+    for module, package in _PACKAGES.items():
+        if find_spec(module) is None:
+            raise InvalidOption(
+                f"the quality of texts needs {package}: pip install 'selfspec[eval]'"
+            )
+
+
+def quality(
+    answer: Text,
+    plain: Text,
+    reference: str | None,
+    log_likelihood: Callable[[Sequence[int]], float],
+) -> Quality:
+    """The record of an answer; `log_likelihood` gives nats of tokens behind the prompt."""
+    found, expected = answer.token_ids, plain.token_ids
+    return Quality(
+        text=answer.words,
+        plain_text=plain.words,
+        reference=reference,
+        tokens=len(found),
+        plain_tokens=len(expected),
+        first_divergence=first_divergence(found, expected),
+        edit_distance=edit_distance(found, expected),
+        log_likelihood=log_likelihood(found),
+        plain_log_likelihood=log_likelihood(expected),
+    )
+
+
+def quality_summary(records: Sequence[Quality]) -> dict[str, Any]:
+    """Figures of one method over some questions; those against references None without any."""
+    parted = [r.first_divergence for r in records if r.first_divergence is not None]
+    tokens, plain_tokens = sum(r.tokens for r in records), sum(r.plain_tokens for r in records)
+    known = [(r.text, r.plain_text, r.reference) for r in records if r.reference is not None]
+    texts, plain_texts, references = zip(*known, strict=True) if known else ((), (), ())
+    return {
+        "answers": len(records),
+        "exact_share": 1.0 - len(parted) / len(records),
+        "median_first_divergence": statistics.median(parted) if parted else None,
+        "edits_per_token": sum(r.edit_distance for r in records) / plain_tokens,
+        "nats_per_token": sum(r.log_likelihood for r in records) / tokens,
+        "plain_nats_per_token": sum(r.plain_log_likelihood for r in records) / plain_tokens,
+        "relative_bleu": bleu([r.text for r in records], [r.plain_text for r in records]),
+        "with_reference": len(known),
+        "bleu": bleu(texts, references) if known else None,
+        "plain_bleu": bleu(plain_texts, references) if known else None,
+        "rouge_l": rouge_l(texts, references) if known else None,
+        "plain_rouge_l": rouge_l(plain_texts, references) if known else None,
+    }
+
+
+def first_divergence(found: Sequence[int], expected: Sequence[int]) -> int | None:
+    """Equal tokens ahead of the first that differs, or ahead of one text's end; None if equal."""
+    if list(found) == list(expected):
+        return None
+    pairs = enumerate(zip(found, expected, strict=False))
+    shorter = min(len(found), len(expected))
+    return next((index for index, (a, b) in pairs if a != b), shorter)
+
+
+def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:
+    """Levenshtein's: insertions, deletions and replacements, one each."""
+    row = list(range(len(expected) + 1))
+    for count, token in enumerate(found, start=1):
+        above, row[0] = row[0], count
+        for place, other in enumerate(expected, start=1):
+            cheapest = min(row[place] + 1, row[place - 1] + 1, above + (token != other))
+            above, row[place] = row[place], cheapest
+    return row[-1]
+
+
+def final_number(text: str) -> float | None:
+    """What a worked solution arrives at: its last number; None without any."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def expected_number(reference: str) -> float | None:
+    """What a reference says: its first number, behind "####" where it has that; None without."""
+    found = _NUMBER.findall(reference.rpartition("####")[2])
+    return float(found[0].replace(",", "")) if found else None
+
+
+def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
+    """Corpus BLEU, 0 to 100: sacreBLEU, with case. Against plain decoding: relative BLEU.
+
+    Source: CM-ASD, sections IV.A and Table V.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+
+    # effective order: answers of a word or two hold no 4-gram, and would make all of it 0
+    return float(BLEU(effective_order=True).corpus_score(texts, [references]).score)
+
+
+def rouge_l(texts: Sequence[str], references: Sequence[str]) -> float:
+    """Mean F1 of the longest common subsequence of words, 0 to 1, without stemming."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"])
+    pairs = zip(references, texts, strict=True)
+    return statistics.fmean(scorer.score(right, text)["rougeL"].fmeasure for right, text in pairs)

@@ -1,23 +1,41 @@
-"""Scripted drafters: they ask no heads, so any draft can be planted.
+"""Planted drafts, greedy decoding with them, and rules that are heard: what losslessness is put to.
 
-Called by `lossless`, and by the tests of the decoding loop.
+Called by `verify`, and by the tests of the decoding loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
-from selfspec.decoding.drafters import Draft
+from selfspec.api.request import Request
+from selfspec.api.speculator import Speculator
+from selfspec.api.text import Prompt
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
+from selfspec.decoding.decode import rounds
+from selfspec.decoding.drafters import Draft, Drafter
+from selfspec.decoding.runtime import Runtime, acceptance_rule, tied
+from selfspec.decoding.scores import Sampler
 from selfspec.decoding.sequence import DecodeState
-from selfspec.decoding.stats import Ended, Stopwatch
+from selfspec.decoding.stats import Ended, Round, Stopwatch
 from selfspec.decoding.work import Steps, ready
 from selfspec.model.rows import depths
 
+_EAGER = 1e-6
+"""A threshold that every token reaches: all exits are taken, also the wrong ones."""
+
+_RIGHT = 5
+"""Right tokens of a planted tree at most: there is room for others beside them."""
+
 
 class ScriptedDrafter:
-    """Base: `width` is W_max; subclasses say which tokens."""
+    """Base: `width` is W_max; subclasses say which tokens. No head is asked."""
 
     def __init__(self, width: int = 4) -> None:
         self.width = width
@@ -84,8 +102,7 @@ class RandomDrafter(ScriptedDrafter):
 
     def junk(self, count: int) -> list[int]:
         """`count` random tokens."""
-        shape = (count,)
-        return torch.randint(self.vocab_size, shape, generator=self.generator).tolist()
+        return torch.randint(self.vocab_size, (count,), generator=self.generator).tolist()
 
 
 class MixedDrafter(RandomDrafter):
@@ -99,10 +116,6 @@ class MixedDrafter(RandomDrafter):
         """`count` tokens, the first few of them right."""
         truth = self.sequence[position : position + self.number(count + 1)]
         return truth + self.junk(count - len(truth))
-
-
-_RIGHT = 5
-"""Right tokens of a planted tree at most: there is room for others beside them."""
 
 
 class BranchingDrafter(MixedDrafter):
@@ -130,14 +143,140 @@ class BranchingDrafter(MixedDrafter):
                 tokens += self.junk(1)
                 parents.append(parent)
         draft = Draft(tokens=tokens, parents=parents, ended="width" if tokens else "budget")
-        yield from self._run_trunk(state, draft)
-        return draft
-
-    def _run_trunk(self, state: DecodeState, draft: Draft) -> Steps[None]:
-        """A random number of rows of the first path, each to a random exit layer."""
         exits = len(state.hidden.schedule.depths) - 2
-        trunk = [*state.committed(-1), *draft.tokens[: draft.trunk]]
+        trunk = [*state.committed(-1), *tokens[: draft.trunk]]
         for token in trunk[: self.number(len(trunk) + 1) if exits else 0]:
             state.hidden.push(state.backbone.embed(state.ids.new_tensor([token])))
             for boundary in range(self.number(exits) + 1):
                 yield from state.hidden.advance(boundary)
+        return draft
+
+
+def planted(
+    speculator: Speculator, options: SpeculationOptions, text: Sequence[int]
+) -> dict[str, tuple[Drafter | None, SpeculationOptions]]:
+    """Good, bad and random drafts for a prompt whose known continuation ends `text`; real exits.
+
+    By name; a drafter of None is the heads'. Scripted ones fill a pinned pass.
+    """
+    size, width = speculator.backbone.vocab_size, options.pinned_rows - 1
+    alone = replace(options, speculate=False)
+    if speculator.backbone.mixing is not None:
+        return {"no": (None, alone)}  # drafts are refused
+    found: dict[str, tuple[Drafter | None, SpeculationOptions]] = {
+        "oracle": (OracleDrafter(text, width), alone),
+        "wrong": (WrongDrafter(text, size, width), alone),
+        "random": (RandomDrafter(0, size, width), alone),
+        "mixed": (MixedDrafter(text, 1, size, width), options),
+    }
+    steady = not options.pinned or speculator.backbone.claims.steady
+    if steady and speculator.backbone.runs_trees:
+        found["tree"] = (BranchingDrafter(text, 2, size, width), options)
+    if speculator.heads is not None and options.speculate:
+        exits = {"exit": {"threshold": _EAGER, "max_tokens": width}, "prices": "row=0"}
+        found |= {"heads": (None, options), "eager heads": (None, options.updated(exits))}
+    return found
+
+
+# --- rules that are heard -------------------------------------------------------------------------
+
+Heard = TypeVar("Heard", bound=AcceptanceRule)
+
+
+class Recorder:
+    """An acceptance rule that keeps the target logits of every committed token."""
+
+    lossless = True
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        """`rule` decides."""
+        self._rule = rule
+        self._rows: list[Tensor] = []
+
+    @property
+    def logits(self) -> Tensor:
+        """Of all tokens so far, [n, V]."""
+        return torch.stack(self._rows)
+
+    def verdict(
+        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+    ) -> Verdict:
+        """What the rule says."""
+        verdict = self._rule.verdict(ids, target, row, proposed)
+        self._rows.append(target.row(row)[0].clone())
+        return verdict
+
+
+class Listening(Runtime, Generic[Heard]):
+    """Hears how every token is committed, text by text."""
+
+    def __init__(self, other: Runtime, hear: Callable[[AcceptanceRule], Heard]) -> None:
+        """With the same model and drafts. `hear`: the usual rule, and what it keeps."""
+        super().__init__(other.backbone, other.heads, other.draft_model)
+        self._hear = hear
+        self.heard: list[Heard] = []
+
+    def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
+        """The usual one, heard."""
+        self.heard.append(self._hear(super().rule(sampler, options)))
+        return self.heard[-1]
+
+
+# --- one greedy decoding --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """One decoding."""
+
+    tokens: list[int]
+    entries: list[Round]
+    """The prompt's pass first."""
+    seconds: Counter[str]
+    """By part, as `stats.PARTS` names them."""
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds after the prompt's pass."""
+        return float(sum(self.seconds.values()) - self.seconds["prefill"])
+
+
+def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
+    """At most `new_tokens` of the most likely tokens, by the model's own generation settings."""
+    request = speculator.call(prompt, {"max_new_tokens": new_tokens, "do_sample": False}).request
+    request.only()
+    return request
+
+
+def decode(
+    speculator: Speculator,
+    request: Request,
+    options: SpeculationOptions,
+    drafter: Drafter | None = None,
+    rule: AcceptanceRule | None = None,
+) -> Decoded:
+    """Decode `request`; drafter and rule are those that `options` ask for unless given."""
+    runtime, asked, watch = speculator.runtime, request.only(), Stopwatch()
+    asked = replace(asked, sampler=tied(asked.sampler, options))
+    entries = list(
+        rounds(
+            runtime.state(asked, options),
+            drafter or runtime.drafter(asked, options),
+            rule or acceptance_rule(asked.sampler, options),
+            asked.stop,
+            watch,
+        )
+    )
+    tokens = [token for entry in entries for token in entry.tokens]
+    return Decoded(tokens=tokens, entries=entries, seconds=watch.seconds)
+
+
+def decode_recorded(
+    speculator: Speculator,
+    request: Request,
+    options: SpeculationOptions,
+    drafter: Drafter | None = None,
+) -> tuple[list[int], Tensor]:
+    """Tokens, and the target logits that each was committed by, [n, V]."""
+    rule = Recorder(acceptance_rule(request.sampler, options))
+    return decode(speculator, request, options, drafter, rule).tokens, rule.logits

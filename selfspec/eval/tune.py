@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,8 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Exits, expected
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
+from selfspec.eval.options import TuneOptions
 from selfspec.eval.record import NONE, Record
-from selfspec.eval.trace_options import TuneOptions
 from selfspec.options import Exit, Ngram, Prices
 from selfspec.options.text import as_text, settings_text
 
@@ -99,14 +99,19 @@ def tune(record: Record, costs: Costs, options: TuneOptions, show: Show) -> Tune
     chosen = search.followed[setting]
     own = plain / held_out
     speculates = float(score(held_out[None], plain, options.objective)[0]) > 1.0
+    drafters = [part for part in (setting.ngram, setting.exit) if setting.uses(part.kind)]
+    runtime = {
+        "drafter": "+".join(as_text(part, full=True) for part in drafters),
+        "prices": settings_text(setting.prices, full=True),
+    }  # in full, over whatever the heads say
     return Tuned(
-        options=_runtime(setting) if speculates else {"speculate": False},
+        options={"speculate": speculates, **(runtime if speculates else {})},
         objective=options.objective,
         speed_up=float(plain.sum() / held_out.sum()),
         percentile_5=float(np.percentile(own, _PERCENTILE)),
         worst=float(own.min()),
         speed_up_in_sample=float(plain.sum() / chosen.seconds[longer].sum()),
-        compression_rate=chosen.tokens / chosen.rounds,
+        compression_rate=chosen.rate,
         settings=len(search.screened) + len(search.followed),
         prompts=len(plain),
     )
@@ -189,15 +194,13 @@ def cross_validated(
     return held_out
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Followed:
+class _Followed(NamedTuple):
     """What a setting should do, round by round."""
 
     seconds: Seconds
     """[P]"""
-    tokens: int
-    """Over all prompts, as are the `rounds`."""
-    rounds: int
+    rate: float
+    """Tokens per verification, over all prompts."""
 
 
 class _Search:
@@ -225,7 +228,13 @@ class _Search:
     def seconds(self, setting: SpeculationOptions) -> Seconds:
         """Of each prompt, [P]."""
         if setting not in self.followed:
-            self.followed[setting] = _follow(self._record, self._costs, setting)
+            record = self._record
+            every = [replay.rounds(record, n, setting) for n in range(len(record.prompts))]
+            kept = [
+                len(entry.tokens) for entries in every for entry in entries if not entry.prefill
+            ]
+            seconds = np.array([self._costs.seconds_of(entries) for entries in every])
+            self.followed[setting] = _Followed(seconds, sum(kept) / len(kept))
             count = len(self.screened)
             self._show(count, count, f"{len(self.followed)} followed round by round")
         return self.followed[setting].seconds
@@ -295,32 +304,25 @@ def _to_follow(
 
     With what rows cost here, and with the built-in reserve, which is safer where guesses get worse.
     """
-    built_in = SpeculationOptions()
-    seen = replace(
-        built_in,
-        drafter="ngram",
-        ngram=Ngram(max_tokens=min(built_in.ngram.max_tokens, record.info.max_draft_tokens)),
-        prices=Prices(head=_rounded(costs.head_cost)),
-    )
-    ways = itertools.product(("exit", "ngram+exit"), exits)
-    kinds = [seen] if record.info.exit_layers else _seen(seen)
-    kinds += [replace(seen, exit=s.exit, drafter=drafter) for drafter, s in ways]
-    kinds += [
-        replace(seen, exit=tree, drafter="ngram+exit") for tree in _trees(record, len(costs.layers))
+    built_in, most = SpeculationOptions(), record.info.max_draft_tokens
+    ngram = Ngram(max_tokens=min(built_in.ngram.max_tokens, most))
+    # to what a measurement can tell
+    head, *here = (round(share, 3) for share in (costs.head_cost, *costs.row_costs))
+    seen = replace(built_in, drafter="ngram", ngram=ngram, prices=Prices(head=head))
+    kinds = [seen]
+    if not record.info.exit_layers:
+        lengths = sorted(
+            {min(length, ngram.max_tokens) for length in (*_LENGTHS, ngram.max_tokens)}
+        )
+        sizes = itertools.product(_NGRAMS, lengths)
+        kinds = [replace(seen, ngram=Ngram(size=n, max_tokens=length)) for n, length in sizes]
+    ways = itertools.product(("exit", "ngram+exit"), (setting.exit for setting in exits))
+    trees = itertools.product(("ngram+exit",), _trees(record, len(costs.layers)))
+    kinds += [replace(seen, exit=one, drafter=drafter) for drafter, one in (*ways, *trees)]
+    prices = [
+        replace(seen.prices, row=row) for row in dict.fromkeys((tuple(here), built_in.prices.row))
     ]
-    rows = dict.fromkeys((tuple(map(_rounded, costs.row_costs)), built_in.prices.row))
-    prices = [replace(seen.prices, row=row) for row in rows]
     return [replace(kind, prices=price) for kind in kinds for price in prices]
-
-
-def _seen(built_in: SpeculationOptions) -> list[SpeculationOptions]:
-    """Text already seen where nothing else drafts: n-grams and drafts of several lengths."""
-    most = built_in.ngram.max_tokens
-    lengths = sorted({min(length, most) for length in (*_LENGTHS, most)})
-    return [
-        replace(built_in, ngram=Ngram(size=size, max_tokens=length))
-        for size, length in itertools.product(_NGRAMS, lengths)
-    ]
 
 
 def _trees(record: Record, rows: int) -> list[Exit]:
@@ -338,29 +340,3 @@ def _trees(record: Record, rows: int) -> list[Exit]:
         )
         for alpha in record.info.anneal_strengths[:2]
     ]
-
-
-def _follow(record: Record, costs: Costs, setting: SpeculationOptions) -> _Followed:
-    """Round by round, on all prompts."""
-    every = [replay.rounds(record, prompt, setting) for prompt in range(len(record.prompts))]
-    behind = [entry for entries in every for entry in entries if not entry.prefill]
-    return _Followed(
-        seconds=np.array([costs.seconds_of(entries) for entries in every]),
-        tokens=sum(len(entry.tokens) for entry in behind),
-        rounds=len(behind),
-    )
-
-
-def _rounded(share: float) -> float:
-    """To what a measurement can tell."""
-    return round(share, 3)
-
-
-def _runtime(setting: SpeculationOptions) -> dict[str, Any]:
-    """What `selfspec.api.tuned` keeps, ready for JSON; in full, over whatever the heads say."""
-    drafters = [part for part in (setting.ngram, setting.exit) if setting.uses(part.kind)]
-    return {
-        "speculate": True,
-        "drafter": "+".join(as_text(part, full=True) for part in drafters),
-        "prices": settings_text(setting.prices, full=True),
-    }

@@ -26,9 +26,8 @@ from selfspec.decoding.prices import Unmeasured
 from selfspec.decoding.sources import NGRAM
 from selfspec.decoding.stats import Round
 from selfspec.errors import HeadsNotFound
-from selfspec.eval.record import Record
-from selfspec.eval.trace import Recorder
-from selfspec.eval.trace_options import RecordOptions
+from selfspec.eval.options import RecordOptions
+from selfspec.eval.record import Record, Recorder
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.judge import ExitJudge, spread
 from selfspec.heads.types import ExitHead

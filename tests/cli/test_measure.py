@@ -19,9 +19,8 @@ from selfspec.decoding.measure import measure as measured
 from selfspec.decoding.prices import Costs
 from selfspec.decoding.speed import StepSpeed
 from selfspec.errors import ModelNotFound
-from selfspec.eval.methods import METHODS, Method
+from selfspec.eval.methods import METHODS, Method, moved
 from selfspec.eval.record import Record
-from selfspec.eval.sweeps import moved
 from selfspec.hub import models as hub
 from selfspec.visualise.layers import LayerTrace
 from tests.hand_traces import long_trace
@@ -92,7 +91,7 @@ def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_
     assert summary["quality"]["plain"]["overall"]["exact_share"] == 1.0
     assert summary["harness"]["methods_s"] > 0.0
     # where a package for that is missing, it is told before any work
-    monkeypatch.setattr("selfspec.eval.quality.find_spec", lambda name: None)
+    monkeypatch.setattr("selfspec.eval.results.find_spec", lambda name: None)
     assert main([*BENCH, "--output", "new", "--sweep", "acceptance=cm-asd"]) == 2
     assert "needs sacrebleu: pip install 'selfspec[eval]'" in capsys.readouterr().err
     assert not (workplace / "new").exists()

@@ -20,8 +20,7 @@ from selfspec.decoding.prices import beside
 from selfspec.decoding.runtime import Asked, Runtime
 from selfspec.decoding.scores import Sampler
 from selfspec.errors import InvalidOption
-from selfspec.eval.company import Listening
-from selfspec.eval.decoding import Recorder
+from selfspec.eval.scripted import Listening, Recorder
 from selfspec.heads.answers import answer
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.model.backbone import Backbone

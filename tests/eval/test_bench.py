@@ -1,8 +1,10 @@
-"""The runner: the same tokens for all, random order, failures recorded, interruptions survived."""
+"""The runner: the same tokens for all, random order, failures recorded, settings chosen."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,25 +13,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.text import encode
+from selfspec.cli.main import main
+from selfspec.decoding.stats import Round
+from selfspec.errors import InvalidOption
 from selfspec.eval import bench as runner
-from selfspec.eval.answers import Answer, Run, read
-from selfspec.eval.bench import Bench
-from selfspec.eval.contenders import Contender, candidates
-from selfspec.eval.methods import METHODS, Method, Setting, Written
+from selfspec.eval.bench import Bench, arrivals, chosen, parted, peak_of
+from selfspec.eval.methods import METHODS, Contender, Method, Written, candidates
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.quality import first_divergence
-from selfspec.eval.reference import log_likelihood
-from selfspec.eval.suites import Question
-from selfspec.eval.texts import Texts
+from selfspec.eval.results import Answer, Question, Run, first_divergence, read
+from selfspec.eval.verify import log_likelihood
+from tests.api.test_default_model import pytestmark as default_model
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
-COUNT = 12
+COUNT = 8
+MIB = 2**20
+CPU = torch.device("cpu")
 NAMES = ("hugging-face", "plain", "speculation")
+DEFAULT = "hugging-face,plain,speculation,no-width-bound,prompt-lookup"
 QUESTIONS = [
     Question(id="one", task="math", turns=("a b c",)),
     Question(id="two", task="chat", turns=("c b", "a a")),
@@ -66,7 +70,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Co
     """Makes a contender out of a function that does not do its work."""
 
     def make(decode: Callable[..., Any]) -> Contender:
-        method = Method(source="broken", decode=decode, settings=lambda _: [{}])
+        method = Method("broken", lambda _: [{}], decode)
         monkeypatch.setitem(METHODS, "broken", method)
         return Contender(label="broken", method="broken", setting={})
 
@@ -81,7 +85,7 @@ def measure(bench: Bench, contenders: list[Contender], path: Path) -> list[Answe
     return bench.measure(QUESTIONS, contenders, path / "answers.jsonl", quiet)
 
 
-def test_all_methods_write_the_same_tokens_for_every_turn(
+def test_all_methods_write_the_same_tokens_for_every_turn_by_the_clock(
     bench: Bench, contenders: list[Contender], tmp_path: Path
 ) -> None:
     answers = measure(bench, contenders, tmp_path)
@@ -90,32 +94,26 @@ def test_all_methods_write_the_same_tokens_for_every_turn(
     for answer in answers:
         assert answer.new_tokens == COUNT
         assert answer.runs.keys() == set(NAMES)
-        for run in answer.runs.values():
-            assert run.equal
-            assert run.error is None
+        for label, run in answer.runs.items():
+            assert (run.equal, run.error) == (True, None)
             assert sum(count for count, _ in run.arrivals) == COUNT
-
-
-def test_seconds_are_those_of_the_clock(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
-) -> None:
-    for answer in measure(bench, contenders, tmp_path):
-        for label in ("hugging-face", "plain"):
-            run = answer.runs[label]
-            assert run.arrivals == [(1, 1.0)] * COUNT  # a look at each token
-            assert run.seconds == COUNT + 1.0  # and one at the end
-        drafted = answer.runs["speculation"]
-        assert len(drafted.arrivals) <= COUNT
-        assert all(count == seconds for count, seconds in drafted.arrivals)
-
-
-def test_only_our_runtime_counts_drafts(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
-) -> None:
-    answers = measure(bench, contenders, tmp_path)
-    assert all(answer.runs["hugging-face"].counts == {} for answer in answers)
-    assert all(answer.runs["plain"].counts["drafted_by_layer"] == {} for answer in answers)
+            if label == "speculation":
+                assert all(count == seconds for count, seconds in run.arrivals)
+            else:
+                assert run.arrivals == [(1, 1.0)] * COUNT  # a look at each token
+                assert run.seconds == COUNT + 1.0  # and one at the end
+        # the clock ticks before and after all runs, and once between two of them
+        assert answer.outside_s == len(contenders) + 1
+        assert answer.runs["hugging-face"].counts == {}  # only our runtime counts
+        assert answer.runs["plain"].counts["drafted_by_layer"] == {}
     assert any(answer.runs["speculation"].counts["drafted_by_layer"] for answer in answers)
+    found = bench.memory(QUESTIONS, answers, contenders)
+    assert bench.memory(QUESTIONS, [], contenders) is None
+    if found is not None:  # Linux
+        assert found["prompt_tokens"] == max(a.prompt_tokens for a in answers if a.turn == 1)
+        assert found["new_tokens"] == COUNT
+        assert list(found["growth_bytes"]) == list(NAMES)
+        assert found["before_bytes"] > 2**20
 
 
 def test_an_answer_is_as_long_as_plain_decodings_with_its_end_token(
@@ -246,35 +244,11 @@ def test_a_method_whose_text_cannot_be_judged_has_failed(
     def no(*_: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(Texts, "quality_of", no)
+    monkeypatch.setattr(runner, "quality", no)
     lossy = replace(contenders[-1], lossy=True)
     answer, *_ = measure(bench, [*contenders[:-1], lossy], tmp_path)
     assert answer.runs["speculation"].error == "RuntimeError: no"
     assert answer.runs["plain"].error is None
-
-
-def test_what_passes_outside_of_the_methods_calls_is_recorded(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
-) -> None:
-    for answer in measure(bench, contenders, tmp_path):
-        # the clock ticks before and after all runs, and once between two of them
-        assert answer.outside_s == len(contenders) + 1
-
-
-def test_memory_is_measured_on_the_longest_first_prompt_where_it_can_be(
-    bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
-) -> None:
-    def decode(*_: Any) -> Written:
-        raise RuntimeError
-
-    answers = measure(bench, contenders, tmp_path)
-    found = bench.memory(QUESTIONS, answers, [*contenders, broken(decode)])
-    assert bench.memory(QUESTIONS, [], contenders) is None
-    if found is not None:  # Linux
-        assert found["prompt_tokens"] == max(a.prompt_tokens for a in answers if a.turn == 1)
-        assert found["new_tokens"] == COUNT
-        assert list(found["growth_bytes"]) == list(NAMES)
-        assert found["before_bytes"] > 2**20
 
 
 # --- what goes wrong
@@ -286,20 +260,21 @@ def test_a_method_that_fails_is_recorded_and_the_others_go_on(
     def decode(*_: Any) -> Written:
         raise RuntimeError("out of luck\nand more")
 
-    answers = measure(bench, [*contenders, broken(decode)], tmp_path)
+    every = [*contenders, broken(decode)]
+    answers = measure(bench, every, tmp_path)
     assert len(answers) == 4
     for answer in answers:
         assert answer.runs["broken"] == Run(error="RuntimeError: out of luck")
         assert all(answer.runs[name].error is None for name in NAMES)
+    memory = bench.memory(QUESTIONS, answers, every)
+    assert memory is None or "broken" not in memory["growth_bytes"]
 
 
 def test_a_method_that_stops_early_has_failed(
     bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
 ) -> None:
-    def decode(
-        speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: BaseStreamer
-    ) -> Written:
-        return Written(token_ids=[1] * (count - 1))
+    def decode(speculator: Speculator, ids: Tensor, count: int, *_: Any) -> Written:
+        return Written([1] * (count - 1))
 
     answer, *_ = measure(bench, [broken(decode)], tmp_path)
     assert answer.runs["broken"].error == f"wrote {COUNT - 1} of {COUNT} tokens"
@@ -335,3 +310,96 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(
         raise AssertionError
 
     assert measure(bench, [broken(never)], tmp_path) == again  # nothing is left to measure
+
+
+# --- which settings, on which questions
+
+
+def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
+    def contender(label: str) -> Contender:
+        return Contender(label=label, method="m", setting={"of": label})
+
+    grid = {"m": [contender("a"), contender("b"), contender("c")], "plain": [contender("p")]}
+    runs = [
+        {"a": Run(seconds=5.0), "b": Run(seconds=2.0), "c": Run(seconds=1.0)},
+        {"a": Run(seconds=5.0), "b": Run(seconds=3.0), "c": Run(error="no")},
+    ]
+    tuning = [Answer(id="q", task="t", turn=1, repeat=1, runs=entry) for entry in runs]
+    found = chosen(grid, [*tuning, Answer(id="x", task="t", turn=1, repeat=1, error="too long")])
+    assert (found["m"].label, found["m"].setting) == ("m", {"of": "b"})
+    assert found["plain"].label == "plain"
+    assert chosen(grid, [])["m"].setting == {"of": "a"}
+
+
+def test_settings_are_chosen_on_questions_that_are_not_reported(tmp_path: Path) -> None:
+    suite = [Question(id=str(number), task="t", turns=(str(number),)) for number in range(8)]
+    options = BenchOptions(tune_questions=2, limit=3)
+    assert parted(suite, options, tuning=False) == ([suite[0], suite[2], suite[5]], [])
+    reported, others = parted(suite, options, tuning=True)
+    assert [question.id for question in others] == ["0", "4"]
+    assert [question.id for question in reported] == ["1", "3", "6"]
+    file = tmp_path / "others.jsonl"
+    file.write_text('{"prompt": "2"}\n{"prompt": "x"}\n')
+    options = BenchOptions(tune_on=str(file))
+    reported, others = parted(suite, options, tuning=True)
+    assert [question.turns for question in others] == [("2",), ("x",)]
+    assert [question.id for question in reported] == ["0", "1", "3", "4", "5", "6", "7"]
+
+
+def test_no_question_left_to_report_is_an_error() -> None:
+    suite = [Question(id="a", task="t", turns=("a",))]
+    with pytest.raises(InvalidOption, match="Give --tune-on"):
+        parted(suite, BenchOptions(), tuning=True)
+
+
+# --- looks at a clock, and memory
+
+
+def test_arrivals_of_our_runtime_are_put_together_by_round() -> None:
+    no: dict[str, Any] = {key: [] for key in ("draft_tokens", "exit_layers", "sources", "kept")}
+    rounds = [Round(tokens=[0] * count, ended="off", **no) for count in (1, 2, 1)]
+    heard = [(1, 2.0), (1, 3.0), (1, 3.25), (1, 5.0)]
+    assert arrivals(heard, 1.5, Written([0] * 4, rounds)) == [(1, 0.5), (2, 1.25), (1, 1.75)]
+    assert arrivals([(3, 2.0), (1, 3.0)], 1.5, Written([0] * 4)) == [(3, 0.5), (1, 1.0)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count is Linux's")
+def test_memory_is_what_the_work_held_at_its_peak_and_no_other_before() -> None:
+    def work(mebibytes: int) -> None:
+        """Holds so much, filled, and gives it back."""
+        torch.ones(mebibytes * MIB, dtype=torch.uint8)
+
+    work(256)
+    found = peak_of(lambda: work(64), CPU)  # more than what glibc may take from freed memory
+    assert found is not None
+    assert 63 * MIB <= found.growth < 80 * MIB  # counters lag by some pages
+    assert found.before > 16 * MIB
+
+
+def test_where_nothing_can_be_measured_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: str) -> int:
+        raise LookupError
+
+    monkeypatch.setattr(runner, "resident", refused)
+    assert peak_of(lambda: None, CPU) is None
+
+
+# --- the default model and its heads
+
+
+@pytest.mark.parametrize("names", [pytest.param(DEFAULT, marks=default_model)])
+def test_one_question_by_five_methods(
+    names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "What is rain?"}\n{"prompt": "Say yes, yes, yes."}\n')
+    command = ["bench", "--suite", str(prompts), "--json"]
+    command += ["--limit", "1", "--tune-questions", "1", "--max-new-tokens", "4"]
+    assert main([*command, "--methods", names, "--output", str(tmp_path / "out")]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    figures = summary["all"]["overall"]
+    assert list(figures) == names.split(",")
+    for label in ("plain", "speculation", "no-width-bound"):
+        assert summary["unequal"][label] == 0  # compiled code rounds a row alike beside any other
+    assert figures["plain"]["compression_rate"] == 1.0
+    assert figures["speculation"]["over_plain"]["prompts"] == 1

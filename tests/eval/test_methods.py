@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.eval.contenders import Contender, candidates, described, swept
-from selfspec.eval.methods import METHODS, NO_BOUND, Written, endless, unchanged
-from selfspec.eval.sweeps import moved as moves
+from selfspec.eval.methods import (
+    METHODS,
+    NO_BOUND,
+    Contender,
+    Written,
+    candidates,
+    described,
+    endless,
+    swept,
+    unchanged,
+)
+from selfspec.eval.methods import moved as moves
 from tests.models import make_model, random_ids
 
 COUNT = 20
-
-
-class Silent(BaseStreamer):
-    """Listens to nothing."""
-
-    def put(self, value: Tensor) -> None: ...
-
-    def end(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +50,22 @@ def plain(speculator: Speculator) -> list[int]:
 
 def moved(speculator: Speculator, **values: Any) -> Speculator:
     """The same speculator with other options."""
-    return Speculator(
-        speculator.backbone,
-        speculator.tokenizer,
-        speculator.heads,
-        speculator.label,
-        speculator.options.updated(values),
-        speculator.draft_model,
-    )
+    other = copy.copy(speculator)
+    other.options = speculator.options.updated(values)
+    return other
+
+
+@pytest.fixture(scope="module")
+def bare() -> Speculator:
+    """Without heads, without a second model."""
+    return wrap(make_model("llama"))
 
 
 def written(speculator: Speculator, name: str, number: int = 0) -> Written:
     """What a method writes with one of its settings."""
     contender = grid(speculator, name)[number]
     with endless(speculator):
-        return contender.decode(speculator, random_ids(9), COUNT, Silent())
+        return contender.decode(speculator, random_ids(9), COUNT)
 
 
 def grid(speculator: Speculator, name: str) -> list[Contender]:
@@ -114,12 +115,7 @@ def test_options_and_sweeps_that_are_lossy_are_marked_but_plain_decoding_is_not(
 ) -> None:
     loose = moved(speculator, acceptance="cm-asd")
     names = ["plain", "hugging-face", "speculation", "ngram"]
-    assert {name: grid(loose, name)[0].lossy for name in names} == {
-        "plain": False,
-        "hugging-face": False,
-        "speculation": True,
-        "ngram": True,
-    }
+    assert [grid(loose, name)[0].lossy for name in names] == [False, False, True, True]
     entries = swept(speculator, moves("acceptance=lossless,cm-asd"))
     assert [entry.lossy for entry in entries] == [False, True]
 
@@ -142,7 +138,7 @@ def test_a_method_ends_at_an_end_token_where_answers_are_not_endless(
         for name in ("hugging-face", "speculation", "prompt-lookup"):
             (entry, *_) = grid(speculator, name)
             with unchanged(speculator):
-                found = entry.decode(speculator, random_ids(9), COUNT, Silent())
+                found = entry.decode(speculator, random_ids(9), COUNT)
             assert found.token_ids == plain[:end]
             assert model.generation_config is config
     finally:
@@ -187,8 +183,7 @@ def test_an_unknown_method_is_answered_with_the_nearest(speculator: Speculator) 
         candidates(speculator, ["plain", "prompt-look-up"])
 
 
-def test_methods_with_drafts_need_heads() -> None:
-    bare = wrap(make_model("llama"))
+def test_methods_with_drafts_need_heads(bare: Speculator) -> None:
     assert candidates(bare, ["plain", "hugging-face", "prompt-lookup"])
     for name in ("speculation", "fixed-exit", "no-depth-bound", "no-never-slower"):
         with pytest.raises(HeadsNotFound):
@@ -197,35 +192,32 @@ def test_methods_with_drafts_need_heads() -> None:
         swept(bare, moves("exit.threshold=0.5"))
 
 
-def test_the_draft_model_drafts_where_its_method_is_asked_for(speculator: Speculator) -> None:
-    stats = written(speculator, "draft-model").stats
+@pytest.mark.parametrize(
+    ("name", "source"), [("draft-model", "draft-model"), ("speculation", "exit")]
+)
+def test_the_draft_model_drafts_where_its_method_is_asked_for(
+    speculator: Speculator, name: str, source: str
+) -> None:
+    stats = written(speculator, name).stats
     assert stats is not None
-    assert set(stats.drafted_by_source) == {"draft-model"}
-    stats = written(speculator, "speculation").stats
-    assert stats is not None
-    assert set(stats.drafted_by_source) == {"exit"}
+    assert set(stats.drafted_by_source) == {source}
 
 
-def test_methods_that_lack_what_drafts_say_so(speculator: Speculator) -> None:
-    bare = wrap(make_model("llama"))
+def test_a_draft_model_needs_no_heads_but_must_be_given(
+    speculator: Speculator, bare: Speculator
+) -> None:
+    second = wrap(speculator.model, draft_model=make_model("llama", torch.float64))
+    entries = swept(second, moves("draft-model.max_tokens=1,4"))
+    assert [list(entry.swept.values()) for entry in entries] == [[1], [4]]
     with pytest.raises(InvalidOption, match=r"needs a second model\. Give --draft-model"):
         candidates(bare, ["draft-model"])
-
-
-def test_draft_lengths_of_a_draft_model_are_swept_without_heads(speculator: Speculator) -> None:
-    bare = wrap(speculator.model, draft_model=make_model("llama", torch.float64))
-    entries = swept(bare, moves("draft-model.max_tokens=1,4"))
-    assert [entry.swept for entry in entries] == [
-        {"draft-model.max_tokens": 1},
-        {"draft-model.max_tokens": 4},
-    ]
 
 
 # --- ablations
 
 
 def test_without_annealing_only_alpha_changes(speculator: Speculator) -> None:
-    (entry,) = candidates(speculator, ["no-annealing"])["no-annealing"]
+    (entry,) = grid(speculator, "no-annealing")
     assert entry.setting == {"drafter": "exit:anneal_strength=0", "never_slower": False}
 
 
@@ -233,7 +225,7 @@ def test_without_a_depth_bound_all_layers_are_in_use_with_the_nearest_threshold(
     speculator: Speculator,
 ) -> None:
     bounded = moved(speculator, exit={"max_depth": 2})
-    (entry,) = candidates(bounded, ["no-depth-bound"])["no-depth-bound"]
+    (entry,) = grid(bounded, "no-depth-bound")
     assert entry.setting == {
         "drafter": "exit:max_depth=none,layers=1/2/3/4/5,threshold=0.04/0.04/0.04/0.06/0.06",
         "never_slower": False,
@@ -248,26 +240,17 @@ def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Sp
     assert ends == {"budget"}
 
 
-def test_without_the_value_rule_all_that_was_said_before_is_proposed(
-    speculator: Speculator,
+@pytest.mark.parametrize(
+    ("name", "prices", "source"),
+    [("no-value-rule", "row=1/0.9", "ngram"), ("no-never-slower", "head=9", "exit")],
+)
+def test_without_a_rule_dear_drafts_go_on(
+    speculator: Speculator, name: str, prices: str, source: str
 ) -> None:
-    dear = moved(speculator, prices="row=1/0.9")
-    drafted = {}
-    for name in ("ngram+exit", "no-value-rule"):
-        stats = written(dear, name).stats
-        assert stats is not None
-        drafted[name] = stats.drafted_by_source["ngram"]
-    assert drafted["ngram+exit"] < drafted["no-value-rule"]
-
-
-def test_without_the_never_slower_rule_dear_heads_go_on(speculator: Speculator) -> None:
-    dear = moved(speculator, prices="head=9")
-    drafted = {}
-    for name in ("ngram+exit", "no-never-slower"):
-        stats = written(dear, name).stats
-        assert stats is not None
-        drafted[name] = stats.drafted_by_source["exit"]
-    assert drafted["ngram+exit"] < drafted["no-never-slower"]
+    dear = moved(speculator, prices=prices)
+    every = [written(dear, method).stats for method in ("ngram+exit", name)]
+    ruled, free = (stats.drafted_by_source[source] for stats in every if stats)
+    assert ruled < free
 
 
 @pytest.mark.parametrize(
@@ -290,8 +273,8 @@ def test_an_ablation_that_removes_nothing_is_refused(
 def test_a_fixed_exit_drafts_as_many_tokens_as_it_should_at_its_layer(
     speculator: Speculator,
 ) -> None:
-    grid = candidates(speculator, ["fixed-exit"])["fixed-exit"]
-    settings = [speculator.options.updated(entry.setting).exit for entry in grid]
+    entries = grid(speculator, "fixed-exit")
+    settings = [speculator.options.updated(entry.setting).exit for entry in entries]
     assert [setting.layers for setting in settings[::3]] == [(1,), (3,), (5,)]
     for number, setting in enumerate(settings):
         width = setting.max_tokens
@@ -301,7 +284,7 @@ def test_a_fixed_exit_drafts_as_many_tokens_as_it_should_at_its_layer(
 
 
 def test_threshold_exits_have_no_bound(speculator: Speculator) -> None:
-    for entry in candidates(speculator, ["threshold-exit"])["threshold-exit"]:
+    for entry in grid(speculator, "threshold-exit"):
         setting = speculator.options.updated(entry.setting).exit
         assert setting.layers == (1, 2, 3, 4, 5)
         assert setting.max_tokens == NO_BOUND
@@ -316,22 +299,15 @@ def test_one_exit_stops_at_an_unsure_token(speculator: Speculator) -> None:
 # --- sweeps and labels
 
 
-def test_a_sweep_moves_one_option_at_a_time(speculator: Speculator) -> None:
-    settings = moves("exit.threshold=0.3") + moves("exit.layers=4/5")
-    entries = swept(moved(speculator, exit={"threshold": 0.1}), settings)
-    labels = ["speculation(exit.threshold=0.3)", "speculation(exit.layers=4/5)"]
-    assert [entry.label for entry in entries] == labels
-
-
-def test_a_sweep_drafts_from_exit_heads_whatever_their_defaults_name(
+def test_a_sweep_moves_one_option_at_a_time_of_exit_heads_whatever_the_defaults_name(
     speculator: Speculator,
 ) -> None:
-    (entry,) = swept(moved(speculator, drafter="ngram+exit"), moves("exit.threshold=0.3"))
-    assert entry.setting["drafter"] == "exit:threshold=0.3"
-    assert entry.label == "speculation(exit.threshold=0.3)"
-
-
-def test_a_sweep_to_a_depth_that_is_no_exit_layer_is_refused(speculator: Speculator) -> None:
+    settings = moves("exit.threshold=0.3") + moves("exit.layers=4/5")
+    labels = ["speculation(exit.threshold=0.3)", "speculation(exit.layers=4/5)"]
+    for changes in ({"exit": {"threshold": 0.1}}, {"drafter": "ngram+exit"}):
+        entries = swept(moved(speculator, **changes), settings)
+        assert [entry.label for entry in entries] == labels
+        assert entries[0].setting["drafter"] == "exit:threshold=0.3"
     with pytest.raises(InvalidOption, match="exit:max_depth 3 is not among"):
         swept(speculator, moves("exit.max_depth=3"))
 

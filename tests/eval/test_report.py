@@ -1,22 +1,321 @@
-"""Figures and the report: what is picked and computed, then that files hold it, escaped."""
+"""What a bench found: figures by hand, tables, the folder of a run, pictures and the report."""
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import dataclasses
+import functools
+import io
+import json
 import logging
+import operator
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from selfspec.cli.main import main
-from selfspec.errors import InvalidData
-from selfspec.eval import plots, report, results, tables
-from selfspec.eval.answers import Answer, Run
-from selfspec.eval.results import Results
-from selfspec.eval.summary import summarise
-from selfspec.eval.tables import Table
+from selfspec.decoding.stats import PARTS
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption
+from selfspec.eval import report
+from selfspec.eval.report import (
+    Results,
+    Table,
+    as_csv,
+    by_task,
+    markdown,
+    seconds_by_prompt,
+    summarise,
+    tables,
+)
+from selfspec.eval.results import Answer, Quality, Run, quality_summary
+
+# --- figures: eight answers, two methods and a base
+
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {"method": "plain", "source": "by hand", "setting": {}, "chosen_from": []},
+    "fast": {
+        "method": "fast",
+        "source": "by hand",
+        "setting": {"speed": 2, "exit_layers": [4, 20]},
+        "chosen_from": ["fast(speed=1)", "fast(speed=2)"],
+    },
+}
+
+
+def run(seconds: float, *arrivals: tuple[int, float], **values: Any) -> Run:
+    return Run(seconds=seconds, arrivals=list(arrivals), equal=True, **values)
+
+
+PLAIN = run(4.0, (1, 1.0), (1, 1.0), (1, 1.0), (1, 1.0))
+FAST = run(
+    2.0,
+    (1, 1.0),
+    (3, 0.9),
+    counts={
+        "seconds": {"prefill": 1.0, "draft": 0.25, "verify": 0.5},
+        "drafted_by_layer": {"2": 1, "4": 2},
+        "accepted_by_layer": {"2": 1, "4": 1},
+        "drafted_by_index": {"1": 1, "2": 1, "3": 1},
+        "accepted_by_index": {"1": 1, "2": 1},
+    },
+)
+
+
+def answer(name: str = "q", task: str = "math", turn: int = 1, **values: Any) -> Answer:
+    given: dict[str, Any] = {"repeat": 1, "new_tokens": 4, "runs": {"plain": PLAIN, "fast": FAST}}
+    return Answer(id=name, task=task, turn=turn, **given | values)
+
+
+ANSWERS = [
+    answer("q1"),
+    answer("q2", "chat"),
+    answer("q2", "chat", 2, runs={"fast": run(8.0, (1, 1.0), (3, 7.0)), "plain": PLAIN}),
+    answer("q3", "chat", repeated=0.31),
+]
+
+
+@pytest.fixture
+def summary() -> dict[str, Any]:
+    return summarise(ANSWERS, METHODS)
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (("all", "overall", "fast", "over_plain", "ratio"), 16 / 14),  # turns are summed up
+        (("all", "overall", "fast", "over_plain", "prompts"), 3),
+        (("all", "overall", "fast", "over_plain", "worst"), 8 / 10),
+        (("all", "math", "fast", "over_plain", "ratio"), 2.0),
+        (("all", "overall", "plain", "over_plain", "ratio"), 1.0),
+        (("all", "overall", "fast", "over_hugging-face"), None),  # it was not measured
+        (("loop_share",), {"math": 0.0, "chat": 1 / 3, "overall": 0.25}),
+        (("without_loops", "overall", "fast", "over_plain", "ratio"), 12 / 12),
+        (("without_loops", "chat", "fast", "answers"), 2),
+        (("all", "overall", "fast", "compression_rate"), 12 / 4),
+        (("all", "overall", "fast", "acceptance_rate"), 6 / 9),
+        (("all", "overall", "plain", "acceptance_rate"), None),
+        (("acceptance", "fast", "by_layer"), {"2": [3, 3], "4": [6, 3]}),
+        (("acceptance", "fast", "by_index"), {"1": [3, 3], "2": [3, 3], "3": [3, 0]}),
+        (("latency", "fast", "first_token_s"), 1.0),
+        (("latency", "fast", "token_p50_s"), pytest.approx(0.3)),
+        (("latency", "fast", "token_mean_s"), pytest.approx((9 * 0.3 + 7.0) / 12)),
+        (("latency", "fast", "answer_s"), 14 / 4),
+        (("latency", "fast", "tokens_per_s"), 16 / 14),
+        (("parts_s",), {"fast": {"prefill": 3.0, "draft": 0.75, "verify": 1.5}, "plain": {}}),
+    ],
+)
+def test_figures_are_those_worked_by_hand(
+    summary: dict[str, Any], place: tuple[str, ...], expected: Any
+) -> None:
+    assert functools.reduce(operator.getitem, place, summary) == expected
+    assert json.loads(json.dumps(summary)) == summary
+    gain = summary["all"]["overall"]["fast"]["over_plain"]
+    assert gain["low"] <= gain["ratio"] <= gain["high"]
+    assert not [table for table in tables(summary) if "Hugging Face" in table.title]
+
+
+def test_a_failed_run_is_left_out_for_both_and_reported_as_is_another_text() -> None:
+    broken = answer("q4", runs={"plain": PLAIN, "fast": Run(error="ValueError: no")})
+    unmeasured = Answer(id="q5", task="QA", turn=1, repeat=1, error="too long")
+    odd = answer("q6", runs={"fast": Run(seconds=1.0, arrivals=[(4, 1.0)])})
+    found = summarise([*ANSWERS, broken, unmeasured, odd], METHODS)
+    assert found["all"]["overall"]["fast"]["over_plain"]["prompts"] == 3
+    assert found["all"]["overall"]["plain"]["over_plain"]["prompts"] == 4
+    assert found["failures"] == ["q4, turn 1, fast: ValueError: no", "q5, turn 1: too long"]
+    assert found["answers"] == 6
+    assert found["unequal"] == {"plain": 0, "fast": 1}
+    assert seconds_by_prompt([broken], "fast", "plain") == ({}, {})
+
+
+def test_groups_keep_spec_benchs_order_and_end_with_all() -> None:
+    found = by_task([answer(task="law"), answer(task="QA"), answer(task="math")])
+    assert list(found) == ["math", "QA", "law", "overall"]
+    assert len(found["overall"]) == 3
+
+
+def test_nothing_measured_gives_empty_tables() -> None:
+    summary = summarise([Answer(id="q", task="QA", turn=1, repeat=1, error="too long")], METHODS)
+    assert summary["all"] == {}
+    rows = {table.title: table.rows for table in tables(summary)}
+    assert len(rows.pop("Methods")) == 2
+    assert not any(cell for lines in rows.values() for line in lines for cell in line)
+
+
+# --- texts, memory, the harness
+
+TEXT = Quality(
+    text="the cat sat on the rug",
+    plain_text="the cat sat on the mat",
+    reference="the cat sat on the mat",
+    tokens=6,
+    plain_tokens=6,
+    first_divergence=5,
+    edit_distance=1,
+    log_likelihood=-9.0,
+    plain_log_likelihood=-6.0,
+)
+LOSSY = METHODS | {"fast": METHODS["fast"] | {"lossy": True}}
+
+
+@pytest.fixture
+def judged() -> dict[str, Any]:
+    """One answer of two was looked at."""
+    fast = dataclasses.replace(FAST, quality=TEXT)
+    pair = [answer("q1", runs={"plain": PLAIN, "fast": fast}), answer("q2", "chat")]
+    memory = {
+        "prompt_tokens": 9,
+        "new_tokens": 4,
+        "device": "cpu",
+        "before_bytes": 2**30,
+        "growth_bytes": {"plain": 2**20, "fast": 3 * 2**19},
+    }
+    return summarise(
+        [dataclasses.replace(entry, outside_s=0.03) for entry in pair], LOSSY, memory=memory
+    )
+
+
+def table_of(summary: dict[str, Any], start: str) -> Table:
+    (found,) = [table for table in tables(summary) if table.title.startswith(start)]
+    return found
+
+
+def test_quality_is_summed_up_by_task_for_methods_that_were_looked_at(
+    judged: dict[str, Any],
+) -> None:
+    assert list(judged["quality"]) == ["fast"]
+    assert list(judged["quality"]["fast"]) == ["math", "overall"]
+    assert judged["quality"]["fast"]["overall"] == quality_summary([TEXT])
+    table = table_of(judged, "Quality")
+    assert table.rows[1][:7] == ["fast (lossy)", "overall", "1", "0%", "5", "0.17", "-1.50 (-1.00)"]
+    assert table.rows[1][8:] == ["1", "76.0 (100.0)", "0.83 (1.00)"]
+
+
+def test_a_lossy_method_is_marked_in_every_table_and_no_other_is(judged: dict[str, Any]) -> None:
+    for table in tables(judged):
+        cells = [row[0] for row in table.rows if table.header[0] == "method"]
+        assert "fast" not in cells
+        assert "plain (lossy)" not in cells
+    lines = list(csv.DictReader(io.StringIO(as_csv(judged))))
+    assert {(line["method"], line["lossy"]) for line in lines} == {
+        ("plain", "False"),
+        ("fast", "True"),
+    }
+
+
+def test_memory_says_how_it_was_measured(judged: dict[str, Any]) -> None:
+    table = table_of(judged, "Peak memory")
+    assert "resident beyond the 1,024 MiB that all methods share, 4 tokens behind" in table.title
+    assert table.rows == [["plain", "1.0"], ["fast (lossy)", "1.5"]]
+    assert table_of(summarise(ANSWERS, METHODS), "Peak memory").rows == []
+
+
+def test_the_harness_is_held_against_the_methods(judged: dict[str, Any]) -> None:
+    assert judged["harness"]["share"] == pytest.approx(0.06 / 12.0)
+    assert table_of(judged, "The harness").rows == [["12.0", "0.060", "0.500%"]]
+
+
+def test_results_from_before_these_figures_still_have_tables(judged: dict[str, Any]) -> None:
+    for name in ("quality", "memory", "harness"):
+        del judged[name]
+    del judged["methods"]["fast"]["lossy"]
+    for start in ("Quality", "Peak memory", "The harness"):
+        assert table_of(judged, start).rows == []
+
+
+# --- tables
+
+
+def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> None:
+    table = tables(summary)[0]
+    heads = [f"{task} {kind}" for task in ("math", "chat", "overall") for kind in ("CR", "SD")]
+    assert list(table.header) == ["method", *heads, "95 %"]
+    assert list(table.rows[0][:3]) == ["plain", "1.00", "1.00"]
+    assert list(table.rows[1][:7]) == ["fast", "3.00", "2.00", "3.00", "1.00", "3.00", "1.14"]
+    text = markdown(table).splitlines()
+    assert text[0].startswith("## Tokens per verification (CR) and speed-up (SD) over plain")
+    assert text[2].count("|") == text[3].count("|") == text[4].count("|") == 9
+    # settings, and what they were chosen from, are in the last
+    plain, fast = tables(summary)[-1].rows
+    assert plain == ["plain", "by hand", "", ""]
+    assert fast[2:] == ["speed=2, exit_layers=[4, 20]", "fast(speed=1), fast(speed=2)"]
+    # a bar in a name does not end a cell
+    assert markdown(Table("t", ["a"], [["one|two"]])).endswith("| one\\|two |\n")
+
+
+def test_csv_has_a_line_per_group_task_and_method(summary: dict[str, Any]) -> None:
+    lines = list(csv.DictReader(io.StringIO(as_csv(summary))))
+    assert len(lines) == 2 * 3 * 2
+    (line,) = [
+        line
+        for line in lines
+        if (line["answers_in"], line["task"], line["method"]) == ("all", "math", "fast")
+    ]
+    assert float(line["over_plain_ratio"]) == 2.0
+    assert line["over_hugging-face_ratio"] == ""
+
+
+# --- the folder of a run
+
+RECORD: dict[str, Any] = {"run": {"limit": 2, "methods": ["plain"]}, "machine": {"threads": 1}}
+
+
+def test_a_finished_run_comes_back_as_it_was_written(
+    summary: dict[str, Any], tmp_path: Path
+) -> None:
+    report.begin_results(tmp_path / "new" / "run", RECORD, resume=False)
+    text = report.write_results(tmp_path / "new" / "run", summary)
+    assert report.read_results(tmp_path / "new" / "run") == Results("run", RECORD, summary)
+    files = {path.name: path for path in (tmp_path / "new" / "run").iterdir()}
+    assert files.keys() == {"run.yaml", "summary.json", "table.csv", "table.md"}
+    assert files["table.md"].read_text(encoding="utf-8") == text
+
+
+def test_starting_over_removes_what_a_bench_writes_and_nothing_else(tmp_path: Path) -> None:
+    for name in (*report.FILES, "notes.txt"):
+        (tmp_path / name).write_text("old")
+    report.begin_results(tmp_path, RECORD, resume=False)
+    (tmp_path / report.SUMMARY).write_text("old")
+    report.check_results(tmp_path, overwrite=True, resume=False)
+    report.begin_results(tmp_path, RECORD, resume=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "notes.txt"}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", *report.FILES])
+def test_one_file_of_a_bench_is_enough_to_ask_and_others_are_not(name: str, tmp_path: Path) -> None:
+    report.check_results(tmp_path / "none", overwrite=False, resume=False)
+    if name != "notes.txt":
+        report.begin_results(tmp_path, RECORD, resume=False)
+    (tmp_path / name).touch()
+    asks = pytest.raises(InvalidOption, match="holds results")
+    with contextlib.nullcontext() if name == "notes.txt" else asks:
+        report.check_results(tmp_path, overwrite=False, resume=False)
+
+
+@pytest.mark.parametrize("name", report.FILES)
+def test_a_file_of_somebody_else_stays_whatever_was_said(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    for overwrite in (True, False):
+        with pytest.raises(CannotWrite, match=f"holds {name}, which selfspec did not write"):
+            report.check_results(tmp_path, overwrite=overwrite, resume=not overwrite)
+
+
+def test_going_on_keeps_what_is_there_and_is_refused_elsewhere_or_otherwise(tmp_path: Path) -> None:
+    report.begin_results(tmp_path, RECORD, resume=True)  # nothing was there: as good as a start
+    (tmp_path / "answers.jsonl").write_text("{}\n")
+    before = (tmp_path / "run.yaml").read_bytes()
+    report.begin_results(tmp_path, RECORD, resume=True)
+    assert (tmp_path / "answers.jsonl").read_text() == "{}\n"
+    assert (tmp_path / "run.yaml").read_bytes() == before
+    with pytest.raises(InvalidOption, match="machine threads was 1, now it is 2"):
+        report.begin_results(tmp_path, {**RECORD, "machine": {"threads": 2}}, resume=True)
+    with pytest.raises(InvalidOption, match=r"run methods was \['plain'\], now it is \['other'\]"):
+        report.begin_results(tmp_path, {"run": {"limit": 2, "methods": ["other"]}}, resume=True)
+
+
+# --- pictures: three methods and a sweep
 
 READ = "How to read this"
 BEST = (
@@ -27,7 +326,9 @@ PNG = b"\x89PNG"
 SWEPT = [f"speculation(exit.threshold={tau})" for tau in (0.9, 0.1)]
 LABELS = ["plain", "speculation", "no-width-bound", *SWEPT]
 SECONDS = dict(zip(LABELS, (4.0, 2.0, 5.0, 3.2, 2.5), strict=True))
+PLAINLY: dict[str, dict[str, float]] = {"seconds": {"prefill": 1.0, "verify": 3.0}}
 COUNTS: dict[str, dict[str, float]] = {
+    "seconds": {"prefill": 1.0, "verify": 2.0, "heads": 0.5},
     "drafted_by_layer": {"2": 4, "10": 1},
     "accepted_by_layer": {"2": 3},
     "drafted_by_index": {"1": 5},
@@ -35,7 +336,7 @@ COUNTS: dict[str, dict[str, float]] = {
 }
 
 
-def described(label: str) -> dict[str, Any]:
+def described_method(label: str) -> dict[str, Any]:
     value = re.search(r"=(.*)\)", label)
     return {
         "method": label.split("(")[0],
@@ -47,25 +348,25 @@ def described(label: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def summary() -> dict[str, Any]:
+def swept() -> dict[str, Any]:
     """Two prompts; three methods and a sweep of two values, in falling order."""
     runs = {
         label: Run(
             seconds=seconds,
             arrivals=[(1, 1.0), (3, 1.0)] if label != "plain" else [(1, 1.0)] * 4,
             equal=True,
-            counts={} if label == "plain" else COUNTS,
+            counts=PLAINLY if label == "plain" else COUNTS,
         )
         for label, seconds in SECONDS.items()
     }
     answers = [
         Answer(id=name, task="math", turn=1, repeat=1, new_tokens=4, runs=runs) for name in "ab"
     ]
-    return summarise(answers, {label: described(label) for label in LABELS})
+    return summarise(answers, {label: described_method(label) for label in LABELS})
 
 
 @pytest.fixture
-def run(summary: dict[str, Any]) -> Results:
+def finished(swept: dict[str, Any]) -> Results:
     record = {
         "run": {"suite": "s.jsonl", "max_new_tokens": 4, "repeats": 1, "seed": 0},
         "questions": {"reported": 2, "settings_chosen_on": ["x"]},
@@ -73,108 +374,93 @@ def run(summary: dict[str, Any]) -> Results:
         "speculation": {"drafter": "exit:threshold=0.9"},
         "machine": {"threads": 1},
     }
-    return Results("first", record, summary)
+    return Results("first", record, swept)
 
 
 # --- figures
 
 
-def test_the_chart_holds_all_methods_but_no_sweep(summary: dict[str, Any]) -> None:
-    found = plots.methods_statistic(plots.methods_data(summary), "plain")
-    assert (found.unit, found.prompts) == ("× plain", 2)
-    assert found.at == ["plain", "speculation", "no-width-bound"]
-    assert found.speed_up == [1.0, 2.0, 0.8]
-    assert found.low == found.high == found.speed_up  # both prompts took the same time
+def test_the_charts_hold_all_methods_but_no_sweep(swept: dict[str, Any]) -> None:
+    found = report.gains_of(swept, "plain")
+    assert list(found) == ["plain", "speculation", "no-width-bound"]
+    assert [gain["ratio"] for gain in found.values()] == [1.0, 2.0, 0.8]
+    assert {gain["prompts"] for gain in found.values()} == {2}
+    profile = report.profile_of(swept, "plain")  # in percent of its time
+    assert list(profile) == list(found)
+    assert profile["plain"] == dict.fromkeys(PARTS, 0.0) | {"prefill": 25.0, "verify": 75.0}
+    assert (profile["speculation"]["verify"], profile["speculation"]["heads"]) == (50.0, 12.5)
+    assert report.profile_of(swept, "hugging-face") == {}
 
 
-def test_where_the_time_goes_in_percent_of_plain_decoding(summary: dict[str, Any]) -> None:
-    seconds = {"prefill": 1.0, "verify": 3.0}
-    summary["parts_s"] = {"plain": seconds, "speculation": seconds | {"verify": 2.0, "heads": 0.5}}
-    summary["parts_s"][SWEPT[0]] = seconds
-    data = plots.profile_data(summary)
-    assert list(data) == ["plain", "speculation"]
-    found = plots.profile_statistic(data, "plain", 2)
-    assert found is not None
-    assert found.names == ["plain", "speculation"]
-    assert found.percent["prefill"] == [25.0, 25.0]
-    assert found.percent["verify"] == [75.0, 50.0]
-    assert found.percent["heads"] == [0.0, 12.5]
-    assert plots.profile_statistic(data, "hugging-face", 2) is None
-
-
-def test_lossy_methods_are_marked(summary: dict[str, Any]) -> None:
-    summary["methods"]["speculation"]["lossy"] = True
-    label = "speculation (lossy)"
-    assert plots.methods_data(summary)[1][0] == label
-    assert tables.acceptance_table(summary).rows[0][0] == label
-
-
-def test_acceptance_in_percent_of_what_was_drafted(summary: dict[str, Any]) -> None:
-    rows = tables.acceptance_table(summary).rows
+def test_acceptance_in_percent_of_what_was_drafted_and_lossy_methods_marked(
+    swept: dict[str, Any],
+) -> None:
+    rows = report.acceptance_table(swept).rows
     assert [row[0] for row in rows] == LABELS[1:]
     assert rows[0][1:] == ["2: 75%, 10: 0%", "1: 60%"]
+    swept["methods"]["speculation"]["lossy"] = True
+    assert list(report.gains_of(swept, "plain"))[1] == "speculation (lossy)"
+    assert report.acceptance_table(swept).rows[0][0] == "speculation (lossy)"
 
 
 def test_speed_ups_are_shown_over_plain_decoding_where_it_was_measured(
-    summary: dict[str, Any],
+    swept: dict[str, Any],
 ) -> None:
-    assert tables.base_of(summary) == "plain"
-    for found in summary["all"]["overall"].values():
+    assert report.base_of(swept) == "plain"
+    for found in swept["all"]["overall"].values():
         found["over_plain"] = None
-    assert tables.base_of(summary) is None
-    assert tables.base_of({"all": {}}) is None
+    assert report.base_of(swept) is None
+    assert report.base_of({"all": {}}) is None
 
 
 def test_the_verdict_is_the_fastest_lossless_method_or_says_that_none_is(
-    summary: dict[str, Any],
+    swept: dict[str, Any],
 ) -> None:
-    assert tables.verdict(summary) == BEST
-    summary["unequal"]["speculation"] = 1
-    assert tables.verdict(summary).endswith("1 of 2 texts differ.")
-    summary["methods"]["speculation"]["lossy"] = True
+    assert report.verdict(swept) == BEST
+    swept["unequal"]["speculation"] = 1
+    assert report.verdict(swept).endswith("1 of 2 texts differ.")
+    swept["methods"]["speculation"]["lossy"] = True
     words = "Nothing was faster than plain decoding on our runtime; no-width-bound: 0.80 times"
-    assert tables.verdict(summary).startswith(words)
-    assert tables.verdict({**summary, "all": {}}).startswith("No speed-up can be told")
-
-
-def test_each_figure_is_a_file(tmp_path: Path) -> None:
-    gains = plots.Gains("× plain", 2, ["a", "b"], [1.0, 2.0], [0.9, 1.5], [1.1, 2.2])
-    plots.save_methods(gains, tmp_path / "a.png")
-    plots.save_profile(plots.Profile("plain", 2, ["a"], {"verify": [90.0]}), tmp_path / "b.png")
-    for name in "ab":
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
+    assert report.verdict(swept).startswith(words)
+    assert report.verdict({**swept, "all": {}}).startswith("No speed-up can be told")
 
 
 # --- the report
 
 
-def test_the_report_holds_every_table_and_picture(run: Results, tmp_path: Path) -> None:
-    pages = report.write([run, run._replace(name="second")], tmp_path / "out")
+def test_the_command_writes_pages_with_every_table_and_picture(
+    finished: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    finished.summary["failures"].append("q4, turn 1: too long")
+    for folder in folders:
+        report.begin_results(folder, finished.run, resume=False)
+        report.write_results(folder, finished.summary)
+    assert main(["report", *map(str, folders), "--output", str(tmp_path / "out")]) == 0
+    pages = [Path(page) for page in capsys.readouterr().out.split()]
     assert [page.name for page in pages] == ["report.md", "report.html"]
-    pictures = [f"{number}-methods.png" for number in (1, 2)]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *pictures,
+    pictures = [f"{n}-{name}.png" for n in (1, 2) for name in report.PICTURES]
+    assert {path.name for path in (tmp_path / "out").iterdir()} - {*pictures} == {
         "report.md",
         "report.html",
     }
-    markdown = pages[0].read_text(encoding="utf-8")
+    for name in pictures:
+        assert (tmp_path / "out" / name).read_bytes().startswith(PNG)
+    markdown, page = (page.read_text(encoding="utf-8") for page in pages)
     assert re.findall(r"^## (.*)", markdown, re.MULTILINE) == ["first", "second", READ]
     assert markdown.split("\n\n")[2:4] == [f"**{BEST}**", "![Methods](1-methods.png)"]
     assert re.findall(r"\]\((.*?)\)", markdown) == pictures
     assert "chosen on 1 questions that are not among those reported: x." in markdown
-    for table in tables.tables(run.summary):
+    assert "\n\nFailed: q4, turn 1: too long\n\n" in markdown
+    for table in tables(finished.summary):
         assert f"### {table.title}" in markdown or not table.rows
-
-
-def test_the_page_stands_alone_and_is_escaped(run: Results, tmp_path: Path) -> None:
-    _, page = report.write([run], tmp_path)
-    text = page.read_text(encoding="utf-8")
-    sources = re.findall(r'src="(.{0,30})', text)
-    assert len(sources) == 1
+    # the page stands alone and is escaped
+    sources = re.findall(r'src="(.{0,30})', page)
+    assert len(sources) == len(pictures)
     assert all(source.startswith("data:image/png;base64,") for source in sources)
-    assert "<b>" not in text
-    assert "&lt;b&gt;model" in text
-    assert "&lt;source&gt; &amp; more" in text
+    assert "<b>" not in page
+    assert "&lt;b&gt;model" in page
+    assert "&lt;source&gt; &amp; more" in page
 
 
 def test_names_of_tables_and_pictures_are_escaped_too(tmp_path: Path) -> None:
@@ -188,37 +474,15 @@ def test_names_of_tables_and_pictures_are_escaped_too(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_a_notice_takes_the_place_of_pictures(
-    run: Results,
+    finished: Results,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "selfspec.eval.plots", None)
-    monkeypatch.delattr("selfspec.eval.plots")
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO, "selfspec"):
-        assert report.pictures(run, tmp_path, 1) == []
+        assert report.pictures(finished, tmp_path, 1) == []
     assert "they need matplotlib" in caplog.text
-
-
-def test_failures_are_in_the_report(run: Results) -> None:
-    run.summary["failures"].append("q4, turn 1: too long")
-    assert report.described(run)[-1] == "Failed: q4, turn 1: too long"
-
-
-# --- the command
-
-
-def test_the_command_reads_folders_of_bench_and_names_its_pages(
-    run: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("one", "two"):
-        results.begin(tmp_path / name, run.run, resume=False)
-        results.write(tmp_path / name, run.summary)
-    folders = [str(tmp_path / name) for name in ("one", "two")]
-    assert main(["report", *folders, "--output", str(tmp_path / "out")]) == 0
-    pages = capsys.readouterr().out.split()
-    assert [Path(page).name for page in pages] == ["report.md", "report.html"]
-    assert re.findall(r"^## (.*)", Path(pages[0]).read_text(), re.MULTILINE) == ["one", "two", READ]
 
 
 def test_a_folder_without_a_finished_run_is_refused(
@@ -228,4 +492,4 @@ def test_a_folder_without_a_finished_run_is_refused(
     assert "holds no finished run of selfspec bench" in capsys.readouterr().err
     (tmp_path / "run.yaml").write_text("a: [")
     with pytest.raises(InvalidData, match="holds no finished run"):
-        results.read(tmp_path)
+        report.read_results(tmp_path)

@@ -1,83 +1,402 @@
-"""The folder of a run: what is kept, what is replaced, when going on is refused."""
+"""Suites of prompts, the file of answers, statistics by hand, and what lossy rules change."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
-from selfspec.errors import CannotWrite, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval import results
-from selfspec.eval.answers import Answer, Run
-from selfspec.eval.summary import summarise
+from selfspec.eval.results import (
+    TASKS,
+    Answer,
+    Quality,
+    Question,
+    Run,
+    Text,
+    bleu,
+    check_packages,
+    edit_distance,
+    expected_number,
+    final_number,
+    first_divergence,
+    load_suite,
+    quality,
+    quality_summary,
+    rouge_l,
+)
+from selfspec.eval.verify import log_likelihood
+from tests.models import random_ids
 
-RECORD: dict[str, Any] = {"run": {"limit": 2, "methods": ["plain"]}, "machine": {"threads": 1}}
+# --- suites
 
 
 @pytest.fixture
-def summary() -> dict[str, Any]:
-    run = Run(seconds=2.0, arrivals=[(1, 1.0), (1, 1.0)], equal=True)
-    answer = Answer(id="ü", task="QA", turn=1, repeat=1, new_tokens=2, runs={"plain": run})
-    method = {"method": "plain", "source": "", "setting": {}, "chosen_from": []}
-    return summarise([answer], {"plain": method})
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "questions.jsonl"
 
 
-def test_a_finished_run_comes_back_as_it_was_written(
-    summary: dict[str, Any], tmp_path: Path
+def write(file: Path, *records: Any) -> str:
+    """One JSON line each; its name."""
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(file)
+
+
+def test_the_built_in_suite_has_eight_questions_of_each_task() -> None:
+    suite = load_suite("six-tasks")
+    assert Counter(question.task for question in suite) == dict.fromkeys(TASKS, 8)
+    assert len({turn for question in suite for turn in question.turns}) == 48 + 8
+    assert all(len(q.turns) == (2 if q.task == "chat" else 1) for q in suite)
+    assert all(q.reference for q in suite if q.task != "chat")
+
+
+def test_a_limit_is_spread_over_all_groups() -> None:
+    few = load_suite("six-tasks", limit=6)
+    assert [question.task for question in few] == list(TASKS)
+    spread = [question.id for question in load_suite("six-tasks", limit=4)]
+    assert spread == ["math-1", "chat-5", "rag-1", "summary-5"]
+    assert len(load_suite("six-tasks", limit=1000)) == 48
+
+
+def test_spec_benchs_categories_are_six_groups(file: Path) -> None:
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": ["", "good"]},
+        {"question_id": 305, "category": "rag", "turns": ["c"], "reference": [["x", "y"]]},
+        {"question_id": 7, "category": "math_reasoning", "turns": ["d"], "reference": [""]},
+    ]
+    write(file, *lines)
+    assert load_suite("spec-bench", file) == [
+        Question(id="81", task="chat", turns=("a", "b"), reference="good"),
+        Question(id="305", task="RAG", turns=("c",), reference="x"),
+        Question(id="7", task="math", turns=("d",)),
+    ]
+
+
+def test_any_file_of_prompts_is_a_suite(file: Path) -> None:
+    name = write(file, {"prompt": "a"}, {"turns": ["b", "c"], "id": "two", "task": "law"})
+    assert load_suite(name) == [
+        Question(id="1", task="prompts", turns=("a",)),
+        Question(id="two", task="law", turns=("b", "c")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "holds a list, expected an object"),
+        ("{}", "has neither a prompt nor a list of turns"),
+        ('{"turns": []}', "has neither a prompt nor a list of turns"),
+        ('{"turns": ["a", " "]}', "has a turn that is no text"),
+        ('{"prompt": 3}', "has a turn that is no text"),
+        ('{"prompt": "b", "id": "1"}', "has the id 1 of an earlier line"),
+        ('{"prompt": "b", "id": [1]}', "has id [1], expected text or a whole number"),
+        ('{"prompt": "b", "task": "overall"}', "has the task overall, which stands for all"),
+        ('{"prompt": "b", "reference": 3}', "has a reference that is no text"),
+    ],
+)
+def test_a_broken_line_is_named_with_its_reason(file: Path, second: str, reason: str) -> None:
+    file.write_text('{"prompt": "a"}\n' + second + "\n", encoding="utf-8")
+    with pytest.raises(InvalidData, match=r"questions\.jsonl, line 2 ") as error:
+        load_suite(str(file))
+    assert reason in str(error.value)
+
+
+def test_files_that_cannot_be_read_are_named(file: Path) -> None:
+    with pytest.raises(InvalidData, match=r"cannot read .*questions\.jsonl: No such file"):
+        load_suite("spec-bench", file)
+    file.write_bytes(b"\xff")
+    with pytest.raises(InvalidData, match="is not UTF-8"):
+        load_suite(str(file))
+    file.write_text("\n")
+    with pytest.raises(InvalidData, match="holds no questions"):
+        load_suite(str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "questions", "reason"),
+    [
+        ("six-task", None, "unknown suite 'six-task'. Did you mean six-tasks?"),
+        ("spec-bench", None, "Give --questions FILE"),
+        ("six-tasks", Path("a.jsonl"), "Leave out --questions"),
+        ("b.jsonl", Path("a.jsonl"), "Leave out --questions"),
+    ],
+)
+def test_a_wrong_choice_says_what_to_do(name: str, questions: Path | None, reason: str) -> None:
+    with pytest.raises(InvalidOption) as error:
+        load_suite(name, questions)
+    assert reason in str(error.value)
+    with pytest.raises(InvalidOption, match="limit is 0, expected at least 1"):
+        load_suite("six-tasks", limit=0)
+
+
+# --- the file of answers
+
+RUN = Run(
+    seconds=2.0,
+    arrivals=[(1, 1.0), (3, 0.9)],
+    equal=True,
+    counts={"seconds": {"prefill": 1.0}, "drafted_by_layer": {"2": 1}},
+)
+ANSWERS = [
+    Answer(id=name, task="chat", turn=1, repeat=1, new_tokens=4, runs={"fast": RUN})
+    for name in ("q1", "q2")
+]
+
+
+def test_answers_come_back_as_they_were_written_but_for_a_half_written_line(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    results.drop_unfinished(path)
+    assert results.read(path) == []
+    for entry in ANSWERS:
+        results.append(path, entry)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"id": "\xc3')
+    results.drop_unfinished(path)
+    assert path.read_bytes() == whole
+    assert results.read(path) == ANSWERS
+    path.write_bytes(whole + b'{"id": "q"}\n')
+    with pytest.raises(InvalidData, match=r"answers\.jsonl, line 3 is no answer of a bench"):
+        results.read(path)
+
+
+# --- statistics
+
+
+def test_speed_up_is_the_ratio_of_total_times_not_the_mean_of_ratios() -> None:
+    base = {"a": 8.0, "b": 1.0, "c": 1.0}
+    method = {"c": 2.0, "b": 1.0, "a": 2.0}
+    found = results.speed_up(base, method)
+    assert found.ratio == 10.0 / 5.0
+    assert found.mean == (4.0 + 1.0 + 0.5) / 3
+    assert found.worst == 0.5
+    # ranks 0, 1, 2 hold 0.5, 1, 4: the 5th percentile is a tenth of the way from rank 0 to 1
+    assert found.p5 == pytest.approx(0.55, abs=1e-12)
+    assert found.prompts == 3
+
+
+@pytest.mark.parametrize("method", [{"a": 1.0}, {"a": 1.0, "c": 1.0}])
+def test_speed_up_wants_the_same_prompts(method: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected the same"):
+        results.speed_up({"a": 1.0, "b": 1.0}, method)
+    with pytest.raises(ValueError, match="and some"):
+        results.speed_up({}, {})
+
+
+def test_resampled_pairs_stay_together() -> None:
+    # each prompt takes the first method exactly twice as long, however long that is
+    above, below = [2.0, 40.0, 6.0, 800.0], [1.0, 20.0, 3.0, 400.0]
+    assert results.ratio_interval(above, below) == (2.0, 2.0)
+
+
+def test_the_interval_of_two_prompts_has_their_ratios_as_ends() -> None:
+    # of the pairs drawn a quarter is twice the first, a quarter twice the second prompt
+    assert results.ratio_interval([3.0, 1.0], [1.0, 1.0]) == (1.0, 3.0)
+
+
+def test_the_interval_covers_the_middle_of_the_resampled_ratios() -> None:
+    above = [1.0 + index / 10 for index in range(20)]
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randint(20, (results.RESAMPLES, 20), generator=generator)
+    ratios = sorted(torch.tensor(above, dtype=torch.float64)[drawn].mean(-1).tolist())
+    low, high = results.ratio_interval(above, [1.0] * 20, seed=3)
+    near = 1e-9  # ratios repeat: of the 50 outermost, 2.5 % of 2,000, some equal the end itself
+    assert sum(ratio < low - near for ratio in ratios) <= 50 <= sum(r <= low + near for r in ratios)
+    assert sum(ratio > high + near for ratio in ratios) <= 50
+    assert sum(ratio >= high - near for ratio in ratios) >= 50
+
+
+def test_the_seed_makes_the_interval_repeatable() -> None:
+    values = [1.0, 2.0, 4.0, 3.0, 1.5], [1.0, 1.1, 1.3, 2.0, 0.7]
+    assert results.ratio_interval(*values, seed=1) == results.ratio_interval(*values, seed=1)
+    assert results.ratio_interval(*values, seed=1) != results.ratio_interval(*values, seed=2)
+
+
+def test_percentiles_lie_between_the_nearest_values() -> None:
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert [results.percentile(values, share) for share in (0.0, 0.5, 1.0)] == [1.0, 2.5, 4.0]
+
+
+def test_compression_leaves_out_the_prompts_pass() -> None:
+    first = [(1, 0.5), (3, 0.1), (1, 0.1)]
+    second = [(1, 0.5), (2, 0.1)]
+    assert results.compression_rate([first, second]) == 6 / 3
+    assert results.compression_rate([[(1, 0.5)]]) == 0.0
+
+
+def test_tokens_of_a_round_share_its_seconds() -> None:
+    assert results.token_seconds([(1, 9.0), (2, 1.0), (1, 0.25)]) == [0.5, 0.5, 0.25]
+
+
+def test_repeated_share_counts_n_grams_that_were_there_before() -> None:
+    # 8-grams of a text with period 2: two distinct ones among five
+    assert results.repeated_share([1, 2] * 6) == 1 - 2 / 5
+    assert results.repeated_share(list(range(20))) == 0.0
+    assert results.repeated_share([1] * 7) == 0.0
+    # 3-grams 121 212 121 213 131 311: one of six came before
+    assert results.repeated_share([1, 2, 1, 2, 1, 3, 1, 1], length=3) == pytest.approx(1 / 6)
+
+
+# --- lossy texts
+
+WORDS = "the cat sat on the mat"
+
+
+def entry(**values: Any) -> Quality:
+    whole = {
+        "text": WORDS,
+        "plain_text": WORDS,
+        "reference": None,
+        "tokens": 6,
+        "plain_tokens": 6,
+        "first_divergence": None,
+        "edit_distance": 0,
+        "log_likelihood": -6.0,
+        "plain_log_likelihood": -6.0,
+    }
+    return Quality(**whole | values)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "index", "distance"),
+    [
+        ("123", "123", None, 0),
+        ("193", "123", 1, 1),
+        ("923", "123", 0, 1),
+        ("12", "123", 2, 1),  # it ends early
+        ("123", "12", 2, 1),
+        ("", "", None, 0),
+        ("", "abc", 0, 3),
+        ("kitten", "sitting", 0, 3),  # the textbook's: two replacements and an insertion
+        ("sunday", "saturday", 1, 3),
+        ("abcd", "bcda", 0, 2),  # moved, not replaced four times
+    ],
+)
+def test_a_text_parts_behind_equal_tokens_and_is_so_many_edits_away(
+    found: str, expected: str, index: int | None, distance: int
 ) -> None:
-    results.begin(tmp_path / "new" / "run", RECORD, resume=False)
-    text = results.write(tmp_path / "new" / "run", summary)
-    assert results.read(tmp_path / "new" / "run") == results.Results("run", RECORD, summary)
-    files = {path.name: path for path in (tmp_path / "new" / "run").iterdir()}
-    assert files.keys() == {"run.yaml", "summary.json", "table.csv", "table.md"}
-    assert files["table.md"].read_text(encoding="utf-8") == text
+    tokens = [*map(ord, found)], [*map(ord, expected)]
+    assert first_divergence(*tokens) == index
+    assert edit_distance(*tokens) == distance
 
 
-def test_starting_over_removes_what_a_bench_writes_and_nothing_else(tmp_path: Path) -> None:
-    for name in (*results.FILES, "notes.txt"):
-        (tmp_path / name).write_text("old")
-    results.begin(tmp_path, RECORD, resume=False)
-    (tmp_path / results.SUMMARY).write_text("old")
-    results.check_free(tmp_path, overwrite=True, resume=False)
-    results.begin(tmp_path, RECORD, resume=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "notes.txt"}
+def test_bleu_of_equal_texts_is_100_even_if_they_hold_no_4_gram() -> None:
+    assert bleu([WORDS], [WORDS]) == pytest.approx(100.0)
+    assert bleu(["Paris"], ["Paris"]) == pytest.approx(100.0)
 
 
-def test_a_folder_with_other_files_is_free(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    results.check_free(tmp_path, overwrite=False, resume=False)
-    results.check_free(tmp_path / "none", overwrite=False, resume=False)
+def test_bleu_is_the_geometric_mean_of_n_gram_precisions() -> None:
+    # of 6 words, 5 pairs, 4 triples and 3 quadruples the last ends differ: 5, 4, 3, 2 are right
+    expected = 100 * math.prod([5 / 6, 4 / 5, 3 / 4, 2 / 3]) ** 0.25
+    assert bleu(["the cat sat on the rug"], [WORDS]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", results.FILES)
-def test_one_file_of_a_bench_is_enough_to_ask(name: str, tmp_path: Path) -> None:
-    results.begin(tmp_path, RECORD, resume=False)
-    (tmp_path / name).touch()
-    with pytest.raises(InvalidOption, match="holds results"):
-        results.check_free(tmp_path, overwrite=False, resume=False)
+def test_bleu_punishes_short_texts_and_other_case() -> None:
+    # all n-grams are right, 5 words for 6
+    assert bleu(["the cat sat on the"], [WORDS]) == pytest.approx(100 * math.exp(1 - 6 / 5))
+    assert bleu([WORDS.upper()], [WORDS]) < 10.0
 
 
-@pytest.mark.parametrize("name", results.FILES)
-def test_a_file_of_somebody_else_stays_whatever_was_said(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("mine")
-    for overwrite in (True, False):
-        with pytest.raises(CannotWrite, match=f"holds {name}, which selfspec did not write"):
-            results.check_free(tmp_path, overwrite=overwrite, resume=not overwrite)
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence() -> None:
+    # "the cat on mat": 4 of its 5 words, 4 of 6 of the reference
+    precision, recall = 4 / 5, 4 / 6
+    f1 = 2 * precision * recall / (precision + recall)
+    assert rouge_l(["the big cat on mat"], [WORDS]) == pytest.approx(f1)
+    assert rouge_l(["the big cat on mat", WORDS], [WORDS, WORDS]) == pytest.approx((f1 + 1) / 2)
 
 
-def test_going_on_keeps_what_is_there(tmp_path: Path) -> None:
-    results.begin(tmp_path, RECORD, resume=True)  # nothing was there: as good as a start
-    (tmp_path / "answers.jsonl").write_text("{}\n")
-    before = (tmp_path / "run.yaml").read_bytes()
-    results.begin(tmp_path, RECORD, resume=True)
-    assert (tmp_path / "answers.jsonl").read_text() == "{}\n"
-    assert (tmp_path / "run.yaml").read_bytes() == before
+@pytest.mark.parametrize(
+    ("read", "text", "number"),
+    [
+        (final_number, "So 3 + 4 = 7.", 7.0),
+        (final_number, "It costs $1,234.50 in all", 1234.5),
+        (final_number, "-5 degrees", -5.0),
+        (final_number, "no idea", None),
+        (expected_number, "400+200=<<400+200=600>>600\n#### 1,000", 1000.0),
+        (expected_number, "23 bags, 3 left over", 23.0),
+        (expected_number, "four", None),
+    ],
+)
+def test_an_answer_arrives_at_its_last_number_and_a_reference_says_its_marked_or_first(
+    read: Any, text: str, number: float | None
+) -> None:
+    assert read(text) == number
 
 
-def test_going_on_elsewhere_or_otherwise_is_refused_by_name(tmp_path: Path) -> None:
-    results.begin(tmp_path, RECORD, resume=False)
-    with pytest.raises(InvalidOption, match="machine threads was 1, now it is 2"):
-        results.begin(tmp_path, {**RECORD, "machine": {"threads": 2}}, resume=True)
-    with pytest.raises(InvalidOption, match=r"run methods was \['plain'\], now it is \['other'\]"):
-        results.begin(tmp_path, {"run": {"limit": 2, "methods": ["other"]}}, resume=True)
+def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedModel) -> None:
+    ids, tokens = random_ids(5), [7, 3, 90]
+    whole = torch.cat([ids, torch.tensor([tokens])], dim=1)
+    with torch.no_grad():
+        logs = model(whole).logits[0].log_softmax(-1)
+    expected = sum(float(logs[4 + place, token]) for place, token in enumerate(tokens))
+    # one block of 8 rows either way: only the order of the sum differs
+    assert log_likelihood(model, ids, tokens) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_record_holds_both_answers_to_one_question() -> None:
+    nats = {(4, 9): -3.0, (4, 2, 2): -1.5}
+    found = quality(
+        Text([4, 9], "four!"),
+        Text([4, 2, 2], "four."),
+        "4",
+        lambda tokens: nats[tuple(tokens)],
+    )
+    assert found == Quality(
+        text="four!",
+        plain_text="four.",
+        reference="4",
+        tokens=2,
+        plain_tokens=3,
+        first_divergence=1,
+        edit_distance=2,
+        log_likelihood=-3.0,
+        plain_log_likelihood=-1.5,
+    )
+
+
+def test_summary_weighs_tokens_not_answers() -> None:
+    records = [
+        entry(),
+        entry(
+            text="the cat sat on the rug",
+            first_divergence=5,
+            edit_distance=1,
+            tokens=2,
+            plain_tokens=4,
+            log_likelihood=-4.0,
+        ),
+    ]
+    found = quality_summary(records)
+    assert found["answers"] == 2
+    assert found["exact_share"] == 0.5
+    assert found["median_first_divergence"] == 5
+    assert found["edits_per_token"] == pytest.approx(1 / 10)
+    assert found["nats_per_token"] == pytest.approx(-10 / 8)
+    assert found["plain_nats_per_token"] == pytest.approx(-12 / 10)
+    # both answers are one corpus: 11 of 12 words, 9 of 10 pairs, 7 of 8, 5 of 6
+    expected = 100 * math.prod([11 / 12, 9 / 10, 7 / 8, 5 / 6]) ** 0.25
+    assert found["relative_bleu"] == pytest.approx(expected)
+
+
+def test_references_count_where_there_are_any() -> None:
+    assert quality_summary([entry()])["bleu"] is None
+    found = quality_summary([entry(), entry(text="a dog", reference=WORDS)])
+    assert found["with_reference"] == 1
+    assert found["plain_bleu"] == pytest.approx(100.0)
+    assert found["plain_rouge_l"] == pytest.approx(1.0)
+    assert found["rouge_l"] == 0.0
+    assert found["bleu"] < 10.0
+
+
+def test_a_missing_package_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_packages()
+    monkeypatch.setattr("selfspec.eval.results.find_spec", lambda name: None)
+    with pytest.raises(InvalidOption, match=r"needs sacrebleu: pip install 'selfspec\[eval\]'"):
+        check_packages()

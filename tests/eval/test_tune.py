@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Exits, expected
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
+from selfspec.eval.options import TuneOptions
 from selfspec.eval.record import NONE, Record
-from selfspec.eval.trace_options import TuneOptions
 from selfspec.eval.tune import (
+    Tuned,
     candidates,
     cross_validated,
     folds,
@@ -54,6 +56,25 @@ def unseen(done: int, total: int, words: str) -> None:
     """No progress bar."""
 
 
+SHOWN: list[tuple[int, int]] = []
+"""Progress of `best`."""
+
+
+@cache
+def best(objective: str = "speed") -> Tuned:
+    """What is chosen for the translator's record."""
+    record, options = recorded("translator").record, TuneOptions(objective=objective)
+    return tune(record, COSTS, options, lambda done, total, _: SHOWN.append((done, total)))
+
+
+@cache
+def screening(kind: str = "translator") -> tuple[list[SpeculationOptions], np.ndarray]:
+    """All settings, and their seconds by the cost model."""
+    record = recorded(kind).record
+    settings = candidates(record, 2)
+    return settings, screened(record, COSTS, settings, unseen)
+
+
 def test_speed_is_the_ratio_of_total_seconds() -> None:
     assert score(SECONDS, PLAIN, "speed") == pytest.approx([1.0, 100 / 95, 100 / 91, 100 / 80])
 
@@ -83,7 +104,7 @@ def test_each_part_is_judged_by_what_suits_the_others() -> None:
 def ids(record: Record, *names: str) -> Record:
     """The record with other names of its prompts."""
     prompts = tuple(replace(p, id=name) for p, name in zip(record.prompts, names, strict=True))
-    return Record(**{**vars(record), "prompts": prompts})
+    return replace(record, prompts=prompts)
 
 
 def test_turns_of_a_question_are_held_out_together() -> None:
@@ -156,8 +177,7 @@ def mean(found: Iterable[bool]) -> float:
 @pytest.mark.parametrize("kind", ["translator", "deep-fused"])
 def test_the_cost_model_goes_by_how_often_each_setting_exits(kind: str) -> None:
     record = recorded(kind).record
-    settings = candidates(record, 2)
-    found = screened(record, COSTS, settings, unseen)
+    settings, found = screening(kind)
     plain = plain_seconds(record, COSTS)
     assert found.shape == (len(settings), len(plain))
     for index in range(0, len(settings), len(settings) // 40):
@@ -171,9 +191,8 @@ def test_the_cost_model_goes_by_how_often_each_setting_exits(kind: str) -> None:
 
 def test_what_the_cost_model_likes_is_fast_when_it_is_replayed() -> None:
     record = recorded("translator").record
-    settings = candidates(record, 2)
-    expected_s = screened(record, COSTS, settings, unseen).sum(-1)
-    by_model = expected_s.argsort()
+    settings, seconds = screening()
+    by_model = seconds.sum(-1).argsort()
     likes, dislikes = (
         [followed(record, settings[i]) for i in some] for some in (by_model[:20], by_model[-20:])
     )
@@ -229,12 +248,11 @@ def followed(record: Record, setting: SpeculationOptions) -> float:
 
 def test_no_setting_is_faster_on_the_prompts_it_was_chosen_on() -> None:
     record = recorded("translator").record
-    found = tune(record, COSTS, TuneOptions(), unseen)
+    found = best()
     assert found.speculates
-    settings = candidates(record, 2)
+    settings, seconds = screening()
     assert not any(setting.never_slower for setting in settings)
-    seconds = screened(record, COSTS, settings, unseen).sum(-1)
-    first = replace(settings[seconds.argmin()], never_slower=True, prices=COSTS_HERE)
+    first = replace(settings[seconds.sum(-1).argmin()], never_slower=True, prices=COSTS_HERE)
     plain = plain_seconds(record, COSTS).sum()
     assert found.speed_up_in_sample >= plain / followed(record, first) - 1e-9
     assert found.speed_up <= found.speed_up_in_sample
@@ -257,7 +275,7 @@ def repeating(record: Record) -> Record:
     for prompt in range(len(record.prompts)):
         places = record.places(prompt)
         answers[places.start : places.stop] = np.resize([7, 8, 9], len(places))
-    return Record(**{**vars(record), "answers": answers})
+    return replace(record, answers=answers)
 
 
 def test_drafts_from_text_already_seen_are_chosen_where_texts_repeat() -> None:
@@ -275,8 +293,7 @@ def test_drafts_from_text_already_seen_are_chosen_where_texts_repeat() -> None:
 
 
 def test_what_was_measured_here_is_what_the_rules_go_by() -> None:
-    record = recorded("translator").record
-    found = tune(record, COSTS, TuneOptions(), unseen).options
+    found = best().options
     prices = SpeculationOptions().updated(found).prices
     assert prices.head == 0.038
     assert prices.row in ((0.083, 0.083), Prices().row)
@@ -292,31 +309,12 @@ def test_dear_heads_and_rows_switch_drafting_off() -> None:
 
 
 def test_latency_chooses_another_setting_than_speed() -> None:
-    record = recorded("translator").record
-    speed = tune(record, COSTS, TuneOptions(), unseen)
-    latency = tune(record, COSTS, TuneOptions(objective="latency"), unseen)
-    assert latency.objective == "latency"
-    assert latency.options != speed.options
+    assert best("latency").objective == "latency"
+    assert best("latency").options != best().options
 
 
 def test_progress_reaches_the_end() -> None:
-    record = recorded("deep-fused-0").record
-    seen: list[tuple[int, int]] = []
-    tune(record, COSTS, TuneOptions(), lambda done, total, _: seen.append((done, total)))
-    count = len(candidates(record, 2))
-    assert seen[0] == (0, count)
-    assert seen[-1] == (count, count)
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"objective": "fast"}, "objective is 'fast', expected one of speed, latency"),
-        ({"max_exit_layers": 0}, "max_exit_layers is 0"),
-        ({"folds": 1}, "folds is 1"),
-    ],
-)
-def test_options_out_of_range_are_refused(values: dict[str, object], reason: str) -> None:
-    with pytest.raises(InvalidOption) as caught:
-        TuneOptions(**values)  # type: ignore[arg-type]  # wrong on purpose
-    assert reason in str(caught.value)
+    best()
+    count = len(screening()[0])
+    assert SHOWN[0] == (0, count)
+    assert SHOWN[-1] == (count, count)

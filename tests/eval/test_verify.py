@@ -10,19 +10,36 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from eval.one_row import main as one_row
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.main import main
 from selfspec.decoding.acceptance import Together
+from selfspec.decoding.probe import PassShape, any_split
 from selfspec.errors import PinnedUnavailable
-from selfspec.eval import compare
-from selfspec.eval.compare import Bits, Case, Comparison, Parting, largest_difference, margin
-from selfspec.eval.decoding import greedy_request
-from selfspec.eval.lossless import RUNGS, Rung, Subject, climb, verdict
-from selfspec.eval.one_result import WAYS
-from selfspec.eval.reference import speculator_in
+from selfspec.eval import verify as ladder
+from selfspec.eval.scripted import greedy_request
+from selfspec.eval.verify import (
+    RUNGS,
+    WAYS,
+    Bits,
+    Case,
+    Comparison,
+    Parting,
+    Rung,
+    Subject,
+    Way,
+    climb,
+    largest_difference,
+    logits_of,
+    margin,
+    speculator_in,
+    verdict,
+)
 from selfspec.model.backbone import Backbone
+from selfspec.model.executors.fused_cpu import FusedExecutor
 from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 from tests.heads.kinds import make_heads, train
 from tests.models import EXECUTORS, make_model, needs_compiler, random_ids
@@ -48,8 +65,8 @@ def speculator() -> Speculator:
     return speculator_of(make_model("llama"))
 
 
-def outcomes(subject: Subject) -> list[str]:
-    return [rung.outcome for _, rung in climb(subject)]
+def rung(number: int, subject: Subject) -> Rung:
+    return list(RUNGS.values())[number - 1](subject)
 
 
 # --- the rungs
@@ -81,17 +98,9 @@ def test_a_correct_model_passes_every_rung(executor: str) -> None:
     assert ("shared" in seventh.found) == (executor == "fused")
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_float32_leaves_the_fifth_rung_to_the_one_before(executor: str) -> None:
-    found = speculator_of(make_model("llama"), executor=executor)
-    rungs = [rung for _, rung in climb(subject_of(found))]
-    assert [rung.outcome for rung in rungs[:5]] == ["passed"] * 4 + ["skipped"]
-    assert "in float32 rung 4" in rungs[4].found
-
-
 def test_a_model_without_heads_is_verified_with_scripted_drafts() -> None:
     plain = wrap(make_model("llama"), executor="generic")
-    second = list(climb(subject_of(plain, 8)))[1][1]
+    second = rung(2, subject_of(plain, 8))
     assert second.outcome == "passed"
     assert "4 kinds of drafts" in second.found
 
@@ -102,14 +111,16 @@ def test_generation_settings_of_the_model_count_on_both_sides() -> None:
     model.generation_config.repetition_penalty = 1.8
     subject = subject_of(speculator_of(model))
     assert [text for kind in subject.compared.texts for text in kind] != without
-    assert outcomes(subject) == ["passed"] * 4 + ["skipped"] * 2 + ["passed"]
+    rungs = [rung for _, rung in climb(subject)]
+    assert [rung.outcome for rung in rungs] == ["passed"] * 4 + ["skipped"] * 2 + ["passed"]
+    assert "in float32 rung 4" in rungs[4].found
 
 
 @pytest.mark.parametrize("mutant", GREEDY_MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_planted_bug_fails_a_rung(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(speculator_of(make_model("llama")))
     mutant(monkeypatch)
-    assert "failed" in outcomes(subject)
+    assert any(rung.outcome == "failed" for _, rung in climb(subject))
 
 
 def test_tokens_that_are_not_the_logits_choice_fail_the_second_rung(
@@ -117,9 +128,9 @@ def test_tokens_that_are_not_the_logits_choice_fail_the_second_rung(
 ) -> None:
     subject = subject_of(speculator_of(make_model("llama")), 6)
     every_draft_stays(monkeypatch)  # the row that judges a wrong draft is right, bit for bit
-    rung = list(RUNGS.values())[1](subject)
-    assert rung.outcome == "failed"
-    assert "though its logits are equal" in rung.found
+    second = rung(2, subject)
+    assert second.outcome == "failed"
+    assert "though its logits are equal" in second.found
 
 
 def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +147,7 @@ def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.Mo
         "--skip-float64",
     ]
     small = replace(subject_of(unprobed, 4), max_copy_gb=1e-6)
-    third = list(climb(small))[2][1]
+    third = rung(3, small)
     assert third.outcome == "skipped"
     assert "float64 takes" in third.found
 
@@ -148,19 +159,19 @@ def test_a_parting_is_forgiven_up_to_twice_the_noise(
     subject = subject_of(speculator)
     parting = Parting(case="prompt 1", drafts="wrong", position=7, margin=gap)
     subject.compared = Comparison([[[1], [2]]], [parting], noise=0.1)
-    rung = list(RUNGS.values())[3](subject)
-    assert rung.outcome == outcome
-    assert "1 of 2 texts equal" in rung.found
-    assert ("prompt 1 with wrong drafts, new token 7" in rung.found) == (outcome == "failed")
+    fourth = rung(4, subject)
+    assert fourth.outcome == outcome
+    assert "1 of 2 texts equal" in fourth.found
+    assert ("prompt 1 with wrong drafts, new token 7" in fourth.found) == (outcome == "failed")
 
 
 def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
     subject = subject_of(speculator_of(make_model("llama", torch.bfloat16)), 4)
     right = subject.compared.texts
-    assert list(RUNGS.values())[4](subject).outcome == "passed"
+    assert rung(5, subject).outcome == "passed"
     wrong = [[[*text[:-1], (text[-1] + 1) % 96] for text in texts] for texts in right]
     subject.compared = Comparison(wrong)
-    assert list(RUNGS.values())[4](subject).outcome == "failed"
+    assert rung(5, subject).outcome == "failed"
 
 
 @needs_compiler
@@ -186,6 +197,121 @@ def test_a_text_that_gets_the_rows_of_another_fails_the_seventh_rung(
 )
 def test_verdict_is_one_sentence(found: list[Any], words: str) -> None:
     assert verdict([Rung(outcome=outcome, found="") for outcome in found]).startswith(words)
+
+
+# --- one row, one result: however a text is cut into passes, on the fused executor
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "num_hidden_layers": 4},
+    "mistral": {},  # a sliding window
+    "qwen2": {},  # biases of queries, keys and values
+    "qwen3": {},  # norms of queries and keys
+    "gemma3": {},  # norms behind sublayers, two rotations
+    "gpt_neox": {},  # attention and MLP side by side
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", MODELS)
+def test_a_row_has_one_result(family: str, dtype: torch.dtype) -> None:
+    backbone = Backbone(make_model(family, dtype, **MODELS[family]), executor="fused")
+    ids = random_ids(200)[0]  # across blocks of 64 positions and the sliding window
+    expected = logits_of(backbone, ids)
+    for name, way in WAYS.items():
+        assert torch.equal(logits_of(backbone, ids, way), expected), name
+
+
+@needs_compiler
+def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ways differ in what they do: passes and rows, counted."""
+    backbone, ids, rows = Backbone(make_model("llama"), executor="fused"), random_ids(20)[0], []
+    logits_of(backbone, ids, Way([20], branch=True))  # the first tree is checked
+    run = backbone._executor.run
+
+    def counted(hidden: Tensor, *given: Any) -> Tensor:
+        rows.append(len(hidden))
+        return run(hidden, *given)
+
+    monkeypatch.setattr(backbone._executor, "run", counted)
+    for way, expected in (
+        (None, [20]),
+        (Way([7]), [7, 7, 6]),
+        (Way([1, 4], wrong=3), [4, 7] * 4),
+        (Way([500], wrong=2, kept=True), [12, 12]),
+        (Way([4, 1], branch=True), [8, 2] * 4),
+    ):
+        rows.clear()
+        logits_of(backbone, ids, way)
+        assert rows == expected
+
+
+@needs_compiler
+def test_a_product_that_looks_at_the_number_of_rows_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exact = FusedExecutor.logits
+    backbone, ids = Backbone(make_model("llama"), executor="fused"), random_ids(80)[0]
+    monkeypatch.setattr(
+        FusedExecutor,
+        "logits",
+        lambda self, rows: exact(self, rows) * (1 + 2**-22 * (len(rows) > 64)),
+    )
+    expected = logits_of(backbone, ids)
+    differing = [
+        name
+        for name, way in WAYS.items()
+        if not torch.equal(logits_of(backbone, ids, way), expected)
+    ]
+    assert "pieces of 64" in differing
+    assert "pieces of 500" not in differing
+
+
+@needs_compiler
+def test_only_an_executor_that_claims_it_is_held_to_it() -> None:
+    model = make_model("llama")
+    claims = {
+        name: any_split(Backbone(model, executor=name), PassShape())
+        for name in ("fused", "generic")
+    }
+    assert claims == {"fused": True, "generic": False}
+    assert not any_split(Backbone(model, executor="fused"), PassShape(rows=6, slots=64))
+
+
+@needs_compiler
+def test_a_session_gives_the_text_of_a_fresh_start_bit_for_bit() -> None:
+    """Turns that go on behind what the last one left."""
+    speculator = wrap(make_model("llama", torch.bfloat16), executor="fused")
+    session, ids = speculator.session(), random_ids(30)
+    first = session.generate(ids, max_new_tokens=20)
+    again = torch.cat([ids, torch.tensor([first.token_ids]), random_ids(9, seed=3)], 1)
+    second = session.generate(again, max_new_tokens=20)
+    assert second.token_ids == speculator.generate(again, max_new_tokens=20).token_ids
+
+
+@needs_compiler
+def test_the_command_compares_real_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a b a a b"}\n{"prompt": "b b a"}\n')
+    monkeypatch.chdir(tmp_path)
+    asked: dict[str, Any] = {"model": "model", "suite": "prompts.jsonl", "new_tokens": 5}
+    one_row(tmp_path / "out", dtype="float32", **asked)
+    page = (tmp_path / "out" / "table.md").read_text()
+    assert page.count("| 0 |\n") == len(WAYS)
+    with pytest.raises(SystemExit, match="generic executor does not claim it"):
+        one_row(tmp_path / "other", dtype="float32", executor="generic", **asked)
+    monkeypatch.setattr(
+        FusedExecutor,
+        "logits",
+        lambda self, rows, exact=FusedExecutor.logits: (
+            exact(self, rows) * (1 + 2**-22 * (len(rows) > 3))
+        ),
+    )
+    with pytest.raises(SystemExit, match="1"):
+        one_row(tmp_path / "third", dtype="float32", **asked)
 
 
 # --- what they compare
@@ -219,10 +345,10 @@ def test_largest_difference_leaves_out_what_processors_forbid() -> None:
 def test_shortfall_is_measured_in_the_exact_model(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = torch.tensor([[0.0, 3.0], [2.0, 1.0]])
     logits = {"exact": exact, "run": exact + torch.tensor([[0.25, 0.0], [0.0, -0.5]])}
-    monkeypatch.setattr(compare, "block_logits", lambda model, *_: logits[model])
+    monkeypatch.setattr(ladder, "block_logits", lambda model, *_: logits[model])
     spec = speculator_of(make_model("llama"))
     case = Case(id="x", request=greedy_request(spec, random_ids(3), 2))
-    found = compare.shortfall(case, [1, 1], "exact", "run")  # type: ignore[arg-type]  # stand-ins
+    found = ladder.shortfall(case, [1, 1], "exact", "run")  # type: ignore[arg-type]  # stand-ins
     assert (found.below, found.noise, found.excess) == (1.0, 0.5, 0.0)
 
 

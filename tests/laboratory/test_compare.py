@@ -13,7 +13,7 @@ import yaml
 
 from eval import compare, lab
 from selfspec.errors import InvalidOption
-from selfspec.eval.answers import Answer, Run
+from selfspec.eval.results import Answer, Run
 
 # --- settings
 

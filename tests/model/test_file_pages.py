@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from selfspec.eval.memory import _resident, peak_of
+from selfspec.eval.bench import peak_of, resident
 from selfspec.model.backbone import Backbone
 from selfspec.model.conformance import check_conformance
 from selfspec.model.decoder import Decoder
@@ -41,7 +41,7 @@ def mapped(tmp_path: Path) -> OneWeight:
 
 
 def from_files_mb() -> float:
-    return _resident("RssFile") / MIB
+    return resident("RssFile") / MIB
 
 
 def test_memory_is_given_back_and_values_come_again(mapped: OneWeight) -> None:

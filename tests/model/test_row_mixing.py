@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.api.speculator import wrap
-from selfspec.eval.decoding import planted
+from selfspec.eval.scripted import planted
 from selfspec.model.backbone import Backbone
 from tests.models import FAMILIES, make_model, random_ids
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import ModelChanged
-from selfspec.eval.memory import _resident
+from selfspec.eval.bench import resident
 from selfspec.model.hooks import captured_outputs
 from selfspec.model.watch import PARTS, ModelWatch
 from tests.models import BREADTH, EXECUTORS, FAMILIES, make_model, random_ids
@@ -241,10 +241,10 @@ def mapped(tmp_path: Path) -> nn.Module:
 def test_one_number_of_a_mapped_file_is_found_and_nothing_is_read_for_that(
     mapped: nn.Linear,
 ) -> None:
-    before = _resident("RssFile")
+    before = resident("RssFile")
     watch = ModelWatch(mapped)
     assert [watch.change() for _ in range(PARTS)] == [None] * PARTS
-    assert _resident("RssFile") - before < mapped.weight.nbytes / 4
+    assert resident("RssFile") - before < mapped.weight.nbytes / 4
     mapped.weight.data[700, 3] = 2
     assert "weight was changed" in [watch.change() for _ in range(PARTS)]
 

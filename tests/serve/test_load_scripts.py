@@ -11,7 +11,7 @@ import pytest
 
 from eval import serving
 from eval.serving import Server, clients, question
-from selfspec.eval.loads import Load
+from selfspec.eval.concurrency import Load
 from tests.serve.live import Running
 
 PROMPTS = ["Name a river.", "Count to five.", "Say hello."]

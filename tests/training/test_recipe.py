@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from selfspec.errors import InvalidData
-from selfspec.eval.suites import load_suite
+from selfspec.eval.results import load_suite
 from selfspec.training.recipe import BUILT_IN, OWN, Passages, Prompts, dealt, read_recipe
 from selfspec.training.selfgen import ngrams
 from tests.authors import RECIPE, recipe_of

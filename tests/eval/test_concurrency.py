@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.eval.loads import Load, table
+from selfspec.eval.concurrency import Load, table
 
 
 def load(method: str, texts: int, repeat: int, rate: float, **more: object) -> Load:

@@ -1,0 +1,643 @@
+"""The losslessness ladder on a user's own model: seven claims, each exact at its own level.
+
+Comes in: a Speculator and questions. Goes out: a Rung per claim, with what was compared and, where
+it fails, the first place. Called by `selfspec verify`.
+
+Sampling is not on it: to compare distributions takes thousands of texts over a vocabulary that can
+be enumerated. The tests do that.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.api.request import Request
+from selfspec.api.speculator import Speculator
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.engine import Engine, Running
+from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.probe import PassShape, any_split
+from selfspec.decoding.stats import Round
+from selfspec.decoding.work import alone
+from selfspec.errors import PinnedUnavailable, SelfspecError
+from selfspec.eval.results import Question, first_divergence
+from selfspec.eval.scripted import (
+    Listening,
+    Recorder,
+    decode,
+    decode_recorded,
+    greedy_request,
+    planted,
+)
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv_store import Lease
+from selfspec.model.rows import Rows
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+_FLOAT64_DRAFTS = ("mixed", "heads")
+"""Right drafts, wrong ones and real exits: float64 is too slow for the other kinds."""
+
+_MOST_READ = 100
+"""Tokens of a prompt that rung 6 reads: some ways take a step for each."""
+
+_APART = 3
+"""Rounds between the arrivals of two texts on rung 7."""
+
+_PATIENCE = 0.5
+"""So little that most prompts enter in pieces there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One prompt, ready to be decoded."""
+
+    id: str
+    request: Request
+
+    @property
+    def ids(self) -> Tensor:
+        """Of the prompt, [1, P]."""
+        return self.request.input_ids
+
+    @property
+    def new_tokens(self) -> int:
+        """At most."""
+        return self.request.only().stop.max_length - self.ids.shape[1]
+
+    def scores(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        """Logits [n, V] of `tokens` behind the prompt -> the scores that a greedy choice is by."""
+        sampler = self.request.sampler
+        if sampler.is_plain_greedy:
+            return logits
+        ids = torch.cat([self.ids, self.ids.new_tensor([list(tokens)])], dim=1)
+        rows = enumerate(logits.split(1), start=self.ids.shape[1])
+        return torch.cat([sampler.scores(ids[:, :end], row.clone()) for end, row in rows])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """What became of one claim."""
+
+    outcome: Outcome
+    found: str
+    """In words: what was compared; the first place where it fails; or why it was skipped."""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """What is put to the test, and how far to go."""
+
+    speculator: Speculator
+    cases: list[Case]
+    max_copy_gb: float
+    """Copies of the model in wider numbers are made up to this size."""
+    skip_float64: bool = False
+    tick: Callable[[], None] = lambda: None
+    """Hears of each prompt done on a rung."""
+
+    @cached_property
+    def compared(self) -> Comparison:
+        """Texts in the model's own dtype, as `generate` runs: two rungs read them."""
+        return compare_texts(self.speculator, self.cases, self.tick)
+
+
+def cases_of(speculator: Speculator, questions: Sequence[Question], new_tokens: int) -> list[Case]:
+    """The first turns of `questions`. Raises InvalidPrompt for one that the model cannot read."""
+    return [
+        Case(id=question.id, request=greedy_request(speculator, question.turns[0], new_tokens))
+        for question in questions
+    ]
+
+
+def climb(subject: Subject) -> Iterator[tuple[str, Rung]]:
+    """Each claim and what became of it, from the first; one that fails does not end the climb."""
+    for claim, rung in RUNGS.items():
+        try:
+            yield claim, rung(subject)
+        except torch.OutOfMemoryError:
+            raise  # no bug, and no verdict
+        except (SelfspecError, RuntimeError, IndexError) as error:
+            # the runtime itself broke: what it should compute is there in all of these
+            words = f"{type(error).__name__}: {error}".splitlines()[0]
+            yield claim, Rung(outcome="failed", found=words)
+
+
+def verdict(rungs: Sequence[Rung]) -> str:
+    """One sentence."""
+    failed = [str(number) for number, rung in enumerate(rungs, 1) if rung.outcome == "failed"]
+    if failed:
+        return f"NOT lossless: rung {', '.join(failed)} failed"
+    if rungs[1].outcome == "passed":
+        return "lossless: the text is the model's own, and in pinned mode no draft moves a bit"
+    return "lossless up to rounding: the text is the model's own, bits could not be pinned here"
+
+
+# --- the rungs ------------------------------------------------------------------------------------
+
+
+def _segments(subject: Subject) -> Rung:
+    """Rung 1: the model's own layers, cut at the exit layers, against its forward."""
+    model, heads = subject.speculator.model, subject.speculator.heads
+    backbone = Backbone(model, executor="generic")
+    exits = heads.layers_in_use(subject.speculator.options) if heads else ()
+    bits = Bits()
+    for case in subject.cases:
+        with torch.inference_mode():
+            hidden, lease = backbone.embed(case.ids[0]), Lease(backbone.num_layers)
+            rows = Rows.of(lease, 0, len(hidden), hidden.device)
+            for first, last in itertools.pairwise(sorted({0, *exits, backbone.num_layers})):
+                hidden = backbone.run(hidden, first, last, rows)
+            bits.compare(case.id, backbone.logits(hidden), model(case.ids).logits[0].float())
+        subject.tick()
+    return bits.rung(f"{bits.positions:,} positions, cut at layers {list(exits)}")
+
+
+def _invariance(subject: Subject) -> Rung:
+    """Rung 2: logits in pinned mode, without drafts and with drafts of every kind."""
+    speculator, own = subject.speculator, subject.speculator.options
+    if (mixing := speculator.backbone.mixing) is not None:
+        return _skipped(f"drafts are refused: the rows of a pass change each other ({mixing})")
+    rows = max(own.pinned_rows, *(width + 1 for width in own.widths.values()))
+    options = replace(own, pinned=True, pinned_rows=rows)
+    bits, kinds = Bits(), 0
+    try:
+        for case in subject.cases:
+            kinds = _compare_pinned(speculator, case, options, bits)
+            subject.tick()
+        slots = speculator.runtime.state(subject.cases[0].request.only(), options).lease.slots
+    except PinnedUnavailable as error:
+        return _skipped(str(error))
+    how = "kernels that treat rows alike" if slots is None else f"every pass of {rows} rows"
+    return bits.rung(f"{bits.positions:,} positions, {kinds} kinds of drafts, {how}")
+
+
+def _compare_pinned(
+    speculator: Speculator, case: Case, options: SpeculationOptions, bits: Bits
+) -> int:
+    """All kinds of drafts on one prompt, up to where a text parts; returns how many kinds."""
+    undrafted = replace(options, speculate=False)
+    plain, expected = decode_recorded(speculator, case.request, undrafted)
+    kinds = planted(speculator, options, case.ids[0].tolist() + plain)
+    for name, (drafter, adapted) in kinds.items():
+        tokens, logits = decode_recorded(speculator, case.request, adapted, drafter)
+        at = first_divergence(tokens, plain)
+        same = len(plain) if at is None else min(at + 1, len(tokens), len(plain))
+        where = f"{case.id} with {name} drafts"
+        bits.compare(where, logits[:same], expected[:same])
+        if at is not None:
+            bits.unlike(f"{where}, token {at + 1}, though its logits are equal")
+    return len(kinds)
+
+
+def _float64(subject: Subject) -> Rung:
+    """Rung 3: a copy in float64, where rounding is too small to part any text."""
+    if subject.skip_float64:
+        return _skipped("--skip-float64")
+    if reason := why_no_copy(subject.speculator.model, torch.float64, subject.max_copy_gb):
+        return _skipped(reason)
+    exact = speculator_in(subject.speculator, torch.float64)
+    compared = compare_texts(exact, subject.cases, subject.tick, _FLOAT64_DRAFTS)
+    first = f". First {compared.partings[0]}" if compared.partings else ""
+    return Rung(
+        outcome="failed" if compared.partings else "passed",
+        found=compared.equal + first,
+        figures=compared.figures,
+    )
+
+
+def _near_ties(subject: Subject) -> Rung:
+    """Rung 4: in the model's own dtype texts part only where two tokens are nearly as good."""
+    compared = subject.compared
+    noise, figures = compared.noise, compared.figures | {"noise": compared.noise}
+    found = f"{named(subject.speculator.backbone.dtype)}: {compared.equal}"
+    if not compared.partings:
+        return Rung(outcome="passed", found=found, figures=figures)
+    worst = max(compared.partings, key=lambda parting: parting.margin)
+    found += f", the others part at margins up to {worst.margin:.3g} (noise {noise:.3g})"
+    if worst.margin <= 2 * noise:  # both scores may lose it
+        return Rung(outcome="passed", found=found, figures=figures)
+    return Rung(outcome="failed", found=f"{found}. Widest: {worst}", figures=figures)
+
+
+def _near_top(subject: Subject) -> Rung:
+    """Rung 5: every text of rung 4, read by a float32 copy of the model in one block."""
+    model, dtype = subject.speculator.model, subject.speculator.backbone.dtype
+    if dtype not in _NARROW:
+        return _skipped(f"in {named(dtype)} rung 4 says it all")
+    if reason := why_no_copy(model, torch.float32, subject.max_copy_gb):
+        return _skipped(reason)
+    exact = model_in(model, torch.float32)
+    count, found = 0, []
+    for case, texts in zip(subject.cases, subject.compared.texts, strict=True):
+        for tokens in sorted({tuple(text) for text in texts}):
+            count += len(tokens)
+            found.append(shortfall(case, tokens, exact, model))
+        subject.tick()
+    worst = max(found, key=lambda entry: entry.excess)
+    words = f"{count:,} tokens, at worst {worst.below:.3g} below the best (noise {worst.noise:.3g})"
+    figures = {"tokens": count, "below": worst.below, "noise": worst.noise}
+    outcome: Outcome = "failed" if worst.excess > 0 else "passed"
+    return Rung(outcome=outcome, found=words, figures=figures)
+
+
+def _one_result(subject: Subject) -> Rung:
+    """Rung 6: the beginning of every prompt, cut into passes in many ways."""
+    backbone = subject.speculator.backbone
+    if not any_split(backbone, PassShape()):
+        return _skipped(f"the {backbone.executor_name} executor does not claim it")
+    bits = Bits()
+    for case in subject.cases:
+        ids = case.ids[0, :_MOST_READ]
+        expected = logits_of(backbone, ids)
+        for name, way in WAYS.items():
+            bits.compare(f"{case.id}, {name}", logits_of(backbone, ids, way), expected)
+        subject.tick()
+    return bits.rung(f"{bits.positions:,} positions, {len(WAYS)} ways")
+
+
+def _any_company(subject: Subject) -> Rung:
+    """Rung 7: all prompts in one engine, with the drafts of `generate`, against each alone.
+
+    They come at different times, the first comes twice and leaves once, and prompts enter in
+    pieces.
+    """
+    speculator, options, bits = subject.speculator, subject.speculator.options, Bits()
+    requests = [case.request for case in subject.cases]
+    runtime = Listening(speculator.runtime, Recorder)
+    engine = Engine(runtime, most=len(requests) + 1, patience=_PATIENCE)
+    running: list[Running] = []
+    left = [requests[0], *requests]
+    for step in itertools.count():
+        if left and step % _APART == 0:
+            running.append(engine.add(left.pop(0).only(), options))
+        if step == 2 * _APART + 1:
+            running[0].close()
+        engine.step()
+        if not left and not engine.texts:
+            break
+    for case, one, heard in zip(subject.cases, running[1:], runtime.heard[1:], strict=True):
+        alone_there = Listening(speculator.runtime, Recorder)
+        expected = list(Engine(alone_there).add(case.request.only(), options))
+        own = alone_there.heard[0].logits
+        same = min(len(heard.logits), len(own))
+        bits.compare(case.id, heard.logits[:same], own[:same])
+        if _tokens(one.take()) != _tokens(expected):
+            bits.unlike(f"{case.id}, a token, though its logits are equal")
+        subject.tick()
+    how = "in shared passes" if speculator.backbone.runs_many else "each in passes of its own"
+    return bits.rung(f"{bits.positions:,} positions of {len(requests)} texts, {how}")
+
+
+RUNGS: dict[str, Callable[[Subject], Rung]] = {
+    "segments give the bits of model.forward": _segments,
+    "no draft moves a bit of a logit (pinned)": _invariance,
+    "float64 texts are Hugging Face's": _float64,
+    "texts are Hugging Face's but for near ties": _near_ties,
+    "tokens are float32's best within rounding": _near_top,
+    "a text has the same bits however it arrives": _one_result,
+    "a text has the same bits in any company": _any_company,
+}
+"""Claims in the order of design: from exact to rounded."""
+
+
+def _skipped(why: str) -> Rung:
+    return Rung(outcome="skipped", found=why)
+
+
+def _tokens(entries: Sequence[Round]) -> list[int]:
+    return [token for entry in entries for token in entry.tokens]
+
+
+# --- bits, texts, distances to the best token -----------------------------------------------------
+
+
+@dataclass
+class Bits:
+    """Logits compared bit by bit."""
+
+    positions: int = 0
+    differing: int = 0
+    """Positions with any bit that differs."""
+    first: str = ""
+    """The first such position, and how much."""
+
+    def compare(self, where: str, found: Tensor, expected: Tensor) -> None:
+        """[n, V] and [n, V], float32."""
+        # as integers, so that a NaN equals itself and zeros have a sign
+        unequal = found.contiguous().view(torch.int32) != expected.contiguous().view(torch.int32)
+        rows = unequal.any(-1)
+        self.positions += len(rows)
+        self.differing += int(rows.sum())
+        if not self.first and bool(rows.any()):
+            place = int(rows.int().argmax())
+            size = float((found[place] - expected[place]).abs().max())
+            self.first = (
+                f"{where}, position {place + 1}: {int(unequal[place].sum()):,} of "
+                f"{found.shape[-1]:,} logits, by up to {size:.3g}"
+            )
+
+    def unlike(self, where: str) -> None:
+        """Another token; it counts where no bit has told so already."""
+        if not self.differing:
+            self.differing, self.first = 1, where
+
+    def rung(self, words: str) -> Rung:
+        """Passed if no bit differed."""
+        figures = {"positions": self.positions, "differing": self.differing}
+        if self.differing:
+            found = f"{self.differing:,} of {words} differ. First {self.first}"
+            return Rung(outcome="failed", found=found, figures=figures)
+        return Rung(outcome="passed", found=f"{words}: 0 differ", figures=figures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """The first place where a text is not Hugging Face's."""
+
+    case: str
+    drafts: str
+    position: int
+    """Which new token, from 1."""
+    margin: float
+    """By how much Hugging Face's own scores prefer its token to ours."""
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"{self.case} with {self.drafts} drafts, new token {self.position}"
+
+
+@dataclass
+class Comparison:
+    """Our texts, with drafts of several kinds, beside Hugging Face's."""
+
+    texts: list[list[list[int]]] = field(default_factory=list)
+    """By prompt and kind of drafts."""
+    partings: list[Parting] = field(default_factory=list)
+    noise: float = 0.0
+    """Largest difference of Hugging Face's scores between one row at a time and one block of all
+    rows, over its own texts. No code of ours is in it, so no bug of ours can hide in it."""
+
+    @property
+    def equal(self) -> str:
+        """For people."""
+        count = sum(map(len, self.texts))
+        return f"{count - len(self.partings)} of {count} texts equal"
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """For a file."""
+        partings = [asdict(parting) for parting in self.partings]
+        return {"texts": sum(map(len, self.texts)), "partings": partings}
+
+
+def compare_texts(
+    speculator: Speculator,
+    cases: Sequence[Case],
+    tick: Callable[[], None],
+    only: Collection[str] | None = None,
+) -> Comparison:
+    """Texts with all kinds of drafts, or `only` some, not pinned, and Hugging Face's.
+
+    Noise is measured where partings are to be judged by it: not for a selection of kinds.
+    """
+    compared = Comparison()
+    options = replace(speculator.options, pinned=False)
+    for case in cases:
+        theirs, logits = hugging_face(speculator.model, case.ids, case.new_tokens)
+        scores = case.scores(theirs, logits)
+        if only is None:
+            block = case.scores(theirs, block_logits(speculator.model, case.ids, theirs))
+            compared.noise = max(compared.noise, largest_difference(scores, block))
+        compared.texts.append([])
+        kinds = planted(speculator, options, case.ids[0].tolist() + theirs)
+        for name, (drafter, adapted) in kinds.items():
+            if only is not None and name not in only:
+                continue
+            ours = decode(speculator, case.request, adapted, drafter).tokens
+            compared.texts[-1].append(ours)
+            if (at := first_divergence(ours, theirs)) is not None:
+                distance = margin(scores, theirs, ours, at)
+                compared.partings.append(
+                    Parting(case=case.id, drafts=name, position=at + 1, margin=distance)
+                )
+        tick()
+    return compared
+
+
+def margin(scores: Tensor, theirs: Sequence[int], ours: Sequence[int], at: int) -> float:
+    """By how much `scores` [n, V] prefer their token `at` to ours.
+
+    Where one text just ends: the whole range of scores, for no noise explains that.
+    """
+    if at >= min(len(theirs), len(ours)):
+        finite = scores[scores.isfinite()]
+        return float(finite.max() - finite.min())
+    return float(scores[at, theirs[at]] - scores[at, ours[at]])
+
+
+class Shortfall(NamedTuple):
+    """How far the tokens of a text lie below the best ones."""
+
+    below: float
+    """Largest distance of a token's score to the top, in the exact model."""
+    noise: float
+    """Largest difference of any score between the exact model and the one that was run."""
+
+    @property
+    def excess(self) -> float:
+        """What noise cannot explain; two scores may lose it."""
+        return self.below - 2 * self.noise
+
+
+def shortfall(
+    case: Case, tokens: Sequence[int], exact: PreTrainedModel, run: PreTrainedModel
+) -> Shortfall:
+    """Of `tokens` behind the prompt, both models reading them in one block."""
+    best = case.scores(tokens, block_logits(exact, case.ids, tokens))
+    rounded = case.scores(tokens, block_logits(run, case.ids, tokens))
+    chosen = best.gather(1, torch.tensor([list(tokens)], device=best.device).T)[:, 0]
+    below = float((best.amax(-1) - chosen).max())
+    return Shortfall(below, largest_difference(rounded, best))
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """Over all scores that are finite in both."""
+    difference = (found - expected).abs()
+    return float(difference[difference.isfinite()].max())
+
+
+# --- what the model says without us, and copies of it ---------------------------------------------
+
+
+def hugging_face(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
+    """Greedy tokens behind `ids` [1, P], and the logits that each was chosen by, [n, V] float32."""
+    generator: Any = model
+    output = generator.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0, ids.shape[1] :].tolist(), torch.cat(output.logits).float()
+
+
+@torch.inference_mode()
+def block_logits(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Logits of each of `tokens` behind `ids` [1, P], from one pass over all: [n, V] float32."""
+    whole = torch.cat([ids, ids.new_tensor([list(tokens)])], dim=1)
+    kept: Tensor = model(whole, logits_to_keep=len(tokens) + 1).logits
+    return kept[0, :-1].float()
+
+
+def log_likelihood(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> float:
+    """Nats of `tokens` behind `ids` [1, P], summed, from logits in float32."""
+    logits = block_logits(model, ids, tokens)
+    chosen = logits.log_softmax(-1).gather(1, ids.new_tensor([list(tokens)]).T)
+    return float(chosen.double().sum())
+
+
+def why_no_copy(model: PreTrainedModel, dtype: torch.dtype, most_gb: float) -> str | None:
+    """Why no copy in `dtype` is made, or None."""
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "the model is spread over several devices"
+    size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    if size > 1e9 * most_gb:
+        return (
+            f"a copy in {named(dtype)} takes {size / 1e9:.1f} GB, more than max_copy_gb {most_gb:g}"
+        )
+    return None
+
+
+def model_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy of `model` in `dtype`."""
+    # Module.to, because the model's own is wrapped and loses its type
+    return nn.Module.to(copy.deepcopy(model), dtype)
+
+
+def speculator_in(speculator: Speculator, dtype: torch.dtype) -> Speculator:
+    """The same model, heads and options in `dtype`, on the generic executor."""
+    backbone = Backbone(model_in(speculator.model, dtype), executor="generic")
+    return Speculator(
+        backbone,
+        speculator.tokenizer,
+        speculator.heads and speculator.heads.twin(backbone.unembedding),
+        speculator.label,
+        speculator.options,
+        turn_end=speculator.turn_end,
+    )
+
+
+def named(dtype: torch.dtype) -> str:
+    """As flags have it: bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+# --- one row, one result: the logits of a text, however it arrives --------------------------------
+
+
+class Way(NamedTuple):
+    """How a text arrives."""
+
+    pieces: Sequence[int]
+    """Rows of its passes, again and again."""
+    wrong: int = 0
+    """Rows behind each pass that are taken back, as rejected drafts are."""
+    threads: int | None = None
+    """None: as many as there are."""
+    kept: bool = False
+    """Its first half was read with another end before, and stayed: a turn of a session."""
+    branch: bool = False
+    """Each row has a wrong sibling: the text is a branch of a tree of drafts."""
+
+
+WAYS = {
+    "pieces of 500": Way([500]),
+    "pieces of 64": Way([64]),
+    "pieces of 7": Way([7]),
+    "token by token": Way([1]),
+    "with drafts that are taken back": Way([1, 4, 2, 5, 3], wrong=3),
+    "as a branch of a tree": Way([1, 9, 4], branch=True),
+    "behind a kept half": Way([500], wrong=20, kept=True),
+    "on one thread": Way([500], threads=1),
+    "on one thread, pieces of 7": Way([7], threads=1),
+    "on two threads": Way([64], threads=2),
+}
+"""Each is compared with one pass over the whole text."""
+
+
+def logits_of(backbone: Backbone, ids: Tensor, way: Way | None = None) -> Tensor:
+    """Logits of every position, [T, V], of `ids` [T]; None: in one pass."""
+    way = way or Way([len(ids)])
+    lease = Lease(backbone.num_layers)
+    with torch.inference_mode(), _threads(way.threads):
+        found = []
+        for start, end in _cuts(len(ids), way):
+            if way.branch:
+                found.append(_branch(backbone, lease, ids[start:end]))
+            else:
+                found.append(_chain(backbone, lease, ids[start:end], way.wrong))
+        return torch.cat(found)
+
+
+def _chain(backbone: Backbone, lease: Lease, ids: Tensor, wrong: int) -> Tensor:
+    """Logits of the rows of `ids`, with `wrong` others behind them, which are taken back."""
+    end = lease.length(0) + len(ids)
+    others = (ids[-1:] + 1 + torch.arange(wrong, device=ids.device)) % backbone.vocab_size
+    hidden = HiddenCache(backbone, lease)
+    hidden.push(backbone.embed(torch.cat([ids, others])))
+    found = backbone.logits(alone(hidden.advance_all()))[: len(ids)]
+    lease.truncate(end)
+    return found
+
+
+def _branch(backbone: Backbone, lease: Lease, ids: Tensor) -> Tensor:
+    """Logits of the rows of `ids`, each behind a sibling, of which none is kept."""
+    start, others = lease.length(0), (ids + 1) % backbone.vocab_size
+    path = list(range(1, 2 * len(ids), 2))
+    hidden = HiddenCache(backbone, lease)
+    hidden.push(
+        backbone.embed(torch.stack([others, ids], 1).flatten()),
+        [row - 2 for row in path for _ in range(2)],  # both follow the text's row before them
+    )
+    found = backbone.logits(alone(hidden.advance_all()))[path]
+    lease.keep(start, path)
+    return found
+
+
+def _cuts(count: int, way: Way) -> Iterator[tuple[int, int]]:
+    """Where passes begin and end."""
+    middle = count // 2 if way.kept else 0
+    for low, high in ((0, middle), (middle, count)):
+        step = 0
+        while low < high:
+            end = min(high, low + way.pieces[step % len(way.pieces)])
+            yield low, end
+            low, step = end, step + 1
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """With so many threads, then with as many as before."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
