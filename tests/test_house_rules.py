@@ -44,7 +44,7 @@ MOST_LINES = {
     "decoding": 5457,
     "cli": 4822,
     "training": 4699,
-    "serve": 3631,
+    "serve": 3244,
     "visualise": 2930,
     "api": 2710,
     "hub": 1677,

@@ -13,8 +13,7 @@ from selfspec.cli.flags import Flag, grouped, merged, option_flags, with_flags
 from selfspec.cli.settings import LOADING, SPECULATION, Settings, picked
 from selfspec.cli.training import options_of
 from selfspec.errors import InvalidOption
-from selfspec.serve.keys import VARIABLE, Keys
-from selfspec.serve.options import ServeOptions
+from selfspec.serve.options import VARIABLE, Keys, ServeOptions
 
 KEYS = "api_key_file"
 
@@ -53,7 +52,7 @@ def serve(*, config: common.ConfigFile = None, flags: dict[str, Any]) -> None:
     with _packages("serve", "a server"):
         import prometheus_client  # noqa: F401  # known to be there before a model is loaded
 
-        from selfspec.serve.run import bound
+        from selfspec.serve.gate import bound
     start = _one if options.replicas == 1 else _several
     settings = Settings(picked(asked, LOADING), picked(asked, SPECULATION))
     with bound(options) as at:
@@ -65,7 +64,7 @@ def _one(
 ) -> None:
     speculator = common.load(settings)
     from selfspec.serve.app import make_app
-    from selfspec.serve.run import run
+    from selfspec.serve.gate import run
     from selfspec.serve.writer import Writer
 
     writer = Writer(speculator, options, kv_memory)
@@ -79,8 +78,8 @@ def _several(
 ) -> None:
     with _packages("ray", "more than one copy"):
         from selfspec.serve.replicas import copies, label, make_front
+    from selfspec.serve.gate import run
     from selfspec.serve.replica import Plan
-    from selfspec.serve.run import run
 
     loading = {**settings.loading, **settings.speculation}
     with copies(Plan(loading=loading, options=options, kv_memory=kv_memory)) as handle:
