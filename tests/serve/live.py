@@ -23,8 +23,10 @@ from selfspec.serve.writer import Writer
 JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 GOOD = {"messages": [{"role": "user", "content": "Say one word."}], "max_tokens": 1}
-LONG = {**GOOD, "max_tokens": 8000, "temperature": 2.0, "seed": 1, "stream": True}
-"""So wild that no end token comes for long."""
+_NO_END = {"logit_bias": {"0": -100, "2": -100}}
+"""The end tokens of both models."""
+
+LONG = {**GOOD, **_NO_END, "max_tokens": 8000, "temperature": 2.0, "seed": 1, "stream": True}
 
 _MOST_BYTES = 64 << 20
 

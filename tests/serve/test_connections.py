@@ -80,7 +80,7 @@ def test_a_body_that_comes_byte_by_byte_is_refused(hasty: Running, level: Level,
     head, _, body = request(GOOD, path).partition(b"{")
     with closing(connected(hasty)) as one:
         one.sendall(head)
-        drip(one, b"{" + body[:20])
+        drip(one, b"{" + body[:5])
         answers(hasty)
         assert statuses(all_of(one)) == [408]  # and then it is closed
     level.returns()

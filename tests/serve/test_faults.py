@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 
-from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.speculator import Speculator
 from selfspec.decoding.engine import Engine
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.pieces import Answer, Piece
 from selfspec.serve.protocol import Choice
 from selfspec.serve.writer import Job, Writer
-from tests.models import make_model
 from tests.serve.live import GOOD, answers, running, wait_until
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_round_that_fails_is_a_status_500(
-    default: Speculator, monkeypatch: pytest.MonkeyPatch, stream: bool
+    tiny: Speculator, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    with running(default) as broken:
+    with running(tiny) as broken:
         answers(broken)
 
         def fail(_: Engine) -> None:
@@ -43,8 +42,8 @@ class Panic(BaseException):
 
 
 @pytest.fixture(scope="module")
-def writer() -> Iterator[Writer]:
-    found = Writer(wrap(make_model("llama")), ServeOptions())
+def writer(tiny: Speculator) -> Iterator[Writer]:
+    found = Writer(tiny, ServeOptions())
     yield found
     found.stop()
 

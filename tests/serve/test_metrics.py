@@ -35,8 +35,8 @@ def asked(server: Running, **more: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def fresh(default: Speculator) -> Any:
-    with running(default) as found:
+def fresh(tiny: Speculator) -> Any:
+    with running(tiny) as found:
         yield found
 
 
@@ -102,8 +102,8 @@ def test_a_prompt_that_comes_again_is_a_hit(fresh: Running) -> None:
     assert hits == usage["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def test_gauges_rise_and_return_to_nothing(default: Speculator) -> None:
-    with running(default, concurrency=1) as small:
+def test_gauges_rise_and_return_to_nothing(tiny: Speculator) -> None:
+    with running(tiny, concurrency=1) as small:
         with streaming(small, {**LONG, "n": 2}):
             busy = read(small)
         assert busy["num_requests_running",] == 1
@@ -128,11 +128,9 @@ def test_refusals_are_counted_by_status(fresh: Running) -> None:
         assert after[name] - before.get(name, 0) == count
 
 
-def test_it_asks_for_a_key_and_two_servers_share_nothing(
-    default: Speculator, fresh: Running
-) -> None:
+def test_it_asks_for_a_key_and_two_servers_share_nothing(tiny: Speculator, fresh: Running) -> None:
     asked(fresh)
-    with running(default, keys=("secret",)) as guarded:
+    with running(tiny, keys=("secret",)) as guarded:
         assert httpx.get(f"{guarded.address}/metrics").status_code == 401
         found = read(guarded, headers={"Authorization": "Bearer secret"})
         assert found["generation_tokens_total",] == 0

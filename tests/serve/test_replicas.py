@@ -20,12 +20,12 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 import selfspec
+from selfspec.api.speculator import Speculator
 from selfspec.cli.main import main
 from selfspec.serve.options import Keys, ServeOptions
 from selfspec.serve.replica import NAME, Replica, session
 from selfspec.serve.writer import Writer
-from tests.api.test_text import byte_level_bpe
-from tests.models import make_model
+from tests.serve.conftest import DRAFTS
 from tests.serve.live import CHAT, JSON, Running, wait_until
 from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through Ray
     test_a_bad_body_or_path_is_refused,
@@ -43,10 +43,7 @@ pytest.importorskip("ray")
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`")  # Ray's
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
-LOADING: dict[str, Any] = {
-    **{"dtype": "float32", "heads": "logit-lens", "drafter": "exit:layers=2/5,threshold=0.05"},
-}
+LOADING: dict[str, Any] = {"dtype": "float32", **DRAFTS}
 
 
 class Command(NamedTuple):
@@ -64,14 +61,12 @@ class Command(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with text for tokens."""
+def folder(tiny: Speculator, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, as a copy loads it."""
     found = tmp_path_factory.mktemp("copies") / "tiny"
-    tokenizer = byte_level_bpe()
-    tokenizer.chat_template = TEMPLATE
-    model = make_model("llama", vocab_size=288, max_position_embeddings=8192)
-    model.save_pretrained(found)
-    tokenizer.save_pretrained(found)
+    assert tiny.tokenizer is not None
+    tiny.model.save_pretrained(found)
+    tiny.tokenizer.save_pretrained(found)
     return found
 
 
