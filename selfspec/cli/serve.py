@@ -20,8 +20,7 @@ from selfspec.cli.base import (
     with_flags,
 )
 from selfspec.errors import InvalidOption
-from selfspec.serve.keys import VARIABLE, Keys
-from selfspec.serve.options import ServeOptions
+from selfspec.serve.options import VARIABLE, Keys, ServeOptions
 
 FLAGS = (
     *grouped("Server", option_flags(ServeOptions), ("host", "port", "concurrency", "timeout")),
@@ -55,7 +54,7 @@ def serve(*, asked: Asked) -> None:
     with _packages("serve", "a server"):
         import prometheus_client  # noqa: F401  # known to be there before a model is loaded
 
-        from selfspec.serve.run import bound
+        from selfspec.serve.gate import bound
     start = _one if options.replicas == 1 else _several
     with bound(options) as at:
         start(asked, at, options, keys, kv_memory)
@@ -66,7 +65,7 @@ def _one(
 ) -> None:
     speculator = base.load(asked)
     from selfspec.serve.app import make_app
-    from selfspec.serve.run import run
+    from selfspec.serve.gate import run
     from selfspec.serve.writer import Writer
 
     writer = Writer(speculator, options, kv_memory)
@@ -80,8 +79,8 @@ def _several(
 ) -> None:
     with _packages("ray", "more than one copy"):
         from selfspec.serve.replicas import copies, label, make_front
+    from selfspec.serve.gate import run
     from selfspec.serve.replica import Plan
-    from selfspec.serve.run import run
 
     loading = picked(asked, (*LOADING, *SPECULATION))
     with copies(Plan(loading=loading, options=options, kv_memory=kv_memory)) as handle:

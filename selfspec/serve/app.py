@@ -1,43 +1,41 @@
-"""The routes: OpenAI's protocol on a `Writer`."""
+"""The routes: OpenAI's protocol on a `Writer`, and a page for a chat by it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
-from selfspec import untrusted
+from selfspec import pages, untrusted
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.serve import gate
-from selfspec.serve.answers import Reply
-from selfspec.serve.keys import Keys
-from selfspec.serve.metrics import Counting
-from selfspec.serve.options import ServeOptions
-from selfspec.serve.page import chat_page
-from selfspec.serve.protocol import Body, ChatBody, TextBody
-from selfspec.serve.refusals import Refused, of_error, of_validation
-from selfspec.serve.streams import Pieces, Stream, lines, unless_gone, whole
-from selfspec.serve.writer import Choice, Writer
-
-logger = logging.getLogger(__name__)
-
-_OWNER = "selfspec"
+from selfspec.serve.answers import Pieces, Reply, Stream
+from selfspec.serve.options import Keys, ServeOptions
+from selfspec.serve.protocol import (
+    Body,
+    ChatBody,
+    Choice,
+    Refused,
+    TextBody,
+    of_error,
+    of_validation,
+)
+from selfspec.serve.writer import Writer
 
 _LOOK_S = 1.0
 """That a round may take before /metrics shows what was there before it."""
 
-B = TypeVar("B", bound=Body)
+_SCRIPTS = ("tokens.js", "figures.js", "api.js", "answer.js", "main.js")
+"""Of the page, in this order: one module."""
 
 
 def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys: Keys) -> FastAPI:
@@ -54,10 +52,7 @@ def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys:
 
     app = FastAPI(title="selfspec", openapi_url=None, lifespan=life)
     app.add_exception_handler(HTTPException, _refuse_path)
-    app.add_exception_handler(404, _refuse_path)
-    app.add_exception_handler(405, _refuse_path)
-    gate.guard(app, options, keys)
-    app.add_middleware(Counting, metrics=writer.metrics)
+    gate.guard(app, options, keys, writer.metrics.refused)
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.text)
     app.get("/v1/models")(server.models)
@@ -72,24 +67,29 @@ class _Server:
     """What the routes do."""
 
     def __init__(self, writer: Writer, label: str, room: int, options: ServeOptions) -> None:
-        self._writer, self._label, self._room, self._options = writer, label, room, options
-        self._started = int(time.time())
+        self._writer, self._room, self._options = writer, room, options
+        self._label = label
+        self._model = {
+            "id": label,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "selfspec",
+            "max_model_len": room,
+        }
         self._page = chat_page()
 
     async def chat(self, request: Request) -> Response:
-        body = await self._read(request, ChatBody)
-        return await self._answer(request, body, "messages", raw=False)
+        return await self._answer(request, ChatBody)
 
     async def text(self, request: Request) -> Response:
-        body = await self._read(request, TextBody)
-        return await self._answer(request, body, "prompt", raw=True)
+        return await self._answer(request, TextBody)
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model()]}
+        return {"object": "list", "data": [self._model]}
 
     async def model(self, name: str) -> dict[str, Any]:
         self._require_model(name)
-        return self._model()
+        return self._model
 
     async def health(self) -> Response:
         alive = self._writer.alive
@@ -97,7 +97,8 @@ class _Server:
         return JSONResponse(state, 200 if alive else 503)
 
     async def page(self) -> Response:
-        return HTMLResponse(self._page.html, headers=self._page.headers)
+        html, headers = self._page
+        return HTMLResponse(html, headers=headers)
 
     async def metrics(self) -> Response:
         writer = self._writer
@@ -107,38 +108,34 @@ class _Server:
                 writer.metrics.show(await asyncio.wait_for(looked, _LOOK_S))
         return Response(writer.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self._label,
-            "object": "model",
-            "created": self._started,
-            "owned_by": _OWNER,
-            "max_model_len": self._room,
-        }
+    async def _answer(self, request: Request, kind: type[Body]) -> Response:
+        body = await self._read(request, kind)
+        choices = body.choices(self._options, self._room)
+        await self._check(choices[0])  # all have one grammar, and the same tools
+        reply = Reply(self._label, choices, chat=kind is ChatBody)
+        setattr(request.state, gate.REPLY, reply)
+        pieces = Pieces(self._writer, choices, reply, body.field)
+        try:
+            if not body.stream:
+                await gate.unless_gone(request.receive, pieces.rest())
+                return JSONResponse(reply.whole())
+            first = await gate.unless_gone(request.receive, pieces.next())
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return Stream(pieces, first, with_usage=with_usage)
+        except BaseException:
+            pieces.leave()
+            raise
 
-    def _require_model(self, name: str | None) -> None:
-        if name not in (None, self._label):
-            raise Refused(
-                404,
-                f"the model {name} is not here. There is {self._label}",
-                field="model",
-                code="model_not_found",
-            )
-
-    async def _read(self, request: Request, kind: type[B]) -> B:
+    async def _read(self, request: Request, kind: type[Body]) -> Body:
         """A body of that kind. Raises Refused."""
         sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if sent != "application/json":  # what a page elsewhere cannot send without being asked
             raise Refused(415, "Content-Type must be application/json")
         held = await gate.read(request, self._options)
         try:
-            found = untrusted.parse_json(held.decode(), "the body")
-            json.dumps(found, ensure_ascii=False).encode()
-            body = kind.model_validate(found)
+            body = kind.model_validate(untrusted.parse_json(held.decode(), "the body"))
         except UnicodeDecodeError as error:
             raise Refused(400, f"the body is not UTF-8: byte {error.start} is wrong") from error
-        except UnicodeEncodeError as error:
-            raise Refused(400, "the body holds half of a character. Remove it") from error
         except InvalidData as error:
             raise Refused(400, str(error)) from error
         except ValidationError as error:
@@ -150,9 +147,18 @@ class _Server:
             )
         return body
 
-    def _require_tools(self, body: Body) -> None:
-        """Raise Refused for tools where the chat template cannot show them."""
-        field = body.needs_tools if isinstance(body, ChatBody) else None
+    def _require_model(self, name: str | None) -> None:
+        if name not in (None, self._label):
+            raise Refused(
+                404,
+                f"the model {name} is not here. There is {self._label}",
+                field="model",
+                code="model_not_found",
+            )
+
+    async def _check(self, choice: Choice) -> None:
+        """Tools, and the grammar, beside the answers that are being written. Raises Refused."""
+        field = choice.needs_tools
         if field is not None and not self._writer.knows_tools:
             raise Refused(
                 400,
@@ -160,49 +166,26 @@ class _Server:
                 "way that is not known here. Use response_format with a schema",
                 field=field,
             )
+        if choice.has_grammar:
+            try:
+                await asyncio.to_thread(self._writer.read_grammar, choice)
+            except InvalidOption as error:
+                raise of_error(error) from error
 
-    async def _read_grammar(self, choice: Choice) -> None:
-        """Beside the answers that are being written. Raises Refused."""
-        if not choice.has_grammar:
-            return
-        try:
-            await asyncio.to_thread(self._writer.read_grammar, choice)
-        except InvalidOption as error:
-            raise of_error(error, "") from error
 
-    async def _answer(
-        self, request: Request, body: ChatBody | TextBody, field: str, *, raw: bool
-    ) -> Response:
-        self._require_tools(body)
-        longest = min(body.longest or self._options.max_tokens, self._room)
-        choices = [
-            Choice(
-                prompt=prompt,
-                options=body.options(number, longest, self._options.timeout),
-                stops=body.stops,
-                raw=raw and isinstance(prompt, str),
-                tools=body.callable if isinstance(body, ChatBody) else (),
-                must_call=isinstance(body, ChatBody) and body.must_call,
-                explain=body.explains,
-            )
-            for prompt in body.prompts
-            for number in range(body.n)
-        ]
-        await self._read_grammar(choices[0])  # all have one
-        noted = body.alternatives is not None
-        reply = Reply(self._label, len(choices), chat=not raw, noted=noted)
-        reply.asked = body.prompts
-        setattr(request.state, gate.REPLY, reply)
-        pieces = Pieces(self._writer, choices, reply, field)
-        if not body.stream:
-            return await whole(request, pieces, reply)
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        try:
-            first = await unless_gone(request, pieces.first())  # what is refused is no stream
-        except BaseException:
-            pieces.leave()
-            raise
-        return Stream(pieces, lines(pieces, first, reply, with_usage=with_usage))
+def chat_page() -> tuple[str, dict[str, str]]:
+    """HTML and headers; it may run its own script and style alone, and asks only its server."""
+    style = pages.style_of(__package__, "chat.css")
+    script = pages.script_of(__package__, *_SCRIPTS)
+    html = pages.assets(__package__, ["chat.html"])
+    rules = ("connect-src 'self'", "frame-ancestors 'none'", "trusted-types 'none'")
+    trusted = "require-trusted-types-for 'script'"
+    return pages.filled(html, {"style": style, "script": script}), {
+        "Content-Security-Policy": pages.policy(script, style, *rules, trusted),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:

@@ -1,6 +1,6 @@
-"""What each request passes before its route: keys, other origins, one line of the log.
+"""Between clients and an application: the socket, limits, keys, other origins, a line of the log.
 
-The whole of it stands before the application, and before what hands requests to copies of it.
+All of it stands before the application, and before what hands requests to copies of it.
 """
 
 from __future__ import annotations
@@ -8,28 +8,34 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
+import socket
 import time
+from collections.abc import Callable, Coroutine
+from functools import partial
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from fastapi.responses import JSONResponse
+import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from selfspec.serve.faults import places
-from selfspec.serve.keys import Keys
-from selfspec.serve.metrics import NOBODY
-from selfspec.serve.options import ServeOptions
-from selfspec.serve.refusals import Refused, of_error
+from selfspec.errors import InvalidOption
+from selfspec.serve.options import Keys, ServeOptions
+from selfspec.serve.protocol import Refused, of_error, places
 
 if TYPE_CHECKING:
     from selfspec.serve.answers import Reply
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OPEN = ("/", "/health")
 """Paths that need no key."""
@@ -40,17 +46,36 @@ REPLY = "reply"
 TOKENS = "tokens"
 """The same: tokens of the prompt and of the answer."""
 
+NOBODY = 499
+"""Status in place of an answer that nobody reads; no refusal."""
+
 _LONGEST_PATH = 200
 """Characters in a line of the log."""
 
+_SEND_BYTES = 1 << 17
+"""That the system keeps for a client to read; the whole of a long stream would fit otherwise."""
 
-def guard(app: Starlette, options: ServeOptions, keys: Keys) -> None:
-    """Have all requests of an application pass; errors get the shape that clients read."""
-    app.add_exception_handler(Refused, _refuse)
-    app.add_exception_handler(ClientDisconnect, _nobody_reads)
-    app.add_middleware(_Guard, keys=keys)
-    if options.is_local and not keys:
-        app.add_middleware(_Here, host=options.host)
+
+def guard(
+    app: Starlette,
+    options: ServeOptions,
+    keys: Keys,
+    refused: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Have all requests of an application pass; errors get the shape that clients read.
+
+    `refused` hears the status of each error.
+    """
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        return response(of_error(error))
+
+    async def nobody_reads(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=NOBODY)
+
+    app.add_exception_handler(Refused, refuse)
+    app.add_exception_handler(ClientDisconnect, nobody_reads)
+    app.add_middleware(_Guard, options=options, keys=keys)
     if options.cors_origin:  # around the keys: a browser asks beforehand, and shows none
         app.add_middleware(
             CORSMiddleware,
@@ -58,7 +83,7 @@ def guard(app: Starlette, options: ServeOptions, keys: Keys) -> None:
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
         )
-    app.add_middleware(_Log, options=options)
+    app.add_middleware(_Log, options=options, refused=refused)
 
 
 def response(error: Refused) -> Response:
@@ -68,24 +93,42 @@ def response(error: Refused) -> Response:
 
 async def read(request: Request, options: ServeOptions) -> bytearray:
     """A body. Raises Refused for one that is too large or too slow."""
-    seconds = options.client_timeout
+    held, most, seconds = bytearray(), int(options.max_body_mb * 1e6), options.client_timeout
+
+    async def hold() -> None:
+        async for part in request.stream():
+            held.extend(part)
+            if len(held) > most:
+                raise Refused(413, f"the body has more than {most} bytes. Send less")
+
     try:
-        return await asyncio.wait_for(_held(request, int(options.max_body_mb * 1e6)), seconds)
+        await asyncio.wait_for(hold(), seconds)
     except asyncio.TimeoutError as error:
         raise Refused(
             408,
             f"the body did not arrive within {seconds:g} seconds. Send it at once",
             headers={"Connection": "close"},
         ) from error
-
-
-async def _held(request: Request, most: int) -> bytearray:
-    held = bytearray()
-    async for part in request.stream():
-        held += part
-        if len(held) > most:
-            raise Refused(413, f"the body has more than {most} bytes. Send less")
     return held
+
+
+async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
+    """What is wanted. Raises ClientDisconnect where the client goes away first."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = waits, _ = asyncio.ensure_future(wanted), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not waits.done():
+            raise ClientDisconnect
+        return waits.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # one that is cut may have errors
 
 
 def tokens(scope: Scope) -> tuple[int, int] | None:
@@ -99,43 +142,34 @@ def tokens(scope: Scope) -> tuple[int, int] | None:
 
 
 class _Guard:
-    """Lets requests in that bring a key, where keys are asked for."""
-
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app, self._keys = app, keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"] not in OPEN:
-            found = dict(scope["headers"]).get(b"authorization", b"")
-            if not self._keys.accepts(found.decode("latin-1")):
-                error = Refused(401, "the API key is missing or wrong", code="invalid_api_key")
-                app = response(error)
-        await app(scope, receive, send)
-
-
-class _Here:
-    """Lets requests in that are meant for this machine by name.
+    """Lets requests in that bring a key; without keys, those that mean this machine by its name.
 
     Else a page elsewhere whose name comes to mean this machine could read what a server without
     keys says (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        self._app, self._host = app, host
+    def __init__(self, app: ASGIApp, options: ServeOptions, keys: Keys) -> None:
+        self._app, self._options, self._keys = app, options, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http":
-            found = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            if found and not self._means_here(found):
-                app = response(Refused(403, "the Host header names another machine. Set API keys"))
-        await app(scope, receive, send)
+        error = self._refusal(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else response(error))(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Refused | None:
+        headers = Headers(scope=scope)
+        if self._keys:
+            if scope["path"] in OPEN or self._keys.accepts(headers.get("authorization", "")):
+                return None
+            return Refused(401, "the API key is missing or wrong", code="invalid_api_key")
+        host = headers.get("host", "")
+        if not host or not self._options.is_local or self._means_here(host):
+            return None
+        return Refused(403, "the Host header names another machine. Set API keys")
 
     def _means_here(self, found: str) -> bool:
         try:
             name = urlsplit(f"//{found}").hostname or ""
-            return name in ("localhost", self._host) or ip_address(name).is_loopback
+            return name in ("localhost", self._options.host) or ip_address(name).is_loopback
         except ValueError:
             return False
 
@@ -146,8 +180,8 @@ class _Log:
     No text of a request or an answer is said, unless `log_prompts` asks for it.
     """
 
-    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
-        self._app, self._options = app, options
+    def __init__(self, app: ASGIApp, options: ServeOptions, refused: Callable[[int], None]) -> None:
+        self._app, self._options, self._refused = app, options, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -158,7 +192,10 @@ class _Log:
 
         async def sent(message: Message) -> None:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if status >= 400 and status != NOBODY:
+                    self._refused(status)
             await send(message)
 
         try:
@@ -167,7 +204,7 @@ class _Log:
             logger.error("a request failed:\n%s", places(error))
             if status:
                 raise RuntimeError("the answer was cut, as the log says above") from None
-            await response(of_error(error, ""))(scope, receive, sent)
+            await response(of_error(error))(scope, receive, sent)
         finally:
             self._say(scope, status, time.monotonic() - begun)
 
@@ -187,10 +224,120 @@ class _Log:
             logger.info("answered %s", json.dumps(reply.texts))
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)  # noqa: S101  # registered for it alone
-    return response(error)
+# Connections
 
 
-async def _nobody_reads(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=NOBODY)
+def bound(options: ServeOptions) -> socket.socket:
+    """A socket at the address, before anything long begins; nobody can connect yet.
+
+    Raises InvalidOption where that cannot be had.
+    """
+    where = f"{options.host}, port {options.port}"
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM
+        )
+        found = socket.socket(family, kind)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        found.bind(address)
+    except OSError as error:
+        raise InvalidOption(f"cannot listen at {where}: {error.strerror or error}") from error
+    return found
+
+
+def run(
+    app: Starlette, at: socket.socket, options: ServeOptions, ready: Callable[[str], None]
+) -> None:
+    """Until SIGINT or SIGTERM; running answers have `graceful_seconds` then.
+
+    `ready` gets the address.
+    """
+    server = Server(app, options, ready)
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # uvicorn raises the signal again when it is done: whoever stopped it made no mistake
+    before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[at])
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+class Server(uvicorn.Server):
+    """Says where it listens."""
+
+    def __init__(self, app: Starlette, options: ServeOptions, ready: Callable[[str], None]) -> None:
+        """`ready` gets the address."""
+        connections = partial(_Connection, client_timeout=options.client_timeout)
+        config = uvicorn.Config(
+            app,
+            http=cast("type[asyncio.Protocol]", connections),
+            ws="none",
+            log_level="warning",
+            timeout_graceful_shutdown=int(options.graceful_seconds),
+            server_header=False,
+        )
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; then it says so."""
+        await super().startup(sockets)
+        for one in sockets or []:
+            host, port = one.getsockname()[:2]
+            self._ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+class _Connection(H11Protocol):
+    """uvicorn's, one for each client, with a limit for the time that it waits for its client.
+
+    It waits for a request that has not begun, or whose header has no end yet, and for a client that
+    must read before more can be sent. Bodies have a limit of their own: they get an answer. The
+    parser is h11 wherever uvicorn has others too: it bounds what a header may come to.
+    """
+
+    def __init__(self, *args: Any, client_timeout: float, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._client_timeout = client_timeout
+        self._limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
+        super().connection_made(transport)
+        self._reckon()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._reckon()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._reckon()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reckon()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reckon()
+
+    def _reckon(self) -> None:
+        """The limit runs on while the client is waited for, and only then."""
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if busy and not self.flow.write_paused:
+            self._forget()
+        elif self._limit is None and not self.transport.is_closing():
+            self._limit = self.loop.call_later(self._client_timeout, self.transport.abort)
+
+    def _forget(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None

@@ -1,14 +1,25 @@
-"""What `selfspec serve` can be asked for; its flags derive from here. Imports no torch."""
+"""What `selfspec serve` can be asked for; its flags derive from here. Keys for its clients.
+
+The command line reads this, so nothing of a server and no torch is imported.
+"""
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
+from selfspec import untrusted
 from selfspec.errors import InvalidOption
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+
+VARIABLE = "SELFSPEC_API_KEY"
+
+_MOST_KEY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +74,14 @@ class ServeOptions:
     def __post_init__(self) -> None:
         """Raise InvalidOption for numbers that nothing could be served with."""
         least = {"concurrency": 1, "queue": 0, "port": 0, "patience": 0, "max_tokens": 1}
-        least |= {"replicas": 1}
-        for name, lowest in least.items():
-            if getattr(self, name) < lowest:
-                raise InvalidOption(f"{name} is {getattr(self, name)}, expected at least {lowest}")
+        for name, lowest in {**least, "max_prompt_tokens": 1, "replicas": 1}.items():
+            if (value := getattr(self, name)) is not None and value < lowest:
+                raise InvalidOption(f"{name} is {value}, expected at least {lowest}")
         for name in ("timeout", "client_timeout", "max_body_mb", "graceful_seconds"):
             if not getattr(self, name) > 0:
                 raise InvalidOption(f"{name} is {getattr(self, name)}, expected more than 0")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise InvalidOption(
-                f"max_prompt_tokens is {self.max_prompt_tokens}, expected at least 1"
-            )
         if self.port > 65535:
             raise InvalidOption(f"port is {self.port}, expected at most 65535")
-
         for origin in self.cors_origin or ():
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise InvalidOption(
@@ -92,3 +97,35 @@ class ServeOptions:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+class Keys:
+    """API keys that are accepted; none: everybody is."""
+
+    def __init__(self, keys: list[str]) -> None:
+        """Raises InvalidOption for a key that no header could carry."""
+        for key in keys:
+            if not key.isascii() or not key.isprintable() or " " in key:
+                raise InvalidOption("an API key has characters that no header can carry")
+        self._keys = [key.encode() for key in keys]
+
+    @classmethod
+    def found(cls, file: Path | None) -> Keys:
+        """Of a file, one a line, and of SELFSPEC_API_KEY, with commas between several."""
+        lines = [] if file is None else untrusted.read_text(file, _MOST_KEY_BYTES).splitlines()
+        given = [line for line in lines if not line.startswith("#")]
+        given += os.environ.get(VARIABLE, "").split(",")
+        keys = [key.strip() for key in given if key.strip()]
+        if file is not None and not keys:
+            raise InvalidOption(f"{file} holds no API key. Give one a line")
+        return cls(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def accepts(self, authorization: str) -> bool:
+        """The value of an Authorization header. Takes as long whichever key it is."""
+        scheme, _, key = authorization.partition(" ")
+        given = key.strip().encode("utf-8", "replace")
+        matches = [hmac.compare_digest(given, one) for one in self._keys]
+        return scheme.lower() == "bearer" and any(matches)

@@ -7,6 +7,8 @@ by message (ASGI). The application is that of the plain server; keys and origins
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -15,14 +17,21 @@ from typing import Any
 
 from starlette.types import Message, Scope
 
-from selfspec.errors import SelfspecError
+from selfspec import untrusted
+from selfspec.errors import InvalidData, SelfspecError
 from selfspec.serve import gate
-from selfspec.serve.keys import Keys
-from selfspec.serve.options import ServeOptions
-from selfspec.serve.sessions import NAME
+from selfspec.serve.options import Keys, ServeOptions
+
+NAME = "x-selfspec-copy"
+"""Header of an answer: which copy wrote it."""
 
 TOKENS = "selfspec.tokens"
 """Type of a message before the last: the tokens of the answer, for the log."""
+
+MARK = "selfspec: cannot load: "
+
+_BEGINNING = 256
+"""Characters or ids of a prompt without messages that make its session."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +102,6 @@ class CannotLoad(Exception):
     """Its text comes behind MARK, so that it is found in what Ray says."""
 
 
-MARK = "selfspec: cannot load: "
-
-
 @contextmanager
 def _plainly() -> Iterator[None]:
     try:
@@ -109,3 +115,29 @@ def _log_to_stderr() -> None:
     logger = logging.getLogger("selfspec")
     logger.setLevel(logging.INFO)
     logger.handlers[:] = [logging.StreamHandler()]
+
+
+def session(body: bytes) -> str:
+    """Which conversation a body belongs to: the same for all its turns; empty where it has none.
+
+    All turns share the messages up to the first that a user wrote, or the beginning of a prompt.
+    """
+    try:
+        found = untrusted.parse_json(body.decode(), "the body")
+        beginning = _beginning(found) if isinstance(found, dict) else None
+        words = json.dumps(beginning).encode()
+    except (InvalidData, UnicodeError):
+        return ""
+    return hashlib.sha256(words).hexdigest() if beginning else ""
+
+
+def _beginning(body: dict[str, Any]) -> Any:
+    messages, prompt = body.get("messages"), body.get("prompt")
+    if not isinstance(messages, list):
+        return prompt[:_BEGINNING] if isinstance(prompt, str | list) else None
+    users = (
+        place
+        for place, message in enumerate(messages)
+        if isinstance(message, dict) and message.get("role") == "user"
+    )
+    return messages[: next(users, len(messages)) + 1]

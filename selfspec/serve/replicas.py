@@ -15,12 +15,12 @@ Its multiplexing by model id fits neither: it keeps a list of ids per copy, as f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -38,17 +38,15 @@ from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from ray.serve.schema import LoggingConfig
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
 from selfspec.errors import InvalidOption
 from selfspec.serve import gate
-from selfspec.serve.keys import Keys
-from selfspec.serve.options import ServeOptions
-from selfspec.serve.refusals import Refused
-from selfspec.serve.replica import MARK, TOKENS, Plan, Replica
-from selfspec.serve.sessions import session
+from selfspec.serve.options import Keys, ServeOptions
+from selfspec.serve.protocol import Refused
+from selfspec.serve.replica import MARK, TOKENS, Plan, Replica, session
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +72,15 @@ _PASSED = frozenset(
 """Of a request, what a copy is told besides the headers."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def copies(plan: Plan) -> Iterator[DeploymentHandle[Replica]]:
     """As many as `plan.options` ask for, ready; all end with the context.
 
     Raises InvalidOption where none could start.
     """
     count = plan.options.replicas
-    threads = max(1, _cores() // count)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, (cores or 1) // count)
     memory = plan.kv_memory or psutil.virtual_memory().available // 2
     ray.init(
         address="local",
@@ -98,13 +97,6 @@ def copies(plan: Plan) -> Iterator[DeploymentHandle[Replica]]:
         yield _deployed(replace(plan, kv_memory=memory // count), threads, quiet)
     finally:
         ray.shutdown()  # of Serve, too; `serve.shutdown` would wait for what is gone already
-
-
-def _cores() -> int:
-    """That this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _deployed(plan: Plan, threads: int, quiet: LoggingConfig) -> DeploymentHandle[Replica]:
@@ -159,22 +151,16 @@ class _Front:
         told["headers"] = [one for one in scope["headers"] if one[0] != b"authorization"]
         handle = self._handle.options(session_id=session(body), stream=True)
         messages = cast("DeploymentResponseGenerator[Message]", handle.answer.remote(told, body))
-        passing = asyncio.ensure_future(self._pass(messages, scope, send))
-        gone = asyncio.ensure_future(_gone(receive))
         try:
-            await asyncio.wait((passing, gone), return_when=asyncio.FIRST_COMPLETED)
-            if passing.done():
-                passing.result()
+            with contextlib.suppress(ClientDisconnect):
+                await gate.unless_gone(receive, self._pass(messages, scope, send))
         finally:
-            for task in (gone, passing):
-                task.cancel()
             messages.cancel()  # type: ignore[no-untyped-call]  # Ray's
-            await asyncio.gather(passing, return_exceptions=True)  # one that is cut has errors
 
     async def _pass(
         self, messages: DeploymentResponseGenerator[Message], scope: Scope, send: Send
     ) -> None:
-        """What a copy sends, to the client."""
+        """What a copy sends, to the client, who is told where that has no end."""
         limit = _READY_S + (0 if scope["path"] in gate.OPEN else self._options.timeout)
         late = asyncio.get_running_loop().call_later(limit, messages.cancel)
         begun = streams = False
@@ -184,7 +170,8 @@ class _Front:
                     scope["state"][gate.TOKENS] = message["tokens"]
                     continue
                 if message["type"] == "http.response.start":
-                    begun, streams = True, _is_stream(message)
+                    kind: bytes = dict(message["headers"]).get(b"content-type", b"")
+                    begun, streams = True, kind.startswith(b"text/event-stream")
                     late.cancel()
                 await send(message)
         except RequestCancelledError:
@@ -192,27 +179,13 @@ class _Front:
                 raise Refused(503, "no copy of the model is ready. Try again soon") from None
         except (RayError, RayServeException) as error:
             logger.warning("a copy of the model ended: %s", type(error).__name__)
-            await _end(send, begun=begun, streams=streams)
+            if begun and not streams:
+                raise RuntimeError("the answer was cut") from None
+            said = "the model's copy that wrote this has ended. Send the request again"
+            ended = Refused(503, said)
+            if not begun:
+                raise ended from None
+            event = f"data: {json.dumps(ended.body())}\n\n".encode()
+            await send({"type": "http.response.body", "body": event})
         finally:
             late.cancel()
-
-
-async def _end(send: Send, *, begun: bool, streams: bool) -> None:
-    """Tells a client that its answer has no end."""
-    ended = Refused(503, "the model's copy that wrote this has ended. Send the request again")
-    if not begun:
-        raise ended
-    if not streams:
-        raise RuntimeError("the answer was cut")
-    said = f"data: {json.dumps(ended.body())}\n\n".encode()
-    await send({"type": "http.response.body", "body": said})
-
-
-def _is_stream(start: Message) -> bool:
-    kind: bytes = dict(start["headers"]).get(b"content-type", b"")
-    return kind.startswith(b"text/event-stream")
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -23,17 +23,14 @@ from torch import Tensor
 
 from selfspec.api.speculator import Speculator
 from selfspec.api.stream import Call
-from selfspec.api.text import Prompt, encode
+from selfspec.api.text import encode
 from selfspec.config import GenerateOptions
 from selfspec.decoding.engine import Running
 from selfspec.errors import InvalidPrompt
-from selfspec.serve.explain import Explanation
-from selfspec.serve.faults import places
 from selfspec.serve.metrics import Metrics, State
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.refusals import Refused
-from selfspec.serve.texts import Answer, Piece
-from selfspec.serve.tools import Calls, Tool, format_of
+from selfspec.serve.pieces import Answer, Calls, Explanation, Piece, format_of
+from selfspec.serve.protocol import Choice, Refused, places
 
 logger = logging.getLogger(__name__)
 
@@ -42,26 +39,6 @@ _RETRY_AFTER_S = 1
 
 _POLL_S = 0.5
 """Between two looks at whether to stop, where nothing is written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One text to write."""
-
-    prompt: Prompt
-    options: GenerateOptions
-    stops: Sequence[str] = ()
-    raw: bool = False
-    tools: Sequence[Tool] = ()
-    """That it may call."""
-    must_call: bool = False
-    explain: bool = False
-    """Whether to say who gave each token."""
-
-    @property
-    def has_grammar(self) -> bool:
-        """Whether not every text would do."""
-        return self.must_call or "json_schema" in self.options or "grammar" in self.options
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,7 +52,7 @@ class Job:
     answers: list[Answer] = field(default_factory=list)
     left: int = 0
     """Choices that have no end yet."""
-    came: float = field(default_factory=time.perf_counter)
+    came_s: float = field(default_factory=time.perf_counter)
 
 
 class Writer:
@@ -161,8 +138,10 @@ class Writer:
         while not self._stopping.is_set():
             try:
                 self._take_orders()
-                if self._engine.texts:
-                    self._write()
+                for running in self._engine.step() if self._engine.texts else ():
+                    job, answer = self._answers[running]
+                    self.metrics.wrote(answer)
+                    self._tell(job, answer)
             except BaseException as error:  # noqa: BLE001  # its message may hold what a client wrote
                 logger.error("a round failed; its answers end, others go on:\n%s", places(error))
                 for job, answer in list(self._answers.values()):
@@ -181,21 +160,15 @@ class Writer:
         except queue.Empty:
             return
 
-    def _write(self) -> None:
-        """One round."""
-        for running in self._engine.step():
-            self.metrics.wrote(running)
-            job, answer = self._answers[running]
-            self._tell(job, answer)
-
     def _tell(self, job: Job, answer: Answer) -> None:
         try:
             piece = answer.piece()
         except BaseException as error:  # noqa: BLE001  # whatever it is, the answer has an end
             piece = Piece(choice=answer.choice, error=error)
-            answer.running.close()
+            if not answer.running.ended:
+                answer.running.close()
         if piece.finish is not None:
-            self.metrics.finished(answer.running, piece.finish)
+            self.metrics.finished(answer, piece.finish)
         if answer.running.ended or piece.error is not None:
             self._done(job, answer)
         self._say(job, piece)
@@ -209,27 +182,17 @@ class Writer:
 
     def _begin(self, job: Job) -> None:
         """A job's texts join the engine: all, or none."""
-        calls: list[Call] = []
         try:
-            ids = {id(one.prompt): self._ids(one) for one in _distinct(job.choices)}
-            calls += [self._call(ids[id(one.prompt)], one) for one in job.choices]
-            prompt_tokens = sum(one.shape[1] for one in ids.values())  # choices of one share it
+            ids: dict[int, Tensor] = {}  # choices of one prompt share it
+            for choice in job.choices:
+                if id(choice.prompt) not in ids:
+                    ids[id(choice.prompt)] = self._ids(choice)
+            calls = [self._call(ids[id(choice.prompt)], choice) for choice in job.choices]
+            prompt_tokens = sum(one.shape[1] for one in ids.values())
             job.begun(prompt_tokens)
             self.metrics.prompt(prompt_tokens)
-            for number, (choice, call) in enumerate(zip(job.choices, calls, strict=True)):
-                told = self._explanation(call) if choice.explain else None
-                running = self._engine.add(call.request.only(), call.speculation)
-                answer = Answer(
-                    number,
-                    running,
-                    call.tokenizer,
-                    self._stops(choice),
-                    calls=self._reader(choice),
-                    explanation=told,
-                )
-                job.answers.append(answer)
-                self._answers[running] = job, answer
-                self.metrics.came(running, job.came)
+            for choice, call in zip(job.choices, calls, strict=True):
+                self._add(job, choice, call)
         except BaseException as error:  # noqa: BLE001  # as above
             if not isinstance(error, Refused):
                 logger.debug("a request failed:\n%s", places(error))
@@ -238,8 +201,8 @@ class Writer:
 
     def _ids(self, choice: Choice) -> Tensor:
         """A prompt's ids, [1, P]. Raises InvalidPrompt for more than there is room for."""
-        tools = list(choice.tools)
-        ids = encode(self._speculator.tokenizer, choice.prompt, raw=choice.raw, tools=tools)
+        raw, tools = choice.options.get("raw", False), list(choice.tools)
+        ids = encode(self._speculator.tokenizer, choice.prompt, raw=raw, tools=tools)
         room = self._speculator.backbone.max_positions - 1
         count, most = ids.shape[1], min(self._options.max_prompt_tokens or room, room)
         if count > most:
@@ -252,29 +215,31 @@ class Writer:
         """An answer ends where the model's positions end."""
         room = self._speculator.backbone.max_positions - ids.shape[1]
         longest = min(choice.options["max_new_tokens"], room)
-        asked: GenerateOptions = {**self._asked(choice), "max_new_tokens": longest}
-        return self._speculator.call(ids, {**asked, "raw": choice.raw})
-
-    def _stops(self, choice: Choice) -> list[str]:
-        """Texts that end an answer: what was asked for, and what the template writes behind one."""
-        end = "" if choice.raw else self._speculator.turn_end.text
-        return [*choice.stops, *([end] if end else [])]
+        return self._speculator.call(ids, {**self._asked(choice), "max_new_tokens": longest})
 
     def _asked(self, choice: Choice) -> GenerateOptions:
         if not choice.must_call or self._tool_format is None:
             return choice.options
         return {**choice.options, "grammar": self._tool_format.grammar(choice.tools)}
 
-    def _reader(self, choice: Choice) -> Calls | None:
-        """What reads calls out of an answer, if it may have some."""
-        if not choice.tools or self._tool_format is None:
-            return None
-        return Calls(self._tool_format, [tool["function"]["name"] for tool in choice.tools])
-
-    def _explanation(self, call: Call) -> Explanation:
-        # as if it ran alone: so a request's explanation is always the same
-        cost = self._speculator.runtime.draft_cost(call.speculation)
-        return Explanation(call.tokenizer, cost)
+    def _add(self, job: Job, choice: Choice, call: Call) -> None:
+        form, explanation = self._tool_format, None
+        if choice.explain:
+            # as if it ran alone: so a request's explanation is always the same
+            cost = self._speculator.runtime.draft_cost(call.speculation)
+            explanation = Explanation(call.tokenizer, cost)
+        running = self._engine.add(call.request.only(), call.speculation)
+        answer = Answer(
+            len(job.answers),
+            running,
+            call.tokenizer,
+            [*choice.options.get("stop_strings", ()), *([call.end] if call.end else [])],
+            came_s=job.came_s,
+            calls=Calls(form, choice.tools) if form is not None and choice.tools else None,
+            explanation=explanation,
+        )
+        job.answers.append(answer)
+        self._answers[running] = job, answer
 
     def _leave(self, job: Job) -> None:
         for answer in job.answers:
@@ -289,11 +254,5 @@ class Writer:
     def _done(self, job: Job, answer: Answer) -> None:
         if self._answers.pop(answer.running, None) is not None:
             job.left -= 1
-            self.metrics.left(answer.running)
             with self._lock:
                 self._open -= 1
-
-
-def _distinct(choices: Sequence[Choice]) -> list[Choice]:
-    """One of each prompt."""
-    return list({id(choice.prompt): choice for choice in choices}.values())

@@ -1,14 +1,21 @@
-"""One server with the default model for all tests of a file."""
+"""One server with the default model for all tests, OpenAI's own client of it, and a tiny model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import openai
 import pytest
 
 import selfspec
 from selfspec.api.speculator import Speculator
+from tests.api.test_text import byte_level_bpe
+from tests.models import make_model
 from tests.serve.live import Running, running
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+DRAFTS: dict[str, Any] = {"heads": "logit-lens", "drafter": "exit:layers=2/5,threshold=0.05"}
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +27,17 @@ def default() -> Speculator:
 def server(default: Speculator) -> Iterator[Running]:
     with running(default) as found:
         yield found
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Speculator:
+    """A random model with bytes for tokens, some of whose drafts are right."""
+    tokenizer = byte_level_bpe()
+    tokenizer.chat_template = TEMPLATE
+    model = make_model("llama", vocab_size=288, max_position_embeddings=8192)
+    return selfspec.wrap(model, tokenizer, **DRAFTS)

@@ -7,25 +7,27 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
-import httpx
 import pytest
 
 from selfspec.api.speculator import Speculator
-from selfspec.serve import streams
-from tests.serve.live import Running, running
-from tests.serve.raw import (
+from selfspec.serve import answers as answering
+from tests.serve.live import (
     CHAT,
     GOOD,
+    LONG,
+    TEXT,
     Level,
+    Running,
     all_of,
     answers,
     connected,
     request,
+    running,
     statuses,
+    streaming,
     wait_until,
 )
 
-LONG = {**GOOD, "max_tokens": 8000, "temperature": 2.0, "stream": True}
 WAIT_S = 1.0
 
 
@@ -73,13 +75,12 @@ def test_a_header_that_comes_byte_by_byte_is_cut_off(hasty: Running, level: Leve
     level.returns()
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_body_that_comes_byte_by_byte_is_refused(hasty: Running, level: Level, path: str) -> None:
-    whole = request(GOOD, path)
-    split = whole.index(b"{")
+    head, _, body = request(GOOD, path).partition(b"{")
     with closing(connected(hasty)) as one:
-        one.sendall(whole[:split])
-        drip(one, whole[split : split + 20])
+        one.sendall(head)
+        drip(one, b"{" + body[:5])
         answers(hasty)
         assert statuses(all_of(one)) == [408]  # and then it is closed
     level.returns()
@@ -94,7 +95,7 @@ def test_a_header_without_end_is_refused(hasty: Running, level: Level) -> None:
 
 def test_who_does_not_read_is_cut_off_and_holds_nobody_up(hasty: Running, level: Level) -> None:
     with closing(connected(hasty, read_bytes=4096)) as one:
-        one.sendall(request({**LONG, "n": 16, "seed": 1}))
+        one.sendall(request({**LONG, "n": 16}))
         assert one.recv(12) == b"HTTP/1.1 200"
         answers(hasty)
         level.returns(own_files=1)  # though this client has not gone
@@ -104,12 +105,12 @@ def test_who_does_not_read_is_cut_off_and_holds_nobody_up(hasty: Running, level:
 def test_what_waits_for_a_slow_reader_has_a_bound(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_MOST_WAITING", 4)
+    monkeypatch.setattr(answering, "_MOST_WAITING", 4)
     level = Level(server)
     with closing(connected(server, read_bytes=4096)) as one:
-        one.sendall(request({**LONG, "n": 16, "seed": 1}, CHAT, "Connection: close"))
+        one.sendall(request({**LONG, "n": 16}, CHAT, "Connection: close"))
         assert one.recv(12) == b"HTTP/1.1 200"
-        wait_until(lambda: server.writer.open == 0)
+        wait_until(server.idle)
         answers(server)
         said = all_of(one)
     *_, last = [line for line in said.splitlines() if line.startswith(b"data: ")]
@@ -121,17 +122,12 @@ def test_what_waits_for_a_slow_reader_has_a_bound(
 def test_who_is_gone_before_a_first_token_is_not_answered(
     default: Speculator, stream: bool
 ) -> None:
-    with running(default, concurrency=1) as small:
-        url = f"{small.address}{CHAT}"
-        with httpx.stream("POST", url, json=LONG, timeout=60) as busy:
-            lines = busy.iter_lines()  # dropped, it would close the stream
+    with running(default, concurrency=1) as small, streaming(small) as lines:
+        with closing(connected(small)) as one:
+            one.sendall(request({**LONG, "stream": stream}))
+            wait_until(lambda: small.writer.open == 2)
+        while small.writer.open > 1:  # though its turn has not come
             next(lines)
-            with closing(connected(small)) as one:
-                one.sendall(request({**LONG, "stream": stream}))
-                while small.writer.open < 2:
-                    time.sleep(0.01)
-            while small.writer.open > 1:  # though its turn has not come
-                next(lines)
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "half"])

@@ -10,16 +10,11 @@ import pytest
 
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import Round
-from selfspec.serve.explain import Explanation
+from selfspec.serve.pieces import Explanation
 from tests.serve.live import Running
 
 LISTS = [{"role": "user", "content": "Repeat three times: 🦜 red, green, blue 🪁 and grey."}]
 EXPLAIN = {"explain": True}
-
-
-@pytest.fixture
-def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
 
 
 def ask(client: openai.OpenAI, speculation: Any = EXPLAIN, **more: Any) -> Any:

@@ -6,24 +6,22 @@ import queue
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.speculator import Speculator
 from selfspec.decoding.engine import Engine
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.texts import Answer, Piece
-from selfspec.serve.writer import Choice, Job, Writer
-from tests.models import make_model
-from tests.serve.live import running
-from tests.serve.raw import CHAT, GOOD, answers, wait_until
+from selfspec.serve.pieces import Answer, Piece
+from selfspec.serve.protocol import Choice
+from selfspec.serve.writer import Job, Writer
+from tests.serve.live import GOOD, answers, running, wait_until
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_round_that_fails_is_a_status_500(
-    default: Speculator, monkeypatch: pytest.MonkeyPatch, stream: bool
+    tiny: Speculator, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    with running(default) as broken:
+    with running(tiny) as broken:
         answers(broken)
 
         def fail(_: Engine) -> None:
@@ -31,11 +29,10 @@ def test_a_round_that_fails_is_a_status_500(
 
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "_do_next", fail)
-            body: dict[str, Any] = {**GOOD, "n": 3, "stream": stream}
-            answer = httpx.post(f"{broken.address}{CHAT}", json=body, timeout=30)
+            answer = broken.post({**GOOD, "n": 3, "stream": stream})
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"
-        wait_until(lambda: broken.writer.open == 0)
+        wait_until(broken.idle)
         assert b'request_refused_total{status="500"} 1.0' in broken.writer.metrics.text()
         answers(broken)
 
@@ -45,8 +42,8 @@ class Panic(BaseException):
 
 
 @pytest.fixture(scope="module")
-def writer() -> Iterator[Writer]:
-    found = Writer(wrap(make_model("llama")), ServeOptions())
+def writer(tiny: Speculator) -> Iterator[Writer]:
+    found = Writer(tiny, ServeOptions())
     yield found
     found.stop()
 

@@ -21,10 +21,21 @@ from hypothesis import strategies as st
 from selfspec.api.speculator import Speculator
 from selfspec.options.controllers import CONTROLLERS
 from selfspec.options.drafters import DRAFTERS
-from tests.serve.live import JSON, Running, running
-from tests.serve.raw import CHAT, GOOD, Level, all_of, answers, connected, request, statuses
+from tests.serve.live import (
+    CHAT,
+    GOOD,
+    JSON,
+    TEXT,
+    Level,
+    Running,
+    all_of,
+    answers,
+    connected,
+    request,
+    running,
+    statuses,
+)
 
-TEXT = "/v1/completions"
 LONG = b"X-Long: @"
 """Stands for a header that is too long; written out, nobody could read a failure."""
 
@@ -157,13 +168,8 @@ def streams(draw: st.DrawFn) -> bytes:
 @pytest.fixture(scope="module")
 def target(default: Speculator) -> Iterator[Running]:
     """A server that ends what is long."""
-    limits: dict[str, Any] = {
-        "max_tokens": 4,
-        "timeout": 1.0,
-        "client_timeout": 0.5,
-        "max_body_mb": 0.5,
-    }
-    with running(default, **limits) as found:
+    limits: Any = {"timeout": 1.0, "client_timeout": 0.5, "max_body_mb": 0.5}
+    with running(default, max_tokens=4, **limits) as found:
         answers(found)
         yield found
 
@@ -197,7 +203,6 @@ def test_two_hundred_requests_of_hostile_options_beside_fifty_good_ones(
     bad = [HOSTILE_OPTIONS[int(step * number)] for number in range(192)] + HOSTILE_OPTIONS[-8:]
     good = [
         {
-            **GOOD,
             "max_tokens": 4,
             "temperature": 0,
             "messages": [{"role": "user", "content": f"Say {number}."}],

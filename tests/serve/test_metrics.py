@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -11,11 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from selfspec.api.speculator import Speculator
-from tests.serve.live import JSON, Running, running
+from tests.serve.live import LONG, Running, running, streaming, wait_until
 
 ASK = [{"role": "user", "content": "Count: one, two, three, one, two, three. Again, ten times."}]
 BODY = {"messages": ASK, "max_tokens": 24, "temperature": 0}
-LONG = {"messages": ASK, "max_tokens": 4000, "temperature": 2.0, "seed": 1, "stream": True}
 
 Figures = dict[tuple[str, ...], float]
 
@@ -31,23 +28,15 @@ def read(server: Running, **more: Any) -> Figures:
     }
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def asked(server: Running, **more: Any) -> Any:
-    url = f"{server.address}/v1/chat/completions"
-    answer = httpx.post(url, json={**BODY, **more}, timeout=60)
+    answer = server.post({**BODY, **more})
     assert answer.status_code == 200
     return answer.json()
 
 
 @pytest.fixture(scope="module")
-def fresh(default: Speculator) -> Any:
-    with running(default) as found:
+def fresh(tiny: Speculator) -> Any:
+    with running(tiny) as found:
         yield found
 
 
@@ -113,17 +102,14 @@ def test_a_prompt_that_comes_again_is_a_hit(fresh: Running) -> None:
     assert hits == usage["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def test_gauges_rise_and_return_to_nothing(default: Speculator) -> None:
-    with running(default, concurrency=1) as small:
-        url = f"{small.address}/v1/chat/completions"
-        with httpx.stream("POST", url, json={**LONG, "n": 2}, timeout=60) as answer:
-            lines = answer.iter_lines()  # dropped, it would close the stream
-            next(lines)
+def test_gauges_rise_and_return_to_nothing(tiny: Speculator) -> None:
+    with running(tiny, concurrency=1) as small:
+        with streaming(small, {**LONG, "n": 2}):
             busy = read(small)
         assert busy["num_requests_running",] == 1
         assert busy["num_requests_waiting",] == 1
         assert 0 < busy["kv_memory_bytes",] <= busy["kv_memory_limit_bytes",]
-        wait_until(lambda: small.writer.open == 0)
+        wait_until(small.idle)
         idle = read(small)
         for name in ("num_requests_running", "num_requests_waiting", "kv_memory_bytes"):
             assert idle[name,] == 0
@@ -133,9 +119,8 @@ def test_gauges_rise_and_return_to_nothing(default: Speculator) -> None:
 
 def test_refusals_are_counted_by_status(fresh: Running) -> None:
     before = read(fresh)
-    url = f"{fresh.address}/v1/chat/completions"
     for content in (b"{", b"{}", b"x" * 5_000_000):
-        httpx.post(url, content=content, headers=JSON, timeout=60)
+        fresh.post(content)
     httpx.get(f"{fresh.address}/nothing")
     after = read(fresh)
     for status, count in (("400", 2), ("413", 1), ("404", 1)):
@@ -143,11 +128,9 @@ def test_refusals_are_counted_by_status(fresh: Running) -> None:
         assert after[name] - before.get(name, 0) == count
 
 
-def test_it_asks_for_a_key_and_two_servers_share_nothing(
-    default: Speculator, fresh: Running
-) -> None:
+def test_it_asks_for_a_key_and_two_servers_share_nothing(tiny: Speculator, fresh: Running) -> None:
     asked(fresh)
-    with running(default, keys=("secret",)) as guarded:
+    with running(tiny, keys=("secret",)) as guarded:
         assert httpx.get(f"{guarded.address}/metrics").status_code == 401
         found = read(guarded, headers={"Authorization": "Bearer secret"})
         assert found["generation_tokens_total",] == 0

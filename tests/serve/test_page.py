@@ -12,8 +12,7 @@ import pytest
 
 from selfspec.api.speculator import Speculator
 from tests.browsers import Browser, Page, axe_findings, chromium, expect, listened
-from tests.serve.live import Running, running
-from tests.serve.test_protocol import wait_until
+from tests.serve.live import Running, running, wait_until
 
 QUESTION = "Write a Python function that counts the words in a file."
 PAPER = "getComputedStyle(document.body).backgroundColor"
@@ -88,7 +87,7 @@ def explained(server: Running, speculation: Any, tokens: int = 24) -> dict[str, 
         "temperature": 0,
         "speculation": {"explain": True, **speculation},
     }
-    answer = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60).json()
+    answer = server.post(body).json()
     return {**answer["choices"][0], "usage": answer["usage"]}
 
 
@@ -197,7 +196,7 @@ def test_stop_ends_the_work_of_the_server(opened: Open, server: Running, way: st
         page.keyboard.press(way)
     else:
         page.get_by_role("button", name=way).click()
-    wait_until(lambda: server.writer.open == 0)
+    wait_until(server.idle)
     if way == "New chat":
         expect(page.locator("#examples")).to_be_visible()
     else:

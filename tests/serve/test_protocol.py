@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,28 +11,15 @@ import openai
 import pytest
 
 from selfspec.api.speculator import Speculator
-from tests.serve.live import JSON, Running, running
+from tests.serve.live import CHAT, JSON, LONG, Running, running, streaming, wait_until
 
 ASK = [{"role": "user", "content": "Name two planets and one river."}]
 LIMIT = {"max_tokens": 20, "temperature": 0.0}
-LONG = {"messages": ASK, "max_tokens": 4000, "temperature": 2.0, "seed": 1, "stream": True}
-"""So wild that no end token comes for long."""
-
-
-@pytest.fixture
-def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+BODY = {"messages": ASK, **LIMIT}
 
 
 def chat(client: openai.OpenAI, **more: Any) -> Any:
     return client.chat.completions.create(**{"model": None, "messages": ASK, **LIMIT, **more})
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_an_answer_is_that_of_generate(client: openai.OpenAI, server: Running) -> None:
@@ -137,25 +122,24 @@ def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
     assert httpx.get(f"{server.address}/health").json()["status"] == "ok"
 
 
+SCHEMA = {"name": "a", "schema": {"type": "objekt"}}
+IMAGE = [{"type": "image_url", "text": "a"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
 @pytest.mark.parametrize(
     ("more", "field"),
     [
         ({"top_logprobs": 2}, None),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL] * 2}, None),
         ({"tool_choice": "required"}, None),
+        ({"tools": [TOOL], "tool_choice": {**TOOL, "function": {"name": "g"}}}, None),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": {"type": "objekt"}},
-                }
-            },
-            "response_format",
-        ),
+        ({"response_format": {"type": "json_schema", "json_schema": SCHEMA}}, "response_format"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"logit_bias": {"a": 1}}, "logit_bias.a"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
@@ -171,80 +155,66 @@ def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
         ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"messages": [*ASK, {"role": "tool", "content": "1", "tool_call_id": "a"}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]},
-            "messages[0].content[0].type",
-        ),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "messages[0].content[0].type"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"speculation": {"drafter": "wish"}}, "speculation.drafter"),
         ({"speculation": {"drafter": "ngram:size=1000000000"}}, "speculation.drafter"),
         ({"speculation": {"controller": "heuristic:longest=65"}}, "speculation.controller"),
         ({"speculation": {"model": "x"}}, "speculation.model"),
         ({"n": 128, "messages": ASK * 40_000}, "messages"),
+        ({"model": "gpt-4o"}, "model"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
     server: Running, more: dict[str, Any], field: str | None
 ) -> None:
-    answer = httpx.post(
-        f"{server.address}/v1/chat/completions", json={"messages": ASK, **LIMIT, **more}, timeout=60
-    )
-    assert answer.status_code in (400, 413)
+    answer = server.post({**BODY, **more})
     error = answer.json()["error"]
     assert error["param"] == field
+    found = "model_not_found" if field == "model" else None
+    assert (answer.status_code, error["code"]) == (404 if found else 400, found)
     assert error["type"] == "invalid_request_error"
     assert error["message"]
     assert "\n" not in error["message"]
 
 
+def said(more: bytes) -> bytes:
+    return b'{"messages": [{"role": "user", "content": "a"}], ' + more + b"}"
+
+
 @pytest.mark.parametrize(
-    ("body", "status"),
+    ("method", "path", "body", "status"),
     [
-        (b"", 400),
-        (b"{", 400),
-        (b"[]", 400),
-        (b"null", 400),
-        (b'"text"', 400),
-        (b"\xff\xfe", 400),
-        (b"[" * 100_000, 400),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
-        (b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\ud800"}', 400),
-        (b'{"messages": [{"role": "user", "content": "a"}], "model": "\\ud800"}', 400),
-        (b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}", 400),
-        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400),
-        (b"x" * 5_000_000, 413),
+        *(
+            ("POST", "/v1/chat/completions", body, 400)
+            for body in (
+                *(b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000),
+                b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+                *(said(b'"stop": "\\ud800"'), said(b'"model": "\\ud800"')),
+                *(said(b'"n": ' + b"9" * 5000), said(b'"temperature": NaN')),
+            )
+        ),
+        ("POST", "/v1/chat/completions", b"x" * 5_000_000, 413),
+        ("GET", "/nothing", b"", 404),
+        ("GET", "/v1/chat/completions", b"", 405),
+        ("POST", "/v1/files", b"", 404),
     ],
+    ids=lambda value: repr(value)[:40],
 )
-def test_a_bad_body_is_refused(server: Running, body: bytes, status: int) -> None:
-    url = f"{server.address}/v1/chat/completions"
-    answer = httpx.post(url, content=body, headers=JSON, timeout=60)
+def test_a_bad_body_or_path_is_refused(
+    server: Running, method: str, path: str, body: bytes, status: int
+) -> None:
+    url = f"{server.address}{path}"
+    answer = httpx.request(method, url, content=body, headers=JSON, timeout=60)
     assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
     assert answer.json()["error"]["message"]
 
 
 def test_nulls_and_fields_that_ask_for_nothing_are_fine(server: Running) -> None:
     more = {"logprobs": False, "tools": None, "stop": None, "response_format": {"type": "text"}}
-    body = {"messages": ASK, **LIMIT, "user": "someone", "presence_penalty": 0, **more}
-    assert httpx.post(f"{server.address}/v1/chat/completions", json=body).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/v1/files", 404)],
-)
-def test_other_paths_have_errors_of_the_same_shape(
-    server: Running, method: str, path: str, status: int
-) -> None:
-    answer = httpx.request(method, f"{server.address}{path}")
-    assert answer.status_code == status
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_another_model_is_not_here(server: Running) -> None:
-    body = {"messages": ASK, "model": "gpt-4o", **LIMIT}
-    answer = httpx.post(f"{server.address}/v1/chat/completions", json=body)
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "model_not_found"
+    body = {**BODY, "user": "someone", "presence_penalty": 0, **more}
+    assert server.post(body).status_code == 200
 
 
 def test_sixteen_at_once_have_the_texts_that_they_have_alone(
@@ -268,41 +238,33 @@ def test_sixteen_at_once_have_the_texts_that_they_have_alone(
 
 
 def test_a_client_that_goes_away_ends_its_answer(server: Running) -> None:
-    body = {**LONG, "n": 2}
-    url = f"{server.address}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body) as answer:
-        next(answer.iter_lines())
+    with streaming(server, {**LONG, "n": 2}):
+        pass
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(url, json={**body, "stream": False}, timeout=0.5)
-    wait_until(lambda: server.writer.open == 0)
+        httpx.post(f"{server.address}{CHAT}", json={**LONG, "n": 2, "stream": False}, timeout=0.5)
+    wait_until(server.idle)
 
 
 def test_what_waits_has_a_bound(default: Speculator) -> None:
-    with running(default, concurrency=1, queue=1) as small:
-        url = f"{small.address}/v1/chat/completions"
-        with httpx.stream("POST", url, json=LONG) as one:
-            lines = one.iter_lines()  # dropped, it would close the stream
-            next(lines)
-            with ThreadPoolExecutor(1) as pool:
-                second = pool.submit(httpx.post, url, json={"messages": ASK, **LIMIT}, timeout=60)
-                wait_until(lambda: small.writer.open == 2)
-                third = httpx.post(url, json={"messages": ASK, **LIMIT})
-                assert third.status_code == 429
-                assert third.headers["retry-after"] == "1"
-                assert third.json()["error"]["type"] == "rate_limit_error"
-                one.close()
-                assert second.result().status_code == 200
+    with running(default, concurrency=1, queue=1) as small, ThreadPoolExecutor(1) as pool:
+        with streaming(small):
+            second = pool.submit(small.post, BODY)
+            wait_until(lambda: small.writer.open == 2)
+            third = small.post(BODY)
+            assert third.status_code == 429
+            assert third.headers["retry-after"] == "1"
+            assert third.json()["error"]["type"] == "rate_limit_error"
+        assert second.result().status_code == 200
 
 
 def test_keys_are_asked_for_where_there_are_any(default: Speculator) -> None:
     with running(default, keys=("first", "second"), timeout=0.001) as guarded:
-        url, body = f"{guarded.address}/v1/chat/completions", {"messages": ASK, **LIMIT}
         for header in (None, "Bearer wrong", "Bearer", "Basic first", "Bearer fïrst"):
-            headers = {} if header is None else {b"Authorization": header.encode()}
-            answer = httpx.post(url, json=body, headers=headers)
+            headers: Any = {} if header is None else {b"Authorization": header.encode()}
+            answer = httpx.post(f"{guarded.address}{CHAT}", json=BODY, headers=headers)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
-        answer = httpx.post(url, json=body, headers={"Authorization": "Bearer second"})
+        answer = guarded.post(BODY, Authorization="Bearer second")
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["finish_reason"] == "length"  # no time for more
         assert answer.json()["usage"]["completion_tokens"] < 20
@@ -310,10 +272,9 @@ def test_keys_are_asked_for_where_there_are_any(default: Speculator) -> None:
 
 
 def test_a_stream_is_server_sent_events(server: Running) -> None:
-    body = {"messages": ASK, **LIMIT, "stream": True}
-    with httpx.stream("POST", f"{server.address}/v1/chat/completions", json=body) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in answer.iter_lines() if line]
+    answer = server.post({**BODY, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in answer.text.splitlines() if line]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     assert json.loads(lines[0][6:])["object"] == "chat.completion.chunk"

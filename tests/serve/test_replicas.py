@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -21,27 +20,22 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 import selfspec
+from selfspec.api.speculator import Speculator
 from selfspec.cli.main import main
-from selfspec.serve.keys import Keys
-from selfspec.serve.options import ServeOptions
-from selfspec.serve.replica import Replica
-from selfspec.serve.sessions import NAME, session
+from selfspec.serve.options import Keys, ServeOptions
+from selfspec.serve.replica import NAME, Replica, session
 from selfspec.serve.writer import Writer
-from tests.api.test_text import byte_level_bpe
-from tests.models import make_model
-from tests.serve.live import JSON, Running
+from tests.serve.conftest import DRAFTS
+from tests.serve.live import CHAT, JSON, Running, wait_until
 from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through Ray
-    client,
-    test_a_bad_body_is_refused,
+    test_a_bad_body_or_path_is_refused,
     test_a_stop_ends_the_text_and_is_no_part_of_it,
     test_a_stream_is_server_sent_events,
     test_a_stream_joins_to_the_same_text,
     test_an_answer_is_that_of_generate,
-    test_another_model_is_not_here,
     test_choices_draw_with_seeds_one_after_the_other,
     test_drafts_or_none_the_text_is_the_same,
     test_models_and_health,
-    test_other_paths_have_errors_of_the_same_shape,
     test_sixteen_at_once_have_the_texts_that_they_have_alone,
 )
 
@@ -49,11 +43,7 @@ pytest.importorskip("ray")
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`")  # Ray's
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
-LOADING: dict[str, Any] = {
-    **{"dtype": "float32", "heads": "logit-lens", "drafter": "exit:layers=2/5,threshold=0.05"},
-}
-SOON_S = 300.0
+LOADING: dict[str, Any] = {"dtype": "float32", **DRAFTS}
 
 
 class Command(NamedTuple):
@@ -71,14 +61,12 @@ class Command(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with text for tokens."""
+def folder(tiny: Speculator, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, as a copy loads it."""
     found = tmp_path_factory.mktemp("copies") / "tiny"
-    tokenizer = byte_level_bpe()
-    tokenizer.chat_template = TEMPLATE
-    model = make_model("llama", vocab_size=288, max_position_embeddings=8192)
-    model.save_pretrained(found)
-    tokenizer.save_pretrained(found)
+    assert tiny.tokenizer is not None
+    tiny.model.save_pretrained(found)
+    tiny.tokenizer.save_pretrained(found)
     return found
 
 
@@ -115,16 +103,9 @@ def server(command: Command, folder: Path) -> Running:
     return Running(command.address, speculator, cast("Writer", None))
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + SOON_S
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def ask(command: Command, messages: list[dict[str, str]], **more: Any) -> httpx.Response:
     body = {"messages": messages, "max_tokens": 30, "temperature": 0, **more}
-    return httpx.post(f"{command.address}/v1/chat/completions", json=body, timeout=60)
+    return httpx.post(f"{command.address}{CHAT}", json=body, timeout=60)
 
 
 def opening(number: int) -> list[dict[str, str]]:
@@ -158,7 +139,7 @@ def test_a_copy_that_is_killed_loses_its_own_answers_and_comes_back(command: Com
     """One stream per copy, at least; one copy is killed while they are written."""
     before = command.copies
     assert len(before) == 2
-    url = f"{command.address}/v1/chat/completions"
+    url = f"{command.address}{CHAT}"
     with httpx.Client(timeout=60) as http:
         streams: dict[str, httpx.Response] = {}
         for number in range(40):
@@ -193,7 +174,7 @@ def test_a_copy_that_is_killed_loses_its_own_answers_and_comes_back(command: Com
 
 def test_a_client_that_goes_away_ends_its_answer(command: Command) -> None:
     body = {"messages": opening(1), "max_tokens": 8000, "temperature": 0}
-    url = f"{command.address}/v1/chat/completions"
+    url = f"{command.address}{CHAT}"
     with httpx.stream("POST", url, json={**body, "stream": True}) as answer:
         next(answer.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
@@ -251,7 +232,7 @@ def test_an_answer_that_is_written_ends_before_all_stops(command: Command) -> No
     """The last of the live tests: none may come behind it."""
     everything = psutil.Process(command.process.pid).children(recursive=True)
     body = {"messages": opening(1), "max_tokens": 1500, "temperature": 0, "stream": True}
-    url = f"{command.address}/v1/chat/completions"
+    url = f"{command.address}{CHAT}"
     with httpx.stream("POST", url, json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)

@@ -13,9 +13,8 @@ import pytest
 
 from selfspec.cli.serve import FLAGS
 from selfspec.serve.gate import OPEN
-from selfspec.serve.keys import VARIABLE
-from selfspec.serve.options import ServeOptions
-from selfspec.serve.sessions import NAME
+from selfspec.serve.options import VARIABLE, ServeOptions
+from selfspec.serve.replica import NAME
 from tests.test_readme import fenced
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"

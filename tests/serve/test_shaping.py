@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from selfspec.api.speculator import Speculator
-from selfspec.serve.tools import BARE, TAGGED, Calls, format_of
+from selfspec.serve.pieces import BARE, TAGGED, Calls, format_of
 from tests.serve.live import Running, running
 
 ASK = [{"role": "user", "content": "Describe a person as JSON."}]
@@ -26,11 +26,6 @@ class Person(pydantic.BaseModel):
     name: str = pydantic.Field(max_length=20)
     age: int = pydantic.Field(ge=0, le=120)
     likes: Literal["tea", "coffee"]
-
-
-@pytest.fixture
-def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
 
 
 def chat(client: openai.OpenAI, **more: Any) -> Any:
@@ -216,7 +211,7 @@ def test_calls_are_read_out_of_text_in_any_pieces(
     form: Any, text: str, content: str | None, names: list[str]
 ) -> None:
     for size in (1, 3, 1000):
-        reader = Calls(form, ["get_time"])
+        reader = Calls(form, [TIME])
         shown = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
         rest, calls = reader.end()
         assert shown + rest == (text if content is None else content)

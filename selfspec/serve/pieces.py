@@ -1,0 +1,321 @@
+"""From the rounds of an answer to what a client reads: text without its stop, calls, an end.
+
+On the writer's thread. Nothing here knows of HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.api.text import TextDecoder, UntilStop, begun, is_end
+from selfspec.decoding.drafters import Draft
+from selfspec.decoding.engine import Running
+from selfspec.decoding.prices import DraftCost
+from selfspec.decoding.sources import EXIT
+from selfspec.decoding.stats import GenerationStats, Round
+from selfspec.errors import InvalidData
+from selfspec.serve.protocol import Tools
+from selfspec.untrusted import parse_json
+
+_HALF = "\N{REPLACEMENT CHARACTER}"
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What came of a choice since the last piece."""
+
+    choice: int
+    text: str = ""
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[Json] = ()
+    """Of the tokens, as a chat's answer has them, where they are noted."""
+    calls: Sequence[Json] = ()
+    """Of functions, with the last piece."""
+    told: Json | None = None
+    """Who gave the tokens, where that was asked for."""
+    finish: str | None = None
+    """`stop`, `length` or `tool_calls`, with the last piece."""
+    stats: GenerationStats | None = None
+    """With the last piece."""
+    error: BaseException | None = None
+    """In place of an end."""
+
+
+class Answer:
+    """One choice while it is written."""
+
+    def __init__(
+        self,
+        choice: int,
+        running: Running,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stops: Sequence[str],
+        *,
+        came_s: float,
+        calls: Calls | None = None,
+        explanation: Explanation | None = None,
+    ) -> None:
+        """`stops`: texts that end it, and are not part of it; `calls`: reads these out of it."""
+        self.choice, self.running = choice, running
+        self.came_s = came_s
+        """When its request came, by `time.perf_counter`."""
+        self.newest_s: float | None = None
+        """When its newest tokens came."""
+        self._tokenizer, self._calls, self._explanation = tokenizer, calls, explanation
+        self._decoder, self._stops = TextDecoder(tokenizer), UntilStop(stops)
+        self._told = 0
+        """Tokens that are in earlier pieces."""
+
+    def piece(self) -> Piece:
+        """What is new; the last one when the text has ended. Raises what ended it otherwise."""
+        text, tokens = "", list[int]()
+        for entry in self.running.take():
+            text += self._read(entry)
+            tokens += entry.tokens
+        if self.running.error is not None:
+            raise self.running.error
+        begin, self._told = self._told, self._told + len(tokens)
+        noted = self.running.logprobs[begin : self._told]
+        ended, calls, content = self.running.ended, list[Json](), text
+        if ended:
+            content = text = text + self._rest()
+            self.running.stats.seconds = self.running.watch.seconds
+        if self._calls is not None:
+            content = self._calls.push(text)
+            if ended:
+                rest, calls = self._calls.end()
+                content += rest
+        explanation = self._explanation
+        return Piece(
+            choice=self.choice,
+            text=content,
+            tokens=tokens,
+            logprobs=[
+                self._likely(one.token, one.logprob)
+                | {"top_logprobs": [self._likely(*other) for other in one.top]}
+                for one in noted
+            ],
+            told=None if explanation is None else explanation.shown(text, last=ended),
+            calls=calls,
+            finish=self._finish(calls) if ended else None,
+            stats=self.running.stats if ended else None,
+        )
+
+    def _read(self, entry: Round) -> str:
+        """The text of a round, as far as it is sure to be shown."""
+        self.running.stats.add(entry)
+        # one by one: rounds are cut by drafts
+        texts = [
+            self._decoder.push([] if is_end(self._tokenizer, entry, token) else [token])
+            for token in entry.tokens
+        ]
+        if self._explanation is not None:
+            self._explanation.add(entry, texts)
+        return "".join(map(self._stops.push, texts))
+
+    def _rest(self) -> str:
+        """What was held back, at the end."""
+        rest = self._decoder.push([], last=True)
+        if self._explanation is not None:
+            self._explanation.rest(rest)
+        return self._stops.push(rest, last=True)
+
+    def _likely(self, token: int, logprob: float) -> Json:
+        """Half of a character has no bytes here: a tokenizer gives text alone."""
+        text = "" if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        data = None if _HALF in text else [*text.encode()]
+        return {"token": text, "logprob": logprob, "bytes": data}
+
+    def _finish(self, calls: Sequence[Json]) -> str:
+        """A time limit is a length; so is the end of the model's positions."""
+        if self.running.stats.stop_reason == "eos" or self._stops.found:
+            return "tool_calls" if calls else "stop"
+        return "length"
+
+
+class Explanation:
+    """Who gave each token of an answer, round by round, as JSON: a round once its text is shown.
+
+    A stop may hide text that was written: no round shows it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, cost: DraftCost) -> None:
+        """Without a tokenizer all texts are empty."""
+        self._tokenizer, self._cost = tokenizer, cost
+        self._waiting: deque[Json] = deque()
+        """Rounds with text that is not shown yet."""
+        self._shown = 0
+        """Characters of these that are."""
+        self._newest: list[int] = []
+        """The last committed token."""
+
+    def add(self, entry: Round, texts: Sequence[str]) -> None:
+        """A round; `texts` of its tokens join to the answer."""
+        by = zip(texts, entry.givers, strict=True)
+        self._waiting.append(
+            {
+                "tokens": [{"text": text, **_giver(*giver)} for text, giver in by],
+                "drafts": self._drafts(entry),
+                "steps": 0.0 if entry.prefill else round(self._cost.steps(Draft.of(entry)), 4),
+                "ended": entry.ended,
+            }
+        )
+        self._newest = entry.tokens[-1:]
+
+    def rest(self, text: str) -> None:
+        """Of a character that the answer ends within: it belongs to the last token."""
+        if text:
+            self._waiting[-1]["tokens"][-1]["text"] += text
+
+    def shown(self, text: str, *, last: bool = False) -> Json:
+        """The rounds that are complete now that `text` is shown; `last`: no more will be."""
+        self._shown += len(text)
+        found = []
+        while self._waiting:
+            length = sum(len(token["text"]) for token in self._waiting[0]["tokens"])
+            if length > self._shown and not last:
+                break
+            found.append(self._cut(self._waiting.popleft()))
+        return {"rounds": found, "num_layers": self._cost.num_layers}
+
+    def _cut(self, told: Json) -> Json:
+        """What was shown of a round, counted off."""
+        for token in told["tokens"]:
+            token["text"] = token["text"][: self._shown]
+            self._shown -= len(token["text"])
+        for draft in told["drafts"]:
+            if draft["accepted"]:
+                draft["text"] = told["tokens"][draft.pop("place")]["text"]
+        return told
+
+    def _drafts(self, entry: Round) -> list[Json]:
+        """Accepted ones get their text when it is shown, from the token at their `place`."""
+        parents = entry.parents
+        if parents is None:
+            parents = [*range(-1, len(entry.draft_tokens) - 1)]
+        found: list[Json] = []
+        for index, parent in enumerate(parents):
+            by = _giver(entry.sources[index], entry.exit_layers[index])
+            more: Json = {"parent": parent, "accepted": index in entry.kept}
+            if more["accepted"]:
+                more["place"] = entry.kept.index(index)
+            else:
+                before = self._newest if parent < 0 else [entry.draft_tokens[parent]]
+                more["text"] = self._text(before, entry.draft_tokens[index])
+            found.append(by | more)
+        return found
+
+    def _text(self, before: list[int], token: int) -> str:
+        """A token's text behind another; end tokens are shown, as nothing ends with a draft."""
+        if self._tokenizer is None:
+            return ""
+        context = str(self._tokenizer.decode(before))
+        return str(self._tokenizer.decode([*before, token]))[len(context) :]
+
+
+def _giver(source: str, layer: int) -> Json:
+    """Only exit heads stand at a layer."""
+    return {"source": source, "layer": layer if source == EXIT else None}
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes a call: JSON between two texts."""
+
+    before: str
+    after: str
+    arguments: str
+    """The key of the arguments beside `name`."""
+
+    def grammar(self, tools: Tools) -> str:
+        """Lark for one call of one of these."""
+        schema = json.dumps({"anyOf": [self._schema(tool["function"]) for tool in tools]})
+        before, after = (json.dumps(text) if text else "" for text in (self.before, self.after))
+        return f"start: {before} call {after}\ncall: %json {schema}\n"
+
+    def calls(self, text: str, names: Collection[str]) -> list[Json]:
+        """Calls of `names` in a text; what only looks like one stays text, and all of it then."""
+        before, after = self.before.strip(), self.after.strip()
+        parts = text.split(before)[1:] if before else [text]
+        found = [self._call(part.split(after)[0] if after else part) for part in parts]
+        calls = [call for call in found if call is not None and call["function"]["name"] in names]
+        return calls if len(calls) == len(found) else []
+
+    def _schema(self, function: Json) -> Json:
+        arguments = function.get("parameters") or {"type": "object", "properties": {}}
+        return {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, self.arguments: arguments},
+            "required": ["name", self.arguments],
+            "additionalProperties": False,
+        }
+
+    def _call(self, text: str) -> Json | None:
+        """One call in OpenAI's shape."""
+        try:
+            said = parse_json(text.strip(), "a call")
+        except InvalidData:
+            return None
+        if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+            return None
+        arguments = said.get(self.arguments)
+        if not isinstance(arguments, dict):
+            return None
+        function = {"name": said["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+TAGGED = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
+"""Of Hermes, Qwen, SmolLM3."""
+
+BARE = ToolFormat("", "", "parameters")
+"""Of Llama from 3.1 on."""
+
+
+def format_of(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:
+    """What a chat template asks the model for; None: it knows no tools, or in another way."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return None
+    template = tokenizer.get_chat_template(tools=[{}])
+    if "tools" not in template:
+        return None
+    if "<tool_call>" in template:
+        return TAGGED
+    return BARE if '"parameters"' in template and '"name"' in template else None
+
+
+class Calls:
+    """Text of an answer that may call: what is sure to be no call goes on, the rest waits."""
+
+    def __init__(self, form: ToolFormat, tools: Tools) -> None:
+        """`tools`: that may be called."""
+        self._form, self._names = form, [tool["function"]["name"] for tool in tools]
+        self._text = ""
+        self._given = 0
+
+    def push(self, text: str) -> str:
+        """What may be shown."""
+        self._text += text
+        mark, said = self._form.before.strip(), self._text.lstrip()
+        if mark:
+            at = self._text.find(mark)
+            sure = at if at >= 0 else len(self._text) - begun(self._text, mark)
+        else:
+            sure = 0 if not said or said.startswith("{") else len(self._text)
+        shown = self._text[self._given : sure]
+        self._given += len(shown)
+        return shown
+
+    def end(self) -> tuple[str, list[Json]]:
+        """What is left to be shown, and the calls."""
+        calls = self._form.calls(self._text, self._names)
+        return ("", calls) if calls else (self._text[self._given :], [])
