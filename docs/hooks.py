@@ -25,7 +25,7 @@ from mkdocs.structure.files import File, Files
 
 from selfspec.cli.base import PARTS, docstrings, part_settings
 from selfspec.cli.main import app, main
-from selfspec.options.parts import Part
+from selfspec.options import Part
 
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "docs" / "gallery"

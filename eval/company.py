@@ -26,8 +26,7 @@ from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
-from selfspec.decoding.engine import Engine, Running
-from selfspec.decoding.runtime import Asked
+from selfspec.decoding.engine import Asked, Engine, Running
 from selfspec.eval.results import load_suite, spread
 from selfspec.eval.scripted import Listening
 

@@ -43,7 +43,7 @@ from selfspec.eval.report import seconds_by_prompt, summarise
 from selfspec.eval.results import SIX_TASKS, Answer, Question, SpeedUp, load_suite, speed_up, spread
 from selfspec.eval.tune import Tuned, tune
 from selfspec.files import write
-from selfspec.options.text import word
+from selfspec.options import word
 
 app = typer.Typer(pretty_exceptions_enable=False)
 

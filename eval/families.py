@@ -31,8 +31,7 @@ from selfspec.api.speculator import wrap
 from selfspec.errors import SelfspecError
 from selfspec.eval.results import first_divergence
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
-from selfspec.model.rows import Rows
+from selfspec.model.kv import Lease, Rows
 
 PROMPTS = (5, 90)
 """Tokens of the prompts: inside every window, and beyond the windows and the original maximum."""

@@ -33,16 +33,13 @@ from eval.peers import LLAMA, worker
 from eval.random_gguf import SHAPES, Shape
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.clock import Clock
-from selfspec.decoding.measure import measure
-from selfspec.decoding.speed import ROWS, Passes, memory_rate, step_speed
+from selfspec.decoding.measure import ROWS, Clock, Passes, measure, memory_rate, step_speed
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.hub.models import default_model_file, load_model
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.program import Kind, Program
-from selfspec.model.kv_store import Lease
-from selfspec.model.products import CompiledLinear
-from selfspec.model.rows import Rows
+from selfspec.model.fused import Kind, Program
+from selfspec.model.kv import Lease, Rows
+from selfspec.model.weights import CompiledLinear
 
 app = typer.Typer(pretty_exceptions_enable=False)
 

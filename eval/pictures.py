@@ -48,7 +48,7 @@ from selfspec.errors import InvalidOption
 from selfspec.eval.bench import Arrivals
 from selfspec.eval.methods import METHODS
 from selfspec.files import write
-from selfspec.model.quantised import keep_numbers
+from selfspec.model.weights import keep_numbers
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -13,12 +13,32 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from selfspec.errors import InvalidOption
-from selfspec.options.controllers import CONTROLLERS, Bounded, Controller, Fixed
-from selfspec.options.drafters import DRAFTERS, TOGETHER, DraftModel, Exit, Ngram
-from selfspec.options.parts import Part, between, check_asked, check_fields
-from selfspec.options.prices import Prices
-from selfspec.options.rules import ACCEPTANCE, Acceptance, Easd, Lenient, Lossless
-from selfspec.options.text import Kinds, as_text, changed, parsed, settings_text
+from selfspec.options import (
+    ACCEPTANCE,
+    CONTROLLERS,
+    DRAFTERS,
+    TOGETHER,
+    Acceptance,
+    Bounded,
+    Controller,
+    DraftModel,
+    Easd,
+    Exit,
+    Fixed,
+    Kinds,
+    Lenient,
+    Lossless,
+    Ngram,
+    Part,
+    Prices,
+    as_text,
+    between,
+    changed,
+    check_asked,
+    check_fields,
+    parsed,
+    settings_text,
+)
 from selfspec.typed import check_keys, shown
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
-from selfspec.model.unembedding import Unembedding
-from selfspec.options.controllers import CONTROLLERS, Bounded
-from selfspec.options.drafters import TOGETHER
+from selfspec.model.parts import Unembedding
+from selfspec.options import CONTROLLERS, TOGETHER, Bounded
 from tests.models import VOCAB_SIZE, make_model, random_ids
 
 LAYERS = 4

@@ -33,12 +33,11 @@ from selfspec.decoding.drafters import (
     WhilePaying,
 )
 from selfspec.decoding.drafters.attending import AttendingDrafter
-from selfspec.decoding.drafters.exit import Siblings
-from selfspec.decoding.drafters.guesses import HeadGuesser
+from selfspec.decoding.drafters.heads import HeadGuesser, Siblings
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.probe import PassShape
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.scripted import (
     MixedDrafter,
@@ -50,9 +49,9 @@ from selfspec.eval.scripted import (
 from selfspec.eval.verify import block_logits, hugging_face
 from selfspec.heads.attending import AttendingConfig, AttendingHeads, unfilled
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
-from selfspec.heads.judge import ExitJudge
+from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
+from selfspec.model.kv import Lease
 from tests.models import VOCAB_SIZE, make_model
 
 FIXED = PassShape(rows=6, slots=64)

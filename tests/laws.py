@@ -16,8 +16,8 @@ from transformers import LogitsProcessorList
 from selfspec.decoding.acceptance import AcceptanceRule, Target
 from selfspec.decoding.decode import walk
 from selfspec.decoding.drafters import Draft
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState
 
 CELLS = 8
 Law = dict[tuple[int, ...], float]

@@ -33,8 +33,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from selfspec.model.kv_pages import POSITIONS, PageLayout
-from selfspec.model.panels import PANEL
+from selfspec.model.kv import POSITIONS, PageLayout
+from selfspec.model.weights import PANEL
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 

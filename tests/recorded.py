@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from selfspec.model.executors.cuda_graph import Work
+from selfspec.model.cuda_graph import Work
 
 HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 """Operators that wait for the device: their result decides what Python does next."""

@@ -13,7 +13,7 @@ from selfspec.decoding.prices import Costs, Unmeasured
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record
-from selfspec.heads.judge import spread
+from selfspec.heads.heads import spread
 from selfspec.visualise.layers import LayerSays, LayerTrace, Place, TraceInfo, TraceSettings
 
 TEXTS = (

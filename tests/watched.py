@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from selfspec.model.backbone import Backbone
-from selfspec.model.rows import Rows
+from selfspec.model.kv import Rows
 from tests.models import make_model
 
 EXIT_LAYERS = (2, 4, 6)

@@ -19,7 +19,7 @@ import typer
 
 import selfspec
 from selfspec.files import write
-from selfspec.heads.confidence import entropy
+from selfspec.heads.heads import entropy
 from selfspec.training.selfgen import DROPPED
 from selfspec.training.text import Conversation, encoded, padded, planned
 

@@ -43,7 +43,7 @@ from selfspec.eval.results import (
 )
 from selfspec.eval.verify import block_logits
 from selfspec.files import write
-from selfspec.options.rules import READINGS
+from selfspec.options import READINGS
 
 app = typer.Typer(pretty_exceptions_enable=False)
 

@@ -40,10 +40,9 @@ from selfspec.eval.results import SIX_TASKS, Question, load_suite
 from selfspec.eval.scripted import decode, greedy_request
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.types import DraftVocabulary, LogitLensHead
+from selfspec.heads.heads import DraftVocabulary, LogitLensHead
 from selfspec.model.backbone import Backbone
-from selfspec.model.parts import text_config
-from selfspec.model.unembedding import Unembedding
+from selfspec.model.parts import Unembedding, text_config
 from selfspec.options import Exit
 
 NOTE = """\

@@ -12,7 +12,7 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from selfspec.decoding.sources import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM
+from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM
 from selfspec.pages import palette
 
 NAMES = {

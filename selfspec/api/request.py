@@ -34,11 +34,14 @@ from transformers.generation.stopping_criteria import (
 from selfspec.api.structure import Grammar, check, matcher_class
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS, OPTION_NAMES, GenerateOptions
 from selfspec.decoding.decode import StopRule, remind
-from selfspec.decoding.grammar import GrammarMask
-from selfspec.decoding.one_row import called, criterion_for
-from selfspec.decoding.penalties import OccurrencePenalty
-from selfspec.decoding.runtime import Asked
-from selfspec.decoding.scores import Sampler
+from selfspec.decoding.engine import Asked
+from selfspec.decoding.sampling import (
+    GrammarMask,
+    OccurrencePenalty,
+    Sampler,
+    called,
+    criterion_for,
+)
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.model.backbone import Backbone
 from selfspec.typed import annotations_of, check_keys, check_types, shown

@@ -42,11 +42,10 @@ from selfspec.api.stream import Call, Generation, Stream
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
 from selfspec.decoding.drafters import check_same_size, check_same_tokens
-from selfspec.decoding.engine import MOST_TEXTS, Engine, Running
+from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Running, Runtime
 from selfspec.decoding.packed_heads import pack
-from selfspec.decoding.prefix import common
-from selfspec.decoding.runtime import Asked, Runtime
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.state import DecodeState
+from selfspec.decoding.stats import common
 from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads import known
 from selfspec.heads.attending import AttendingHeads
@@ -55,8 +54,8 @@ from selfspec.heads.folder import attends
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.model.given import check_model, kind_of
-from selfspec.model.kv_store import Lease
+from selfspec.model.kv import Lease
+from selfspec.model.parts import check_model, kind_of
 from selfspec.typed import plain_numbers, shown
 
 logger = logging.getLogger(__name__)

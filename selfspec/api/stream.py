@@ -15,11 +15,10 @@ from selfspec.api.givers import Giver, Piece, html
 from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder, UntilStop, is_end
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.acceptance import Logprob
 from selfspec.decoding.drafters import Draft
 from selfspec.decoding.engine import Running
-from selfspec.decoding.likely import Logprob
-from selfspec.decoding.sources import MODEL
-from selfspec.decoding.stats import GenerationStats, Round, StopReason
+from selfspec.decoding.stats import MODEL, GenerationStats, Round, StopReason
 from selfspec.typed import shown
 
 

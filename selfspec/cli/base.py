@@ -33,13 +33,17 @@ from selfspec.config import ATTENTIONS, DTYPES, EXECUTORS, OPTION_NAMES, Specula
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
-from selfspec.options.controllers import CONTROLLERS
-from selfspec.options.drafters import DRAFTERS
-from selfspec.options.parts import Part
-from selfspec.options.prices import Prices
-from selfspec.options.rules import ACCEPTANCE
-from selfspec.options.text import laid_over, word
-from selfspec.options.values import members, typed
+from selfspec.options import (
+    ACCEPTANCE,
+    CONTROLLERS,
+    DRAFTERS,
+    Part,
+    Prices,
+    laid_over,
+    members,
+    typed,
+    word,
+)
 from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:

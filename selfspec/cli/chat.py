@@ -202,7 +202,7 @@ class Chat:
         self.writer.line(_KEYS)
         if self.writer.colour:
             from selfspec.api.givers import NAMES, Giver
-            from selfspec.decoding.sources import EXIT
+            from selfspec.decoding.stats import EXIT
 
             self.writer.line("The colour of a token says who gave it:")
             heads, options = self.speculator.heads, self.speculator.options

@@ -17,7 +17,7 @@ from selfspec import files, untrusted
 from selfspec.cli import base
 from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, with_flags
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
-from selfspec.decoding.sources import MODEL
+from selfspec.decoding.stats import MODEL
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
 from selfspec.hub.models import heads_name
 
@@ -352,7 +352,7 @@ def compared(speculator: Speculator, text: str, count: int) -> Compared:
     clocks start.
     """
     from selfspec.api.text import encode
-    from selfspec.model.quantised import keep_numbers
+    from selfspec.model.weights import keep_numbers
 
     keep_numbers(speculator.model)  # theirs runs the model itself, at its best
     ids = encode(speculator.tokenizer, text).to(speculator.backbone.device)

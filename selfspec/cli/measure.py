@@ -39,8 +39,8 @@ from selfspec.typed import check_keys
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.api.text import Prompt
+    from selfspec.decoding.measure import StepSpeed
     from selfspec.decoding.prices import Costs
-    from selfspec.decoding.speed import StepSpeed
     from selfspec.eval.bench import Bench
     from selfspec.eval.concurrency import Load
     from selfspec.eval.methods import Contender
@@ -412,7 +412,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     speculator = base.load(asked)
     from selfspec.eval import bench as measuring
     from selfspec.eval.methods import candidates, swept
-    from selfspec.model.quantised import keep_numbers
+    from selfspec.model.weights import keep_numbers
 
     keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
 
@@ -519,7 +519,7 @@ def _concurrency(asked: Asked, options: BenchOptions) -> str:
     prompts = [question.turns[0] for question in spread(_suite(options), options.limit)]
     from selfspec.eval import concurrency
     from selfspec.eval.concurrency import table
-    from selfspec.model.quantised import keep_numbers
+    from selfspec.model.weights import keep_numbers
 
     names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))
     check_keys(names, concurrency.METHODS, "method")
@@ -609,7 +609,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     distribution is proved in the test suite.
     """
     from selfspec.eval import verify as ladder
-    from selfspec.model.quantised import keep_numbers
+    from selfspec.model.weights import keep_numbers
 
     questions = suite_of(asked, _PROMPTS)
     speculator = base.load(asked)
@@ -734,8 +734,8 @@ def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
     """Which executor runs a model, why no other does, what drafts do to its bits; its speed."""
     import torch
 
+    from selfspec.decoding.measure import step_speed
     from selfspec.decoding.probe import PinnedProbe
-    from selfspec.decoding.speed import step_speed
     from selfspec.model.backbone import Backbone
 
     executor = asked.pop("executor", "auto")

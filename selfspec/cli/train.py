@@ -31,7 +31,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
 from selfspec.heads.folder import CONFIG_FILE, FILES_OF_A_FIT, is_heads_folder, read_config
 from selfspec.hub import models as hub
-from selfspec.options.drafters import FITTED
+from selfspec.options import FITTED
 from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions
 from selfspec.training.places import check_source
 from selfspec.typed import check_keys

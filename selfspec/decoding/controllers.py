@@ -2,7 +2,7 @@
 
 A drafter asks its controller before a round, after each draft token, and tells it afterwards what
 was kept. With exit heads that sets W_max of the next round, while the judge keeps the depth. To add
-a controller: a class here, its settings in `selfspec.options.controllers`, a line in
+a controller: a class here, its settings in `selfspec.options`, a line in
 `make_controller`.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
+from selfspec import options as asked
 from selfspec.config import SpeculationOptions
-from selfspec.heads.confidence import Ensemble, Signal, top_probability
-from selfspec.options import controllers as asked
+from selfspec.heads.heads import Ensemble, Signal, top_probability
 
 
 class DraftController(Protocol):

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from selfspec.decoding.acceptance import AcceptanceRule, Target, Verdict
 from selfspec.decoding.drafters import Draft, Drafter
-from selfspec.decoding.schedule import Pass
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.state import DecodeState, Pass
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
 from selfspec.decoding.work import Embed, Enter, Steps, Work, done_alone
 from selfspec.errors import InvalidDraft

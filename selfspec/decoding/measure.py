@@ -1,6 +1,8 @@
-"""What layers, logits, heads and rounds cost here: a model and its heads come in, Costs go out.
+"""What layers, logits, heads and rounds cost here, and how near a step comes to the memory's limit.
 
-Called by the commands that choose settings or predict by costs: calibrate, tune, trace.
+Works are timed in turns, so that a change of the machine's speed meets all alike, and each finds
+the processor's caches as full of other things as in a round. Called by the commands that choose
+settings or predict by costs (calibrate, tune, trace), and by `selfspec env --model`.
 """
 
 from __future__ import annotations
@@ -8,28 +10,190 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from selfspec.decoding.acceptance import GreedyMatch
-from selfspec.decoding.clock import Clock
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters import NoDrafter
 from selfspec.decoding.prices import Costs
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState, HiddenCache
 from selfspec.decoding.stats import Stopwatch
-from selfspec.heads.answers import answer
+from selfspec.decoding.work import alone
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.judge import ExitJudge
+from selfspec.heads.heads import ExitJudge, answer
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
-from selfspec.model.rows import Rows
+from selfspec.model.kv import Lease, Rows
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Clock:
+    """Runs works on one device a few times."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        repeats: int,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`repeats`: at least 1. `now` gives seconds; tests inject their own."""
+        self.device = device
+        self._repeats = repeats
+        self._now = now
+
+    def seconds(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, float]:
+        """Median seconds of each."""
+        return {name: statistics.median(laps) for name, laps in self.laps(works).items()}
+
+    def laps(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, list[float]]:
+        """Seconds of every run, after one that does not count (it captures, and warms up)."""
+        found: dict[Name, list[float]] = {name: [] for name in works}
+        for _ in range(self._repeats + 1):
+            for name, work in works.items():
+                self._wait()
+                start = self._now()
+                work()
+                self._wait()
+                found[name].append(self._now() - start)
+        return {name: laps[1:] for name, laps in found.items()}
+
+    def _wait(self) -> None:
+        """Work on an accelerator is queued: let it end."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+# --- a plain step and the memory's rate -----------------------------------------------------------
+
+
+ROWS = (1, 2, 4, 8, 16)
+
+CONTEXT = 256
+
+_STEP_REPEATS = 7
+
+_CPU_BYTES, _OTHER_BYTES = 400_000_000, 1 << 30
+"""Read to measure the memory's rate: more than caches hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpeed:
+    """One model, as one executor runs it here. Seconds and rates are medians."""
+
+    context_tokens: int
+    """Positions in front of the rows."""
+    weight_bytes: int
+    """Weights of all layers and of the unembedding, as the executor keeps them."""
+    kv_bytes: int
+    """Keys and values of the context."""
+    memory_bytes_per_s: float
+    """At which all threads, or the accelerator, read numbers that no cache holds."""
+    rows_s: dict[int, float]
+    """Seconds of a pass through all layers, to the best token of each row, by rows."""
+
+    @property
+    def step_bytes(self) -> int:
+        """What a plain step reads."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that reading those bytes takes: no step is faster."""
+        return self.step_bytes / self.memory_bytes_per_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a plain step: one row."""
+        return self.rows_s[1]
+
+    @property
+    def share_of_limit(self) -> float:
+        """Speed of a plain step as a share of what the memory allows.
+
+        Above 1 where a cache holds the weights.
+        """
+        return self.limit_s / self.step_s
+
+    @property
+    def rows_in_steps(self) -> dict[int, float]:
+        """Cost of a pass by its rows, 2 and more, in passes of one row."""
+        return {rows: seconds / self.step_s for rows, seconds in self.rows_s.items() if rows > 1}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        return asdict(self) | {
+            "step_bytes": self.step_bytes,
+            "limit_s": self.limit_s,
+            "step_s": self.step_s,
+            "share_of_limit": self.share_of_limit,
+            "rows_in_steps": self.rows_in_steps,
+        }
+
+
+@torch.inference_mode()
+def step_speed(
+    backbone: Backbone, *, context: int = CONTEXT, clock: Clock | None = None
+) -> StepSpeed:
+    """Measured behind `context` tokens, fewer where the model has no room for them; a few seconds.
+
+    Passes are padded as the runtime pads them, and timed in turns.
+    """
+    clock = clock or Clock(backbone.device, _STEP_REPEATS)
+    room = backbone.max_positions
+    context = max(1, min(context, room - ROWS[-1]))
+    passes = Passes(backbone, context, most=ROWS[-1])
+    counts = [rows for rows in ROWS if rows == 1 or context + rows <= room]
+    return StepSpeed(
+        context_tokens=context,
+        weight_bytes=backbone.weight_bytes,
+        kv_bytes=passes.lease.nbytes,
+        memory_bytes_per_s=memory_rate(clock),
+        rows_s=clock.seconds({rows: partial(passes.run, rows) for rows in counts}),
+    )
+
+
+def memory_rate(clock: Clock) -> float:
+    """Bytes per second of a sum over float32 numbers that no cache holds."""
+    size = _CPU_BYTES if clock.device.type == "cpu" else _OTHER_BYTES
+    numbers = torch.ones(size // 4, device=clock.device)
+    read: Callable[[], object] = numbers.sum
+    return numbers.nbytes / clock.seconds({"read": read})["read"]
+
+
+class Passes:
+    """Passes of up to `most` rows behind one context."""
+
+    def __init__(self, backbone: Backbone, context: int, *, most: int) -> None:
+        """Runs the context."""
+        self._backbone = backbone
+        self._context = context
+        self.lease = Lease(backbone.num_layers)
+        self._hidden = HiddenCache(backbone, self.lease)
+        self.ids = torch.arange(context + most, device=backbone.device) % backbone.vocab_size
+        """Of the context, then of the rows."""
+        self._hidden.push(backbone.embed(self.ids[:context]))
+        alone(self._hidden.advance_all())
+
+    def run(self, rows: int) -> list[int]:
+        """The best token behind each of `rows` rows, read back; the lease stays as it was."""
+        hidden, backbone = self._hidden, self._backbone
+        hidden.clear()
+        hidden.push(backbone.embed(self.ids[self._context :][:rows]))
+        target = alone(hidden.unembed(alone(hidden.advance_all())))
+        self.lease.truncate(self._context)
+        return target.best
+
+
+# --- costs of a model and its heads ---------------------------------------------------------------
+
 
 _ROWS = 8
 """As many as a pinned pass has."""

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.types import ExitHead, Parts
-from selfspec.model.executors.program import HIDDEN, Operation, Program
-from selfspec.model.executors.recipe import Activation, norm_of
-from selfspec.model.panels import blocks_pay
-from selfspec.model.products import CompiledLinear, why_unusual
-from selfspec.model.quantised import QuantisedWeight, in_8_bits
+from selfspec.heads.heads import ExitHead, Parts
+from selfspec.model.fused import HIDDEN, Operation, Program
+from selfspec.model.recipe import Activation, norm_of
+from selfspec.model.weights import (
+    CompiledLinear,
+    QuantisedWeight,
+    blocks_pay,
+    in_8_bits,
+    why_unusual,
+)
 
 
 @torch.no_grad()

@@ -13,15 +13,14 @@ from functools import cache
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from selfspec.decoding.sources import FREE
-from selfspec.decoding.stats import Round
+from selfspec.decoding.stats import FREE, Round
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from selfspec.decoding.drafters.base import Draft
     from selfspec.model.backbone import Backbone
-    from selfspec.options.prices import Prices
+    from selfspec.options import Prices
 
 Count = TypeVar("Count", float, "npt.NDArray[Any]")
 """How often: a number, also an expected one, or an array of them."""

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.state import HiddenCache
 from selfspec.decoding.work import alone
 from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
+from selfspec.model.kv import Lease
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a generation did and what it cost: records with units, made of rounds.
+"""What a generation did and what it cost: records with units, made of rounds; who drafted.
 
 On an accelerator work is queued, so seconds are charged to the part that waits for its result.
 """
@@ -11,8 +11,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from selfspec.decoding.sources import MODEL
-from selfspec.model.rows import depths
+from selfspec.model.kv import depths
+
+EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
+
+MODEL = "model"
+"""Who gave a token that no drafter gave: a verification did, or the prompt's pass."""
+
+FREE = frozenset({NGRAM, GRAMMAR})
+"""Drafts of these take no work before their verification."""
+
+
+def common(old: Sequence[int], new: Sequence[int]) -> int:
+    """Ids that two texts share from the start."""
+    count = min(len(old), len(new))
+    if old[:count] == new[:count]:
+        return count
+    return next(at for at in range(count) if old[at] != new[at])
+
 
 Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]
 """Why drafting stopped: nothing confident by D_max; W_max drafts; no room for more tokens; the

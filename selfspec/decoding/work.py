@@ -17,12 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.decoding.acceptance import Target, Together
-from selfspec.heads.answers import Answer, answer, joined
-from selfspec.heads.confidence import Signal
-from selfspec.heads.types import ExitHead
+from selfspec.heads.heads import Answer, ExitHead, Signal, answer, joined
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
-from selfspec.model.rows import Rows
+from selfspec.model.kv import Lease, Rows
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.options.controllers import CONTROLLERS
-from selfspec.options.drafters import DRAFTERS
-from selfspec.options.parts import Part
-from selfspec.options.prices import Prices
-from selfspec.options.rules import ACCEPTANCE
-from selfspec.options.text import word
-from selfspec.options.values import typed
+from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Part, Prices, typed, word
 from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:

@@ -33,15 +33,14 @@ from selfspec.decoding import prices
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters import LEAST_SAID, Draft, known_deep
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidData, InvalidOption
 from selfspec.eval.options import RecordOptions
 from selfspec.eval.results import Question
-from selfspec.heads.confidence import likeliest
 from selfspec.heads.exit_heads import ExitHeads, check_exit_layers
-from selfspec.heads.judge import ExitJudge
+from selfspec.heads.heads import ExitJudge, likeliest
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
 from selfspec.typed import check_keys, require_types

@@ -27,16 +27,14 @@ from selfspec.decoding.drafters import (
     while_paying,
 )
 from selfspec.decoding.prices import Unmeasured
-from selfspec.decoding.schedule import Pass, Schedule
-from selfspec.decoding.scores import Choice
-from selfspec.decoding.sources import EXIT
-from selfspec.decoding.stats import Round, StopReason, Stopwatch
+from selfspec.decoding.sampling import Choice
+from selfspec.decoding.state import Pass, Schedule
+from selfspec.decoding.stats import EXIT, Round, StopReason, Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import GUESSES, Record
-from selfspec.heads.confidence import top_probability
 from selfspec.heads.exit_heads import layers_in_use
-from selfspec.heads.judge import spread
+from selfspec.heads.heads import spread, top_probability
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,12 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters import Draft, Drafter
-from selfspec.decoding.runtime import Runtime, acceptance_rule, tied
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.engine import Runtime, acceptance_rule, tied
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Ended, Round, Stopwatch
 from selfspec.decoding.work import Steps, ready
-from selfspec.model.rows import depths
+from selfspec.model.kv import depths
 
 _EAGER = 1e-6
 """A threshold that every token reaches: all exits are taken, also the wrong ones."""

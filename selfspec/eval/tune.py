@@ -24,8 +24,7 @@ from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.options import TuneOptions
 from selfspec.eval.record import NONE, Record
-from selfspec.options import Exit, Ngram, Prices
-from selfspec.options.text import as_text, settings_text
+from selfspec.options import Exit, Ngram, Prices, as_text, settings_text
 
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 """Candidate thresholds let this share of the places exit, of those above the recorded floor."""

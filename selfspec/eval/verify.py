@@ -25,8 +25,8 @@ from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.engine import Engine, Running
-from selfspec.decoding.hidden_cache import HiddenCache
 from selfspec.decoding.probe import PassShape, any_split
+from selfspec.decoding.state import HiddenCache
 from selfspec.decoding.stats import Round
 from selfspec.decoding.work import alone
 from selfspec.errors import PinnedUnavailable, SelfspecError
@@ -40,8 +40,7 @@ from selfspec.eval.scripted import (
     planted,
 )
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
-from selfspec.model.rows import Rows
+from selfspec.model.kv import Lease, Rows
 
 Outcome = Literal["passed", "failed", "skipped"]
 

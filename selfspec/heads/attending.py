@@ -32,9 +32,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, first_line
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.folder import attends
-from selfspec.heads.types import DraftVocabulary, LinearHead
-from selfspec.model.kv_store import Lease
-from selfspec.model.unembedding import Unembedding
+from selfspec.heads.heads import DraftVocabulary, LinearHead
+from selfspec.model.kv import Lease
+from selfspec.model.parts import Unembedding
 from selfspec.untrusted import check_safetensors
 
 _LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}

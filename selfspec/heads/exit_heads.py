@@ -32,9 +32,9 @@ from selfspec.heads.folder import (
     as_json,
     read_config,
 )
-from selfspec.heads.types import HEAD_TYPES, DraftVocabulary, ExitHead
+from selfspec.heads.heads import HEAD_TYPES, DraftVocabulary, ExitHead
 from selfspec.model.fingerprint import UNKNOWN, unembedding_fingerprint
-from selfspec.model.unembedding import Unembedding
+from selfspec.model.parts import Unembedding
 from selfspec.typed import check_keys
 
 logger = logging.getLogger(__name__)

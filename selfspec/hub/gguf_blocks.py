@@ -20,8 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.errors import InvalidData
 from selfspec.hub.assembled import assembled
 from selfspec.hub.gguf_header import GgufHeader, GgufTensor
-from selfspec.model.panels import library
-from selfspec.model.quantised import DTYPES, FORMATS, QuantisedWeight
+from selfspec.model.weights import DTYPES, FORMATS, QuantisedWeight, library
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.errors import InvalidData
-from selfspec.hub.assembled import assembled
-from selfspec.hub.tensors import Tensors
-from selfspec.model.quantised import FORMATS, ZEROED, QuantisedWeight
+from selfspec.hub.assembled import Tensors, assembled
+from selfspec.model.weights import FORMATS, ZEROED, QuantisedWeight
 
 GROUP = 32
 """Inputs of a block; larger groups are several blocks of one scale."""

@@ -41,8 +41,7 @@ def from_folder(
     import torch
 
     from selfspec.hub import grouped
-    from selfspec.model.panels import blocks_pay, can_compile
-    from selfspec.model.quantised import DTYPES
+    from selfspec.model.weights import DTYPES, blocks_pay, can_compile
 
     try:
         method = grouped.method_of(said)
@@ -77,7 +76,7 @@ def from_gguf(
     import torch
 
     from selfspec.hub import gguf_blocks
-    from selfspec.model.panels import blocks_pay
+    from selfspec.model.weights import blocks_pay
 
     with _naming(gguf):
         header = read_header(gguf)

@@ -23,8 +23,8 @@ from selfspec import files
 from selfspec.errors import CannotWrite, InvalidData
 from selfspec.files import cache_folder
 from selfspec.model import weight_files
-from selfspec.model.quantised import QuantisedWeight
 from selfspec.model.weight_files import FileStamp
+from selfspec.model.weights import QuantisedWeight
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)

@@ -1,20 +1,39 @@
-"""The parts of a decoder, under one name each, whatever its family calls them.
+"""The parts of a decoder, under one name each, whatever its family calls them; hooks around them.
 
 Comes in: a PreTrainedModel. Goes out: a DecoderParts, or UnsupportedModel with the part that is
-missing or unknown. Called by the backbone; read by everything that runs a decoder's modules.
+missing or unknown. `captured_outputs` shows what a normal forward pass computes layer by layer: for
+conformance checks, training, tracing. Called by the backbone; read by everything that runs a
+decoder's modules.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from selfspec.errors import UnsupportedModel
+from selfspec.errors import InvalidOption, UnsupportedModel
+
+
+class Unembedding(NamedTuple):
+    """A model's own way from a hidden state to logits; its tensors are shared, never copied."""
+
+    weight: Tensor
+    """[V, d]"""
+    norm: nn.Module
+    """The final norm."""
+    finish: Callable[[Tensor], Tensor]
+    """What the model does behind the matrix product (scaling, soft-capping); gives float32."""
+    bias: Tensor | None = None
+    """[V], added to the matrix product where lm_head has one."""
+
 
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
 _LAYERS = ("layers", "h", "blocks")
@@ -214,3 +233,133 @@ def _refuse_unknown(decoder: nn.Module, known: Container[nn.Module | None], name
             raise UnsupportedModel(
                 f"{name} has a decoder with {child}, a part that is not known. {_INSTEAD}"
             )
+
+
+# --- what a caller gave ---------------------------------------------------------------------------
+
+
+def check_model(model: Any, name: str = "model") -> None:
+    """Raise InvalidOption unless `model` is a causal language model with weights."""
+    config = getattr(model, "config", None)
+    known = isinstance(model, nn.Module) and callable(getattr(model, "generate", None))
+    if not known or not hasattr(config, "get_text_config"):
+        raise InvalidOption(
+            f"{name} is {kind_of(model)}, expected a causal language model of transformers. Load "
+            "one by name with selfspec.load(...), or with AutoModelForCausalLM"
+        )
+    if all(weight.is_meta and not _offloaded(part) for part, weight in _weights(model)):
+        raise InvalidOption(
+            f"{name} has no weights (they are on the meta device), expected them in memory. Load "
+            "it with from_pretrained, or with selfspec.load(...)"
+        )
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Each weight with the module that has it."""
+    return ((part, weight) for part in model.modules() for weight in part.parameters(recurse=False))
+
+
+def _offloaded(part: nn.Module) -> bool:
+    """Whether accelerate brings the weights when the module is called."""
+    return hasattr(part, "_hf_hook")
+
+
+def kind_of(value: Any) -> str:
+    """The type of what was given, in words."""
+    name = type(value).__name__
+    return f"a class, {value.__name__}" if isinstance(value, type) else f"of type {name}"
+
+
+# --- hooks, and code of others --------------------------------------------------------------------
+
+
+_IDLE_HOOKS = ("transformers.utils.output_capturing", "selfspec.model.parts")
+"""Where hooks come from that change nothing: transformers leaves some behind after a call with
+output_hidden_states."""
+
+_OWN = ("torch", "transformers", "selfspec")
+"""Packages whose code an executor may replace, or capture, once its numbers agree."""
+
+
+@contextmanager
+def captured_outputs(
+    modules: Sequence[nn.Module], done: Callable[[nn.Module], object] = lambda _: None
+) -> Iterator[dict[int, Tensor]]:
+    """While open, each forward pass stores what `modules[i]` returned under key i.
+
+    `done` is called with each module that has returned.
+
+    Yields a dict that is filled by the passes, [B, T, d] per module; a later pass replaces the
+    values of an earlier one. No hook is left behind, also after an exception.
+    """
+    outputs: dict[int, Tensor] = {}
+
+    def store(index: int) -> object:
+        def hook(module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            outputs[index] = output[0] if isinstance(output, tuple) else output
+            done(module)
+
+        return hook
+
+    handles = []
+    try:
+        for index, module in enumerate(modules):
+            handles.append(module.register_forward_hook(store(index)))  # type: ignore[arg-type]  # torch types hooks as Callable[..., Any]
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def foreign_hooks(part: nn.Module) -> list[Any]:
+    """Hooks around the module's forward, without those that are idle or only look on for us."""
+    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+    return [hook for hook in hooks if getattr(hook, "__module__", None) not in _IDLE_HOOKS]
+
+
+def require_own_code(decoder: DecoderParts, lm_head: nn.Module) -> None:
+    """Raise ValueError unless layers, norm and lm_head run the code of torch and transformers.
+
+    What another executor computes is compared in numbers, which cannot see what happens at other
+    inputs: a branch on values, a count of calls, something that looks on, a bound that few values
+    reach. Released code of a family does none of it but for what its config says.
+    """
+    config: Any = decoder.config
+    attention = config._attn_implementation
+    _require(attention in ("sdpa", "eager"), f"attention is {attention}, expected sdpa or eager")
+    registered = getattr(ALL_ATTENTION_FUNCTIONS.get("sdpa"), "__module__", "")
+    _require(attention == "eager" or _is_own(registered), "another sdpa attention is registered")
+    _require(getattr(config, "is_causal", True) is not False, "attention is not causal")
+    others = set(attention_types(config)) - {FULL, SLIDING}
+    _require(not others, f"layers have {', '.join(sorted(others))}")
+    _require(decoder.rotary_emb is not None, "positions are not rotated")
+    clip = getattr(config, "clip_qkv", None)
+    _require(clip is None, f"queries, keys and values are clipped to {clip}")
+    every = [*torch_module._global_forward_hooks, *torch_module._global_forward_pre_hooks]
+    _require(not every, "hooks are set for all modules")
+    for name, part in (*decoder.layers.named_modules(prefix="layers"), ("lm_head", lm_head)):
+        _require_own_call(name, part)
+    _require_own_call("norm", decoder.norm)
+
+
+def _require_own_call(name: str, part: nn.Module) -> None:
+    """Calling the module must be calling its class's forward, of our packages."""
+    kind = type(part)
+    _require(not foreign_hooks(part) and not hasattr(part, "_hf_hook"), f"{name} has hooks")
+    _require("forward" not in vars(part), f"the forward of {name} was replaced")
+    _require(getattr(part, "_compiled_call_impl", None) is None, f"{name} is compiled")
+    functions: list[Any] = [kind.__call__, kind.forward]
+    for function in functions:
+        home = getattr(function, "__globals__", {}).get("__name__", "")
+        _require(_is_own(home), f"{name} ({kind.__name__}) runs code of {home or 'no module'}")
+        if hasattr(function, "__wrapped__"):
+            functions.append(function.__wrapped__)
+
+
+def _is_own(module: str) -> bool:
+    return module.split(".")[0] in _OWN
+
+
+def _require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(otherwise)

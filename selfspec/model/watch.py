@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from selfspec.model.file_pages import FilePages, tells_written, written_pages
-from selfspec.model.hooks import foreign_hooks
+from selfspec.model.parts import foreign_hooks
+from selfspec.model.weights import FilePages, tells_written, written_pages
 
 PARTS = 64
 """Requests that look at all the numbers which are compared, a part each. So what changed one row or

@@ -18,10 +18,10 @@ from prometheus_client import (
     generate_latest,
 )
 
-from selfspec.decoding.sources import MODEL
+from selfspec.decoding.stats import MODEL
 
 if TYPE_CHECKING:
-    from selfspec.model.kv_memory import Memory
+    from selfspec.model.kv import Memory
     from selfspec.serve.pieces import Answer
 
 PREFIX = "selfspec_"

@@ -18,8 +18,7 @@ from selfspec.api.text import TextDecoder, UntilStop, begun, is_end
 from selfspec.decoding.drafters import Draft
 from selfspec.decoding.engine import Running
 from selfspec.decoding.prices import DraftCost
-from selfspec.decoding.sources import EXIT
-from selfspec.decoding.stats import GenerationStats, Round
+from selfspec.decoding.stats import EXIT, GenerationStats, Round
 from selfspec.errors import InvalidData
 from selfspec.serve.protocol import Tools
 from selfspec.untrusted import parse_json

@@ -20,12 +20,10 @@ from torch import Tensor
 from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Exits, expected
-from selfspec.heads.confidence import entropy
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.judge import ExitJudge
+from selfspec.heads.heads import ExitJudge, entropy
 from selfspec.model.backbone import Backbone
-from selfspec.options import Exit, Ngram, NoDrafts
-from selfspec.options.drafters import FITTED
+from selfspec.options import FITTED, Exit, Ngram, NoDrafts
 from selfspec.training import records
 from selfspec.training.features import Features, FeatureSpec, Selection, features
 from selfspec.training.measure import Judged, coverage, judged

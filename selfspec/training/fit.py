@@ -25,7 +25,7 @@ from selfspec.heads.exit_heads import (
     possible_exit_layers,
 )
 from selfspec.model.backbone import Backbone
-from selfspec.options.drafters import FITTED
+from selfspec.options import FITTED
 from selfspec.training import checkpoint
 from selfspec.training.features import FeatureSpec, Processes, Selection
 from selfspec.training.measure import agreements, coverage

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from selfspec.errors import InvalidData
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.judge import ExitJudge
+from selfspec.heads.heads import ExitJudge
 from selfspec.training.features import Features
 
 

@@ -30,10 +30,9 @@ from transformers import (
 from selfspec.api.chat_template import advice, templated, turn_end
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.engine import Engine, Running
-from selfspec.decoding.runtime import Asked, Runtime
-from selfspec.decoding.scores import Sampler, mixed
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.engine import Asked, Engine, Running, Runtime
+from selfspec.decoding.sampling import Sampler, mixed
+from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import StopReason
 from selfspec.errors import InvalidData, InvalidPrompt, first_line
 from selfspec.model.backbone import Backbone

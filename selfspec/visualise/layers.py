@@ -18,8 +18,7 @@ from selfspec import files
 from selfspec.api.givers import Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Unmeasured
-from selfspec.decoding.sources import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM
-from selfspec.decoding.stats import GenerationStats, Round
+from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM, GenerationStats, Round
 from selfspec.errors import InvalidData
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json

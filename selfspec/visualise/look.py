@@ -23,14 +23,12 @@ from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.decoding.drafters import Sources
 from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.prices import Unmeasured
-from selfspec.decoding.sources import NGRAM
-from selfspec.decoding.stats import Round
+from selfspec.decoding.stats import NGRAM, Round
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.options import RecordOptions
 from selfspec.eval.record import Record, Recorder
 from selfspec.heads.exit_heads import logit_lens
-from selfspec.heads.judge import ExitJudge, spread
-from selfspec.heads.types import ExitHead
+from selfspec.heads.heads import ExitHead, ExitJudge, spread
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
 from selfspec.training.features import FeatureSpec, features

@@ -19,8 +19,7 @@ from selfspec import pages
 from selfspec.api.givers import NAMES
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs
-from selfspec.decoding.sources import DRAFT_MODEL, EXIT
-from selfspec.decoding.stats import Round
+from selfspec.decoding.stats import DRAFT_MODEL, EXIT, Round
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.record import Record

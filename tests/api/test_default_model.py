@@ -13,7 +13,7 @@ from selfspec.api.text import encode
 from selfspec.decoding.probe import PassShape
 from selfspec.errors import InvalidOption
 from selfspec.hub.models import DEFAULT_MODEL_PACKAGE, default_model_file
-from selfspec.model.kv_store import fixed_slots
+from selfspec.model.kv import fixed_slots
 from tests import ladder
 from tests.models import needs_compiler
 

@@ -19,11 +19,8 @@ import typer
 from selfspec.cli import base
 from selfspec.cli.main import BUG, INTERRUPTED, app, main
 from selfspec.config import EXECUTORS
-from selfspec.model import choosing
-from selfspec.options import Prices
-from selfspec.options.controllers import CONTROLLERS
-from selfspec.options.drafters import DRAFTERS
-from selfspec.options.rules import ACCEPTANCE
+from selfspec.model import backbone
+from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Prices
 from tests.bad_input import furnish, snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +71,7 @@ def test_help_fits_a_screen_and_help_all_lists_everything(
 
 
 def test_executors_are_those_that_there_are() -> None:
-    assert (choosing.AUTO, *choosing.EXECUTORS) == EXECUTORS
+    assert (backbone.AUTO, *backbone.EXECUTORS) == EXECUTORS
 
 
 def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys: Capture) -> None:

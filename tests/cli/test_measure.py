@@ -14,10 +14,9 @@ from selfspec.api.speculator import load
 from selfspec.cli import measure
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
-from selfspec.decoding import speed
+from selfspec.decoding.measure import StepSpeed
 from selfspec.decoding.measure import measure as measured
 from selfspec.decoding.prices import Costs
-from selfspec.decoding.speed import StepSpeed
 from selfspec.errors import ModelNotFound
 from selfspec.eval.methods import METHODS, Method, moved
 from selfspec.eval.record import Record
@@ -343,7 +342,7 @@ def test_env_says_where_things_are(
 def test_env_says_how_a_model_runs_and_why_and_measures_it(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(speed, "_CPU_BYTES", 4000)
+    monkeypatch.setattr(measure, "_CPU_BYTES", 4000)
     found = facts(capsys, "--model", "model", "--dtype", "float64")
     assert found["model"] == "model"
     assert found["executor"] == "generic"

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 
 from selfspec.decoding.acceptance import GreedyMatch, SpeculativeSampling, residual
 from selfspec.decoding.drafters import Draft
-from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sampling import Sampler
 from tests.laws import (
     DRAFT,
     TARGET,

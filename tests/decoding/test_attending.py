@@ -21,15 +21,14 @@ from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters import Draft, NoDrafter
 from selfspec.decoding.drafters.attending import AttendingDrafter
-from selfspec.decoding.engine import Engine
-from selfspec.decoding.runtime import Asked, Runtime
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.engine import Asked, Engine, Runtime
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.decoding.work import Run, Steps
 from selfspec.eval.scripted import OracleDrafter
 from selfspec.heads.attending import AttendingHeads
-from selfspec.heads.judge import ExitJudge
+from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from tests import ladder
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, target, text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.decoding.clock import Clock
+from selfspec.decoding.measure import Clock
 
 CPU = torch.device("cpu")
 

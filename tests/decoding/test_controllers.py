@@ -20,8 +20,7 @@ from selfspec.decoding.controllers import (
     make_controller,
 )
 from selfspec.errors import InvalidOption
-from selfspec.options import Exit
-from selfspec.options.controllers import CONTROLLERS
+from selfspec.options import CONTROLLERS, Exit
 
 BOUNDS = Bounds(1, 10)
 

@@ -18,17 +18,16 @@ from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import Fixed, Threshold
 from selfspec.decoding.drafters import DraftCache, DraftModelDrafter, check_same_tokens
-from selfspec.decoding.prefix import common
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
-from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState
+from selfspec.decoding.stats import Stopwatch, common
 from selfspec.decoding.work import alone
 from selfspec.errors import DraftModelMismatch
-from selfspec.heads.confidence import top_probability
+from selfspec.heads.heads import top_probability
 from selfspec.hub import models as hub
 from selfspec.hub.models import ModelFiles
 from selfspec.model.backbone import Backbone
-from selfspec.model.rows import Rows
+from selfspec.model.kv import Rows
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 

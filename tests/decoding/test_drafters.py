@@ -10,8 +10,7 @@ import torch
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.options.controllers import CONTROLLERS
-from selfspec.options.drafters import TOGETHER
+from selfspec.options import CONTROLLERS, TOGETHER
 from tests import ladder
 from tests.models import make_model, random_ids
 

@@ -15,16 +15,15 @@ from transformers import LogitsProcessorList
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import work
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.engine import Engine, Running
+from selfspec.decoding.engine import Asked, Engine, Running, Runtime
 from selfspec.decoding.prices import beside
-from selfspec.decoding.runtime import Asked, Runtime
-from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.eval.scripted import Listening, Recorder
-from selfspec.heads.answers import answer
 from selfspec.heads.exit_heads import logit_lens
+from selfspec.heads.heads import answer
 from selfspec.model.backbone import Backbone
-from selfspec.model.rows import Rows
+from selfspec.model.kv import Rows
 from tests.models import make_model, needs_compiler, random_ids
 
 NEW = 14

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from selfspec.api.request import Grammars
 from selfspec.api.speculator import Speculator
 from selfspec.api.structure import Grammar, of_lark, of_schema
-from selfspec.decoding.drafters.grammar import GrammarDrafter
-from selfspec.decoding.grammar import GrammarMask
+from selfspec.decoding.drafters.ngram import GrammarDrafter
+from selfspec.decoding.sampling import GrammarMask
 from selfspec.errors import InvalidOption
 from tests.jsonish import END, VOCAB_SIZE, speculator, tokenizer
 from tests.models import random_ids

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.state import HiddenCache
 from selfspec.decoding.work import alone, padded
-from selfspec.model.kv_store import Lease
-from selfspec.model.rows import Rows
+from selfspec.model.kv import Lease, Rows
 from tests.models import random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
 

@@ -9,7 +9,7 @@ import torch
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Generation
-from selfspec.decoding.penalties import OccurrencePenalty
+from selfspec.decoding.sampling import OccurrencePenalty
 from selfspec.errors import InvalidOption
 from tests.models import VOCAB_SIZE, make_model, random_ids
 

@@ -15,15 +15,21 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TopKLogitsWarper
 
+from selfspec import options as rules
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.decoding.acceptance import AcceptanceRule, SpeculativeSampling, Target
+from selfspec.decoding.acceptance import (
+    AcceptanceRule,
+    CmAsd,
+    Easd,
+    SpeculativeSampling,
+    Target,
+    lossy_rule,
+)
 from selfspec.decoding.drafters import Draft
-from selfspec.decoding.lossy import CmAsd, Easd, lossy_rule
-from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
-from selfspec.heads.confidence import entropy
-from selfspec.options import rules
-from selfspec.options.drafters import TOGETHER
+from selfspec.heads.heads import entropy
+from selfspec.options import TOGETHER
 from tests.ladder import chi_square_p
 from tests.laws import (
     DRAFT,

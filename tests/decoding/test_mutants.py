@@ -15,15 +15,13 @@ import selfspec.decoding.decode
 import selfspec.decoding.drafters
 from selfspec.decoding.acceptance import GreedyMatch, Proposed, Target, Verdict
 from selfspec.decoding.drafters import Draft, ExitDrafter
-from selfspec.decoding.hidden_cache import HiddenCache
-from selfspec.decoding.scores import Choice, Sampler
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.sampling import Choice, Sampler
+from selfspec.decoding.state import DecodeState, HiddenCache
 from selfspec.decoding.work import Steps
 from selfspec.errors import SelfspecError
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.generic import GenericExecutor
-from selfspec.model.kv_store import Lease
-from selfspec.model.rows import Rows
+from selfspec.model.generic import GenericExecutor
+from selfspec.model.kv import Lease, Rows
 from tests import ladder
 from tests.models import make_model, random_ids
 

@@ -27,7 +27,7 @@ from transformers.generation.logits_process import (
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.engine import Engine, Running
-from selfspec.decoding.one_row import _PROCESSORS, STATELESS, criterion_for, processor_for
+from selfspec.decoding.sampling import _PROCESSORS, STATELESS, criterion_for, processor_for
 from selfspec.errors import InvalidOption
 from tests.models import VOCAB_SIZE, make_model, random_ids
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.decoding.pace import BULK_ROWS, Pace
+from selfspec.decoding.engine import BULK_ROWS, Pace
 
 
 def test_prices_say_until_rounds_were_seen() -> None:

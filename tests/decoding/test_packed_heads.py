@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from selfspec.decoding.packed_heads import pack
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.types import HEAD_TYPES
+from selfspec.heads.heads import HEAD_TYPES
 from selfspec.model.backbone import Backbone
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model, needs_compiler, random_ids

@@ -20,7 +20,7 @@ from selfspec.decoding.drafters import (
     WhilePaying,
     while_paying,
 )
-from selfspec.decoding.drafters.paying import LONGEST_PAUSE, SHORTEST_PAUSE, Paying
+from selfspec.decoding.drafters.heads import LONGEST_PAUSE, SHORTEST_PAUSE, Paying
 from selfspec.decoding.prices import DraftCost, Load, Unmeasured
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready

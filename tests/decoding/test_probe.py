@@ -13,7 +13,7 @@ from selfspec.decoding.probe import PassShape, check_pinned
 from selfspec.errors import PinnedUnavailable
 from selfspec.model import compiled
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.fused_cpu import FusedExecutor
+from selfspec.model.fused import FusedExecutor
 from tests.models import make_model, needs_compiler, random_ids
 
 FIXED = PassShape(8, 64)

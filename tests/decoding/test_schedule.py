@@ -15,15 +15,14 @@ from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.decode import StopRule, propose, rounds, verify
 from selfspec.decoding.drafters import ExitDrafter
-from selfspec.decoding.schedule import Schedule
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState, Schedule
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.decoding.work import alone
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.judge import ExitJudge
+from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
+from selfspec.model.kv import Lease
 from tests.models import VOCAB_SIZE, random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
 

@@ -22,13 +22,12 @@ from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters import Drafter, ExitDrafter, NoDrafter
-from selfspec.decoding.grammar import GrammarMask
-from selfspec.decoding.scores import Sampler, is_stateless
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.sampling import GrammarMask, Sampler, is_stateless
+from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 from selfspec.heads.exit_heads import logit_lens
-from selfspec.heads.judge import ExitJudge
+from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from tests.models import VOCAB_SIZE, random_ids
 

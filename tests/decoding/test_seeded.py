@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.decoding import scores
+from selfspec.decoding import sampling
 from selfspec.decoding.acceptance import SeededMatch, SpeculativeSampling
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters import Draft, NoDrafter
-from selfspec.decoding.runtime import acceptance_rule
-from selfspec.decoding.scores import Sampler, mixed
+from selfspec.decoding.engine import acceptance_rule
+from selfspec.decoding.sampling import Sampler, mixed
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import alone
 from selfspec.model.backbone import Backbone
@@ -151,7 +151,7 @@ def test_draws_that_go_by_their_order_would_be_seen(
 ) -> None:
     """The mutant: drafts take draws away from the text."""
     order = count()
-    monkeypatch.setattr(scores, "mixed", lambda seed, _: seed + next(order))
+    monkeypatch.setattr(sampling, "mixed", lambda seed, _: seed + next(order))
     ids = repeating(13)
     given = FLAT | {"max_new_tokens": NEW_TOKENS, "seed": SEED}
     assert speculator.generate(ids, **given | METHODS["exit"]).token_ids != plain(speculator, ids)

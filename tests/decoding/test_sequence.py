@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.drafters import Draft, NoDrafter
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps
 from selfspec.eval.scripted import MixedDrafter
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
-from selfspec.model.rows import Rows
+from selfspec.model.kv import Lease, Rows
 from tests import ladder
 from tests.models import make_model, random_ids
 

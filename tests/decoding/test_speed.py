@@ -7,9 +7,8 @@ import itertools
 import pytest
 import torch
 
-from selfspec.decoding import speed
-from selfspec.decoding.clock import Clock
-from selfspec.decoding.speed import ROWS, StepSpeed, memory_rate, step_speed
+from selfspec.decoding import measure
+from selfspec.decoding.measure import ROWS, Clock, StepSpeed, memory_rate, step_speed
 from selfspec.model.backbone import Backbone
 from tests.models import make_model, needs_compiler
 
@@ -23,7 +22,7 @@ NORMS = LAYERS * 2 * 32 + 32
 
 @pytest.fixture(autouse=True)
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "_CPU_BYTES", 4000)
+    monkeypatch.setattr(measure, "_CPU_BYTES", 4000)
 
 
 def ticking(seconds: float = 1.0) -> Clock:

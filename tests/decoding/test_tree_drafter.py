@@ -15,10 +15,9 @@ from transformers import LogitsProcessorList
 from selfspec.decoding.acceptance import SpeculativeSampling
 from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.drafters import Draft, Guesses, Known, NgramDrafter, TreeDrafter
-from selfspec.decoding.drafters.exit import Siblings
-from selfspec.decoding.drafters.guesses import Drawn
+from selfspec.decoding.drafters.heads import Drawn, Siblings
 from selfspec.decoding.prices import DraftCost
-from selfspec.decoding.scores import Sampler
+from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from selfspec.model.backbone import Backbone

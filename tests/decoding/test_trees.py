@@ -14,14 +14,13 @@ from transformers import LogitsProcessorList
 from selfspec.decoding.acceptance import GreedyMatch, SpeculativeSampling, Target
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters import Draft, Drafter, NoDrafter
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidDraft, UnsupportedModel
 from selfspec.eval.scripted import BranchingDrafter
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
-from selfspec.model.rows import Rows, ancestors, depths, held_behind
+from selfspec.model.kv import Lease, Rows, ancestors, depths, held_behind
 from tests import ladder, laws
 from tests.models import MAX_POSITIONS, make_model, random_ids
 

@@ -13,14 +13,13 @@ import selfspec
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.drafters import paying
+from selfspec.decoding.drafters import heads
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.options import RecordOptions
 from selfspec.eval.record import Record, Recorder
-from selfspec.options import Exit, GammaTune, Ngram, Prices
-from selfspec.options.controllers import CONTROLLERS, Controller
+from selfspec.options import CONTROLLERS, Controller, Exit, GammaTune, Ngram, Prices
 from tests.api.test_default_model import pytestmark as default_model
 from tests.models import random_ids
 from tests.records import KINDS, NEW_TOKENS, OPTIONS, PROMPTS, recorded
@@ -91,7 +90,7 @@ def learning_setting(record: Record, seed: int, drafter: str) -> SpeculationOpti
 def test_random_settings_replay_as_they_run(
     kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paying, "DEAR", 100.0)  # else a whole answer is a first pause
+    monkeypatch.setattr(heads, "DEAR", 100.0)  # else a whole answer is a first pause
     record, speculator = recorded(kind)
     sources: Counter[str] = Counter()
     ended: Counter[str] = Counter()
@@ -145,7 +144,7 @@ def test_a_record_holds_what_plain_decoding_writes(kind: str) -> None:
 def test_trees_replay_as_they_grow(
     kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paying, "DEAR", 100.0)
+    monkeypatch.setattr(heads, "DEAR", 100.0)
     record, speculator = recorded(kind)
     siblings = mixed = beside = 0
     for seed in range(LEARNING):

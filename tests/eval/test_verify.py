@@ -39,7 +39,7 @@ from selfspec.eval.verify import (
     verdict,
 )
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.fused_cpu import FusedExecutor
+from selfspec.model.fused import FusedExecutor
 from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 from tests.heads.kinds import make_heads, train
 from tests.models import EXECUTORS, make_model, needs_compiler, random_ids

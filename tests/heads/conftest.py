@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from selfspec.model.backbone import Backbone
-from selfspec.model.unembedding import Unembedding
+from selfspec.model.parts import Unembedding
 from tests.models import make_model
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
-from selfspec.model.unembedding import Unembedding
+from selfspec.model.parts import Unembedding
 from tests.models import VOCAB_SIZE
 
 FINGERPRINT = "0123456789abcdef"

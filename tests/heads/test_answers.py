@@ -8,12 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.heads.answers import Answer, answer, joined
-from selfspec.heads.confidence import Ensemble, top_probability
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.judge import ExitJudge
-from selfspec.heads.types import ExitHead
-from selfspec.model.unembedding import Unembedding
+from selfspec.heads.heads import (
+    Answer,
+    Ensemble,
+    ExitHead,
+    ExitJudge,
+    answer,
+    joined,
+    top_probability,
+)
+from selfspec.model.parts import Unembedding
 from tests.heads.kinds import KINDS, make_heads, train
 
 LAYER, TEMPERATURE = 2, 1.3

@@ -17,8 +17,8 @@ from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.folder import attends
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
-from selfspec.model.unembedding import Unembedding
+from selfspec.model.kv import Lease
+from selfspec.model.parts import Unembedding
 from tests.bad_input import DEEP, NAN, Change, one_line, snapshot
 from tests.heads.eagle3.make import (
     DRAFTED,

@@ -31,9 +31,7 @@ from selfspec.errors import (
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import METADATA
 from selfspec.model.backbone import Backbone
-from selfspec.options.controllers import CONTROLLERS
-from selfspec.options.drafters import TOGETHER
-from selfspec.options.rules import ACCEPTANCE
+from selfspec.options import ACCEPTANCE, CONTROLLERS, TOGETHER
 from tests.bad_input import DEEP, INF, NAN, Change, one_line, snapshot
 from tests.heads.kinds import FINGERPRINT, make_heads, train
 

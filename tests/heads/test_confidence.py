@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from selfspec.heads.confidence import Ensemble, entropy, top_probability
+from selfspec.heads.heads import Ensemble, entropy, top_probability
 
 LAW = torch.tensor([0.5, 0.25, 0.125, 0.125])
 

@@ -17,7 +17,7 @@ from selfspec.errors import CannotWrite, HeadsMismatch, HeadsNotFound, InvalidHe
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE
 from selfspec.model.backbone import Backbone
-from selfspec.model.unembedding import Unembedding
+from selfspec.model.parts import Unembedding
 from tests.heads.kinds import DRAFT_IDS, FINGERPRINT, TRAINED, make_heads, train
 from tests.models import make_model
 

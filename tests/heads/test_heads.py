@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.heads.exit_heads import ExitHeads, check_exit_layers, logit_lens
 from selfspec.heads.folder import WEIGHTS_FILE
-from selfspec.heads.types import HEAD_TYPES
+from selfspec.heads.heads import HEAD_TYPES
 from selfspec.model.backbone import Backbone
-from selfspec.model.unembedding import Unembedding
+from selfspec.model.parts import Unembedding
 from tests.heads.kinds import DRAFT_IDS, KINDS, TRAINED, make_config, make_heads, train
 from tests.models import FAMILIES, VOCAB_SIZE, make_model, random_ids
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.heads.judge import ExitJudge, spread
+from selfspec.heads.heads import ExitJudge, spread
 
 
 def logits_of(*probs: float, temperature: float = 1.0) -> Tensor:

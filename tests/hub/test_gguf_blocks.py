@@ -16,9 +16,9 @@ from selfspec.errors import ModelNotFound
 from selfspec.hub import gguf_blocks, pretrained, quantised_files
 from selfspec.hub import models as hub
 from selfspec.hub.gguf_header import read_header
-from selfspec.model import fingerprint, panels
+from selfspec.model import fingerprint, weights
 from selfspec.model.backbone import Backbone
-from selfspec.model.quantised import FORMATS, QuantisedWeight
+from selfspec.model.weights import FORMATS, QuantisedWeight
 from tests.gguf_models import write_model
 
 Q4_K_M = {"ffn_down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
@@ -28,7 +28,7 @@ Q4_K_M = {"ffn_down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
 @pytest.fixture(autouse=True)
 def blocks_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products read blocks in bfloat16, too, where numbers would be faster."""
-    monkeypatch.setattr(panels, "blocks_pay", lambda _: True)
+    monkeypatch.setattr(weights, "blocks_pay", lambda _: True)
 
 
 def both(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -137,7 +137,7 @@ def test_a_dtype_is_chosen_where_none_is_asked_for(
 ) -> None:
     write_model(tmp_path / "it.gguf")
     for pays, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(panels, "blocks_pay", lambda _, pays=pays: pays)
+        monkeypatch.setattr(weights, "blocks_pay", lambda _, pays=pays: pays)
         assert hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)[0].dtype == dtype
     assert hub.load_model(tmp_path / "it.gguf", device="cpu")[0].dtype == torch.bfloat16
 

@@ -17,17 +17,17 @@ import selfspec
 from selfspec.errors import ModelNotFound
 from selfspec.hub import models as hub
 from selfspec.hub import pretrained
-from selfspec.hub.tensors import Tensors
-from selfspec.model import panels
+from selfspec.hub.assembled import Tensors
+from selfspec.model import weights
 from selfspec.model.backbone import Backbone
-from selfspec.model.quantised import QuantisedWeight
+from selfspec.model.weights import QuantisedWeight
 from tests.grouped_models import write_folder
 
 
 @pytest.fixture(autouse=True)
 def blocks_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products read blocks in bfloat16, too, where numbers would be faster."""
-    monkeypatch.setattr(panels, "blocks_pay", lambda _: True)
+    monkeypatch.setattr(weights, "blocks_pay", lambda _: True)
 
 
 WAYS = [

@@ -13,7 +13,7 @@ import torch
 
 from eval import micro
 from eval.random_gguf import SHAPES, Shape
-from selfspec.decoding.clock import Clock
+from selfspec.decoding.measure import Clock
 from selfspec.errors import InvalidOption
 from tests.models import make_model
 

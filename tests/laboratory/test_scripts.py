@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eval import draft_invariance, families, lab, memory
 from selfspec.errors import CannotWrite
-from selfspec.model.executors.fused_cpu import FusedExecutor
+from selfspec.model.fused import FusedExecutor
 
 
 def test_a_record_says_how_it_was_made_without_this_machines_folders(

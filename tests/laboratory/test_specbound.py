@@ -24,9 +24,9 @@ from eval.papers.specbound import (
 )
 from selfspec.api.speculator import wrap
 from selfspec.errors import InvalidOption, UnsupportedModel
-from selfspec.heads.types import DraftVocabulary, LogitLensHead
+from selfspec.heads.heads import DraftVocabulary, LogitLensHead
 from selfspec.model.backbone import Backbone
-from selfspec.model.unembedding import Unembedding
+from selfspec.model.parts import Unembedding
 from tests.models import make_model, random_ids
 
 IDS = random_ids(11)

@@ -16,9 +16,9 @@ from eval.families import tiny_model
 from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
-from selfspec.model.conformance import named_positions, stretches
-from selfspec.model.executors.cuda_graph import CudaGraphExecutor
-from selfspec.model.executors.fused_cpu import FusedExecutor, Rotations
+from selfspec.model.check import named_positions, stretches
+from selfspec.model.cuda_graph import CudaGraphExecutor
+from selfspec.model.fused import FusedExecutor, Rotations
 from selfspec.model.parts import parts_of
 from tests.models import FAMILIES, make_model, needs_compiler, random_ids
 
@@ -208,7 +208,7 @@ def test_an_executor_that_errs_only_far_from_the_start_is_not_chosen(
 def test_a_window_that_is_wrong_by_one_is_found_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("mistral", sliding_window=100)
     Backbone(model, executor="fused")
-    monkeypatch.setattr("selfspec.model.executors.recipe.window_of", lambda *_: 101)
+    monkeypatch.setattr("selfspec.model.generic.recipe.window_of", lambda *_: 101)
     with pytest.raises(UnsupportedModel, match="comes out differently at position 93"):
         Backbone(model, executor="fused")
 
@@ -236,6 +236,6 @@ def test_far_places_are_those_that_the_config_names(monkeypatch: pytest.MonkeyPa
     assert named_positions(fields, 80) == {64, 20}
     backbone = Backbone(make_model("mistral", sliding_window=100), executor="generic")
     assert stretches(backbone) == [(93, 93), (246, 246)]
-    monkeypatch.setattr("selfspec.model.conformance._MOST_HELD", 200)
+    monkeypatch.setattr("selfspec.model.check._MOST_HELD", 200)
     assert stretches(backbone) == [(93, 93), (246, 0)]
     Backbone(make_model("mistral", sliding_window=100), executor="cuda-graph")

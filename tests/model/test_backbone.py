@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.api.speculator import wrap
-from selfspec.decoding.hidden_cache import HiddenCache
+from selfspec.decoding.state import HiddenCache
 from selfspec.decoding.work import alone
 from selfspec.errors import InvalidPrompt, UnsupportedModel
 from selfspec.model.backbone import Backbone
-from selfspec.model.hooks import captured_outputs
-from selfspec.model.kv_store import Lease
+from selfspec.model.kv import Lease
+from selfspec.model.parts import captured_outputs
 from tests.models import BREADTH, FAMILIES, VOCAB_SIZE, make_model, random_ids
 
 

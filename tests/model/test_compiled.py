@@ -19,7 +19,7 @@ import torch
 
 from selfspec.files import cache_folder
 from selfspec.model import compiled as compiled_module
-from selfspec.model import compiler, panels
+from selfspec.model import compiler, weights
 from selfspec.model.compiled import compiled, origin
 from selfspec.model.compiler import (
     CONSTANTS,
@@ -29,7 +29,7 @@ from selfspec.model.compiler import (
     library_name,
     make_library,
 )
-from selfspec.model.products import CompiledLinear
+from selfspec.model.weights import CompiledLinear
 from tests.bad_input import snapshot
 from tests.models import needs_compiler
 
@@ -285,8 +285,8 @@ def test_prebuilt_products_are_those_compiled_here(
     source = shutil.copytree(compiler.KERNELS, tmp_path / "kernels") / SOURCES[0]
     library = prebuild(source, FITTING[0], **constants)
     monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(panels, "_SOURCE", source)
-    monkeypatch.setattr(panels, "_library", panels._library.__wrapped__)
+    monkeypatch.setattr(weights, "_SOURCE", source)
+    monkeypatch.setattr(weights, "_library", weights._library.__wrapped__)
     found = CompiledLinear(weight)(rows)
     assert compiled(source, **constants)._name == str(library)
     error = 2**-7 if dtype == torch.bfloat16 else 2**-15  # relative; and of what is added up

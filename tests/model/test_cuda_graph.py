@@ -16,12 +16,11 @@ from torch import Tensor
 from selfspec.api.speculator import wrap
 from selfspec.decoding.drafters import NoDrafter
 from selfspec.errors import UnsupportedModel
+from selfspec.model import cuda_graph
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors import cuda_graph
-from selfspec.model.executors.cuda_graph import CudaGraphExecutor, Replays, Work, uncaptured
-from selfspec.model.kv_store import Lease
+from selfspec.model.cuda_graph import CudaGraphExecutor, Replays, Work, uncaptured
+from selfspec.model.kv import Lease, Rows
 from selfspec.model.parts import parts_of
-from selfspec.model.rows import Rows
 from tests import ladder
 from tests.models import FAMILIES, MAX_POSITIONS, make_model, random_ids
 from tests.recorded import RecordedCapture
@@ -267,7 +266,7 @@ def test_where_capture_fails_segments_run_as_they_are_and_one_notice_says_so(
 
 
 def test_the_graph_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.model.executors.cuda_graph._MOST_GRAPHS", 2)
+    monkeypatch.setattr("selfspec.model.generic.cuda_graph._MOST_GRAPHS", 2)
     made: list[str] = []
 
     def noting(work: Work) -> Work:
@@ -297,7 +296,7 @@ def test_on_a_gpu_it_is_chosen_unless_nothing_can_be_captured(
 ) -> None:
     monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
     monkeypatch.setattr("selfspec.model.backbone.check_conformance", lambda _: [])
-    monkeypatch.setattr("selfspec.model.choosing.check_agreement", lambda *_: None)
+    monkeypatch.setattr("selfspec.model.backbone.check_agreement", lambda *_: None)
     monkeypatch.setattr("selfspec.model.backbone.find_mixing", lambda _: None)
     strategy: list[Any] = [RecordedCapture]
     start = CudaGraphExecutor.start_capture

@@ -13,8 +13,8 @@ from transformers import GenerationMixin
 from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.fused_cpu import FusedExecutor
-from selfspec.model.products import CompiledLinear
+from selfspec.model.fused import FusedExecutor
+from selfspec.model.weights import CompiledLinear
 from tests.models import make_model, needs_compiler, random_ids
 
 

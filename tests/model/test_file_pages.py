@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.eval.bench import peak_of, resident
 from selfspec.model.backbone import Backbone
-from selfspec.model.conformance import check_conformance
-from selfspec.model.decoder import Decoder
-from selfspec.model.file_pages import FilePages
+from selfspec.model.check import check_conformance
+from selfspec.model.generic import Decoder
+from selfspec.model.weights import FilePages
 from tests.models import make_model, needs_compiler, random_ids
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is let go")
@@ -70,7 +70,7 @@ def test_weights_in_memory_alone_stay() -> None:
 def test_without_a_list_of_mappings_nothing_is_let_go(
     mapped: OneWeight, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("selfspec.model.file_pages._MAPPINGS", tmp_path / "absent")
+    monkeypatch.setattr("selfspec.model.weights._MAPPINGS", tmp_path / "absent")
     before = from_files_mb()
     FilePages().release(mapped)
     assert before - from_files_mb() < 1

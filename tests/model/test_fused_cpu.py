@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.fused_cpu import FusedExecutor
-from selfspec.model.executors.program import Operation, Program
-from selfspec.model.executors.recipe import _ACTIVATIONS, Activation, Attention, Norm, Rotation
-from selfspec.model.kv_pages import POSITIONS, PageLayout
-from selfspec.model.kv_store import Lease
+from selfspec.model.fused import FusedExecutor, Operation, Program
+from selfspec.model.kv import POSITIONS, Lease, PageLayout, Rows, Span
 from selfspec.model.parts import parts_of
-from selfspec.model.products import CompiledLinear
-from selfspec.model.rows import Rows, Span
+from selfspec.model.recipe import _ACTIVATIONS, Activation, Attention, Norm, Rotation
+from selfspec.model.weights import CompiledLinear
 from tests.models import keys_of, make_model, needs_compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -425,5 +422,5 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
 
     with torch.inference_mode():
         whole = states()
-        monkeypatch.setattr("selfspec.model.executors.fused_cpu._BLOCK_ROWS", 40)
+        monkeypatch.setattr("selfspec.model.generic.fused_cpu._BLOCK_ROWS", 40)
         assert torch.equal(states(), whole)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.model.backbone import Backbone
-from selfspec.model.hooks import captured_outputs
+from selfspec.model.parts import captured_outputs
 from tests.models import random_ids
 
 

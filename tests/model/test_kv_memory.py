@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.errors import InvalidOption
-from selfspec.model.kv_memory import KVStore, PooledLease
-from selfspec.model.kv_pages import POSITIONS, PageLayout
+from selfspec.model.kv import POSITIONS, KVStore, PageLayout, PooledLease
 
 LAYOUT = PageLayout(torch.float32, ((1, 16),))
 

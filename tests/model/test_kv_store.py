@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.model.kv_store import Lease, fixed_slots
+from selfspec.model.kv import Lease, fixed_slots
 
 
 def block(rows: int, seed: int = 0, head_dim: int = 4) -> tuple[Tensor, Tensor]:

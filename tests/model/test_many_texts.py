@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors import Executor
-from selfspec.model.kv_store import Lease
-from selfspec.model.rows import Rows, Span
+from selfspec.model.generic import Executor
+from selfspec.model.kv import Lease, Rows, Span
 from tests.models import make_model, needs_compiler, random_ids
 
 

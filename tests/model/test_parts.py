@@ -23,7 +23,7 @@ from transformers import (
 
 from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
-from selfspec.heads.types import DraftVocabulary, LinearHead, LogitLensHead
+from selfspec.heads.heads import DraftVocabulary, LinearHead, LogitLensHead
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import parts_of
 from tests.models import BREADTH, MAX_POSITIONS, make_model, random_ids

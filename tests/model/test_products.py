@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from selfspec.model import compiled, panels
+from selfspec.model import compiled, weights
 from selfspec.model.compiler import TARGETS, Target, make_library
-from selfspec.model.products import CompiledLinear
+from selfspec.model.weights import CompiledLinear
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
@@ -130,11 +130,11 @@ def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
     library, runs = tmp_path / "products.so", target.needs <= compiled._features()
     quickly = "" if runs else " -O0"
     strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror{quickly}")
-    make_library(library, panels._SOURCE, {"BFLOAT16": int(dtype == torch.bfloat16)}, strict)
+    make_library(library, weights._PRODUCTS, {"BFLOAT16": int(dtype == torch.bfloat16)}, strict)
     if not runs:
         pytest.skip(f"compiled; this processor does not run {target.name}")
-    monkeypatch.setattr(panels, "compiled", lambda *_, **__: compiled._load(library))
-    monkeypatch.setattr(panels, "_library", panels._library.__wrapped__)
+    monkeypatch.setattr(weights, "compiled", lambda *_, **__: compiled._load(library))
+    monkeypatch.setattr(weights, "_library", weights._library.__wrapped__)
     (weight, bias), x = made_weights(50, 333, dtype), inputs(40, 333, dtype)
     linear = CompiledLinear(weight, bias)
     assert close(linear(x), x, weight, bias)

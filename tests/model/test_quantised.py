@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selfspec.model import panels, quantised
-from selfspec.model.products import CompiledLinear
-from selfspec.model.quantised import (
+from selfspec.model import weights
+from selfspec.model.weights import (
     DTYPES,
     FORMATS,
     ZEROED,
+    CompiledLinear,
     QuantisedWeight,
     in_8_bits,
     keep_numbers,
@@ -28,7 +28,7 @@ EVERY = [(kind, dtype) for kind in FORMATS for dtype in DTYPES]
 @pytest.fixture(autouse=True)
 def blocks_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products read blocks in bfloat16, too, where numbers would be faster."""
-    monkeypatch.setattr(panels, "blocks_pay", lambda _: True)
+    monkeypatch.setattr(weights, "blocks_pay", lambda _: True)
 
 
 def weight_of(
@@ -137,7 +137,7 @@ def test_large_layers_are_made_piece_by_piece(
         most = max(most, found.numel())
         return found
 
-    monkeypatch.setattr(quantised, "_PIECE", 5 * 512)
+    monkeypatch.setattr(weights, "_PIECE", 5 * 512)
     monkeypatch.setattr(QuantisedWeight, "expanded", watched)
     x = torch.randn(2, 3, 512)
     expected = nn.functional.linear(x, numbers, bias)

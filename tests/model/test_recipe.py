@@ -12,7 +12,9 @@ from transformers.activations import ACT2FN
 
 from eval.families import WINDOW, tiny_model
 from selfspec.model.backbone import Backbone
-from selfspec.model.executors.recipe import (
+from selfspec.model.kv import Lease, Rows
+from selfspec.model.parts import attention_types, parts_of
+from selfspec.model.recipe import (
     Activation,
     Shares,
     activation_of,
@@ -21,9 +23,6 @@ from selfspec.model.executors.recipe import (
     rotation_of,
     shares_of,
 )
-from selfspec.model.kv_store import Lease
-from selfspec.model.parts import attention_types, parts_of
-from selfspec.model.rows import Rows
 from tests.models import VOCAB_SIZE, make_model, needs_compiler
 
 FAMILIES = [
@@ -163,7 +162,7 @@ def test_rows_shared_out_otherwise_are_noticed(
     def shares(*args: Any) -> Shares:
         return replace(right(*args), **wrong)
 
-    monkeypatch.setattr("selfspec.model.executors.recipe.shares_of", shares)
+    monkeypatch.setattr("selfspec.model.generic.recipe.shares_of", shares)
     backbone = Backbone(tiny_model("mixtral", torch.float32))
     assert backbone.executor_name == "generic"
     assert "layer 1 comes out differently" in backbone.refused["fused"]

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import ModelChanged
 from selfspec.eval.bench import resident
-from selfspec.model.hooks import captured_outputs
+from selfspec.model.parts import captured_outputs
 from selfspec.model.watch import PARTS, ModelWatch
 from tests.models import BREADTH, EXECUTORS, FAMILIES, make_model, random_ids
 
@@ -252,7 +252,7 @@ def test_one_number_of_a_mapped_file_is_found_and_nothing_is_read_for_that(
 def test_a_mapped_file_is_read_where_no_kernel_tells(
     mapped: nn.Linear, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("selfspec.model.file_pages._PAGES", tmp_path / "absent")
+    monkeypatch.setattr("selfspec.model.weights._PAGES", tmp_path / "absent")
     watch = ModelWatch(mapped)
     mapped.weight.data[700] = 2
     assert "weight was changed" in [watch.change() for _ in range(PARTS)]

@@ -21,6 +21,9 @@ from selfspec.config import (
 )
 from selfspec.errors import InvalidOption
 from selfspec.options import (
+    ACCEPTANCE,
+    CONTROLLERS,
+    DRAFTERS,
     CmAsd,
     CmAsdLength,
     DraftModel,
@@ -33,11 +36,8 @@ from selfspec.options import (
     Ngram,
     Prices,
     Threshold,
+    ranges,
 )
-from selfspec.options.controllers import CONTROLLERS
-from selfspec.options.drafters import DRAFTERS
-from selfspec.options.parts import ranges
-from selfspec.options.rules import ACCEPTANCE
 from selfspec.typed import annotations_of, check_keys
 from tests.bad_input import patience
 from tests.models import make_model

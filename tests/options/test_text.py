@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption
 from selfspec.options import (
+    ACCEPTANCE,
+    CONTROLLERS,
+    DRAFTERS,
+    TOGETHER,
     CmAsdLength,
     Easd,
     Exit,
@@ -22,14 +26,12 @@ from selfspec.options import (
     Lossless,
     Ngram,
     NoDrafts,
+    Part,
     Prices,
     Threshold,
+    as_text,
+    changed,
 )
-from selfspec.options.controllers import CONTROLLERS
-from selfspec.options.drafters import DRAFTERS, TOGETHER
-from selfspec.options.parts import Part
-from selfspec.options.rules import ACCEPTANCE
-from selfspec.options.text import as_text, changed
 
 SHARES = st.floats(0.0, 1.0, exclude_min=True)
 VALUES: dict[str, st.SearchStrategy[Any]] = {

@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from selfspec.api.speculator import Speculator
-from selfspec.options.controllers import CONTROLLERS
-from selfspec.options.drafters import DRAFTERS
+from selfspec.options import CONTROLLERS, DRAFTERS
 from tests.serve.live import (
     CHAT,
     GOOD,

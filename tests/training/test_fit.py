@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
-from selfspec.heads.types import DraftVocabulary, TranslatorHead
+from selfspec.heads.heads import DraftVocabulary, TranslatorHead
 from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
 from selfspec.training import features as store

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.heads.judge import ExitJudge
+from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.options.text import laid_over
+from selfspec.options import laid_over
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.look import (
     Lens,

@@ -21,11 +21,17 @@ from selfspec.decoding.drafters.draft_model import (
     check_same_size,
     check_same_tokens,
 )
-from selfspec.decoding.drafters.exit import ExitDrafter
-from selfspec.decoding.drafters.guesses import Known, known_deep
+from selfspec.decoding.drafters.heads import (
+    LEAST_SAID,
+    ROOT,
+    ExitDrafter,
+    Guesses,
+    Known,
+    TreeDrafter,
+    WhilePaying,
+    known_deep,
+)
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
-from selfspec.decoding.drafters.paying import WhilePaying
-from selfspec.decoding.drafters.tree import LEAST_SAID, ROOT, Guesses, TreeDrafter
 
 __all__ = [
     "LEAST_SAID",

@@ -11,15 +11,12 @@ import torch
 
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import Draft, DraftWriter, PacedDrafter
-from selfspec.decoding.scores import Choice, Sampler
-from selfspec.decoding.sequence import DecodeState
-from selfspec.decoding.sources import EXIT
-from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.sampling import Choice, Sampler
+from selfspec.decoding.state import DecodeState
+from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.decoding.work import Ask, Steps
-from selfspec.heads.answers import Answer
 from selfspec.heads.attending import AttendingHeads
-from selfspec.heads.confidence import top_probability
-from selfspec.heads.judge import ExitJudge
+from selfspec.heads.heads import Answer, ExitJudge, top_probability
 
 
 class AttendingDrafter(PacedDrafter):

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from selfspec.decoding.acceptance import Proposed
 from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.scores import Choice
-from selfspec.decoding.sequence import DecodeState
-from selfspec.decoding.sources import EXIT
-from selfspec.decoding.stats import Ended, Round, Stopwatch
+from selfspec.decoding.sampling import Choice
+from selfspec.decoding.state import DecodeState
+from selfspec.decoding.stats import EXIT, Ended, Round, Stopwatch
 from selfspec.decoding.work import Steps, ready
-from selfspec.model.rows import depths
+from selfspec.model.kv import depths
 
 
 @dataclass(kw_only=True)

@@ -11,18 +11,21 @@ from selfspec.decoding.controllers import make_controller
 from selfspec.decoding.drafters.attending import AttendingDrafter
 from selfspec.decoding.drafters.base import Drafter, DraftsFrom, NoDrafter, Trunks
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
-from selfspec.decoding.drafters.exit import ExitDrafter, Siblings
-from selfspec.decoding.drafters.grammar import GrammarDrafter
-from selfspec.decoding.drafters.guesses import HeadGuesser
-from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst, StateT
-from selfspec.decoding.drafters.paying import WhilePaying
-from selfspec.decoding.drafters.tree import Guesser, TreeDrafter
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
+from selfspec.decoding.drafters.heads import (
+    ExitDrafter,
+    Guesser,
+    HeadGuesser,
+    Siblings,
+    TreeDrafter,
+    WhilePaying,
+)
+from selfspec.decoding.drafters.ngram import GrammarDrafter, NgramDrafter, SeenTextFirst, StateT
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.judge import ExitJudge, spread
+from selfspec.heads.heads import ExitJudge, spread
 from selfspec.model.backbone import Backbone
 
 

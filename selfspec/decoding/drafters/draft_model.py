@@ -15,16 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import Draft, DraftWriter, PacedDrafter
-from selfspec.decoding.hidden_cache import HiddenCache
-from selfspec.decoding.prefix import common
-from selfspec.decoding.scores import Sampler
-from selfspec.decoding.sequence import DecodeState
-from selfspec.decoding.sources import DRAFT_MODEL
-from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState, HiddenCache
+from selfspec.decoding.stats import DRAFT_MODEL, Stopwatch, common
 from selfspec.decoding.work import Embed, Steps
 from selfspec.errors import DraftModelMismatch
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv_store import Lease
+from selfspec.model.kv import Lease
 
 
 class DraftCache:

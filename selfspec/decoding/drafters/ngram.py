@@ -1,7 +1,8 @@
-"""Drafts from text already seen: what followed the same words before, in prompt or answer.
+"""Drafts from text already seen, and of what a grammar forces.
 
-Prompt lookup (Saxena 2023; Hugging Face's `prompt_lookup_num_tokens`) with an index that grows with
-the text, and a memory of how often it was right. Runs no layers; its tokens are certain.
+What followed the same words before, in prompt or answer: prompt lookup (Saxena 2023; Hugging Face's
+`prompt_lookup_num_tokens`) with an index that grows with the text, and a memory of how often it was
+right. Runs no layers; its tokens are certain.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from selfspec.decoding.drafters.base import (
     Trunks,
 )
 from selfspec.decoding.prices import DraftCost, each_row
-from selfspec.decoding.scores import Choice
-from selfspec.decoding.sources import NGRAM
-from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.sampling import Choice, GrammarMask
+from selfspec.decoding.stats import GRAMMAR, NGRAM, Stopwatch
 from selfspec.decoding.work import Steps, ready
 
 StateT = TypeVar("StateT", bound=Committed)
@@ -175,3 +175,51 @@ class SeenTextFirst(Generic[StateT]):
             self._other.learn(draft, kept)
         else:
             self._trunks.learn(draft, kept)
+
+
+# --- what a grammar forces: keys, quotes, brackets, the end ---------------------------------------
+
+
+class GrammarDrafter:
+    """Trunks of one text under a grammar."""
+
+    def __init__(self, mask: GrammarMask, pad: int, most: int, seen: Trunks | None = None) -> None:
+        """`pad`: padding ids in front of the text; `most`: draft tokens of a round."""
+        self._mask, self._start, self._most = mask, mask.start - pad, most
+        self._seen = seen
+        self._forced = False
+
+    def propose(self, state: Committed, limit: int, rival: float = 0.0) -> Draft:
+        """What is forced, whatever `rival` promises; else text already seen."""
+        text = state.committed(self._start)
+        forced = self._mask.forced(text, max(min(limit, self._most), 0))
+        self._forced = bool(forced)
+        if forced:
+            return Draft(
+                tokens=forced,
+                chances=[1.0] * len(forced),
+                sources=[GRAMMAR] * len(forced),
+                ended="width",
+            )
+        if self._seen is None:
+            return Draft()
+        draft = self._seen.propose(state, limit, rival)
+        return _cut(draft, self._mask.allows(text, draft.tokens))
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """Of text already seen; what is forced teaches nothing."""
+        if self._seen is not None and not self._forced:
+            self._seen.learn(draft, kept)
+
+
+def _cut(draft: Draft, count: int) -> Draft:
+    """The first `count` tokens of a chain without laws."""
+    if count == len(draft.tokens):
+        return draft
+    return Draft(
+        tokens=draft.tokens[:count],
+        chances=draft.chances[:count],
+        exit_layers=draft.exit_layers[:count],
+        sources=draft.sources[:count],
+        ended="unsure",
+    )

@@ -1,15 +1,19 @@
-"""The kinds of exit heads: small modules from a hidden state at an exit layer to draft logits.
+"""Exit heads: small modules from a hidden state to draft logits, and what they answer.
 
 Come in: a hidden state [.., d], raw, before the final norm; for some kinds also what the model made
-of the token before. Go out: draft logits over the draft vocabulary. Held and saved by
-`selfspec.heads.exit_heads`, called by the exit drafter, fitted by `selfspec.training`. All kinds
-are made of the same few parts; `decoding.packed_heads` runs these from 8-bit weights.
+of the token before. Go out: draft logits over the draft vocabulary, how certain they are, and
+whether a token leaves at this layer. Held and saved by `exit_heads`, asked by `decoding.work`,
+fitted by `selfspec.training`. All kinds are made of the same few parts; `decoding.packed_heads`
+runs these from 8-bit weights.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -18,8 +22,10 @@ from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 
 from selfspec.errors import InvalidOption
-from selfspec.model.quantised import QuantisedWeight
-from selfspec.model.unembedding import Unembedding
+from selfspec.model.parts import Unembedding
+from selfspec.model.weights import QuantisedWeight
+
+# --- kinds of heads -------------------------------------------------------------------------------
 
 
 class DraftVocabulary(NamedTuple):
@@ -327,3 +333,180 @@ HEAD_TYPES: dict[str, type[ExitHead]] = {
     "deep-fused": DeepFusedHead,
     "logit-lens": LogitLensHead,
 }
+
+
+# --- how certain: by the whole distribution, never by the token that was drawn --------------------
+
+
+Signal = Callable[[Tensor], Tensor]
+"""Draft logits [.., V] -> confidence [..], in [0, 1], 1 is certain."""
+
+
+def top_probability(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """[.., V] -> the largest of softmax(logits / temperature), [..]."""
+    # max softmax(z / T) = 1 / sum exp((z - max z) / T): no normalised vector is needed
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    return scaled.exp_().sum(-1).reciprocal_()
+
+
+def likeliest(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+    """[.., V] -> where the largest of softmax(logits / temperature) are, and they, falling.
+
+    [.., min(count, V)] each.
+    """
+    if count == 1:  # of equal ones the first, as greedy decoding takes it
+        indices = logits.argmax(-1, keepdim=True)
+        best = logits.gather(-1, indices)
+    else:
+        best, indices = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    highest = best[..., :1]
+    total = ((logits - highest) / temperature).exp_().sum(-1, keepdim=True)
+    return indices, ((best - highest) / temperature).exp_() / total
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """Shannon entropy of laws [.., V] -> [..], in nats."""
+    nats: Tensor = torch.special.entr(probs).sum(-1)
+    return nats
+
+
+class Ensemble:
+    """CM-ASD's confidence C, section III-B: a weighted mean of three signals.
+
+    | document | here |
+    |---|---|
+    | C(ent), an uncertainty | 1 - H / log V: turned round, so that 1 is certain in all three |
+    | C(margin), beta | sigmoid(margin_scale * (z1 - z2)), at least 1/2 |
+    | C(soft) | (p1 - p2) / p1 |
+    | lambda 1, 2, 3 | `weights`, which sum to 1 |
+    """
+
+    def __init__(self, weights: Sequence[float], margin_scale: float) -> None:
+        """`weights` of entropy, logit margin, softmax margin."""
+        self._weights = tuple(weights)
+        self._margin_scale = margin_scale
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits [.., V] (or logarithms of a law) -> [..]."""
+        log_probs = logits.log_softmax(-1)
+        first, second = log_probs.topk(2, dim=-1).values.unbind(-1)
+        signals = (
+            1.0 - entropy(log_probs.exp()) / math.log(logits.shape[-1]),
+            torch.sigmoid(self._margin_scale * (first - second)),
+            1.0 - (second - first).exp(),
+        )
+        parts = [weight * signal for weight, signal in zip(self._weights, signals, strict=True)]
+        return torch.stack(parts).sum(0)
+
+
+# --- answers about rows, in one product and one read ----------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a head says behind n rows."""
+
+    features: Tensor
+    """[n, d]: what it believes layer L would give here."""
+    logits: Tensor
+    """Draft logits, [n, V_draft]."""
+    tokens: list[list[int]]
+    """Of each row the likeliest, best first; ids of the model."""
+    chances: list[list[float]]
+    """Of these, falling, by the judge's law."""
+    signals: list[float]
+    """What else was wanted to know of each row; empty if nothing."""
+
+    def part(self, rows: slice) -> Answer:
+        """Of some rows."""
+        return Answer(
+            features=self.features[rows],
+            logits=self.logits[rows],
+            tokens=self.tokens[rows],
+            chances=self.chances[rows],
+            signals=self.signals[rows],
+        )
+
+
+def answer(
+    head: ExitHead,
+    hidden: Tensor,
+    deep: Tensor | None,
+    *,
+    temperature: float,
+    count: int,
+    signal: Signal | None = None,
+) -> Answer:
+    """Ask `head` about [n, d]; `deep` as its `features` take it.
+
+    The likeliest `count` tokens of softmax(logits / temperature), and `signal` of these logits. One
+    device read; float32 is exact up to 2^24 token ids.
+    """
+    features = head.features(hidden, deep)
+    logits = head.unembed(features)
+    indices, chances = likeliest(logits, temperature, count)
+    found = [head.to_target_ids(indices).float(), chances.float()]
+    if signal is not None:
+        found.append(signal(logits / temperature).float()[:, None])
+    read = torch.cat(found, dim=1).tolist()
+    best = indices.shape[1]
+    return Answer(
+        features=features,
+        logits=logits,
+        tokens=[[*map(int, row[:best])] for row in read],
+        chances=[row[best : 2 * best] for row in read],
+        signals=[row[-1] for row in read] if signal is not None else [],
+    )
+
+
+def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor]) -> Tensor | None:
+    """What rows of many texts have beside their hidden states; zeros where it is not known."""
+    if all(one is None for one in deep):
+        return None
+    both = zip(deep, hidden, strict=True)
+    return torch.cat([torch.zeros_like(row) if one is None else one for one, row in both])
+
+
+# --- the exit judge -------------------------------------------------------------------------------
+
+
+class ExitJudge:
+    """Annealed confidence threshold, ACT (SpecBound section 2.2).
+
+    `T_l = 1 + alpha (1 - l / L)`; `c_l = max softmax(z / T_l)`; exit at `c_l >= tau_l`. A
+    calibrated temperature of the layer multiplies T_l; the paper has none, which is 1.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        thresholds: Mapping[int, float],
+        anneal_strength: float = 0.0,
+        temperatures: Mapping[int, float] | None = None,
+    ) -> None:
+        """`thresholds` and `temperatures` by exit layer; `anneal_strength` is alpha."""
+        self.thresholds = dict(thresholds)
+        self._temperatures = {
+            layer: (1.0 + anneal_strength * (1.0 - layer / num_layers))
+            * (temperatures or {}).get(layer, 1.0)
+            for layer in thresholds
+        }
+
+    def temperature(self, layer: int) -> float:
+        """T_l of `layer`, calibration included."""
+        return self._temperatures[layer]
+
+    def confidence(self, logits: Tensor, layer: int) -> Tensor:
+        """Draft logits [B, V_draft] of `layer` -> top-1 probability after annealing, [B]."""
+        return top_probability(logits, self._temperatures[layer])
+
+    def exits(self, confidence: float, layer: int) -> bool:
+        """Whether this confidence is enough at `layer`."""
+        return confidence >= self.thresholds[layer]
+
+
+def spread(values: Sequence[float], layers: Sequence[int]) -> dict[int, float]:
+    """One value for all `layers`, or one per layer, as a mapping by layer."""
+    if len(values) == 1:
+        return dict.fromkeys(layers, values[0])
+    return dict(zip(layers, values, strict=True))

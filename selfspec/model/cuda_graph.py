@@ -17,13 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.executors import Claims
-from selfspec.model.executors.generic import GenericExecutor
-from selfspec.model.executors.masks import as_mask
-from selfspec.model.hooks import require_own_code
-from selfspec.model.kv_store import Lease
-from selfspec.model.parts import SLIDING
-from selfspec.model.rows import Rows
+from selfspec.model.generic import Claims, GenericExecutor, as_mask
+from selfspec.model.kv import Lease, Rows
+from selfspec.model.parts import SLIDING, require_own_code
 
 
 class StaticSlots:

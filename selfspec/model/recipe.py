@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.parts import FULL, DecoderParts
-from selfspec.model.products import why_unusual
+from selfspec.model.weights import why_unusual
 
 _ERROR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
 """Largest error of an answer, relative to the largest number in it."""

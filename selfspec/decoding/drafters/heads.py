@@ -1,0 +1,722 @@
+"""Drafts from exit heads: chains along the hidden cache, and trees that grow as far as they pay.
+
+A tree grows level by level, the likeliest paths first, as long as a further row raises the tokens
+that are expected per time. What a row and a head cost is known (`prices`), so a tree is as wide as
+it pays: where rows are dear it is a chain, or nothing. As EAGLE-2 (Li et al. 2024) a path is worth
+the product of its tokens' probabilities; as Sequoia (Chen et al. 2024) the hardware sets the size.
+Replay grows the same trees from records, and follows the never-slower rule with the same classes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.drafters.base import (
+    Draft,
+    DraftsFrom,
+    DraftWriter,
+    PacedDrafter,
+    State_contra,
+    Trunks,
+)
+from selfspec.decoding.drafters.ngram import StateT
+from selfspec.decoding.prices import DraftCost, each_row
+from selfspec.decoding.sampling import Choice, Sampler
+from selfspec.decoding.state import DecodeState
+from selfspec.decoding.stats import EXIT, FREE, Stopwatch
+from selfspec.decoding.work import Ask, Embed, Steps, ready
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.heads import Answer, ExitHead, ExitJudge, top_probability
+
+# --- the never-slower rule: by past rounds alone, so sampling stays exact -------------------------
+
+
+NEWEST = 1 / 16
+"""Weight of the newest round in the running mean. With 1 / 8 drafts that pay paused by chance: in
+replay, default heads behind text already seen lost 0.8 % on 48 Spec-Bench questions, with this
+weight nothing."""
+
+PRIOR = 0.5
+"""Steps a round is believed to gain before the first one has; over NEWEST the most it may lose."""
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 8, 64
+"""Rounds."""
+
+DEAR = 0.4
+"""Steps that a draft token may take beside its layers and still be tried at once. From blocks of a
+quantised file a row and a head take 0.5, and tries alone cost 10 % of an answer of 64 tokens; the
+default heads' drafts are right 0.46 of the time."""
+
+
+class Paying:
+    """Says whether to draft: while a running mean of what rounds gain, in plain steps, is >= 0.
+
+    A round gains the tokens accepted less what drafting cost. Where the mean is below 0, a round
+    that loses is followed by a pause of 8 rounds, then 16, up to 64, until the mean is back.
+
+    Drafts that are dear begin with a long pause, and without credit.
+
+    However wrong the drafts are, after P pauses at most 8 + c P plain steps are lost, c being what
+    the dearest round cost: the mean starts at 1/2, moves by 1/16, and a round that brings it back
+    has gained what is lost when it falls again. Where no draft is ever right, the first pause comes
+    after ln(1 + 1 / 2c) / ln(16 / 15) rounds, rounded up (31 at c = 0.08, 7 at c = 1), and in the
+    end one round of 65 drafts.
+    """
+
+    def __init__(self, cost: DraftCost) -> None:
+        """Of one sequence; a session's next turn starts anew."""
+        self._cost = cost
+        self._begun = False
+        self._gain = PRIOR
+        self._next_pause = SHORTEST_PAUSE
+        self._pausing = 0
+        """Rounds to go; those in which nobody asks do not count."""
+
+    def pauses(self) -> bool:
+        """Whether this round goes without; asked once in each."""
+        if not self._begun and self._cost.per_token >= DEAR:  # known once a round begins
+            self._gain, self._next_pause, self._pausing = 0.0, LONGEST_PAUSE, LONGEST_PAUSE // 2
+        self._begun = True
+        pauses = self._pausing > 0
+        self._pausing -= pauses
+        return pauses
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """Weigh a round that did not pause. Drafts without work would be there anyway."""
+        accepted = sum(draft.sources[index] not in FREE for index in kept)
+        gain = accepted - self._cost.of(draft)
+        self._gain += NEWEST * (gain - self._gain)
+        if self._gain >= 0.0:
+            self._next_pause = SHORTEST_PAUSE
+        elif gain < 0.0:
+            self._pausing = self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+
+
+class WhilePaying(Generic[StateT]):
+    """Asks another drafter while that has been `Paying`."""
+
+    def __init__(self, drafter: DraftsFrom[StateT], cost: DraftCost) -> None:
+        """Of one sequence."""
+        self._drafter = drafter
+        self._rule = Paying(cost)
+        self._drafted = False
+
+    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        """The other drafter's, or an empty one that ended "off"."""
+        self._drafted = not self._rule.pauses()
+        return self._drafter.draft(state, limit, watch) if self._drafted else ready(Draft())
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """Weigh the round, and tell the drafter; it does not hear of rounds without it."""
+        if self._drafted:
+            self._rule.learn(draft, kept)
+            self._drafter.learn(draft, kept)
+
+
+# --- trees: a Guesser says what follows a token, nothing here knows a model -----------------------
+
+
+ROOT = -1
+"""In place of a draft token: the newest committed one."""
+
+_ROUNDING = 1e-6
+
+_REMEMBERED = 16
+"""Answers of the head that say what the next one should bring."""
+
+LEAST_SAID = 0.05
+"""The head is not asked behind a path that it gives a lower probability itself: what it computes
+there is of little worth, and a record of all that it could be asked stays small."""
+
+_FIRST_HOPE = 0.5
+"""Probability of the head's best guess that is expected before it was ever asked."""
+
+
+class Guesses(Protocol):
+    """What may follow a token, the likeliest first."""
+
+    @property
+    def chances(self) -> Sequence[float]:
+        """Falling. They depend on the text in front alone, not on what is drawn."""
+
+    def choice(self, rank: int) -> Choice | None:
+        """The guess of a rank, from 0, asked in order; None: nothing is left to draw."""
+
+    def without(self, token: int) -> tuple[Guesses, float]:
+        """All but `token`, with chances as they are, and the chance that it had."""
+
+
+class Guesser(Protocol[State_contra]):
+    """Says what follows the tokens of a draft."""
+
+    layer: int
+    """The exit layer that it looks at."""
+
+    def begin(self, state: State_contra) -> None:
+        """A round begins: the next draft follows what `state` holds."""
+
+    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+        """Behind each of `asked`, tokens of `draft` or ROOT; whose parents were asked before."""
+
+
+class _Node(NamedTuple):
+    """A token of the draft, or ROOT, and what may still follow it."""
+
+    at: int
+    free: float
+    """Its chance, less that of a child that it has already."""
+    child: int | None
+    """That child, of the trunk."""
+
+
+class Offer(NamedTuple):
+    """A guess that may become a token of the tree."""
+
+    chance: float
+    """Of the whole path, with what text already seen says of it."""
+    said: float
+    """The head's, of this token behind its parent."""
+    parent: int
+    rank: int
+    guesses: Guesses
+    layer: int
+    """The exit layer that says so."""
+
+
+class Tree:
+    """A draft while it grows: what it should give, what it costs, what fits."""
+
+    def __init__(
+        self,
+        trunk: Draft,
+        cost: DraftCost,
+        most: int,
+        ends: Collection[int] = (),
+        *,
+        paid: float = 0.0,
+    ) -> None:
+        """`trunk`: a chain with chances, for which steps were `paid` beside its rows.
+
+        `most`: draft tokens. Nothing goes behind `ends`.
+        """
+        self._said = {ROOT: 1.0}
+        """By token: the head's own probability of its path, as far as it was asked."""
+        self.draft = trunk
+        self.parents = trunk.parents = list(range(-1, len(trunk.tokens) - 1))
+        self._cost, self._most, self._ends = cost, most, ends
+        self._rows = tuple(islice(each_row(cost.row_costs), most))
+        self._tokens = 1.0 + sum(trunk.chances)
+        self._steps = 1.0 + sum(self._rows[: len(trunk.tokens)]) + paid
+
+    @property
+    def rate(self) -> float:
+        """Tokens expected per plain step."""
+        return self._tokens / self._steps
+
+    @property
+    def full(self) -> bool:
+        """Whether no more tokens fit."""
+        return len(self.draft.tokens) >= self._most
+
+    @property
+    def next_row(self) -> float:
+        """The chance at which one more token pays."""
+        return self._rows[len(self.draft.tokens)] * self.rate
+
+    def node(self, index: int) -> _Node:
+        """ROOT, or a token of the draft."""
+        chance = 1.0 if index == ROOT else self.draft.chances[index]
+        behind = index + 1  # the trunk's tokens come first, in order
+        if behind < len(self.parents) and self.parents[behind] == index:
+            return _Node(index, max(chance - self.draft.chances[behind], 0.0), behind)
+        return _Node(index, chance, None)
+
+    def closes(self, index: int) -> bool:
+        """Whether a token ends the sequence."""
+        return index != ROOT and self.draft.tokens[index] in self._ends
+
+    def askable(self, index: int) -> bool:
+        """Whether the head can say more there, and would mean it."""
+        return not self.closes(index) and self._said.get(index, 0.0) >= LEAST_SAID
+
+    def note(self, index: int, parent: int, said: float) -> None:
+        """What the head gives a token behind its parent."""
+        self._said[index] = self._said.get(parent, 0.0) * said
+
+    def pay_head(self) -> None:
+        """One more level was asked."""
+        self.draft.heads += 1
+        self._steps += self._cost.asking
+
+    def take(self, offers: Iterable[Offer]) -> list[int]:
+        """Add those that pay, the likeliest first; returns their indices."""
+        taken: list[int] = []
+        for offer in sorted(offers, key=lambda offer: -offer.chance):
+            if self.full or offer.chance <= self.next_row:
+                break
+            choice = offer.guesses.choice(offer.rank)
+            if choice is not None:
+                taken.append(self._add(offer, choice))
+        return taken
+
+    def _add(self, offer: Offer, choice: Choice) -> int:
+        """One more token; returns its index."""
+        draft, chance = self.draft, offer.chance
+        self._steps += self._rows[len(draft.tokens)]
+        self._tokens += chance
+        self.parents.append(offer.parent)
+        draft.tokens.append(choice.token)
+        draft.chances.append(chance)
+        draft.exit_layers.append(offer.layer)
+        draft.sources.append(EXIT)
+        if draft.probs is not None:
+            draft.probs.append(choice.law)
+        self.note(len(draft.tokens) - 1, offer.parent, offer.said)
+        return len(draft.tokens) - 1
+
+    def finished(self) -> Draft:
+        """Each token's likeliest child behind it, so that the best path is a chain to be kept.
+
+        Without parents if it is a chain as a whole.
+        """
+        order = self._in_depth()
+        places = {ROOT: ROOT} | {old: new for new, old in enumerate(order)}
+        draft = self.draft
+        draft.tokens = [draft.tokens[old] for old in order]
+        draft.chances = [draft.chances[old] for old in order]
+        draft.exit_layers = [draft.exit_layers[old] for old in order]
+        draft.sources = [draft.sources[old] for old in order]
+        if draft.probs is not None:
+            draft.probs = [draft.probs[old] for old in order]
+        parents = [places[self.parents[old]] for old in order]
+        draft.parents = None if parents == list(range(-1, len(order) - 1)) else parents
+        return draft
+
+    def _in_depth(self) -> list[int]:
+        """All tokens: each before its children, and these, in their order, with all behind them."""
+        children: dict[int, list[int]] = {}
+        for index, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(index)
+        found, waiting = [], children.get(ROOT, [])[::-1]
+        while waiting:
+            found.append(waiting.pop())
+            waiting += children.get(found[-1], [])[::-1]
+        return found
+
+
+class TreeDrafter(Generic[StateT]):
+    """Grows a tree per round. Acceptance must be lossless, and the executor run trees."""
+
+    def __init__(
+        self,
+        guesser: Guesser[StateT],
+        cost: DraftCost,
+        controller: DraftController,
+        end_tokens: Collection[int] = (),
+        *,
+        most: int,
+        seen: Trunks | None = None,
+        never_slower: bool = True,
+        sampled: bool = False,
+    ) -> None:
+        """`cost`: what rows and heads cost; `most`: draft tokens of a round.
+
+        The `controller` sets the longest path; `seen` gives trunks. `sampled`: tokens are drawn
+        from laws, which acceptance will want.
+        """
+        self._guesser, self._cost, self._controller = guesser, cost, controller
+        self._end_tokens, self._most = frozenset(end_tokens), most
+        self._seen = seen
+        self._paying = Paying(cost) if never_slower else None
+        self._sampled = sampled
+        self._best = deque([_FIRST_HOPE], maxlen=_REMEMBERED)
+        self._trunk = Draft()
+        self._asked = False
+
+    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        """A draft of at most `limit` tokens in a path."""
+        self._trunk = Draft()
+        if self._seen is not None:
+            self._trunk = self._seen.propose(state, min(limit, self._most))
+        draft = Draft(
+            tokens=list(self._trunk.tokens),
+            chances=list(self._trunk.chances),
+            exit_layers=list(self._trunk.exit_layers),
+            sources=list(self._trunk.sources),
+            probs=[None] * len(self._trunk.tokens) if self._sampled else None,
+            ended=self._trunk.ended,
+        )
+        self._asked = False
+        if limit <= 0 or (self._paying is not None and self._paying.pauses()):
+            return draft
+        tree = Tree(draft, self._cost, self._most, self._end_tokens)
+        yield from self._grow(tree, state, limit, watch)
+        return tree.finished()
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """Tell everyone whose tokens were in it."""
+        if self._seen is not None:
+            count = len(self._trunk.tokens)
+            self._seen.learn(self._trunk, [index for index in kept if index < count])
+        if self._asked:
+            if self._paying is not None:
+                self._paying.learn(draft, kept)
+            if draft.tokens:
+                self._controller.end(draft.depth, len(kept))
+
+    def _grow(self, tree: Tree, state: StateT, limit: int, watch: Stopwatch) -> Steps[None]:
+        """Level by level, one question to the head each."""
+        width = self._controller.begin()
+        level = [ROOT]
+        self._guesser.begin(state)
+        tree.draft.ended = "width" if width <= limit else "budget"
+        for _ in range(min(width, limit)):
+            asked = self._worth_asking(tree, level)
+            if not asked:
+                tree.draft.ended = "width" if tree.full else "unsure"
+                return
+            self._asked = True
+            tree.pay_head()
+            nodes = [node.at for node in asked]
+            answers = yield from self._guesser.ask(tree.draft, nodes, watch)
+            level = self._add(tree, asked, answers)
+            if level and all(map(tree.closes, level)):
+                tree.draft.ended = "eos"
+                return
+
+    def _worth_asking(self, tree: Tree, level: Sequence[int]) -> list[_Node]:
+        """Of the newest level those behind which a guess should pay its row, if all pay the head.
+
+        The root is asked whenever text already seen has nothing: else nobody would hear of heads
+        that have become better.
+        """
+        if tree.full:
+            return []
+        if level == [ROOT] and not tree.draft.tokens:
+            return [tree.node(ROOT)]
+        row = tree.next_row
+        nodes = [tree.node(index) for index in level if tree.askable(index)]
+        gains = [self._hope(node.free, row) for node in nodes]
+        if sum(gains) <= self._cost.asking * tree.rate:
+            return []
+        return [node for node, gain in zip(nodes, gains, strict=True) if gain > 0.0]
+
+    def _hope(self, free: float, row: float) -> float:
+        """What the best guess behind a node of this chance should bring, its row paid."""
+        return sum(max(free * best - row, 0.0) for best in self._best) / len(self._best)
+
+    def _add(self, tree: Tree, asked: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
+        """The guesses that pay; returns the next level, which the trunk is part of."""
+        level, offers = [], []
+        for node, guesses in zip(asked, answers, strict=True):
+            if guesses.chances:
+                self._best.append(guesses.chances[0])
+            taken = 0.0
+            if node.child is not None:
+                level.append(node.child)
+                guesses, taken = guesses.without(tree.draft.tokens[node.child])
+                tree.note(node.child, node.at, taken)
+            share = node.free / max(1.0 - taken, _ROUNDING)
+            offers += [
+                Offer(
+                    min(share * said, node.free), said, node.at, rank, guesses, self._guesser.layer
+                )
+                for rank, said in enumerate(guesses.chances)
+            ]
+        return level + tree.take(offers)
+
+
+# --- what heads think of the next token: the likeliest few, or draws ------------------------------
+
+
+@dataclass(frozen=True)
+class Known:
+    """The likeliest tokens, for greedy decoding."""
+
+    tokens: Sequence[int]
+    chances: Sequence[float]
+
+    def choice(self, rank: int) -> Choice:
+        """The token of a rank."""
+        return Choice(self.tokens[rank])
+
+    def without(self, token: int) -> tuple[Known, float]:
+        """The others, and its chance."""
+        if token not in self.tokens:
+            return self, 0.0
+        at = self.tokens.index(token)
+        tokens, chances = list(self.tokens), list(self.chances)
+        del tokens[at]
+        said = chances.pop(at)
+        return Known(tokens, chances), said
+
+
+class Drawn:
+    """Tokens drawn from a law without replacement.
+
+    Each comes with the law that it was drawn from, what was drawn before taken out of it: tried in
+    this order, each against what the ones before left of the target's law, they keep the target's
+    distribution (recursive rejection sampling: Jeon et al. 2024, "Recursive Speculative Decoding").
+    """
+
+    def __init__(self, law: Tensor, sampler: Sampler, count: int, place: int) -> None:
+        """`law` [V] of the token behind `place` ids; at most `count` are drawn."""
+        self._law, self._sampler, self._count, self._place = law, sampler, count, place
+        best = law.topk(min(count, len(law))).values
+        self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
+
+    def choice(self, rank: int) -> Choice | None:  # noqa: ARG002  # the protocol's
+        """The next draw; None where rounding left nothing to draw from."""
+        law = self._law
+        total = law.sum()
+        if not bool(total > 0.0):
+            return None
+        law = law / total
+        token = self._sampler.draw(law, self._place)
+        self._law = law.clone()
+        self._law[token] = 0.0
+        return Choice(token, law)
+
+    def without(self, token: int) -> tuple[Drawn, float]:
+        """From what is left of the law, and its probability."""
+        law = self._law.clone()
+        law[token] = 0.0
+        return Drawn(law, self._sampler, self._count, self._place), float(self._law[token])
+
+
+class HeadGuesser:
+    """Asks the head of exit layer 0, which reads embeddings: no layer runs before verification."""
+
+    layer = 0
+
+    def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
+        """`count`: guesses behind a token at most."""
+        self._heads, self._head = heads, heads[self.layer]
+        self._judge, self._sampler, self._count = judge, sampler.for_drafts(), count
+        self._state: DecodeState
+        self._known: Tensor | None = None
+        """What the head reads beside the newest token's embedding, [1, d]."""
+        self._features: dict[int, Tensor] = {}
+        """What the head made of each token that was asked, [1, d]."""
+
+    def begin(self, state: DecodeState) -> None:
+        """A round begins."""
+        self._state = state
+        self._known = known_deep(self._heads, state)
+        self._features = {}
+
+    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+        """One product over all of `asked`, and one device read."""
+        state, head = self._state, self._head
+        newest = state.committed(-1)
+        ids = [(newest if n == ROOT else draft.tokens[n:])[0] for n in asked]
+        hidden: Tensor = yield Embed(backbone=state.backbone, ids=ids)
+        watch.lap("draft")
+        said: Answer = yield Ask(
+            head=head,
+            hidden=hidden,
+            deep=self._deep(draft, asked),
+            temperature=self._judge.temperature(self.layer),
+            count=self._count,
+        )
+        self._features |= zip(asked, said.features.split(1), strict=True)
+        found = [
+            self._guesses(draft, node, said.logits[row : row + 1], tokens, chances)
+            for row, (node, tokens, chances) in enumerate(
+                zip(asked, said.tokens, said.chances, strict=True)
+            )
+        ]
+        watch.lap("heads")
+        return found
+
+    def _deep(self, draft: Draft, asked: Sequence[int]) -> Tensor | None:
+        """What the head reads beside embeddings, [n, d]: its features one token earlier."""
+        if not self._heads.reads_deep:
+            return None
+        if asked[0] == ROOT:
+            return self._known
+        parents = [(draft.parents or [])[node] for node in asked]
+        return torch.cat([self._features[parent] for parent in parents])
+
+    def _guesses(
+        self, draft: Draft, node: int, logits: Tensor, tokens: list[int], chances: list[float]
+    ) -> Guesses:
+        """Behind one token; none where the judge is not sure. Draft logits [1, V_draft]."""
+        if not self._judge.exits(chances[0], self.layer):
+            return Known([], [])
+        if self._sampler.is_plain_greedy:
+            return Known(tokens, chances)
+        path = self._state.ids.new_tensor([[draft.tokens[index] for index in draft.path(node)]])
+        ids = torch.cat([self._state.ids, path], dim=1)
+        return processed(self._sampler, ids, self._head.to_target_logits(logits), self._count)
+
+
+def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int) -> Guesses:
+    """At most `count` guesses behind `ids` [1, n] under processors, or draws; logits [1, V]."""
+    law = sampler.probs(ids, logits)
+    if sampler.do_sample:
+        return Drawn(law, sampler, count, ids.shape[1])
+    best = law.topk(min(count, len(law)))
+    return Known(best.indices.tolist(), best.values.tolist())
+
+
+def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
+    """What heads read beside the hidden state of the newest token, [1, d]; None if nothing."""
+    if state.deep is None or not heads.reads_deep:
+        return None
+    normed: Tensor = state.backbone.unembedding.norm(state.deep)
+    return normed
+
+
+# --- rows run through the hidden cache and wait where they left -----------------------------------
+
+
+class Siblings(NamedTuple):
+    """Second guesses beside each token of a chain: rows that only verification runs."""
+
+    guesses: int
+    """For a place, the chain's included."""
+    cost: DraftCost
+    most: int
+    """Draft tokens of a round."""
+
+
+class _Exit(NamedTuple):
+    """One draft token and where it left."""
+
+    layer: int
+    choice: Choice
+    confidence: float
+    """What the controller wants to know; the judge's own where it wants nothing."""
+    features: Tensor
+    """The head's, [1, d]: what it believes layer L would give here."""
+    guesses: Guesses | None = None
+    """The token's own, and what else may stand there; None: nobody wants to know."""
+
+
+class ExitDrafter(PacedDrafter):
+    """Drafts from exit heads on intermediate layers: SpecBound's BSCS, section 2.3.
+
+    Each token runs segment by segment until the judge is sure; a token that is still unsure at the
+    last exit layer in use (D_max) ends the draft, and so does the W_max-th draft. Second guesses of
+    the layers where tokens left may join as siblings: no layer runs for these before verification.
+    """
+
+    def __init__(
+        self,
+        heads: ExitHeads,
+        judge: ExitJudge,
+        sampler: Sampler,
+        controller: DraftController,
+        end_tokens: Collection[int] = (),
+        *,
+        beliefs: bool = False,
+        siblings: Siblings | None = None,
+    ) -> None:
+        """`end_tokens` close a sequence: nothing is drafted behind one. `beliefs` are kept.
+
+        With `siblings` the acceptance must be lossless, and the executor run trees.
+        """
+        super().__init__(controller, end_tokens, beliefs=beliefs)
+        self._heads = heads
+        self._judge = judge
+        self._sampler = sampler.for_drafts()
+        self._siblings = siblings
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        """A path of up to min(limit, W_max) tokens; the rows that gave it wait where they left."""
+        writer = DraftWriter(self, limit, source=EXIT, sampled=self._sampler.do_sample)
+        ids = state.ids
+        deep = known_deep(self._heads, state)
+        exits: list[_Exit] = []
+        while writer.room:
+            newest = writer.draft.tokens[-1:] or state.committed(-1)
+            state.hidden.push((yield Embed(backbone=state.backbone, ids=newest)))
+            found = yield from self._first_exit(state, ids, deep, writer.draft, watch)
+            if found is None:
+                writer.stop("depth")
+                break
+            writer.add(found.choice, found.confidence, layer=found.layer)
+            exits.append(found)
+            deep = found.features
+            ids = torch.cat([ids, ids.new_tensor([[found.choice.token]])], dim=1)
+        return self._with_siblings(writer.draft, exits)
+
+    def _with_siblings(self, draft: Draft, exits: list[_Exit]) -> Draft:
+        """The chain, with second guesses at its places as far as they pay their rows."""
+        if self._siblings is None or not exits:
+            return draft
+        _, cost, most = self._siblings
+        path, offers = 1.0, []
+        for parent, found in enumerate(exits, start=ROOT):
+            guesses = found.guesses or Known([], [])
+            offers += [
+                Offer(path * said, said, parent, rank, guesses, found.layer)
+                for rank, said in enumerate(guesses.chances)
+                if rank > 0
+            ]
+            path *= guesses.chances[0] if guesses.chances else 0.0
+            draft.chances.append(path)
+        tree = Tree(draft, cost, most, paid=cost.beside_rows(draft))
+        tree.take(offers)
+        return tree.finished()
+
+    def _first_exit(
+        self, state: DecodeState, ids: Tensor, deep: Tensor | None, draft: Draft, watch: Stopwatch
+    ) -> Steps[_Exit | None]:
+        """The first confident layer and what it drafts; None: difficult token.
+
+        `draft` counts the heads that are asked.
+
+        Whether to exit is decided from the context alone, before a token is drawn: a decision that
+        saw the drawn token would bias the output.
+        """
+        signal = self.controller.signal
+        for boundary, layer in enumerate(state.hidden.schedule.depths[1:-1]):
+            hidden = yield from state.hidden.advance(boundary)
+            watch.lap("draft")
+            head = self._heads[layer]
+            draft.heads += 1
+            said: Answer = yield Ask(
+                head=head,
+                hidden=hidden[-1:],  # the row being drafted
+                deep=deep,
+                temperature=self._judge.temperature(layer),
+                count=1 if self._siblings is None else self._siblings.guesses,
+                # the judge computes the top probability anyway
+                signal=None if signal is top_probability else signal,
+            )
+            found = self._exit(head, said, layer, ids)
+            watch.lap("heads")
+            if found is not None:
+                return found
+        return None
+
+    def _exit(self, head: ExitHead, said: Answer, layer: int, ids: Tensor) -> _Exit | None:
+        """The token that leaves; None: the judge is not sure, or nothing is left to draw."""
+        (tokens,), (chances,) = said.tokens, said.chances
+        if not self._judge.exits(chances[0], layer):
+            return None
+        confidence = said.signals[0] if said.signals else chances[0]
+        if self._siblings is None:
+            if self._sampler.is_plain_greedy and not self.beliefs:
+                choice = Choice(tokens[0])
+            else:
+                wide = head.to_target_logits(said.logits)
+                choice = self._sampler.choose(ids, wide, believe=self.beliefs)
+            return _Exit(layer, choice, confidence, said.features)
+        guesses: Guesses = Known(tokens, chances)
+        if not self._sampler.is_plain_greedy:
+            wide = head.to_target_logits(said.logits)
+            guesses = processed(self._sampler, ids, wide, self._siblings.guesses)
+        best = guesses.choice(0)
+        return None if best is None else _Exit(layer, best, confidence, said.features, guesses)

@@ -1,0 +1,458 @@
+"""From logits to the scores that tokens are chosen by: Hugging Face's processors, and choice.
+
+Processors run on true prefixes, one position at a time and once per committed token, exactly as
+plain decoding calls them; so processors that keep state across calls see what they would see there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process, stopping_criteria
+
+from selfspec.decoding.stats import common
+from selfspec.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# --- one row of a batch: processors and criteria that were made for all, for it -------------------
+
+
+STATELESS = frozenset(
+    {
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "ExponentialDecayLengthPenalty",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "MinPLogitsWarper",
+        "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+        "WatermarkLogitsProcessor",  # its generator is seeded anew for each row and call
+    }
+)
+"""transformers' processors whose calls do not affect each other."""
+
+Cut = Callable[[Any, int, int], Any]
+"""(processor or criterion, row, rows of the batch) -> the one for that row; the other stays."""
+
+
+def processor_for(processor: Any, row: int, rows: int) -> Any:
+    """A logits processor for row `row` of `rows`.
+
+    Raises InvalidOption for one that is not known to treat each row by itself.
+    """
+    name = type(processor).__name__
+    if type(processor).__module__ == logits_process.__name__:
+        if name in _PROCESSORS:
+            return _PROCESSORS[name](processor, row, rows)
+        if name in STATELESS:
+            return processor
+    return _by_itself(processor, row)
+
+
+def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -> Any:
+    """A stopping criterion for row `row` of `rows`, whose clock starts now if it has one.
+
+    `max_time`: what was asked for as an option; a MaxTimeCriteria of the user's keeps its clock.
+    Raises InvalidOption for one that is not known to treat each row by itself.
+    """
+    kind = type(criterion)
+    if rows == 1:
+        return criterion
+    if kind is stopping_criteria.MaxTimeCriteria:
+        if criterion.max_time != max_time:
+            return criterion
+        own = copy.copy(criterion)
+        own.initial_timestamp = time.time()  # of this row's own start
+        return own
+    return criterion if kind is stopping_criteria.StopStringCriteria else _by_itself(criterion, row)
+
+
+def called(thing: object) -> str:
+    """The name of a processor or criterion: of its class, or of a function."""
+    return str(getattr(thing, "__name__", None) or type(thing).__name__)
+
+
+def _by_itself(thing: Any, row: int) -> Any:
+    """What a class of the user's own gives for a row, if it can."""
+    if callable(own := getattr(thing, "for_row", None)):
+        return own(row)
+    raise InvalidOption(
+        f"{called(thing)} may treat rows of a batch in different ways, and each row is judged by "
+        "itself here. Give it a method for_row(row), or decode one prompt at a time"
+    )
+
+
+def _place(processor: Any, held: int, row: int, rows: int, *, shared: bool = False) -> slice:
+    """Which of `held` entries belongs to `row`; `shared` by several where prompts repeat."""
+    if held != rows and not (shared and held and rows % held == 0):
+        raise InvalidOption(
+            f"{called(processor)} was made for {held} rows, the batch has {rows}. Make it anew"
+        )
+    at = row // (rows // held)
+    return slice(at, at + 1)
+
+
+def _prompt_lengths(processor: Any, row: int, rows: int) -> Any:
+    """RepetitionPenalty: padding that is skipped, [B]."""
+    lengths = processor.prompt_ignore_length
+    if not isinstance(lengths, Tensor):
+        return processor
+    alone = copy.copy(processor)
+    alone.prompt_ignore_length = lengths[_place(processor, len(lengths), row, rows)]
+    return alone
+
+
+def _prompt_ids(processor: Any, row: int, rows: int) -> Any:
+    """EncoderRepetitionPenalty: ids of the prompts, [B, P]."""
+    ids = processor.encoder_input_ids
+    alone = copy.copy(processor)
+    alone.encoder_input_ids = ids[_place(processor, len(ids), row, rows, shared=True)]
+    return alone
+
+
+def _prompt_ngrams(processor: Any, row: int, rows: int) -> Any:
+    """EncoderNoRepeatNGram: a table of n-grams per prompt."""
+    tables = processor.generated_ngrams
+    alone = copy.copy(processor)
+    alone.generated_ngrams = tables[_place(processor, len(tables), row, rows, shared=True)]
+    alone.batch_size = 1
+    return alone
+
+
+def _batch_id(processor: Any, row: int, _rows: int) -> Any:
+    """PrefixConstrained: the user's function is told which row it is asked about."""
+    allowed = processor._prefix_allowed_tokens_fn
+    alone = copy.copy(processor)
+    alone._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+    return alone
+
+
+def _fresh_state(processor: Any, _row: int, _rows: int) -> Any:
+    """SynthIDTextWatermark: contexts that were seen, [B, ..], made at the first call."""
+    alone = copy.copy(processor)
+    alone.state = None
+    return alone
+
+
+def _own_context(processor: Any, row: int, rows: int) -> Any:
+    """UnbatchedClassifierFreeGuidance: ids of the negative prompts, [B, N], and their cache."""
+    alone = copy.copy(processor)
+    context = dict(processor.unconditional_context)
+    for name in ("input_ids", "attention_mask"):
+        if (held := context[name]) is not None:
+            context[name] = held[_place(processor, len(held), row, rows)]
+    alone.unconditional_context = context
+    return alone
+
+
+_PROCESSORS: dict[str, Cut] = {
+    "EncoderNoRepeatNGramLogitsProcessor": _prompt_ngrams,
+    "EncoderRepetitionPenaltyLogitsProcessor": _prompt_ids,
+    "PrefixConstrainedLogitsProcessor": _batch_id,
+    "RepetitionPenaltyLogitsProcessor": _prompt_lengths,
+    "SynthIDTextWatermarkLogitsProcessor": _fresh_state,
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": _own_context,
+}
+"""transformers' processors that hold something per row."""
+
+
+# --- penalties, as OpenAI defines them ------------------------------------------------------------
+
+
+class OccurrencePenalty(LogitsProcessor):
+    """Takes `presence` off the score of every token that the answer has, and `frequency` each time.
+
+    The prompt does not count. What it gives depends on the prefix alone.
+    """
+
+    stateless = True
+
+    def __init__(self, presence: float, frequency: float, start: int) -> None:
+        """`start`: ids in front of the answer, padding included."""
+        self._presence, self._frequency, self._start = presence, frequency, start
+
+    def for_row(self, _row: int) -> OccurrencePenalty:
+        """Rows of a batch are treated alike."""
+        return self
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[1, n], [1, V] -> [1, V]."""
+        tokens, counts = input_ids[0, self._start :].unique(return_counts=True)
+        lowered = scores.clone()
+        lowered[0, tokens] -= self._presence + self._frequency * counts
+        return lowered
+
+
+# --- grammars: which tokens may come next, and which must -----------------------------------------
+
+
+class GrammarMask(LogitsProcessor):
+    """Rules out tokens that the grammar forbids behind a prefix; that alone decides.
+
+    The matcher goes along with a text, and back where the next question has another prefix.
+    """
+
+    stateless = True
+
+    def __init__(self, matcher: LLMatcher, start: int, ends: Collection[int]) -> None:
+        """`matcher`: at its beginning; `start`: ids in front of the text, padding included.
+
+        `ends`: end tokens, each of which closes a complete text.
+        """
+        self.start = start
+        self._matcher = matcher
+        self._ends = sorted(ends)
+        self._text: list[int] = []
+
+    def for_row(self, _row: int) -> GrammarMask:
+        """The same grammar for another text."""
+        matcher = self._matcher.deep_copy()
+        matcher.reset()
+        return GrammarMask(matcher, self.start, self._ends)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[1, n], [1, V] -> [1, V]. Raises InvalidOption where no allowed token is left."""
+        self._follow(input_ids[0, self.start :].tolist())
+        allowed = self._allowed(scores.shape[1]).to(scores.device)
+        masked = scores.masked_fill(~allowed, -math.inf)
+        if bool(masked.isneginf().all()):
+            raise InvalidOption(
+                "another option rules out every token that the grammar allows. Leave out "
+                "min_new_tokens, suppress_tokens, bad_words_ids or logits_processor"
+            )
+        return masked
+
+    def forced(self, text: Sequence[int], limit: int) -> list[int]:
+        """At most `limit` tokens that must follow, the end token included."""
+        self._follow(text)
+        found: list[int] = self._matcher.compute_ff_tokens()[:limit]
+        if len(found) < limit:
+            count = self._matcher.try_consume_tokens(found)
+            if count == len(found) and self._matcher.is_stopped():
+                found.append(self._ends[0])
+            self._matcher.rollback(count)
+        return found
+
+    def allows(self, text: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of `tokens` may follow, one behind the other."""
+        self._follow(text)
+        return int(self._matcher.validate_tokens(list(tokens)))
+
+    def _follow(self, text: Sequence[int]) -> None:
+        """Bring the matcher to the end of `text`."""
+        text = list(text)
+        same = common(self._text, text)
+        if same < len(self._text):
+            self._matcher.rollback(len(self._text) - same)
+        fresh = text[same:]
+        count = self._matcher.try_consume_tokens(fresh) if fresh else 0
+        self._text = text[: same + count]
+        if count < len(fresh):
+            raise InvalidOption(
+                f"another option puts token {fresh[count]} where the grammar forbids it. Leave out "
+                "forced_eos_token_id, forced_bos_token_id or logits_processor"
+            )
+
+    def _allowed(self, vocab_size: int) -> Tensor:
+        """[V], bool."""
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            said = " ".join(self._matcher.get_error().split())
+            raise InvalidOption(f"the grammar cannot be followed: {said}. Give a simpler one")
+        bits = np.unpackbits(packed, bitorder="little", count=min(vocab_size, 8 * packed.size))
+        allowed = torch.zeros(vocab_size, dtype=torch.bool)
+        allowed[: bits.size] = torch.from_numpy(bits).bool()
+        if any(allowed[end] for end in self._ends):
+            allowed[self._ends] = True
+        return allowed
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+_BITS = 2**64 - 1
+
+_UNKNOWN = -3e4
+"""Of a token that a head does not know, where it must choose among such; in any number format."""
+
+
+class Choice(NamedTuple):
+    """One token and where it came from."""
+
+    token: int
+    law: Tensor | None = None
+    """The law it was drawn from, [V]; None: it is certain."""
+    belief: Tensor | None = None
+    """The law at its place, [V], drawn from or not; None: not kept."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a token is chosen from processed scores: the most likely, or drawn."""
+
+    processors: LogitsProcessorList
+    do_sample: bool = False
+    generator: torch.Generator | None = None
+    """Source of draws that no seed ties; None is torch's global one."""
+    seed: int | None = None
+    """Ties each draw to its position: the token is a function of the law there, and of this."""
+    pad: int = 0
+    """Padding ids in front of a text, which count for no position."""
+    least: float | None = None
+    """What logits are raised to before processors see them; None: they stay."""
+
+    @property
+    def grammar(self) -> GrammarMask | None:
+        """What the text has to follow, if anything."""
+        return next((one for one in self.processors if isinstance(one, GrammarMask)), None)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """The most likely token, and nothing changes the logits."""
+        return not self.do_sample and not self.processors
+
+    def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """Processed scores of the token after `ids` [1, n]; [1, V] -> [1, V].
+
+        Raises InvalidOption for what a processor of transformers refuses, and for results of
+        another shape. What a processor of the user's raises goes on as it is.
+        """
+        scores = logits if self.least is None else logits.clamp(min=self.least)
+        for processor in self.processors:
+            scores = _processed(processor, ids, scores)
+        return scores
+
+    def probs(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """Distribution of the token after `ids` [1, n]; [1, V] -> [V], float32."""
+        return self.scores(ids, logits)[0].softmax(-1)
+
+    def choose(self, ids: Tensor, logits: Tensor, *, believe: bool = False) -> Choice:
+        """A token to follow `ids` [1, n], from [1, V]; with its belief if asked to `believe`."""
+        scores = self.scores(ids, logits)
+        probs = scores[0].softmax(-1) if self.do_sample or believe else None
+        if self.do_sample and probs is not None:
+            return Choice(self.draw(probs, ids.shape[1]), probs, probs)
+        return Choice(int(scores.argmax(-1)), None, probs)
+
+    def draw(self, probs: Tensor, place: int | None = None) -> int:
+        """One token from [V], behind `place` ids, to which a seed ties it; None: to no place.
+
+        Raises InvalidOption where [V] is no law.
+        """
+        generator = self.generator
+        if self.seed is not None and place is not None:
+            # of one draw torch makes a race: the largest p / t, for [V] exponential times t
+            generator = torch.Generator(probs.device)
+            generator.manual_seed(mixed(self.seed, place - self.pad))
+        try:
+            return int(torch.multinomial(probs, 1, generator=generator))
+        except RuntimeError as error:
+            raise InvalidOption(
+                "the scores hold no law to draw from: all tokens are ruled out, or a number is NaN "
+                "or infinite. Check temperature, guidance_scale and logits_processor"
+            ) from error
+
+    def uniform(self, device: torch.device) -> Tensor:
+        """One number from [0, 1), a tensor without dimensions."""
+        return torch.rand((), device=device, generator=self.generator)
+
+    def for_drafts(self) -> Sampler:
+        """The same choice with only the processors that may look at tokens never committed.
+
+        A head may know few of the tokens that a grammar allows, or none: then all are alike.
+        """
+        kept = [p for p in self.processors if is_stateless(p)]
+        least = None if self.grammar is None else _UNKNOWN
+        return replace(self, processors=LogitsProcessorList(kept), least=least)
+
+    def for_row(self, row: int, rows: int, pad: int = 0) -> Sampler:
+        """The choice for one row of a batch of `rows`, which has `pad` padding ids in front.
+
+        Row r draws with the seed plus r, so that it can be made again by itself. Raises
+        InvalidOption for a processor that is not known to treat each row by itself.
+        """
+        if rows == 1:
+            return replace(self, pad=pad)
+        alone = [processor_for(processor, row, rows) for processor in self.processors]
+        own = replace(self, processors=LogitsProcessorList(alone), pad=pad)
+        if self.seed is None or self.generator is None:
+            return own
+        return own.seeded((self.seed + row) & _BITS, self.generator.device)
+
+    def seeded(self, seed: int, device: torch.device) -> Sampler:
+        """The same choice with draws from a seed."""
+        generator = torch.Generator(device).manual_seed(seed)
+        return replace(self, seed=seed, generator=generator)
+
+
+def mixed(seed: int, place: int) -> int:
+    """A seed for one place: of 64 bits, with all of which each bit of both changes half.
+
+    The finaliser of splitmix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number
+    Generators"), behind one step for the seed and one for the place.
+    """
+    found = seed
+    for step in (0, place):
+        found = (found + (step + 1) * 0x9E3779B97F4A7C15) & _BITS
+        found = ((found ^ (found >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+        found = ((found ^ (found >> 27)) * 0x94D049BB133111EB) & _BITS
+        found ^= found >> 31
+    return found
+
+
+def is_stateless(processor: object) -> bool:
+    """Whether calls do not affect each other: most of Hugging Face's own processors.
+
+    The user's own code is taken to keep state unless its class says `stateless = True`. Leaving
+    one out on the draft side costs acceptance, never correctness: the target side always runs all.
+    """
+    kind = type(processor)
+    if getattr(kind, "stateless", False) is True:
+        return True
+    return kind.__module__ == logits_process.__name__ and kind.__name__ in STATELESS
+
+
+def _processed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    """[1, n], [1, V] -> [1, V]."""
+    try:
+        found = processor(ids, scores)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if type(processor).__module__ != logits_process.__name__:
+            raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InvalidOption(
+            f"{called(processor)} refuses: {reason}. Change its option, or leave it out"
+        ) from error
+    if not isinstance(found, Tensor) or found.shape != scores.shape:
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise InvalidOption(
+            f"{called(processor)} gives {shape}, expected scores of shape {list(scores.shape)}"
+        )
+    return found

@@ -1,0 +1,330 @@
+"""One sequence while it is decoded: which rows run when, and the hidden states that wait for it.
+
+Exit layers cut the decoder into segments. A position's hidden state waits at the boundary it has
+reached; `advance` takes all that wait at one boundary through the next segment in one pass. This is
+SpecBound's cache manager (section 2.3): *write* is leaving a row where it is, *reuse* is that a
+deeper token takes its predecessors along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.decoding.acceptance import Target
+from selfspec.decoding.work import Run, Steps, Unembed
+from selfspec.errors import InvalidDraft
+from selfspec.heads.attending import AttendingHeads
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv import Lease
+
+# --- the schedule: counts, no tensors; replay follows it on paper ---------------------------------
+
+
+class Pass(NamedTuple):
+    """One batched run: `rows` hidden states through layers first+1..last."""
+
+    rows: int
+    first: int
+    last: int
+
+
+class Schedule:
+    """How many rows wait at each boundary: 0, the exit layers, and L; and the passes so far."""
+
+    def __init__(self, exit_layers: Sequence[int], num_layers: int) -> None:
+        """`exit_layers` rise and lie in 0..L-1."""
+        self.depths = 0, *exit_layers, num_layers
+        """Of the boundaries."""
+        self.clear()
+
+    def clear(self) -> None:
+        """A new round: nothing waits, and nothing has run."""
+        self.waiting = [0] * len(self.depths)
+        self.pushed = 0
+        """Rows that entered."""
+        self.passes: list[Pass] = []
+
+    def push(self, rows: int) -> None:
+        """Queue rows at boundary 0."""
+        self.waiting[0] += rows
+        self.pushed += rows
+
+    def advance(self, boundary: int, until: int | None = None) -> Pass | None:
+        """Take all rows at `boundary` to boundary `until` (default the next) in one pass.
+
+        None where no layer lies between them: exit layer 0 is the embedding.
+        """
+        until = boundary + 1 if until is None else until
+        step = Pass(self.waiting[boundary], self.depths[boundary], self.depths[until])
+        self.waiting[boundary] = 0
+        self.waiting[until] += step.rows
+        if step.first == step.last:
+            return None
+        self.passes.append(step)
+        return step
+
+    def finish(self) -> Iterator[tuple[int, int]]:
+        """The advances (from, until) that bring every row to boundary L, to be made in this order.
+
+        A pass goes on until it meets other rows, so no row is run apart from rows it could join:
+        rows are first aligned to the deepest exit among them, then share one deep pass.
+        """
+        end = len(self.waiting) - 1
+        return pairwise([*(b for b in range(end) if self.waiting[b]), end])
+
+
+# --- the hidden-state cache -----------------------------------------------------------------------
+
+
+class HiddenCache:
+    """Queues of hidden states at the boundaries 0, the exit layers, and L.
+
+    Within a queue positions are contiguous, and the first one equals the KV length of the layers
+    that the queue waits for. A pass of fewer rows than `pinned_rows` is padded.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        lease: Lease,
+        exit_layers: Sequence[int] = (),
+        pinned_rows: int | None = None,
+        state_layers: Sequence[int] = (),
+    ) -> None:
+        """`exit_layers` rise and lie in 0..L-1.
+
+        `state_layers`, 0..L: rows that run to the end leave their states there, for who reads them;
+        then no row waits at an exit layer.
+        """
+        between = sorted(layer for layer in state_layers if 0 < layer < backbone.num_layers)
+        self.schedule = Schedule(between if state_layers else exit_layers, backbone.num_layers)
+        self._state_layers = state_layers
+        self.states: Tensor | None = None
+        """Of the rows that ran to the end last, side by side, [rows, layers * d]."""
+        self._backbone = backbone
+        self._lease = lease
+        self.least = pinned_rows or 1
+        """Rows that every pass has at least."""
+        self._queues: list[list[Tensor]] = [[] for _ in self.schedule.depths]
+        self._parents: list[int] = []
+        """Of each row of the round, as they entered; -1: the committed text."""
+
+    def push(self, embeddings: Tensor, parents: Sequence[int] | None = None) -> None:
+        """Queue [T, d] at boundary 0: each row follows the one before, or its parent.
+
+        `parents`: earlier rows of the round, -1 for the committed text. What has run already must
+        be a chain: raises InvalidDraft for a row behind one of its siblings.
+        """
+        count = len(self._parents)
+        chain = range(count - 1, count - 1 + len(embeddings))
+        if count and not self._is_chain:
+            raise InvalidDraft("rows cannot be queued behind a tree: queue them with it")
+        self._parents += chain if parents is None else parents
+        self._queues[0].append(embeddings)
+        self.schedule.push(len(embeddings))
+
+    def rows(self, boundary: int) -> Tensor:
+        """All rows waiting at `boundary`, [rows, d]. They stay there."""
+        queue = self._queues[boundary]
+        if len(queue) > 1:
+            queue[:] = [torch.cat(queue)]
+        return queue[0]
+
+    def advance(self, boundary: int, until: int | None = None) -> Steps[Tensor]:
+        """Run all rows waiting at `boundary` to boundary `until` (default the next), in one pass.
+
+        Gives what the pass computed, [rows, d]; it joins the queue at `until`.
+        """
+        until = boundary + 1 if until is None else until
+        step = self.schedule.advance(boundary, until)
+        hidden = self.rows(boundary)
+        if step is not None:
+            hidden = yield self._run(hidden, step)
+        self._queues[boundary].clear()
+        self._queues[until].append(hidden)
+        return hidden
+
+    def advance_all(self) -> Steps[Tensor]:
+        """Run every waiting row to boundary L; gives them all, [rows, d]."""
+        if not self._state_layers:
+            for boundary, until in self.schedule.finish():
+                yield from self.advance(boundary, until)
+            return self.rows(len(self._queues) - 1)
+        hidden, passed = self.rows(0), {}
+        for boundary, depth in enumerate(self.schedule.depths[:-1]):
+            passed[depth] = hidden
+            hidden = yield from self.advance(boundary)
+        passed[self.schedule.depths[-1]] = hidden
+        self.states = torch.cat([passed[layer] for layer in self._state_layers], dim=-1)
+        return hidden
+
+    def unembed(self, hidden: Tensor) -> Steps[Target]:
+        """The target's logits of rows at boundary L, [T, d]."""
+        target: Target = yield Unembed(backbone=self._backbone, hidden=hidden, least=self.least)
+        return target
+
+    def clear(self) -> None:
+        """Drop all waiting rows, and begin the schedule of another round."""
+        for queue in self._queues:
+            queue.clear()
+        self._parents, self.states = [], None
+        self.schedule.clear()
+
+    @property
+    def _is_chain(self) -> bool:
+        return self._parents == list(range(-1, len(self._parents) - 1))
+
+    def _run(self, hidden: Tensor, step: Pass) -> Run:
+        return Run(
+            backbone=self._backbone,
+            lease=self._lease,
+            hidden=hidden,
+            first=step.first,
+            last=step.last,
+            parents=self._tree(step),
+            least=self.least,
+        )
+
+    def _tree(self, step: Pass) -> list[int] | None:
+        """Parents of a pass's rows; None for a chain."""
+        if self._is_chain:
+            return None
+        # no row of the round is through all layers before its last pass
+        held = self._lease.length(step.first) - self._lease.length(self._backbone.num_layers - 1)
+        parents = [parent - held for parent in self._parents[held : held + step.rows]]
+        return None if parents == list(range(-1, step.rows - 1)) else parents
+
+
+# --- the sequence ---------------------------------------------------------------------------------
+
+
+_MOST_UNREAD = 16
+"""Tokens of an answer wait until heads that attend are asked; a prompt is read at once, so that
+texts which begin alike need not."""
+
+
+class DecodeState:
+    """Committed ids and the caches that belong to them.
+
+    Between rounds every layer holds all positions but the newest, which is not in yet. Left
+    padding (`pad` ids in front) is kept in `ids`, because processors and stopping criteria count
+    it, and never reaches the model.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        ids: Tensor,
+        *,
+        pad: int = 0,
+        exit_layers: Sequence[int] = (),
+        lease: Lease | None = None,
+        pinned_rows: int | None = None,
+        reader: AttendingHeads | None = None,
+    ) -> None:
+        """`ids` [1, n] with n > pad. `lease` may hold a prefix of them, from an earlier turn.
+
+        `reader`: heads that attend, which then take the place of those at `exit_layers`.
+        """
+        self.backbone = backbone
+        self.lease = Lease(backbone.num_layers) if lease is None else lease
+        layers = () if reader is None else reader.layers
+        self.hidden = HiddenCache(backbone, self.lease, exit_layers, pinned_rows, layers)
+        self.attention = None if reader is None else reader.attention(self._embed)
+        """What heads that attend have read of the text."""
+        self.pad = pad
+        self._committed: list[int] = ids[0, pad:].tolist()
+        self._outputs: Tensor | None = None
+        self._path: list[int] = []
+        """Rows of the round, counted from the newest token's, whose tokens stay."""
+        self._written = ids.shape[1]
+        """Committed ids that are in the buffer: the others come when somebody looks."""
+        self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
+        self.begin()
+
+    def begin(self) -> None:
+        """The lease may have got a prefix: what heads that attend have not read runs again."""
+        if self.attention is not None and (held := self.lease.length(0)):
+            self.lease.truncate(self.attention.begin(self._committed, held))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self.backbone.embed(ids.to(self.backbone.device))
+
+    @property
+    def ids(self) -> Tensor:
+        """All committed ids, padding included, [1, n]; a view."""
+        if self._written < self.length:
+            while self.length > self._buffer.shape[1]:
+                self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
+            for token in self._committed[self._written - self.pad :]:
+                self._buffer[0, self._written].fill_(token)  # assigning uploads (torch 2.11)
+                self._written += 1
+        return self._buffer[:, : self.length]
+
+    @property
+    def length(self) -> int:
+        """Committed ids, padding included."""
+        return self.pad + len(self._committed)
+
+    def committed(self, start: int) -> list[int]:
+        """Committed ids from the `start`-th on, without padding; no device is asked."""
+        return self._committed[start:]
+
+    @property
+    def waiting(self) -> list[int]:
+        """Committed ids that are not through all layers: a prompt, later the newest one."""
+        return self._committed[self.lease.length(self.backbone.num_layers - 1) :]
+
+    @property
+    def deep(self) -> Tensor | None:
+        """Output of layer L at the position before the newest token, [1, d]; None if not known."""
+        if self._outputs is None or not self._path:
+            return None
+        last = self._path[-1]
+        return self._outputs[last : last + 1]
+
+    def keep_outputs(self, outputs: Tensor) -> None:
+        """Outputs of layer L, [k + 1, d], that the next committed tokens come from."""
+        self._outputs, self._path = outputs, []
+
+    def keep_states(self, rows: Sequence[int]) -> None:
+        """Rows of the pass that has just ended whose positions are committed."""
+        if self.attention is not None and self.hidden.states is not None:
+            self.attention.add(self.hidden.states[list(rows)])
+
+    def append(self, token: int, row: int) -> None:
+        """Commit the token that comes behind `row` of the round: 0 the newest token's, 1 .. k."""
+        self._committed.append(token)
+        self._path.append(row)
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Afterwards, also on an error: caches hold what is committed, and nothing waits."""
+        newest = len(self._committed) - 1
+        try:
+            yield
+        finally:
+            self._rewind(newest)
+        if self.attention is not None and self.attention.waiting > _MOST_UNREAD:
+            self.attention.read(self._committed)
+
+    @torch.inference_mode()  # also where a round is dropped between two of its works
+    def _rewind(self, newest: int) -> None:
+        """Keep of the positions from `newest` on those that are committed."""
+        # the deepest layer holds least: an error may have stopped a pass halfway down
+        deepest = self.lease.length(self.backbone.num_layers - 1)
+        if deepest <= newest:
+            self.lease.truncate(deepest)
+        else:
+            path = self._path[: len(self._committed) - 1 - newest]
+            self.lease.keep(newest, path)
+            if self.hidden.states is not None and self._outputs is not None:
+                before = len(self.hidden.states) - len(self._outputs)
+                self.keep_states([*range(before), *(before + row for row in path)])
+        self.hidden.clear()

@@ -1,0 +1,380 @@
+"""A Hugging Face decoder, cut open: embed, run a range of layers, read logits, by its own modules.
+
+Comes in: a PreTrainedModel, never copied or changed. Goes out: its pieces, the same modules, masks
+and kernels as its forward, any family. Whether they give what `model.forward` gives is for `check`;
+faster ways to run them are other executors', and the backbone chooses one for a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+from selfspec.errors import UnsupportedModel
+from selfspec.model.kv import Lease, PageLayout, Rows, ancestors, held_behind
+from selfspec.model.parts import (
+    CHUNKED,
+    FULL,
+    SLIDING,
+    DecoderParts,
+    Unembedding,
+    attention_types,
+    parts_of,
+)
+from selfspec.model.weights import QuantisedWeight
+
+# --- what an executor is --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What an executor says of itself. The backbone never gives it a pass that it cannot run."""
+
+    steady: bool = False
+    """Whether a row's bits are its own, in a prompt as in a pass of one row; the probe tests it."""
+    trees: bool = False
+    """Runs rows that have siblings."""
+    row_costs: tuple[float, ...] = (0.08,)
+    """What a pass's second row adds, its third and so on, as shares of a pass of one, where nobody
+    measured it; the last value holds for all beyond."""
+    head_cost: float = 0.08
+    """What asking an exit head takes, likewise."""
+    spans: int = 1
+    """Sequences of one pass at most; the backbone splits what has more."""
+    pages: PageLayout | None = None
+    """Of keys and values, where texts can share them."""
+
+
+class Executor(Protocol):
+    """Runs a range of decoder layers on a block of rows, and the way from there to logits."""
+
+    claims: Claims
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights that a row reads, as they are kept: all layers' and the unembedding's."""
+
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output of layer L, [T, d] -> final norm and lm_head, [T, V]."""
+
+
+# --- which positions a row looks at ---------------------------------------------------------------
+
+
+MASKS = {
+    FULL: create_causal_mask,
+    SLIDING: create_sliding_window_causal_mask,
+    CHUNKED: create_chunked_causal_mask,
+}
+"""Attention types whose layers keep one key and value per position, and who makes their masks."""
+
+
+def tree_mask(
+    kind: str,
+    config: PreTrainedConfig,
+    positions: Tensor,
+    parents: Sequence[int],
+    start: int,
+    width: int,
+    like: Tensor,
+) -> Tensor:
+    """The mask for rows of a tree at `positions` [T], [1, 1, T, width].
+
+    The first `start` slots hold a position each; behind them lie the rows, in order.
+    """
+    count = len(parents)
+    slots = torch.arange(width, device=positions.device)
+    slots[start : start + count] = positions  # siblings share a position
+    unseen = torch.tensor(held_behind(parents), device=positions.device)
+    visible = slots < start - unseen[:, None]
+    visible[:, start : start + count] = ancestors(parents, positions.device)
+    if kind == SLIDING:
+        visible &= positions[:, None] - slots < config.sliding_window
+    elif kind == CHUNKED:
+        size = config.attention_chunk_size
+        visible &= positions[:, None] // size == slots // size
+    return as_mask(visible, config, like)
+
+
+def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
+    """[T, S] of truths -> [1, 1, T, S] as the model's attention reads it; `like`: its dtype."""
+    if config._attn_implementation == "eager":
+        lowest = torch.finfo(like.dtype).min
+        visible = torch.where(visible, like.new_zeros(()), lowest)
+    return visible[None, None]
+
+
+# --- the model's own layers -----------------------------------------------------------------------
+
+
+class LayerCache(Protocol):
+    """What a decoder layer asks of a cache."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Append [B, heads, T, head_dim] to `layer`; what its queries see, [B, heads, S, ..]."""
+
+
+class GenericExecutor:
+    """Calls `decoder.layers[i]` directly, with masks sized by the layers that are run."""
+
+    claims = Claims(trees=True)
+
+    def __init__(self, decoder: DecoderParts, lm_head: nn.Module) -> None:
+        self.decoder = decoder
+        self._lm_head = lm_head
+        self.layer_types = attention_types(decoder.config)
+        self._rotates_by_kind = decoder.rotates_by_kind
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all layers, the final norm and lm_head; shared weights count once."""
+        parts = nn.ModuleList([self.decoder.layers, self.decoder.norm, self._lm_head])
+        return sum(weight.nbytes for weight in parts.parameters())
+
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""
+        span, block, positions = rows.only, hidden[None], rows.positions[None]
+        kinds = set(self.layer_types[first:last])
+        if span.parents is None:
+            masks = self.masks(kinds, block, first, positions, span.lease)
+        else:
+            start = span.lease.length(first)
+            width = span.lease.get_mask_sizes(span.count, first)[0]
+            masks = {
+                kind: tree_mask(
+                    kind, self.decoder.config, rows.positions, span.parents, start, width, hidden
+                )
+                for kind in kinds
+            }
+        return self.run_layers(block, first, last, positions, span.lease, masks)[0]
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        first: int,
+        last: int,
+        positions: Tensor,
+        kv: LayerCache,
+        masks: Mapping[str, Any],
+    ) -> Tensor:
+        """Layers first+1..last on [B, T, d], with a mask for each attention type among them."""
+        if first == 0:
+            hidden = self.decoder.with_positions(hidden, positions)
+        rotations = self._rotations(hidden, positions, masks.keys())
+        for layer in range(first, last):
+            kind = self.layer_types[layer]
+            output = self.decoder.layers[layer](
+                hidden,  # positional: hooks and checkpoint wrappers read args[0]
+                attention_mask=masks[kind],
+                position_ids=positions,
+                use_cache=True,
+                **{self.decoder.cache_keyword: kv},
+                **rotations[kind],
+            )
+            hidden = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output of layer L, [T, d] -> final norm and lm_head, [T, V]."""
+        product: Tensor = self._lm_head(self.decoder.norm(hidden[None]))
+        return product[0]
+
+    def masks(
+        self, kinds: Iterable[str], hidden: Tensor, first: int, positions: Tensor, lease: Lease
+    ) -> dict[str, Any]:
+        """By attention type, for [B, T, d] behind what layer first+1 holds.
+
+        None where sdpa needs none.
+        """
+        return {
+            kind: MASKS[kind](
+                config=self.decoder.config,
+                inputs_embeds=hidden,
+                attention_mask=None,
+                past_key_values=lease,  # type: ignore[arg-type]  # it offers what masks need
+                position_ids=positions,
+                layer_idx=first,
+            )
+            for kind in kinds
+        }
+
+    def _rotations(
+        self, hidden: Tensor, positions: Tensor, types: Iterable[str]
+    ) -> dict[str, dict[str, Any]]:
+        """What layers of each type are given of positions, as keywords."""
+        decoder, kinds = self.decoder, list(types)
+        if decoder.rotary_emb is None:
+            return {kind: {} for kind in kinds}
+        if self._rotates_by_kind:
+            made = {kind: decoder.rotations(hidden, positions, kind) for kind in kinds}
+        else:
+            made = dict.fromkeys(kinds, decoder.rotations(hidden, positions, kinds[0]))
+        return {kind: {"position_embeddings": rotations} for kind, rotations in made.items()}
+
+
+# --- the whole decoder ----------------------------------------------------------------------------
+
+
+class Decoder:
+    """The decoder of `model` as pieces that can be run apart."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises UnsupportedModel for a model without the parts of a decoder."""
+        self.model = model
+        self.parts = parts_of(model)
+        self.config: Any = self.parts.config
+        self.lm_head: Any = model.get_output_embeddings()
+        self.own = GenericExecutor(self.parts, self.lm_head)
+        """Runs the model's own modules."""
+        self.mode: Callable[[], AbstractContextManager[object]] = nullcontext
+        """What layers run in; else inference mode, where the caller sees to it."""
+
+    @cached_property
+    def num_layers(self) -> int:
+        """L, the number of decoder layers."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """d, the width of a hidden state."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the unembedding."""
+        weight = self.lm_head.weight
+        if isinstance(weight, Tensor) and weight.shape[1:] == (self.hidden_size,):
+            return int(weight.shape[0])
+        return int(self.lm_head.out_features)  # quantised weights have other shapes
+
+    @property
+    def max_positions(self) -> int:
+        """Positions the model was made for; where they are rotations, a text may go on.
+
+        Raises UnsupportedModel where its config has no such number.
+        """
+        if (count := int(self.config.max_position_embeddings)) < 1:
+            raise UnsupportedModel(
+                f"max_position_embeddings of the model's config is {count}, expected at least 1: "
+                "the length of text that it was made for. Set it"
+            )
+        return count
+
+    @property
+    def position_limit(self) -> int | None:
+        """Positions that the model can compute, if there is an end: learned ones are a table."""
+        return self.max_positions if self.parts.rotary_emb is None else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of hidden states."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids enter."""
+        embedding: Any = self.parts.embed_tokens
+        if embedding.weight.is_meta:  # offloaded: accelerate brings it there when it is called
+            hook = embedding._hf_hook
+            places = [
+                getattr(one, "execution_device", None) for one in getattr(hook, "hooks", [hook])
+            ]
+            return torch.device(next(place for place in places if place is not None))
+        return embedding.weight.device  # type: ignore[no-any-return]  # untyped module attribute
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, for hooks."""
+        return self.parts.layers
+
+    @property
+    def unembedding(self) -> Unembedding:
+        """The model's own way from a hidden state to logits, shared with exit heads.
+
+        Raises UnsupportedModel where lm_head keeps its weight in another form.
+        """
+        weight = self.lm_head.weight
+        if (
+            type(weight) not in (Tensor, nn.Parameter, QuantisedWeight)
+            or not weight.is_floating_point()
+        ):
+            kind = type(getattr(weight, "data", weight)).__name__
+            raise UnsupportedModel(
+                f"exit heads read lm_head's weight, which is quantised ({kind}). Leave lm_head as "
+                "it was when quantising, or draft without heads: drafter='ngram'"
+            )
+        if weight.is_meta:
+            raise UnsupportedModel(
+                "exit heads read lm_head's weight, which is offloaded. Keep lm_head on a device, "
+                "or draft without heads: drafter='ngram'"
+            )
+        bias = getattr(self.lm_head, "bias", None)
+        return Unembedding(weight, self.parts.norm, self.finish, bias)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[T] ids -> [T, d] hidden states at boundary 0.
+
+        Positions, learned ones too, enter where layers run.
+        """
+        with self.mode():
+            return self.parts.embed(ids[None])[0]
+
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases."""
+        with self.mode():
+            return self.own.run(hidden, first, last, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output of layer L, [T, d] -> target logits [T, V], float32."""
+        with self.mode():
+            return self.finish(self.own.logits(hidden))
+
+    def states(self, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
+        """Hidden states of texts of one length, [B, T], after each of the rising `layers`.
+
+        Each [B, T, d]; by the model's own modules, without drafts.
+        """
+        found, lease = [], Lease(self.num_layers)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        with self.mode():
+            hidden = self.parts.embed(ids)
+            for first, last in itertools.pairwise((0, *layers)):
+                if first < last:
+                    kinds = set(self.own.layer_types[first:last])
+                    masks = self.own.masks(kinds, hidden, first, positions, lease)
+                    hidden = self.own.run_layers(hidden, first, last, positions, lease, masks)
+                found.append(hidden)
+        return found
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """The scalings that some families put behind lm_head, then float32."""
+        if (divisor := self.parts.logits_divisor) is not None:  # Granite
+            logits = logits / divisor
+        if (factor := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * factor
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits.float()
+
+
+@contextmanager
+def without_gradients() -> Iterator[None]:
+    """For layers that cannot run in inference mode: what they make are ordinary tensors."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,669 @@
+"""Keys and values: per layer, in pages that texts share, within a budget; rows that read them.
+
+Layers fill them while they run, and they are cut after each round. Each layer has a length of its
+own, since shallow layers see drafts that deep layers have not seen yet. A pass is a flat block of
+rows [T, d]; which sequences and positions they belong to stands beside it, as data: one sequence
+with a chain of drafts is the smallest case.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, count, groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import InvalidOption
+from selfspec.model.weights import PANEL
+
+# --- pages: 64 positions of all layers each; one that several leases hold is never written --------
+
+
+POSITIONS = 64
+"""Of a page; BLOCK of the kernel."""
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where a page has the keys and values of each layer."""
+
+    dtype: torch.dtype
+    heads: tuple[tuple[int, int], ...]
+    """Of each layer: key heads, and numbers of one, filled up to whole vectors."""
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The first number of each layer's keys, and the end of all.
+
+        Keys are [kv heads, 64 / PANEL, width, PANEL], values behind them [kv heads, 64, width].
+        """
+        return tuple(
+            accumulate((2 * kv * POSITIONS * width for kv, width in self.heads), initial=0)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of a page."""
+        return self.places[-1] * self.dtype.itemsize
+
+    def values(self, page: Tensor, layer: int) -> Tensor:
+        """[kv heads, 64, width]; a view."""
+        kv, width = self.heads[layer]
+        end = self.places[layer + 1]
+        return page[end - kv * POSITIONS * width : end].view(kv, POSITIONS, width)
+
+    def slots(self, page: Tensor, slot: int) -> list[Tensor]:
+        """What a page holds of one slot; views."""
+        found, layer = [], 0
+        for (kv, width), alike in groupby(self.heads):
+            size, place = kv * POSITIONS * width, self.places[layer]
+            layers = len(list(alike))
+            shape = (layers, kv, width)
+            keys = place + slot // PANEL * PANEL * width + slot % PANEL
+            values = place + size + slot * width
+            found.append(page.as_strided(shape, (2 * size, POSITIONS * width, PANEL), keys))
+            found.append(page.as_strided(shape, (2 * size, POSITIONS * width, 1), values))
+            layer += layers
+        return found
+
+
+class Page:
+    """Numbers of one page, and who needs them as they are."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        """[layout.places[-1]]."""
+        self.numbers = numbers
+        self.address = numbers.data_ptr()
+        self.leases = 0
+        self.kept = False
+        """Whether a store keeps it for texts to come."""
+
+    @classmethod
+    def new(cls, layout: PageLayout) -> Page:
+        """Zeros: what is masked weighs nothing, but nothing times NaN is NaN."""
+        return cls(torch.zeros(layout.places[-1], dtype=layout.dtype))
+
+
+class Pages:
+    """Those of one lease, in order."""
+
+    def __init__(self, layout: PageLayout) -> None:
+        self.layout = layout
+        self.held: list[Page] = []
+
+    def room(self, start: int, end: int) -> list[Page]:
+        """All pages, with room up to position `end`; those from `start` on may be written."""
+        while len(self.held) * POSITIONS < end:
+            self.hold(self.new())
+        for index in range(start // POSITIONS, -(-end // POSITIONS)):
+            page = self.held[index]
+            if page.kept or page.leases > 1:
+                self.held[index] = own = self.new()
+                own.numbers.copy_(page.numbers)
+                page.leases, own.leases = page.leases - 1, 1
+        return self.held
+
+    def hold(self, page: Page) -> None:
+        """One more page."""
+        page.leases += 1
+        self.held.append(page)
+
+    def new(self) -> Page:
+        """A page that nobody holds."""
+        return Page.new(self.layout)
+
+    def move(self, here: int, there: int) -> None:
+        """Copy what all layers hold of one position to an earlier one."""
+        old, new = (self.held[slot // POSITIONS].numbers for slot in (here, there))
+        torch._foreach_copy_(
+            self.layout.slots(new, there % POSITIONS), self.layout.slots(old, here % POSITIONS)
+        )
+
+    def nbytes(self, lengths: Sequence[int]) -> int:
+        """Of so many positions in each layer."""
+        each = (2 * kv * width * self.layout.dtype.itemsize for kv, width in self.layout.heads)
+        return sum(size * length for size, length in zip(each, lengths, strict=True))
+
+
+# --- one text: room to spare, and what is kept of a chain only moves a number ---------------------
+
+
+_FIRST_SLOTS = 256
+"""Slots of a new buffer: a short answer to a short prompt fits without growing."""
+
+_SPARE = 4
+"""One slot more for so many that are needed: a text that grows is copied a few times, and takes
+little more than it fills."""
+
+
+class Lease:
+    """Where the keys and values of one sequence are, layer by layer.
+
+    It offers the few methods that transformers' attention layers (`update`) and mask functions
+    (`get_seq_length`, `get_query_offset`, `get_mask_sizes`) call on a cache. Compiled attention
+    asks for `pages` instead.
+
+    With `slots`, attention always sees buffers of exactly that many slots, the unused ones masked:
+    the shape of a pass then never depends on how many positions are filled (pinned mode).
+    """
+
+    def __init__(self, num_layers: int, slots: int | None = None) -> None:
+        self.num_layers = num_layers
+        self.slots = slots
+        self._lengths = [0] * num_layers
+        self._pages: Pages | None = None
+        self._keys: list[Tensor | None] = [None] * num_layers  # [B, kv heads, slots, head_dim]
+        self._values: list[Tensor | None] = [None] * num_layers
+
+    @property
+    def is_compileable(self) -> bool:
+        """True with fixed slots: a one-row pass then needs a mask too."""
+        return self.slots is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values of all positions that are held."""
+        if self._pages is not None:
+            return self._pages.nbytes(self._lengths)
+        return sum(
+            buffer[..., :length, :].nbytes
+            for buffers in (self._keys, self._values)
+            for buffer, length in zip(buffers, self._lengths, strict=True)
+            if buffer is not None
+        )
+
+    def length(self, layer: int) -> int:
+        """Positions held by `layer`, counted from 0."""
+        return self._lengths[layer]
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append [B, heads, T, head_dim] to `layer`; return all it holds, [B, heads, length, ..].
+
+        With fixed slots the whole buffers come back; the mask hides what is not filled.
+        """
+        start = self._lengths[layer]
+        end = start + keys.shape[-2]
+        self.check_room(end)
+        seen = self.slots or end
+        all_keys = self._keys[layer] = self._room(self._keys[layer], keys, start, seen)
+        all_values = self._values[layer] = self._room(self._values[layer], values, start, seen)
+        all_keys[..., start:end, :] = keys
+        all_values[..., start:end, :] = values
+        self._lengths[layer] = end
+        return all_keys[..., :seen, :], all_values[..., :seen, :]
+
+    def first(self, count: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first positions of `layer`, [B, heads, count, head_dim]; views."""
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None:
+            raise IndexError(f"layer {layer} holds nothing")
+        return keys[..., :count, :], values[..., :count, :]
+
+    def pages(self, count: int, first: int, layout: PageLayout) -> list[Page]:
+        """All pages, with room for `count` positions more in the layers from first+1 on.
+
+        For code that writes there by itself and then calls `extend`.
+        """
+        start = self._lengths[first]
+        self.check_room(start + count)
+        if self._pages is None:
+            self._pages = self._new_pages(layout)
+        return self._pages.room(start, start + count)
+
+    def _new_pages(self, layout: PageLayout) -> Pages:
+        return Pages(layout)
+
+    def check_room(self, end: int) -> None:
+        """Raise IndexError unless `end` positions fit the fixed slots, if there are any."""
+        if self.slots is not None and end > self.slots:
+            raise IndexError(f"{end} positions do not fit {self.slots} fixed slots")
+
+    def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Keep keys and values in these buffers from now on, [B, kv heads, slots, head_dim] each.
+
+        One of each per layer, with slots for what is held, which is copied.
+        """
+        for ours, theirs in ((self._keys, keys), (self._values, values)):
+            for layer, length in enumerate(self._lengths):
+                if (held := ours[layer]) is not None:
+                    theirs[layer][..., :length, :] = held[..., :length, :]
+            ours[:] = theirs
+
+    def extend(self, count: int, first: int, last: int) -> None:
+        """Count positions that were written into the buffers of layers first+1..last directly."""
+        self._lengths[first:last] = [held + count for held in self._lengths[first:last]]
+
+    def truncate(self, length: int, first: int = 0, last: int | None = None) -> None:
+        """Cut layers first+1..last (default all) to at most `length` positions; copies nothing."""
+        last = self.num_layers if last is None else last
+        self._lengths[first:last] = [min(held, length) for held in self._lengths[first:last]]
+
+    def keep(self, start: int, path: Sequence[int]) -> None:
+        """Of the positions from `start` on keep those of `path`, in every layer.
+
+        `path` counts from `start` and rises: the accepted rows of a round. A chain's are 0, 1, ..,
+        and nothing is copied; those of a tree move up.
+        """
+        for place, row in enumerate(path):
+            if row != place:
+                self._move(start + row, start + place)
+        self.truncate(start + len(path))
+
+    def _move(self, here: int, there: int) -> None:
+        """Copy what all layers hold of one slot to another one, all buffers in one call."""
+        if self._pages is not None:
+            self._pages.move(here, there)
+            return
+        buffers = [one for one in (*self._keys, *self._values) if one is not None]
+        if buffers:
+            torch._foreach_copy_(
+                [buffer.select(-2, there) for buffer in buffers],
+                [buffer.select(-2, here) for buffer in buffers],
+            )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """What transformers calls `length`."""
+        return self._lengths[layer_idx]
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the next row of a layer."""
+        return self._lengths[layer_idx]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys that a mask for `query_length` more rows covers, and the first key's position."""
+        return self.slots or self._lengths[layer_idx] + query_length, 0
+
+    def _room(self, buffer: Tensor | None, like: Tensor, used: int, needed: int) -> Tensor:
+        """`buffer`, or a larger copy of its first `used` slots if it has fewer than needed."""
+        if buffer is not None and buffer.shape[-2] >= needed:
+            return buffer
+        slots = self.slots or max(_FIRST_SLOTS, needed + needed // _SPARE)
+        # zeros, not empty: masked slots weigh nothing, but nothing times NaN is NaN
+        grown = like.new_zeros(*like.shape[:-2], fixed_slots(slots), like.shape[-1])
+        if buffer is not None:
+            grown[..., :used, :] = buffer[..., :used, :]
+        return grown
+
+
+def fixed_slots(length: int) -> int:
+    """Slots for sequences of up to `length` positions: the next multiple of 64.
+
+    Few distinct values mean few shapes, and each shape in use is probed once.
+    """
+    return -(-length // 64) * 64
+
+
+# --- rows of a pass -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows of one sequence, side by side in the block."""
+
+    lease: Lease
+    count: int
+    parents: tuple[int, ...] | None = None
+    """None: each row follows the one before. Else, for each row, the earlier row of the span that
+    it follows; -1: the newest position that the lease holds, -2: the one before it, and so on."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one pass."""
+
+    positions: Tensor
+    """[T] int64"""
+    spans: tuple[Span, ...]
+    """In the order of the block."""
+
+    @classmethod
+    def of(
+        cls,
+        lease: Lease,
+        start: int,
+        count: int,
+        device: torch.device,
+        parents: Sequence[int] | None = None,
+    ) -> Rows:
+        """`count` rows of one sequence behind its first `start` positions: a chain, or a tree."""
+        span = Span(lease, count, None if parents is None else tuple(parents))
+        if span.parents is None:
+            return cls(torch.arange(start, start + count, device=device), (span,))
+        return cls(torch.tensor(depths(span.parents), device=device) + start, (span,))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """One pass of what would be several, each of other sequences."""
+        positions = torch.cat([part.positions for part in parts])
+        return cls(positions, tuple(span for part in parts for span in part.spans))
+
+    @property
+    def only(self) -> Span:
+        """The span of a pass that has one."""
+        (span,) = self.spans
+        return span
+
+    @property
+    def are_chains(self) -> bool:
+        """Whether no row has a sibling."""
+        return all(span.parents is None for span in self.spans)
+
+    def each(self, hidden: Tensor) -> Iterator[tuple[Tensor, Rows]]:
+        """The block [T, d] and its rows, span by span."""
+        counts = [span.count for span in self.spans]
+        parts = zip(hidden.split(counts), self.positions.split(counts), self.spans, strict=True)
+        for part, positions, span in parts:
+            yield part, Rows(positions, (span,))
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """How far behind the newest held position each row of a tree is: 0 is the next one."""
+    found: list[int] = []
+    for parent in parents:
+        found.append((found[parent] if parent >= 0 else parent) + 1)
+    return found
+
+
+def held_behind(parents: Sequence[int]) -> list[int]:
+    """How many of the newest held positions each row of a tree does not see."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(found[parent] if parent >= 0 else -1 - parent)
+    return found
+
+
+def ancestors(parents: Sequence[int], device: torch.device) -> Tensor:
+    """[T, T], true where the column's row is the row itself or one that it follows."""
+    found = torch.eye(len(parents), dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            found[row] |= found[parent]
+    return found.to(device)
+
+
+# --- many texts, within a budget ------------------------------------------------------------------
+
+
+Ids = tuple[int, ...]
+
+
+class Memory(NamedTuple):
+    """In bytes."""
+
+    used: int
+    """By texts that are being written."""
+    promised: int
+    """What these may still grow to."""
+    kept: int
+    """Of texts that have ended, for others that begin alike; it makes room for what is promised."""
+    most: int
+    """The budget."""
+
+
+@dataclass(eq=False)
+class _Node:
+    """A page of held text behind those of its parents."""
+
+    ids: Ids
+    """Up to 64; only a leaf has fewer."""
+    parent: _Node | None = None
+    page: Page | None = None
+    """None: the root, which stands before all texts."""
+    children: dict[Ids, _Node] = field(default_factory=dict)
+    order: list[Ids] = field(default_factory=list)
+    """Of the children, sorted: those that share most with some ids are next to them."""
+    used: int = 0
+    """When it was needed last."""
+
+    def add(self, child: _Node) -> None:
+        self.children[child.ids] = child
+        insort(self.order, child.ids)
+
+    def remove(self, child: _Node) -> None:
+        del self.children[child.ids]
+        del self.order[bisect_left(self.order, child.ids)]
+
+    def nearest(self, ids: Ids) -> tuple[int, _Node | None]:
+        """The child that shares most of its first ids with `ids`, and how many."""
+        place = bisect_left(self.order, ids)
+        near = (self.children[one] for one in self.order[max(0, place - 1) : place + 1])
+        return max(((_shared(one.ids, ids), one) for one in near), default=(0, None), key=_first)
+
+
+class PooledLease(Lease):
+    """A lease whose pages are the store's."""
+
+    def __init__(self, store: KVStore, most: int) -> None:
+        """`most`: pages that it may come to."""
+        super().__init__(store.num_layers)
+        self.store, self.most = store, most
+
+    def _new_pages(self, layout: PageLayout) -> Pages:
+        return _PooledPages(layout, self.store)
+
+    @property
+    def held(self) -> list[Page]:
+        """Its pages."""
+        return [] if self._pages is None else self._pages.held
+
+    def start_from(self, pages: Sequence[Page], length: int, layout: PageLayout) -> None:
+        """Hold what another text left."""
+        self._pages = self._new_pages(layout)
+        for page in pages:
+            self._pages.hold(page)
+        self.extend(length, 0, self.num_layers)
+
+    def go_on_within(self, page: Page) -> None:
+        """A copy of what others need as it is."""
+        if self._pages is not None:
+            own = self._pages.new()
+            own.numbers.copy_(page.numbers)
+            self._pages.hold(own)
+
+
+class _PooledPages(Pages):
+    """Pages that come from a store."""
+
+    def __init__(self, layout: PageLayout, store: KVStore) -> None:
+        super().__init__(layout)
+        self._store = store
+
+    def new(self) -> Page:
+        """A page that nobody holds."""
+        return self._store.take()
+
+
+class KVStore:
+    """Gives leases. Never holds more than its budget, but for a text that is alone."""
+
+    def __init__(
+        self, num_layers: int, layout: PageLayout | None, position_bytes: int, most: int
+    ) -> None:
+        """`layout`: of pages, None: the executor has none. `most`: bytes."""
+        self.num_layers = num_layers
+        self._layout = layout
+        self._page_bytes = position_bytes * POSITIONS if layout is None else layout.nbytes
+        self._most = most // self._page_bytes
+        self._root = _Node(())
+        self._nodes: dict[Page, _Node] = {}
+        self._free: list[Page] = []
+        self._idle: list[tuple[int, int, _Node]] = []
+        """A heap, least recently used first; what has been used since is skipped."""
+        self._clock = count(1)
+        self._leases: set[PooledLease] = set()
+        self._made = 0
+
+    @property
+    def memory(self) -> Memory:
+        """What is in use now."""
+        used, promised = self._in_use()
+        kept = sum(page.leases == 0 for page in self._nodes)
+        return Memory(*(pages * self._page_bytes for pages in (used, promised, kept, self._most)))
+
+    def refuse_too_long(self, positions: int) -> None:
+        """Raise InvalidOption for a text that can never fit."""
+        if (needed := _pages(positions)) > self._most:
+            raise InvalidOption(
+                f"a text of up to {positions} tokens needs {_size(needed * self._page_bytes)} for "
+                f"keys and values, kv_memory is {_size(self._most * self._page_bytes)}. Lower "
+                "max_new_tokens, or raise kv_memory"
+            )
+
+    def lease(self, positions: int) -> PooledLease:
+        """For a text of up to `positions`, which takes no room before it is admitted."""
+        return PooledLease(self, _pages(positions))
+
+    def admit(self, lease: PooledLease, ids: Sequence[int]) -> bool:
+        """Begin with the longest prefix of `ids` that is held; at least one id is left to run.
+
+        False: there is no room now.
+        """
+        nodes, partial, length = self._prefix(tuple(ids[:-1]))
+        pages = [node.page for node in nodes if node.page is not None]
+        grows = max(0, lease.most - len(pages))
+        newly_used = sum(page.leases == 0 for page in pages)
+        if self._leases and sum(self._in_use()) + newly_used + grows > self._most:
+            return False
+        self._leases.add(lease)
+        if self._layout is not None and length:
+            lease.start_from(pages, length, self._layout)
+            self._touch(nodes)
+            if partial is not None and partial.page is not None:
+                self._touch([partial])
+                lease.go_on_within(partial.page)
+        return True
+
+    def held(self, ids: Sequence[int]) -> int:
+        """How many of the first of `ids` are held."""
+        return self._prefix(tuple(ids[:-1]))[2]
+
+    def share(self, lease: Lease, ids: Sequence[int]) -> None:
+        """Others may read the full pages of `ids`, which `lease` holds."""
+        full = len(ids) // POSITIONS * POSITIONS
+        self._keep(lease, tuple(ids[:full]))
+
+    def done(self, lease: Lease, ids: Sequence[int]) -> None:
+        """The text has ended with `ids`, of which the lease may lack the last."""
+        if not isinstance(lease, PooledLease) or lease not in self._leases:
+            return
+        self._leases.remove(lease)
+        self._keep(lease, tuple(ids[: lease.length(self.num_layers - 1)]))
+        for page in lease.held:
+            page.leases -= 1
+            if page.leases == 0 and not page.kept:
+                self._free.append(page)
+        self._touch([self._nodes[page] for page in lease.held if page in self._nodes])
+        self._shrink()
+
+    def take(self) -> Page:
+        """A page that nobody holds: a free one, a new one, or the one unused for longest."""
+        assert self._layout is not None  # noqa: S101  # leases without pages never ask
+        if not self._free and self._made >= self._most:
+            self._evict()
+        if self._free:
+            return self._free.pop()
+        self._made += 1
+        return Page.new(self._layout)
+
+    def _in_use(self) -> tuple[int, int]:
+        """Pages that texts hold, and how many more they may come to."""
+        held = {page for lease in self._leases for page in lease.held}
+        if self._layout is None:  # leases of their own grow as they like
+            return sum(lease.most for lease in self._leases), 0
+        return len(held), sum(max(0, one.most - len(one.held)) for one in self._leases)
+
+    def _prefix(self, ids: Ids) -> tuple[list[_Node], _Node | None, int]:
+        """Nodes that hold the first ids, one that holds some of the next, and how many in all."""
+        node, nodes = self._root, list[_Node]()
+        while (child := node.children.get(ids[len(nodes) * POSITIONS :][:POSITIONS])) is not None:
+            if len(child.ids) < POSITIONS:
+                break
+            nodes.append(child)
+            node = child
+        length = len(nodes) * POSITIONS
+        more, partial = node.nearest(ids[length:][:POSITIONS])
+        return nodes, partial if more else None, length + more
+
+    def _keep(self, lease: Lease, ids: Ids) -> None:
+        """Hang the lease's pages with these ids into the tree, where they are not yet."""
+        node, pages = self._root, lease.held if isinstance(lease, PooledLease) else []
+        for page, part in zip(pages, _parts(ids), strict=False):
+            child = node.children.get(part)
+            if child is None:
+                if page.kept:  # it holds more, or other, ids elsewhere
+                    return
+                child = _Node(part, node, page)
+                node.add(child)
+                self._nodes[page], page.kept = child, True
+            if len(part) < POSITIONS:
+                return
+            node = child
+
+    def _touch(self, nodes: Sequence[_Node]) -> None:
+        """They are needed now; parents later than children, which so go first."""
+        for node in reversed(nodes):
+            node.used = next(self._clock)
+            if not node.children and node.page is not None and node.page.leases == 0:
+                heapq.heappush(self._idle, (node.used, id(node), node))
+        if len(self._idle) > 2 * len(self._nodes) + POSITIONS:  # most have been used since
+            self._idle = [
+                (used, number, node)
+                for used, number, node in self._idle
+                if used == node.used and node.page in self._nodes
+            ]
+            heapq.heapify(self._idle)
+
+    def _shrink(self) -> None:
+        """Down to the budget, which a text that was alone may have exceeded."""
+        while self._made > self._most and (self._free or self._evict()):
+            self._free.pop()
+            self._made -= 1
+
+    def _evict(self) -> bool:
+        """Free the page that was unused for longest; whether there is one."""
+        while self._idle:
+            used, _, node = heapq.heappop(self._idle)
+            page, parent = node.page, node.parent
+            if page is None or parent is None or self._nodes.get(page) is not node:
+                continue  # it has gone already
+            if used != node.used or node.children or page.leases:
+                continue
+            parent.remove(node)
+            del self._nodes[page]
+            page.kept = False
+            self._free.append(page)
+            if parent.page is not None and parent.page.leases == 0 and not parent.children:
+                heapq.heappush(self._idle, (parent.used, id(parent), parent))
+            return True
+        return False
+
+
+def _parts(ids: Ids) -> Iterator[Ids]:
+    for start in range(0, len(ids), POSITIONS):
+        yield ids[start : start + POSITIONS]
+
+
+def _pages(positions: int) -> int:
+    """Pages for so many positions, and for the drafts behind them."""
+    return -(-positions // POSITIONS) + 1
+
+
+def _shared(one: Ids, other: Ids) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _first(pair: tuple[int, object]) -> int:
+    return pair[0]
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -1,0 +1,574 @@
+"""Weights in the form that compiled code reads, and linear layers made of them.
+
+Weights stay as blocks of a GGUF file, or as numbers of a mapped file, as long as nobody needs them
+otherwise; copies for compiled code are laid out for one pass over memory. A row's bits depend on
+the row alone, whatever runs beside it. Made by `hub` and the fused executor; read by transformers'
+modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from selfspec.model.compiled import compiled
+from selfspec.model.compiler import KERNELS
+
+# --- weights that lie in a mapped file ------------------------------------------------------------
+
+
+_MAPPINGS = Path("/proc/self/smaps")
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r(?:..p|-.s) \S+ \S+ (\d+)")
+"""Addresses and inode, of a mapping where what this process writes is its own, or nothing."""
+_CHANGED = re.compile(r"(?:Anonymous|Swap): +[1-9]")
+
+_PAGES = Path("/proc/self/pagemap")
+_ENTRY = 8
+"""Bytes about a page there; in the last one bits of: in memory, swapped, of a file."""
+_OWN = bytes(byte & 0xC0 != 0 and byte & 0x20 == 0 for byte in range(256))
+"""By that byte, whether the page is the process's own: in memory or swapped, and of no file."""
+
+
+class FilePages:
+    """What this process has mapped from files and never written to, at the time this is made."""
+
+    def __init__(self) -> None:
+        self._ranges = list(_unchanged()) if sys.platform == "linux" else []
+
+    def release(self, module: nn.Module) -> None:
+        """Give back the memory of parameters that only repeat a file; others stay as they are."""
+        for weight in module.parameters():
+            weight = getattr(weight, "blocks", weight)
+            start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+            if weight.is_contiguous() and self.around(start, end) is not None:
+                _let_go(start, end)
+
+    def around(self, start: int, end: int) -> tuple[int, int] | None:
+        """First and last address of the mapping that lies around all of this, or None."""
+        found = (one for one in self._ranges if one[0] <= start and end <= one[1])
+        return next(found, None)
+
+
+def written_pages(low: int, high: int) -> Iterator[int]:
+    """Addresses of pages between these, which are mapped from a file, that were written to."""
+    first = low // mmap.PAGESIZE
+    with _PAGES.open("rb", buffering=0) as entries:
+        entries.seek(first * _ENTRY)
+        own = entries.read((-(-high // mmap.PAGESIZE) - first) * _ENTRY)[_ENTRY - 1 :: _ENTRY]
+    own, index = own.translate(_OWN), -1
+    while (index := own.find(1, index + 1)) >= 0:
+        yield (first + index) * mmap.PAGESIZE
+
+
+def tells_written(low: int, high: int) -> bool:
+    """Whether `written_pages` can be known of a mapping, of which nothing was written to."""
+    if sys.byteorder != "little" or not os.access(_PAGES, os.R_OK):
+        return False
+    ctypes.string_at(low, 1)  # so that there is a page, which some file systems call no file's
+    return not any(written_pages(low, high))
+
+
+def _unchanged() -> Iterator[tuple[int, int]]:
+    """First and last address of each mapping of a file without a page of the process's own.
+
+    A page that was written to is a copy in memory alone, which letting go would lose.
+    """
+    try:
+        text = _MAPPINGS.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # no /proc, or not for us
+        return
+    for mapping in re.split(r"\n(?=[0-9a-f]+-)", text):
+        header = _MAPPING.match(mapping)
+        if header and header[3] != "0" and not _CHANGED.search(mapping):
+            yield int(header[1], 16), int(header[2], 16)
+
+
+def _let_go(start: int, end: int) -> None:
+    """Whole pages between two addresses. Should the kernel refuse, they stay in memory."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0:
+        _madvise()(first, size, mmap.MADV_DONTNEED)
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    """The C library's; looked up once, for it is called for each weight."""
+    found = ctypes.CDLL(None).madvise
+    found.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return found
+
+
+# --- weights as blocks of a file, numbers wherever somebody reads them ----------------------------
+
+
+_PRODUCTS = KERNELS / "products.cpp"
+
+_UNCHANGEABLE = (
+    "weights that are blocks of a file cannot be changed. Change a copy (copy.deepcopy), or load "
+    "the model with executor='generic', which de-quantises it"
+)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
+
+
+class Format(NamedTuple):
+    """How ggml keeps weights: whole numbers, in blocks of neighbours of a row."""
+
+    number: int
+    """Its place in FORMATS of `gguf.hpp`."""
+    inputs: int
+    """Of a block."""
+    nbytes: int
+    """Of a block."""
+    scales: tuple[int, ...]
+    """Where float16 numbers lie in a block, in bytes."""
+
+
+FORMATS: Mapping[str, Format] = {
+    "Q4_0": Format(0, 32, 18, (0,)),
+    "Q4_1": Format(1, 32, 20, (0, 2)),
+    "Q4_K": Format(2, 256, 144, (0, 2)),
+    "Q5_0": Format(3, 32, 22, (0,)),
+    "Q8_0": Format(4, 32, 34, (0,)),
+    "Q5_1": Format(5, 32, 24, (0, 2)),
+    "Q5_K": Format(6, 256, 176, (0, 2)),
+    "Q6_K": Format(7, 256, 210, (208,)),
+}
+"""Those that stay as they are."""
+
+ZEROED: Mapping[int, Format] = {
+    4: Format(8, 32, 19, (0,)),
+    8: Format(9, 32, 35, (0,)),
+}
+"""By bits: Q4_0 and Q8_0 with a byte behind the scale, which is taken off each number as well."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""What blocks are expanded to."""
+
+
+class QuantisedWeight(Tensor):
+    """Weights [out, in] of a linear layer or an embedding, as blocks.
+
+    Each has the value that de-quantising gives, rounded to the dtype.
+    """
+
+    blocks: Tensor
+    """[rows, bytes], uint8."""
+    format: Format
+    rows: Tensor
+    """[out], int64: which of the blocks' rows each output is."""
+    kept: Tensor | None
+    """Its numbers, after `keep`."""
+    inputs: int
+    """Its second length: asking such a tensor for its shape is dispatched, which takes longer."""
+    numbers: torch.dtype
+    """Its dtype, for the same reason."""
+    expander: Any
+    """The compiled function."""
+
+    @staticmethod
+    def __new__(
+        cls, blocks: Tensor, kind: Format, dtype: torch.dtype, rows: Tensor | None = None
+    ) -> QuantisedWeight:
+        """`rows`: all in order, unless given. Raises ValueError where nothing compiles."""
+        inner = blocks.shape[1] // kind.nbytes * kind.inputs
+        rows = torch.arange(len(blocks)) if rows is None else rows
+        made: QuantisedWeight = Tensor._make_wrapper_subclass(cls, (len(rows), inner), dtype=dtype)
+        made.blocks, made.format, made.rows, made.kept = blocks, kind, rows, None
+        made.inputs, made.numbers = inner, dtype
+        made.expander = _expander(dtype, os.environ.get("CXX"))
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]  # tensors take an option for contents
+        return f"QuantisedWeight({list(self.shape)}, {self.dtype})"
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Which of the blocks' rows these outputs are."""
+        return self.rows[rows].contiguous()
+
+    def keep(self) -> None:
+        """Expand once and for all, for whoever runs the model's own modules."""
+        self.kept = self.expanded()
+
+    def part(self, rows: Tensor) -> QuantisedWeight:
+        """These rows, as blocks."""
+        return QuantisedWeight(self.blocks, self.format, self.dtype, self.places(rows))
+
+    def __deepcopy__(self, _memo: object) -> nn.Parameter:
+        """A copy is made to be changed, so it is plain."""
+        return nn.Parameter(self.expanded().clone(), requires_grad=False)
+
+    def expanded(self, rows: Tensor | None = None) -> Tensor:
+        """The numbers of all rows, or of `rows` [..], as a plain tensor; not to be changed."""
+        if self.kept is not None:
+            return self.kept if rows is None else self.kept[rows]
+        places = self.rows if rows is None else self.places(rows.flatten())
+        inner = self.inputs
+        found = torch.empty(len(places), inner, dtype=self.numbers)
+        self.expander(
+            self.format.number,
+            inner,
+            len(places),
+            places.data_ptr(),
+            self.blocks.data_ptr(),
+            found.data_ptr(),
+        )
+        return found if rows is None else found.view(*rows.shape, inner)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Linear layers as they are with plain weights; embeddings read the rows they need."""
+        if func is torch.nn.functional.linear:
+            return _linear(*args, **(kwargs or {}))
+        if func is torch.nn.functional.embedding and isinstance(args[1], QuantisedWeight):
+            return args[1].expanded(args[0])
+        if func == _SET_DATA and not isinstance(args[1], QuantisedWeight):
+            raise RuntimeError(_UNCHANGEABLE)  # what model.to(dtype) does
+        with torch._C.DisableTorchFunctionSubclass():  # else results would be made QuantisedWeights
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What selects rows expands those; any other operator gets plain numbers."""
+        weight, *others = args
+        if func in _SAME and isinstance(weight, QuantisedWeight):
+            with torch.inference_mode(False):  # autograd counts changes of what it hands out
+                made = QuantisedWeight(weight.blocks, weight.format, weight.dtype, weight.rows)
+                made.kept = weight.kept
+                return made
+        if func in _ROWS and isinstance(weight, QuantisedWeight):
+            rows = _ROWS[func](len(weight), *others)
+            return func(weight.expanded(), *others) if rows is None else weight.expanded(rows)
+        if func._schema.is_mutable and isinstance(weight, QuantisedWeight):
+            raise RuntimeError(_UNCHANGEABLE)
+        return func(*_expanded(args), **_expanded(dict(kwargs or {})))
+
+
+def in_8_bits(weight: Tensor) -> Tensor:
+    """Plain weights [out, in] as the nearest of Q8_0: 32 neighbours of a row share a scale.
+
+    What cannot be kept so stays as it is: blocks, rows that are no multiples of 32, numbers beyond
+    float16's. Raises ValueError where nothing compiles.
+    """
+    kind = FORMATS["Q8_0"]
+    if isinstance(weight, QuantisedWeight) or weight.shape[1] % kind.inputs:
+        return weight
+    groups = weight.float().unflatten(1, (-1, kind.inputs))
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
+    if not bool(scales.isfinite().all()):
+        return weight
+    numbers = (groups / scales.float().clamp(min=1e-30)).round_().clamp_(-127, 127)
+    parts = scales.view(torch.uint8), numbers.to(torch.int8).view(torch.uint8)
+    return QuantisedWeight(torch.cat(parts, dim=-1).flatten(1), kind, weight.dtype)
+
+
+def keep_numbers(model: nn.Module) -> None:
+    """Expand all weights of `model` that are blocks, once: it is then as fast as any other."""
+    for weight in model.parameters():
+        if isinstance(weight, QuantisedWeight):
+            weight.keep()
+
+
+_PIECE = 1 << 22
+"""Weights that a linear layer expands at a time: they stay in the cache, and memory is reused."""
+
+
+def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's
+    """As that of torch; large weights are made, used and forgotten piece by piece."""
+    whole = torch.nn.functional.linear
+    rows = max(1, _PIECE // weight.shape[1])
+    x = _expanded(input)
+    if not isinstance(weight, QuantisedWeight) or weight.kept is not None or len(weight) <= rows:
+        return whole(x, _expanded(weight), bias)
+    pieces = torch.arange(len(weight)).split(rows)
+    parts = [
+        whole(x, weight.expanded(piece), None if bias is None else bias[piece]) for piece in pieces
+    ]
+    return torch.cat(parts, dim=-1)
+
+
+def _expanded(values: Any) -> Any:
+    return tree_map_only(QuantisedWeight, QuantisedWeight.expanded, values)
+
+
+def _of_slice(
+    count: int, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor | None:
+    return torch.arange(count)[start:end:step] if dim == 0 else None
+
+
+def _of_index(count: int, indices: Sequence[Tensor | None]) -> Tensor | None:
+    (index,) = indices if len(indices) == 1 else (None,)
+    return None if index is None else torch.arange(count)[index]
+
+
+_aten = torch.ops.aten
+_SAME = {_aten.detach.default, _aten.alias.default}
+_ROWS: Mapping[Any, Callable[..., Tensor | None]] = {
+    _aten.slice.Tensor: _of_slice,
+    _aten.index.Tensor: _of_index,
+    _aten.index_select.default: lambda count, dim, index: _of_index(count, [index][dim:]),
+}
+"""Operators that read rows: which ones, or None where they read something else."""
+
+
+@cache
+def _expander(dtype: torch.dtype, _compiler: str | None) -> Any:
+    """Of `products.cpp`. Raises ValueError, with the reason, where there is none."""
+    found = compiled(_PRODUCTS, BFLOAT16=int(dtype == torch.bfloat16)).expand_blocks
+    found.argtypes = (*(ctypes.c_long,) * 3, *(ctypes.c_void_p,) * 3)
+    found.restype = None
+    return found
+
+
+# --- panels of outputs, by stripes that are kept in one form --------------------------------------
+
+
+PANEL = 16
+"""Outputs side by side, as in `panels.hpp`."""
+
+_PLAIN = 0
+"""The form of panels of plain numbers, as in `blocks.hpp`."""
+
+
+class Stripe(NamedTuple):
+    """Panels side by side that are kept in one form."""
+
+    panels: int
+    form: int
+    """Its number in `blocks.hpp`."""
+    weights: Tensor
+
+
+class _Stripe(ctypes.Structure):
+    """The struct `Stripe` of `linear.hpp`."""
+
+    _fields_ = (
+        ("panels", ctypes.c_long),
+        ("form", ctypes.c_long),
+        ("weights", ctypes.c_void_p),
+    )
+
+
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    """The functions of `products.cpp`. Raises ValueError, with the reason, if there are none."""
+    return _library(dtype, os.environ.get("CXX"))
+
+
+@cache
+def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
+    found = compiled(_PRODUCTS, BFLOAT16=int(dtype == torch.bfloat16))
+    whole, pointer = ctypes.c_long, ctypes.c_void_p
+    found.pack.argtypes = (*(whole,) * 2, *(pointer,) * 2)
+    found.product.argtypes = (*(whole,) * 3, *(pointer,) * 4)
+    found.pack_blocks.argtypes = (*(whole,) * 3, *(pointer,) * 3)
+    found.panel_bytes.argtypes = whole, whole
+    found.form_of.argtypes = (whole,)
+    found.panel_bytes.restype = found.form_of.restype = found.blocks_pay.restype = whole
+    found.wide_vectors.restype = found.tiles.restype = whole
+    found.pack.restype = found.product.restype = found.pack_blocks.restype = None
+    return found
+
+
+def blocks_pay(dtype: torch.dtype) -> bool:
+    """Whether products from blocks are faster than from numbers of this dtype, on this processor.
+
+    Expanded to bfloat16 without its instructions, each weight is rounded: 0.4 to 1.0 times as fast
+    as numbers (AVX2, 1 to 4 rows); in float32 2 to 3 times. Raises ValueError without a compiler.
+    """
+    return bool(library(dtype).blocks_pay())
+
+
+def wide_vectors(dtype: torch.dtype) -> bool:
+    """Whether products compute 16 numbers at once: AVX-512. ValueError without a compiler."""
+    return bool(library(dtype).wide_vectors())
+
+
+def tiles(dtype: torch.dtype) -> bool:
+    """Whether products compute with matrix registers: AMX. ValueError without a compiler."""
+    return bool(library(dtype).tiles())
+
+
+def can_compile(dtype: torch.dtype) -> bool:
+    """Whether there are products of our own here."""
+    try:
+        library(dtype)
+    except ValueError:
+        return False
+    return True
+
+
+class Stripes:
+    """The weights of linear layers side by side, as compiled code reads them: a copy."""
+
+    def __init__(self, weights: Sequence[Tensor], order: Tensor | None = None) -> None:
+        """[out, in] each; `order` [out] rearranges their outputs.
+
+        Blocks stay blocks where whole panels have one format. Raises ValueError, with the reason,
+        where nothing compiles.
+        """
+        self._stripes = list(_stripes(weights, order))
+        self.nbytes = sum(stripe.weights.nbytes for stripe in self._stripes)
+        entries = [_Stripe(panels, form, kept.data_ptr()) for panels, form, kept in self._stripes]
+        self._table = (_Stripe * len(entries))(*entries)
+
+    @property
+    def forms(self) -> list[int]:
+        """Of each stripe; 0 is that of plain numbers."""
+        return [stripe.form for stripe in self._stripes]
+
+    @property
+    def address(self) -> int:
+        """Of a table for `linear.hpp`; this object keeps it."""
+        return ctypes.addressof(self._table)
+
+
+def in_panels(weights: Tensor) -> Tensor:
+    """Plain weights [E, out, in] of linear layers in panels, [E, ..]: a copy.
+
+    Raises ValueError, with the reason, where nothing compiles.
+    """
+    functions = library(weights.dtype)
+    count, outputs, inner = weights.shape
+    odd = inner % 2 if weights.dtype == torch.bfloat16 else 0
+    panels = weights.new_empty(count, -(-outputs // PANEL) * PANEL * (inner + odd))
+    for weight, to in zip(weights, panels, strict=True):
+        weight = weight.contiguous()
+        functions.pack(inner, outputs, weight.data_ptr(), to.data_ptr())
+    return panels
+
+
+def side_by_side(weights: Sequence[Tensor], order: Tensor | None) -> Tensor:
+    """Weights [out, in] as one of plain numbers, its outputs rearranged by `order` [out]."""
+    plain = [
+        weight.expanded() if isinstance(weight, QuantisedWeight) else weight for weight in weights
+    ]
+    whole = torch.cat(plain) if len(plain) > 1 else plain[0]
+    return whole if order is None else whole[order]
+
+
+def _stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Stripe]:
+    ends = torch.tensor([len(weight) for weight in weights]).cumsum(0)
+    places = torch.arange(int(ends[-1])) if order is None else order
+    owners = torch.bucketize(places, ends, right=True).tolist()
+    lengths = [len(list(run)) for _, run in groupby(owners)]
+    blocks = any(isinstance(weight, QuantisedWeight) for weight in weights)
+    blocks = blocks and blocks_pay(weights[0].dtype)
+    if not blocks or any(length % PANEL for length in lengths[:-1]):
+        return [_as_numbers(side_by_side(weights, order))]
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    found = []
+    for first, last in pairwise(starts):
+        owner = owners[first]
+        rows = places[first:last] - (ends[owner] - len(weights[owner]))
+        found.append(_stripe(weights[owner], rows))
+    return found
+
+
+def _stripe(weight: Tensor, rows: Tensor) -> Stripe:
+    """These rows of one weight."""
+    if isinstance(weight, QuantisedWeight):
+        return _as_blocks(weight, rows)
+    return _as_numbers(weight[rows])
+
+
+def _as_numbers(weight: Tensor) -> Stripe:
+    (panels,) = in_panels(weight[None])
+    return Stripe(-(-len(weight) // PANEL), _PLAIN, panels)
+
+
+def _as_blocks(weight: QuantisedWeight, rows: Tensor) -> Stripe:
+    functions, number = library(weight.dtype), weight.format.number
+    count, inner = -(-len(rows) // PANEL), weight.shape[1]
+    panels = torch.empty(count * functions.panel_bytes(number, inner), dtype=torch.uint8)
+    places = weight.places(rows)
+    functions.pack_blocks(
+        number, inner, len(places), places.data_ptr(), weight.blocks.data_ptr(), panels.data_ptr()
+    )
+    return Stripe(count, functions.form_of(number), panels)
+
+
+# --- linear layers --------------------------------------------------------------------------------
+
+
+def why_unusual(weight: Tensor) -> str | None:
+    """The reason why no product here takes `weight`, if there is one."""
+    if type(weight.detach()) not in (Tensor, QuantisedWeight):
+        return f"weights are of type {type(weight.detach()).__name__}"
+    if weight.device.type != "cpu":
+        return f"weights are on {weight.device}"
+    if weight.dtype not in DTYPES:
+        return f"weights are {weight.dtype}"
+    return None
+
+
+class CompiledLinear:
+    """A linear layer by `products.cpp`, its weight laid out in panels: a copy."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """[out, in] and [out]. Raises ValueError, with the reason, where nothing compiles."""
+        self._set([weight], bias, None)
+
+    @classmethod
+    def of(cls, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
+        """Layers side by side; `order` [out] rearranges their outputs."""
+        bias = None
+        if any(part.bias is not None for part in parts):
+            biases: list[Tensor] = [
+                part.weight.new_zeros(part.out_features) if part.bias is None else part.bias
+                for part in parts
+            ]
+            bias = torch.cat(biases).detach()
+            bias = bias if order is None else bias[order]
+        made = cls.__new__(cls)
+        made._set([part.weight.detach() for part in parts], bias, order)
+        return made
+
+    def _set(self, weights: Sequence[Tensor], bias: Tensor | None, order: Tensor | None) -> None:
+        self.dtype, self.in_features = weights[0].dtype, weights[0].shape[1]
+        self.out_features = sum(len(weight) for weight in weights) if order is None else len(order)
+        self.stripes = Stripes(weights, order)
+        self.nbytes = self.stripes.nbytes
+        self.bias = None if bias is None else bias.contiguous()
+        self._product = library(self.dtype).product
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[.., in] -> [.., out], both in the weight's dtype; ValueError for anything else."""
+        if rows.dtype != self.dtype or rows.shape[-1] != self.in_features:  # else memory is misread
+            raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of this layer")
+        rows = rows.contiguous()
+        result = rows.new_empty(*rows.shape[:-1], self.out_features)
+        self._product(
+            rows.numel() // self.in_features,
+            self.in_features,
+            self.out_features,
+            rows.data_ptr(),
+            self.stripes.address,
+            None if self.bias is None else self.bias.data_ptr(),
+            result.data_ptr(),
+        )
+        return result

@@ -1,0 +1,682 @@
+"""Settings of drafters, draft controllers, acceptance rules and prices: one dataclass each.
+
+`SpeculationOptions` in `config` is made of them. A range is said at the field, checked when an
+object is made; below each field: symbol, range and meaning; behind a blank line the reason of its
+default. To add one: a class in its group, and its name in the group's table. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from selfspec.errors import InvalidOption
+from selfspec.typed import annotations_of, check_keys, check_types, shown
+
+# --- what all share -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which values an option may have; written into its annotation with `Annotated`."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+    """How an error says so."""
+    whole: bool = False
+    """Of a tuple as a whole, not of each value in it."""
+    most: float | None = None
+    """The largest value, which costs a few megabytes and milliseconds at most."""
+    request: float | None = None
+    """The largest that somebody else, a server's client, may ask for; None: nobody else may."""
+
+
+def between(least: float, most: float, request: float | None = None) -> Range:
+    """From the one to the other, both included."""
+    expected = f"in [{least}, {most}]"
+    return Range(lambda value: least <= value <= most, expected, most=most, request=request)
+
+
+AMOUNT = between(0, 1000)
+POSITIVE = Range(lambda value: 0.0 < value <= 1000.0, "in (0, 1000]", most=1000.0)
+SHARE = Range(lambda value: 0.0 < value <= 1.0, "in (0, 1]", most=1.0, request=1.0)
+PROBABILITY = between(0, 1, request=1.0)
+LAYER = between(0, 4096)
+
+
+class Part:
+    """Settings of one drafter, controller or rule. Lists are kept as tuples."""
+
+    kind: ClassVar[str]
+    """Its name on the command line."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidOption for a value of another type, or out of its range."""
+        for entry in fields(self):  # type: ignore[arg-type]  # all subclasses are dataclasses
+            value = getattr(self, entry.name)
+            if isinstance(value, list):
+                object.__setattr__(self, entry.name, tuple(value))
+        check_fields(self, f"{self.kind}:")
+
+
+def check_fields(options: Any, prefix: str = "") -> None:
+    """Raise InvalidOption unless all fields have values of their types, in their ranges.
+
+    An error names a field behind `prefix`. None is in every range.
+    """
+    kind: type = type(options)
+    hints = annotations_of(kind)
+    values = {entry.name: getattr(options, entry.name) for entry in fields(kind)}
+    check_types(
+        {prefix + name: value for name, value in values.items()},
+        {prefix + name: hints[name] for name in values},
+    )
+    for name, limit in ranges(kind).items():
+        value = values[name]
+        every = value if isinstance(value, tuple) and not limit.whole else (value,)
+        if not every:
+            raise InvalidOption(f"{prefix}{name} is empty, expected at least one value")
+        for one in every:
+            if one is not None and not limit.holds(one):
+                raise InvalidOption(f"{prefix}{name} is {one}, expected a value {limit.expected}")
+
+
+def check_asked(part: Part) -> None:
+    """Raise InvalidOption for what a request to a server may not ask for of a part."""
+    kind: type = type(part)
+    built_in = kind()
+    for entry in fields(kind):
+        name, value = f"{part.kind}:{entry.name}", getattr(part, entry.name)
+        if value == getattr(built_in, entry.name):
+            continue
+        limit = ranges(kind).get(entry.name)
+        if limit is None or limit.request is None:
+            raise InvalidOption(f"{name} is up to the server. Leave it out")
+        if max(value if isinstance(value, tuple) else (value,)) > limit.request:
+            raise InvalidOption(f"{name} is {value}, a request may ask for {limit.request} at most")
+
+
+@functools.cache
+def ranges(kind: type) -> dict[str, Range]:
+    """By field name; for fields that have one."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: note
+        for name, hint in hints.items()
+        for note in getattr(hint, "__metadata__", ())
+        if isinstance(note, Range)
+    }
+
+
+Amount = Annotated[float, AMOUNT]
+Width = Annotated[int, between(1, 64, request=16)]
+"""Draft tokens of a round. With 64 the logits of a verification take 13 MB at 49,152 tokens."""
+Rank = Annotated[int, between(1, 1024)]
+"""How many of the likeliest tokens."""
+Share = Annotated[float, SHARE]
+Probability = Annotated[float, PROBABILITY]
+
+
+# --- drafters -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit(Part):
+    """Exit heads on shallow layers."""
+
+    kind: ClassVar[str] = "exit"
+
+    layers: Annotated[tuple[int, ...] | None, LAYER] = None
+    """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
+
+    threshold: Annotated[float | tuple[float, ...], SHARE] = 0.9
+    """tau, in (0, 1]: a token exits where its annealed confidence reaches it. One value for all
+    exit layers, or one per layer.
+
+    High by default: a wrong draft costs work.
+    """
+
+    anneal_strength: Amount = 0.2
+    """alpha, at least 0, in `T_l = 1 + alpha (1 - l / L)`; 0 turns annealing off.
+
+    The paper calls for "a small" one without printing it (section 3.3).
+    """
+
+    max_depth: Annotated[int | None, LAYER] = None
+    """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
+
+    max_tokens: Width = 6
+    """W_max, at least 1: drafts per round, or where a controller starts; of a tree the longest
+    path."""
+
+    guesses: Annotated[int, between(1, 32, request=4)] = 1
+    """Tokens that a head may propose for one place, at least 1; more than one make a tree.
+
+    Each is proposed where its probability pays for its row (`prices`). Heads on the embedding, exit
+    layer 0, grow whole trees; beside a draft of deeper layers stand single tokens.
+    """
+
+    max_rows: Annotated[int, between(1, 64, request=32)] = 16
+    """Rows of a tree's verification at most, with the newest token's."""
+
+    def __post_init__(self) -> None:
+        """Keep one threshold as a number: it is for all layers. Raises InvalidOption."""
+        super().__post_init__()
+        if isinstance(self.threshold, tuple) and len(self.threshold) == 1:
+            object.__setattr__(self, "threshold", self.threshold[0])
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """Tau as a tuple: of length 1 (all layers) or one per exit layer."""
+        return self.threshold if isinstance(self.threshold, tuple) else (self.threshold,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ngram(Part):
+    """Text already seen."""
+
+    kind: ClassVar[str] = "ngram"
+
+    size: Annotated[int, between(1, 16, request=8)] = 4
+    """Longest n-gram that is looked up, 1 to 16; the longest that is found decides.
+
+    Each token of the text is kept in as many n-grams: 3 KB at 16."""
+
+    max_tokens: Width = 7
+    """W_max of these drafts, at least 1.
+
+    Larger than that of exit heads, because they cost no time to make; with the newest token they
+    fill a pinned pass.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModel(Part):
+    """A second, smaller model."""
+
+    kind: ClassVar[str] = "draft-model"
+
+    max_tokens: Width = 6
+    """W_max, at least 1: drafts per round, or where a controller starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoDrafts(Part):
+    """Nothing is drafted."""
+
+    kind: ClassVar[str] = "none"
+
+
+DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | NoDrafts]] = {
+    one.kind: one for one in (Exit, Ngram, DraftModel, NoDrafts)
+}
+"""By name."""
+
+TOGETHER = ("exit", "ngram", "ngram+exit", "draft-model", "ngram+draft-model", "none")
+"""Drafters in use: alone, or text already seen in front of another."""
+
+FITTED = "ngram+exit"
+"""What drafts where heads were fitted: text already seen costs nothing to look up beside them."""
+
+
+_WEIGHTS = Range(
+    lambda weights: len(weights) == 3 and min(weights) >= 0.0 and abs(sum(weights) - 1) < 1e-6,
+    "of three weights, at least 0, that sum to 1",
+    whole=True,
+    most=1.0,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ensemble(Part):
+    """A weighted mean of three signals."""
+
+    weights: Annotated[tuple[float, ...], _WEIGHTS] = (0.4, 0.3, 0.3)
+    """lambda: weights of entropy, logit margin and softmax margin, which sum to 1.
+
+    Printed nowhere: the two margins say much the same.
+    """
+
+    margin_scale: Annotated[float, POSITIVE] = 1.0
+    """beta, above 0: sharpness of the logit margin.
+
+    Printed nowhere: 1 gives a sigmoid of the margin as it is, in nats.
+    """
+
+
+# --- draft controllers: what sets the length of the next round ------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed(Part):
+    """The same length in every round."""
+
+    kind: ClassVar[str] = "fixed"
+    reads_confidence: ClassVar[bool] = False
+    """Whether a token's confidence decides; such controllers know chains alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded(Part):
+    """A length that moves between bounds."""
+
+    reads_confidence: ClassVar[bool] = False
+
+    shortest: Width = 1
+    """gamma_min, k_min, at least 1: no draft is asked to be shorter."""
+
+    longest: Width = 10
+    """gamma_max, k_max, at least 1: no draft is longer; in pinned mode never more than
+    `pinned_rows - 1`.
+
+    Printed nowhere: where verification starts to cost on a CPU.
+    """
+
+    def __post_init__(self) -> None:
+        """Raise InvalidOption for bounds that leave no length."""
+        super().__post_init__()
+        if self.shortest > self.longest:
+            raise InvalidOption(
+                f"{self.kind}:shortest {self.shortest} exceeds {self.kind}:longest {self.longest}. "
+                "Lower the one or raise the other"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heuristic(Bounded):
+    """Two more after a round that was kept, else one less."""
+
+    kind: ClassVar[str] = "heuristic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold(Part):
+    """A fixed length, cut short behind an unsure draft."""
+
+    kind: ClassVar[str] = "threshold"
+    reads_confidence: ClassVar[bool] = True
+
+    threshold: Probability = 0.4
+    """Top probability, in [0, 1], from which drafting goes on.
+
+    As in Hugging Face's `assistant_confidence_threshold`; GammaTune prints none.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class GammaTune(Bounded):
+    """An exponential mean of accepted lengths."""
+
+    kind: ClassVar[str] = "gammatune"
+
+    rate: Share = 0.3
+    """eta, in (0, 1]: weight of the newest round in the mean.
+
+    Printed nowhere.
+    """
+
+    step: Amount = 2.0
+    """delta, at least 0: what a wholly accepted round counts more.
+
+    Printed nowhere; the heuristic's own step.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class GammaTunePlus(GammaTune):
+    """GammaTune that also stops behind an unsure draft."""
+
+    kind: ClassVar[str] = "gammatune-plus"
+    reads_confidence: ClassVar[bool] = True
+
+    threshold: Probability = 0.4
+    """Top probability, in [0, 1], from which drafting goes on.
+
+    As for the controller `threshold`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class CmAsdLength(Bounded, Ensemble):
+    """As long as the drafter is confident."""
+
+    kind: ClassVar[str] = "cm-asd"
+    reads_confidence: ClassVar[bool] = True
+
+    scale: Share = 1.0
+    """alpha, in (0, 1]: share of `longest` that full confidence drafts.
+
+    The document's "full confidence".
+    """
+
+
+Controller = Fixed | Threshold | Heuristic | GammaTune | CmAsdLength
+
+CONTROLLERS: dict[str, type[Controller]] = {
+    one.kind: one for one in (Fixed, Heuristic, Threshold, GammaTune, GammaTunePlus, CmAsdLength)
+}
+"""By name."""
+
+
+# --- acceptance rules: what decides how many drafts stay ------------------------------------------
+
+
+READINGS = ("intent", "paper")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lossless(Part):
+    """Greedy match, or speculative sampling: the output is the model's own."""
+
+    kind: ClassVar[str] = "lossless"
+    reads_beliefs: ClassVar[bool] = False
+    """Whether it looks at the whole law of each draft token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lenient(Part):
+    """Speculative sampling that keeps more drafts. Lossy below a lenience of 1."""
+
+    kind: ClassVar[str] = "lenient"
+    reads_beliefs: ClassVar[bool] = False
+
+    lenience: Share = 0.6
+    """In (0, 1]: a sampled draft stays when u < p / (q * lenience).
+
+    Measured at this value: eval/results/papers/lenience.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class CmAsd(Ensemble):
+    """Drafts close to the model's best token stay. Lossy."""
+
+    kind: ClassVar[str] = "cm-asd"
+    reads_beliefs: ClassVar[bool] = True
+
+    reading: Annotated[str, Range(READINGS.__contains__, "intent or paper")] = "intent"
+    """intent: stricter where the drafter is unsure, as the document's text says; paper: looser, as
+    its formula does."""
+
+    top_beta: Rank = 3
+    """beta, at least 1: a draft must be among so many best tokens.
+
+    Printed nowhere.
+    """
+
+    tolerance: Amount = 0.1
+    """tau_base, at least 0, in nats below the best token.
+
+    The document's example.
+    """
+
+    tolerance_gain: Amount = 0.9
+    """gamma, at least 0, in nats: what confidence (intent) or its lack (paper) adds.
+
+    Printed nowhere: with tolerance 0.1 a token may be e times less likely than the best.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Easd(Part):
+    """No drafts where both models waver between the same tokens. Lossy."""
+
+    kind: ClassVar[str] = "easd"
+    reads_beliefs: ClassVar[bool] = True
+
+    entropy: Annotated[float | None, AMOUNT] = None
+    """tau_H, at least 0, in nats. None: that of the heads, by selfspec calibrate --entropy."""
+
+    overlap: Probability = 0.8
+    """tau_O, in [0, 1]: more than this share of the best tokens is the same in both."""
+
+    tokens: Rank = 5
+    """N, at least 1: how many best tokens are compared."""
+
+
+Acceptance = Lossless | Lenient | CmAsd | Easd
+
+ACCEPTANCE: dict[str, type[Acceptance]] = {
+    one.kind: one for one in (Lossless, Lenient, CmAsd, Easd)
+}
+"""By name."""
+
+
+# --- what drafts cost, as shares of a step of one row ---------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices(Part):
+    """Shares of a step."""
+
+    kind: ClassVar[str] = "prices"
+
+    row: Annotated[float | tuple[float, ...] | None, PROBABILITY] = None
+    """What one more row adds to a verification, in [0, 1]: the second, the third and so on, as far
+    as they differ; a draft token is proposed where its chance pays for its row. None: what the
+    executor says: 0.08; 0.78/0.08 where a CPU runs one row by kernels of its own; of compiled code
+    with AVX2 0.15, from blocks of a quantised file 0.3; with AVX-512 0.02 to 0.08, from blocks 0.05
+    and then 0.1 to 0.13, and half a step where the file is read once more, at the ninth row.
+    """
+
+    head: Annotated[float | None, AMOUNT] = None
+    """What asking one exit head adds to a round, at least 0. None: what the executor says, for the
+    heads of SmolLM2-135M: 0.07 to 0.09, from blocks of a quantised file 0.14 to 0.2.
+    """
+
+    @property
+    def rows(self) -> tuple[float, ...] | None:
+        """`row` as a tuple; the last value holds for all rows beyond."""
+        return self.row if self.row is None or isinstance(self.row, tuple) else (self.row,)
+
+
+# --- values from text, YAML and JSON, as a type hint wants them -----------------------------------
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types in a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def typed(name: str, value: Any, hint: Any) -> Any:
+    """`value` as `hint` says; text is parsed. Raises InvalidOption if no reading fits."""
+    for member in members(hint):
+        try:
+            return _CONVERTERS[get_origin(member) or member](value, member)
+        except (TypeError, ValueError, OverflowError):
+            continue
+    expected = " or ".join(_described(member) for member in members(hint))
+    raise InvalidOption(f"{name} is {shown(value)}, expected {expected}")
+
+
+def _number(value: Any, member: Any) -> Any:
+    """Int or float; a whole number where the type is int, and never a bool."""
+    number = member(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
+        raise ValueError(value)
+    return number
+
+
+def _exactly(value: Any, member: Any) -> Any:
+    if not isinstance(value, member):
+        raise TypeError(value)
+    return value
+
+
+def _sequence(value: Any, member: Any) -> Any:
+    """A list or tuple, text with commas or slashes, or one item on its own."""
+    entry, *_ = get_args(member)
+    container = get_origin(member)
+    items: Sequence[Any]
+    if isinstance(value, str):
+        items = re.split("[,/]", value) if container is tuple else [value]
+    else:
+        items = value if isinstance(value, list | tuple) else [value]
+    if not items:
+        raise ValueError(value)
+    return container(_CONVERTERS[entry](item, entry) for item in items)
+
+
+def _nothing(value: Any, _member: Any) -> None:
+    if str(value).lower() != "none":
+        raise TypeError(value)
+
+
+_CONVERTERS: dict[Any, Callable[[Any, Any], Any]] = {
+    bool: _exactly,
+    str: _exactly,
+    dict: _exactly,
+    int: _number,
+    float: _number,
+    tuple: _sequence,
+    list: _sequence,
+    types.NoneType: _nothing,
+}
+
+
+def _described(member: Any) -> str:
+    words = {
+        **{bool: "true or false", str: "text", int: "a whole number", float: "a number"},
+        dict: "names and values",
+        types.NoneType: "none",
+    }
+    if get_origin(member) in (tuple, list):
+        return f"a list (each {words[get_args(member)[0]]})"
+    return words[get_origin(member) or member]
+
+
+# --- options as text, `ngram:size=4+exit:layers=10/20`, and back ----------------------------------
+
+
+P = TypeVar("P", bound=Part)
+
+Kinds = Mapping[str, type[Part]]
+
+_JOIN = re.compile(r"\+(?=\s*[A-Za-z])")
+"""A plus in front of a name; not that of 1e+3."""
+
+
+def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) -> list[Part]:
+    """What `value` asks for of a `group` (drafter, controller, ..), in its order.
+
+    Objects are taken as they are. Text and mappings change what they name of what is `present`.
+    Raises InvalidOption.
+    """
+    found = []
+    for entry in _entries(group, value):
+        if isinstance(entry, Part):
+            if entry.kind not in kinds or not isinstance(entry, kinds[entry.kind]):
+                raise InvalidOption(
+                    f"{group} is {shown(entry)}, expected one of {', '.join(kinds)}"
+                )
+            found.append(entry)
+        else:
+            kind, settings = entry
+            check_keys([kind], kinds, group)
+            found.append(changed(present[kind], settings))
+    return found
+
+
+def changed(part: P, settings: Any) -> P:
+    """A copy with `settings` replaced: text, names and values, an object of its kind, or None.
+
+    Raises InvalidOption for names that it does not have and values that they cannot have.
+    """
+    if isinstance(settings, type(part)):
+        return settings
+    hints = annotations_of(type(part))
+    names = _named(part.kind, settings)
+    known = [entry.name for entry in fields(part)]  # type: ignore[arg-type]  # a dataclass
+    if names and not known:
+        raise InvalidOption(f"{part.kind} has no settings, found {shown(settings)}. Leave them out")
+    check_keys(names, known, f"setting of {part.kind}:")
+    read = {name: typed(f"{part.kind}:{name}", value, hints[name]) for name, value in names.items()}
+    return replace(part, **read)  # type: ignore[type-var]  # a dataclass
+
+
+def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
+    """What two values of one option say together, each text or a mapping, as a mapping.
+
+    Kinds are those of `above`; of one that both name, `above` wins setting by setting. Raises
+    InvalidOption.
+    """
+    if group == "prices":
+        return _named(group, below) | _named(group, above)
+    first, second = (
+        {entry[0]: _named(*entry) for entry in _entries(group, value) if isinstance(entry, tuple)}
+        for value in (below, above)
+    )
+    return {kind: first.get(kind, {}) | settings for kind, settings in second.items()}
+
+
+def as_text(part: Part, *, full: bool = False) -> str:
+    """The shortest text that gives `part`: its kind, and what differs from the defaults.
+
+    `full`: all settings, for where other defaults may be in force.
+    """
+    said = settings_text(part, full=full)
+    return f"{part.kind}:{said}" if said else part.kind
+
+
+def settings_text(part: Part, *, full: bool = False) -> str:
+    """`KEY=VALUE,..` of what differs from the defaults; empty if nothing does."""
+    built_in = type(part)()
+    values = {
+        entry.name: getattr(part, entry.name)
+        for entry in fields(part)  # type: ignore[arg-type]  # all parts are dataclasses
+        if full or getattr(part, entry.name) != getattr(built_in, entry.name)
+    }
+    return ",".join(f"{name}={word(value)}" for name, value in values.items())
+
+
+def word(value: Any) -> str:
+    """A value as text has it, without blanks."""
+    if value is None:
+        return "none"
+    return "/".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _entries(group: str, value: Any) -> Iterator[Part | tuple[str, Any]]:
+    """Objects, and kinds with their settings."""
+    if isinstance(value, Part):
+        yield value
+    elif isinstance(value, str):
+        for piece in _JOIN.split(value):
+            kind, colon, settings = piece.partition(":")
+            yield kind.strip().replace("_", "-"), settings if colon else None
+    elif isinstance(value, Mapping) and value:
+        for kind, settings in value.items():
+            yield str(kind).strip().replace("_", "-"), settings
+    elif isinstance(value, Sequence) and value:
+        for one in value:
+            yield from _entries(group, one)
+    else:
+        raise InvalidOption(f"{group} is {shown(value)}, expected text like KIND:KEY=VALUE,..")
+
+
+def _named(kind: str, settings: Any) -> dict[str, Any]:
+    """Settings by name: of text, a mapping, or nothing. Raises InvalidOption."""
+    values = _pairs(kind, settings) if isinstance(settings, str) else settings or {}
+    if not isinstance(values, Mapping):
+        raise InvalidOption(f"{kind} is {shown(settings)}, expected KEY=VALUE,.. or a mapping")
+    return {str(name).strip().replace("-", "_"): value for name, value in values.items()}
+
+
+def _pairs(kind: str, said: str) -> dict[str, str]:
+    """`KEY=VALUE,..` by key. Raises InvalidOption for anything else, and for a key given twice."""
+    values: dict[str, str] = {}
+    for entry in said.split(","):
+        name, equals, value = (piece.strip() for piece in entry.partition("="))
+        if not equals or not name:
+            raise InvalidOption(f"{kind} is followed by {shown(entry)}, expected KEY=VALUE,..")
+        if name in values:
+            raise InvalidOption(f"{kind}:{name} is given twice. Leave one out")
+        values[name] = value
+    return values
