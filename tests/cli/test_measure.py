@@ -342,7 +342,7 @@ def test_env_says_where_things_are(
 def test_env_says_how_a_model_runs_and_why_and_measures_it(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(measure, "_CPU_BYTES", 4000)
+    monkeypatch.setattr("selfspec.decoding.measure._CPU_BYTES", 4000)
     found = facts(capsys, "--model", "model", "--dtype", "float64")
     assert found["model"] == "model"
     assert found["executor"] == "generic"

@@ -208,7 +208,7 @@ def test_an_executor_that_errs_only_far_from_the_start_is_not_chosen(
 def test_a_window_that_is_wrong_by_one_is_found_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("mistral", sliding_window=100)
     Backbone(model, executor="fused")
-    monkeypatch.setattr("selfspec.model.generic.recipe.window_of", lambda *_: 101)
+    monkeypatch.setattr("selfspec.model.recipe.window_of", lambda *_: 101)
     with pytest.raises(UnsupportedModel, match="comes out differently at position 93"):
         Backbone(model, executor="fused")
 

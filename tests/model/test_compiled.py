@@ -285,7 +285,7 @@ def test_prebuilt_products_are_those_compiled_here(
     source = shutil.copytree(compiler.KERNELS, tmp_path / "kernels") / SOURCES[0]
     library = prebuild(source, FITTING[0], **constants)
     monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(weights, "_SOURCE", source)
+    monkeypatch.setattr(weights, "_PRODUCTS", source)
     monkeypatch.setattr(weights, "_library", weights._library.__wrapped__)
     found = CompiledLinear(weight)(rows)
     assert compiled(source, **constants)._name == str(library)

@@ -266,7 +266,7 @@ def test_where_capture_fails_segments_run_as_they_are_and_one_notice_says_so(
 
 
 def test_the_graph_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.model.generic.cuda_graph._MOST_GRAPHS", 2)
+    monkeypatch.setattr("selfspec.model.cuda_graph._MOST_GRAPHS", 2)
     made: list[str] = []
 
     def noting(work: Work) -> Work:

@@ -422,5 +422,5 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
 
     with torch.inference_mode():
         whole = states()
-        monkeypatch.setattr("selfspec.model.generic.fused_cpu._BLOCK_ROWS", 40)
+        monkeypatch.setattr("selfspec.model.fused._BLOCK_ROWS", 40)
         assert torch.equal(states(), whole)

@@ -162,7 +162,7 @@ def test_rows_shared_out_otherwise_are_noticed(
     def shares(*args: Any) -> Shares:
         return replace(right(*args), **wrong)
 
-    monkeypatch.setattr("selfspec.model.generic.recipe.shares_of", shares)
+    monkeypatch.setattr("selfspec.model.recipe.shares_of", shares)
     backbone = Backbone(tiny_model("mixtral", torch.float32))
     assert backbone.executor_name == "generic"
     assert "layer 1 comes out differently" in backbone.refused["fused"]
