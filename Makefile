@@ -62,7 +62,7 @@ fuzz: setup
 	$(BIN)/pytest $(PARALLEL:loadfile=load) tests/test_fuzz.py --hypothesis-profile=fuzz \
 	    $(if $(SEED),--hypothesis-seed=$(SEED)) --hypothesis-show-statistics
 
-# 20,000 texts of 81 random models in three dtypes: without drafts and alone, with drafts and in a
+# 20,000 texts of 82 random models in three dtypes: without drafts and alone, with drafts and in a
 # batch. Half an hour.
 same-texts: setup
 	$(BIN)/pytest tests/test_fuzz.py -k neighbours \
