@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from selfspec.model.kv import depths
-
 EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
 
 MODEL = "model"
@@ -100,6 +98,8 @@ class Round:
         """How many drafts lie on the way to each, itself included."""
         if self.parents is None:
             return [*range(1, len(self.draft_tokens) + 1)]
+        from selfspec.model.kv import depths  # with torch, which commands that read names spare
+
         return [depth + 1 for depth in depths(self.parents)]
 
 
