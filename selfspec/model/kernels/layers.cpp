@@ -12,7 +12,7 @@
 
 namespace {
 
-// What an operation is, and what its fields mean, as in program.py.
+// What an operation is, and what its fields mean, as in fused.py.
 enum Kinds { NORM, PRODUCT, ATTEND, ACTIVATE, EXPERTS, ADD };
 
 struct Operation {
