@@ -1,11 +1,11 @@
 r"""What decides how often exit heads are right: their kind, their text, their draft vocabulary.
 
     selfspec data --from question_dev.jsonl --regenerate --max-new-tokens 96 --output answers.jsonl
-    selfspec cache --data answers.jsonl --exit-layers 0,4,8,12,20 --deep --output held-out
+    selfspec cache --data answers.jsonl --exit-layers 0,4,8,12,20 --output held-out
     python -m eval.heads_tables --cache features --held-out held-out --work /tmp/heads \\
         --output eval/results/heads
 
-Fits heads of each kind to a part of a feature cache (made with --deep), heads of one kind to
+Fits heads of each kind to a part of a feature cache (with deep states), heads of one kind to
 growing parts, and heads of one kind over growing draft vocabularies; measures all on features of
 held-out text with `selfspec calibrate --dry-run`. A fit that is there already is not repeated.
 Writes `table.md` and `table.json`.

@@ -12,6 +12,7 @@ from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.errors import SelfspecError
 
 if TYPE_CHECKING:
+    from selfspec.adaptation import adapt
     from selfspec.api.speculator import Session, Speculator, load, wrap
     from selfspec.api.stream import Generation, Stream
     from selfspec.decoding.stats import GenerationStats
@@ -25,6 +26,7 @@ __all__ = [
     "SpeculationOptions",
     "Speculator",
     "Stream",
+    "adapt",
     "load",
     "wrap",
 ]
@@ -35,6 +37,7 @@ _HOMES = {
     "Session": "api.speculator",
     "Speculator": "api.speculator",
     "Stream": "api.stream",
+    "adapt": "adaptation",
     "load": "api.speculator",
     "wrap": "api.speculator",
 }

@@ -402,7 +402,7 @@ def load(
     if heads is None and second is None:
         # float16 rounds the default model to other numbers than those that its heads were fitted to
         own = files.is_default and loaded.dtype != torch.float16
-        heads = hub.DEFAULT_HEADS if own else heads_for(loaded, found)
+        heads = heads_for(loaded, found, chosen=own) or (hub.DEFAULT_HEADS if own else None)
     named = heads not in (None, hub.NO_HEADS) and not isinstance(heads, ExitHeads)
     of_weights = found() if named else None
     backbone = Backbone(loaded, executor=executor, fingerprint=of_weights)
@@ -470,16 +470,21 @@ def _speculator(
 # --- what drafts: heads that were given or are known here, or text already seen -------------------
 
 
-def heads_for(model: PreTrainedModel, fingerprint: Callable[[], str]) -> Path | None:
+def heads_for(
+    model: PreTrainedModel, fingerprint: Callable[[], str], *, chosen: bool = False
+) -> Path | None:
     """Heads of a model, where the caller names none; a line in the log says so.
 
-    Those that were fitted or pulled last for it on this machine, else those that come with
-    selfspec. The `fingerprint` is asked for only if some heads are for a model of its sizes.
+    Those that were fitted, pulled or chosen last for it on this machine, else those that come with
+    selfspec; with `chosen` only such that the user chose. The `fingerprint` is asked for only if
+    some heads are for a model of its sizes.
     """
     config = model.config.get_text_config()
     sizes = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-    bundled = sorted(hub.list_heads(), key=lambda folder: folder.name != hub.DEFAULT_HEADS)
-    folder = known.find(sizes, fingerprint, bundled)
+    bundled: list[Path] = []
+    if not chosen:
+        bundled = sorted(hub.list_heads(), key=lambda one: one.name != hub.DEFAULT_HEADS)
+    folder = known.find(sizes, fingerprint, bundled, chosen=chosen)
     if folder is not None:
         name = hub.heads_name(folder)
         logger.info("exit heads %s fit this model and are used; --heads none: without", name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,26 +119,15 @@ def check(
 
 
 @app.command()
-def stamp(
-    folder: Folder,
-    *,
-    model: Model = None,
-) -> None:
-    """Say that heads of an earlier selfspec belong to a model: they knew its unembedding alone."""
-    found = hub.resolve_heads(folder)
-    from selfspec.api import speculator as generate
-    from selfspec.heads.folder import FORMAT_VERSION
-    from selfspec.training import records
+def use(folder: Folder) -> None:
+    """Use these heads with their model from now on, where no others are named."""
+    from selfspec.heads import known
 
-    speculator = generate.load(model, heads=found, executor="generic")
-    belongs = speculator.backbone.fingerprint
-    if speculator.heads is None or not belongs:
-        raise InvalidOption(f"{speculator.label} has no fingerprint. Load it from its own files")
-    records.redescribe(
-        found,
-        replace(speculator.heads.config, base_fingerprint=belongs, format_version=FORMAT_VERSION),
-    )
-    base.emit(f"{found}: of {speculator.label} ({belongs[:12]})\n")
+    found = hub.resolve_heads(folder)
+    base_model = read_config(found)["base_model"]
+    if not known.remember(found, chosen=True):
+        raise InvalidOption(f"{found} do not say which weights they are for. Name them: --heads")
+    base.emit(f"{found} are used with {base_model} from now on; without: --heads none\n")
 
 
 @app.command()

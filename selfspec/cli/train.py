@@ -51,7 +51,11 @@ if TYPE_CHECKING:
 MODEL = (
     Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
     Flag("base_model", str, "The model's name for the record; else its file or id."),
-    Flag("dtype", str, "Of the model and the heads: bfloat16 (the default), float32, ..."),
+    Flag(
+        "dtype",
+        str,
+        "float32, bfloat16 (the default where torch is quick in it), ...",
+    ),
     Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
     CHAT_TEMPLATE,
     Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping."),
@@ -90,10 +94,11 @@ def _load(asked: Asked, *, writes: bool = False) -> Base:
 
     template = _chat_template(asked)
     processes = Processes.launched()
+    device = asked.get("device", processes.device)
     model, tokenizer, found = hub.load_model(
         asked.get("model"),
-        dtype=asked.get("dtype", "bfloat16"),
-        device=asked.get("device", processes.device),
+        dtype=asked.get("dtype", "bfloat16" if writes else hub.training_dtype(device)),
+        device=device,
     )
     known = fingerprint.of_loaded(model, found.stamps)
     backbone = Backbone(model, executor="auto" if writes else "generic", fingerprint=known)
@@ -204,6 +209,37 @@ def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
         raise InvalidOption("the cache holds no deep states. Cache again with --deep")
 
 
+# --- adapt
+
+
+@with_flags(
+    Flag("output", str, "Folder for text, heads and report; a begun one is continued."),
+    Flag("budget", str, "Time for all: 90s, 30m, 2h. Built in: 30m."),
+    Flag("raw", bool, "A base model: it writes on behind plain text, without a chat template."),
+    Flag("recipe", str, "YAML file of prompt families; without it the built-in one."),
+    Flag("questions", str, "File of your own prompts; every fifth is kept back to measure on."),
+    Flag("passages", str, "Folder of .txt, .md and .rst files to ask about; de/ for German ones."),
+    Flag("seed", int, "Fixes what is asked and drawn. Built in: 0."),
+    *(flag for flag in MODEL if flag.name in ("model", "dtype", "device", "chat_template")),
+)
+def adapt(*, asked: Asked) -> None:
+    """Make heads for a model: text, fit, settings for this machine, and a comparison.
+
+    The time given is used up. A killed run goes on where it was; with a larger --budget a finished
+    one writes more text and fits again. Nothing else should run meanwhile.
+    """
+    base.check_model(picked(asked, MODEL))
+    given = {name: value for name, value in asked.items() if name != "config"}
+    for name in given.keys() & {"questions"}:
+        check_source(given[name])
+    from selfspec.adaptation import adapt as made
+
+    with base.bar("adapt", "s") as show:
+        seen = lambda at, end, words: show(int(at), int(end), words)  # noqa: E731
+        report = made(given.pop("model", None), **given, show=seen)
+    base.emit(report.markdown())
+
+
 # --- data
 
 
@@ -239,7 +275,7 @@ def data(*, asked: Asked) -> None:
     """
     options = options_of(DataOptions, asked)
     base.require(asked, "output")
-    if "source" in asked and (given := {"recipe", "passages", "questions"} & asked.keys()):
+    if "source" in asked and (given := {"recipe", "passages", "questions", "raw"} & asked.keys()):
         raise InvalidOption(
             f"{min(given)} with --from: the prompts come from one of them. Drop one"
         )
@@ -350,7 +386,14 @@ def _source(
             questions = Reader(asked["questions"], user_turns, skip_bad_rows=skip)
             own += questions
             questions.report()
-        prompts = Prompts(recipe, passages, options.seed, own, invents=author.invents)
+        prompts = Prompts(
+            recipe,
+            passages,
+            options.seed,
+            own,
+            invents=author.invents and not options.raw,
+            raw=options.raw,
+        )
         if prompts.left_out:
             why = "no such --passages" + ("" if author.invents else ", or invented turns")
             base.note(f"selfspec: left out, {why}: {', '.join(prompts.left_out)}")
@@ -482,7 +525,8 @@ def _write_features(asked: Asked, options: CacheOptions) -> None:
     from selfspec.training.fit import default_exit_layers
 
     backbone = model.backbone
-    layers = options.exit_layers or default_exit_layers(backbone.num_layers, deep=options.deep)
+    embedding = (0,) if options.deep else ()
+    layers = options.exit_layers or (*embedding, *default_exit_layers(backbone.num_layers))
     check_exit_layers(layers, range(0 if options.deep else 1, backbone.num_layers))
     spec = store.FeatureSpec(layers, options.deep, options.top_k, not options.answers_only)
     texts = _read(asked["data"], model, asked, options.batch_tokens, options.max_tokens)
@@ -599,7 +643,10 @@ def _fit(asked: Asked, options: FitOptions) -> Fitted:
 
         def advance(progress: Progress) -> None:
             loss = sum(progress.losses.values()) / len(progress.losses)
-            show(progress.step, progress.steps, f"epoch {progress.epoch}  loss {loss:.3f}")
+            said = f"epoch {progress.epoch}  loss {loss:.3f}"
+            if progress.agreement is not None:
+                said += f"  agreement {progress.agreement:.1%}"
+            show(progress.step, progress.steps, said)
 
         fitted = fit.fit(job, advance)
     if job.processes.is_main:
@@ -627,7 +674,9 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
         train, held_out = (whole(source),) * 2 if validation else split(source)
         if asked.get("max_tokens"):
             train = train.limited(asked["max_tokens"])
-        options = replace(options, exit_layers=options.exit_layers or source.spec.layers)
+        found = source.spec.layers
+        if options.exit_layers is None and (options.head_type != "deep-fused" or 0 not in found):
+            options = replace(options, exit_layers=found)
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
     else:  # features are made from conversations while they are needed
         data = Path(asked["data"]).name

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
@@ -44,6 +44,9 @@ _CATEGORIES = {
 """Spec-Bench's categories; all others are its multi-turn chat."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """One conversation to be held: the user's turns, each to be answered by the model."""
@@ -69,8 +72,8 @@ def load_suite(
     return spread(list(_questions(_file(name, questions))), limit)
 
 
-def spread(questions: Sequence[Question], count: int | None) -> list[Question]:
-    """So many of the questions, as far apart as they go; all without a count.
+def spread(questions: Sequence[T], count: int | None) -> list[T]:
+    """So many of the questions, or of other things, as far apart as they go; all without a count.
 
     Raises InvalidOption for a count below 1.
     """

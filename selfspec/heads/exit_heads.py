@@ -33,7 +33,7 @@ from selfspec.heads.folder import (
     read_config,
 )
 from selfspec.heads.heads import HEAD_TYPES, DraftVocabulary, ExitHead
-from selfspec.model.fingerprint import UNKNOWN, unembedding_fingerprint
+from selfspec.model.fingerprint import UNKNOWN
 from selfspec.model.parts import Unembedding
 from selfspec.typed import check_keys
 
@@ -99,15 +99,13 @@ class HeadsConfig:
     ) -> None:
         """Raise HeadsMismatch unless the model called `name` is the one they were fitted to.
 
-        Heads of format version 1 know its unembedding alone: a warning says so. Where there is no
-        fingerprint, sizes decide, with a warning too.
+        Where there is no fingerprint, sizes decide, and a warning says so.
         """
-        found = unembedding_fingerprint(weight) if self.format_version == 1 else fingerprint
-        known = UNKNOWN not in (found, self.base_fingerprint)
-        if known and found != self.base_fingerprint:
+        known = UNKNOWN not in (fingerprint, self.base_fingerprint)
+        if known and fingerprint != self.base_fingerprint:
             raise HeadsMismatch(
                 f"{folder} fits {self.base_model} ({self.base_fingerprint[:12]}), the model is "
-                f"{name} ({found[:12]}). Fit heads for it: selfspec fit"
+                f"{name} ({fingerprint[:12]}). Fit heads for it: selfspec fit"
             )
         sizes = (self.vocab_size, self.hidden_size, num_layers and self.num_layers)
         if sizes != (*weight.shape, num_layers):
@@ -122,15 +120,6 @@ class HeadsConfig:
                 "seldom accepted, fit heads for it: selfspec fit",
                 folder,
                 name,
-            )
-        elif self.format_version == 1:
-            logger.warning(
-                "%s were fitted by an earlier selfspec: that %s has the unembedding of their model "
-                "is known, not that its layers are the same. If they are, run: selfspec heads "
-                "stamp %s; if not: selfspec fit",
-                folder,
-                name,
-                folder,
             )
 
 

@@ -143,9 +143,9 @@ def checked(values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InvalidHeads(f"it holds {_short(values)}, expected an object")
     version = values.get("format_version")
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise InvalidHeads(
-            f"it has format version {_short(version)}, this selfspec reads 1 to {FORMAT_VERSION}"
+            f"it has format version {_short(version)}, this selfspec reads {FORMAT_VERSION}"
         )
     for name in (*_REQUIRED, "exit_layers", "head_type"):
         _require(name in values, name, None, "a value")

@@ -1,7 +1,8 @@
 """Which heads on this machine fit a model: a small file in the cache folder for each model.
 
-Comes in: a folder that `fit` or `heads pull` wrote. Goes out: the folder that was written last for
-a model, else one that came with selfspec, found by its fingerprint. Imports no torch.
+Comes in: a folder that `fit`, `adapt` or `heads pull` wrote, or `heads use` named. Goes out: the
+last of them for a model, else one that came with selfspec, found by its fingerprint. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 1 << 14
+_MOST_BYTES = 1 << 18
+_MOST = 32
+"""Folders that are listed for a model."""
 
 Sizes = tuple[int, int]
 """Layers and width of a model: what tells most models apart without reading their weights."""
@@ -30,38 +33,56 @@ def place() -> Path:
     return files.cache_folder() / "known-heads"
 
 
-def remember(folder: Path) -> None:
-    """From now on the heads in `folder` are those of their model."""
+def remember(folder: Path, *, chosen: bool = False) -> bool:
+    """From now on the heads in `folder` are those of their model; False where it cannot be known.
+
+    `chosen` by the user: also before heads that come with selfspec for its default model.
+    """
     config = read_config(folder)
     base = config["base_fingerprint"]
     if not base.isalnum():
-        return  # a model without a fingerprint is never found by it
+        return False  # a model without a fingerprint is never found by it
+    own = str(folder.absolute())
+    others = [str(one) for one in _folders([_file(base)]) if str(one) != own and one.exists()]
     entry = {
-        "folder": str(folder.absolute()),
+        "folders": [own, *others][:_MOST],
+        "chosen": chosen,
         "base_model": config["base_model"],
         "base_fingerprint": base,
         "sizes": [config["num_layers"], config["hidden_size"]],
     }
     try:
-        files.write(place() / f"{base[:32]}.json", json.dumps(entry, indent=2) + "\n")
+        files.write(_file(base), json.dumps(entry, indent=2) + "\n")
     except CannotWrite as error:  # the heads themselves are written
         logger.warning("%s are not found by themselves: %s. Name them: --heads", folder, error)
+        return False
+    return True
 
 
-def find(sizes: Sizes, fingerprint: Callable[[], str], bundled: Iterable[Path] = ()) -> Path | None:
+def find(
+    sizes: Sizes,
+    fingerprint: Callable[[], str],
+    bundled: Iterable[Path] = (),
+    *,
+    chosen: bool = False,
+) -> Path | None:
     """The folder for a model; its `fingerprint` is asked for only where the sizes are known.
 
     What was written here goes before the `bundled` folders, and those go in their order. A folder
-    that is gone, or holds other heads by now, is passed over.
+    that is gone, or holds other heads by now, is passed over. `chosen`: only what the user chose.
     """
-    written = [file for file in place().glob("*.json") if _sizes(file) == sizes]
+    written = [
+        file
+        for file in place().glob("*.json")
+        if _sizes(file) == sizes and (not chosen or _read(file).get("chosen") is True)
+    ]
     coming = [folder for folder in bundled if _config_sizes(_config(folder)) == sizes]
     if not written and not coming:
         return None
     base = fingerprint()
     if not base:
         return None
-    named = _folders([place() / f"{base[:32]}.json"])
+    named = _folders([_file(base)] if written else [])
     for gone in (folder for folder in named if not folder.exists()):
         logger.info(
             "exit heads of this model were in %s and are gone. If they were moved: "
@@ -73,13 +94,22 @@ def find(sizes: Sizes, fingerprint: Callable[[], str], bundled: Iterable[Path] =
 
 
 def folders() -> list[Path]:
-    """Folders of heads that were written here and are still there, one for each model."""
+    """Folders of heads that were written here and are still there; those in use first."""
     return [folder for folder in _folders(sorted(place().glob("*.json"))) if _config(folder)]
 
 
 def _folders(entries: Iterable[Path]) -> list[Path]:
-    named = [_read(file).get("folder") for file in entries]
-    return [files.local_path(name) for name in named if isinstance(name, str)]
+    found: list[Path] = []
+    for file in entries:
+        names = _read(file).get("folders")
+        named = names if isinstance(names, list) else []
+        found += [files.local_path(name) for name in named if isinstance(name, str)]
+    return found
+
+
+def _file(base: str) -> Path:
+    """The file of a model."""
+    return place() / f"{base[:32]}.json"
 
 
 def _config(folder: Path) -> dict[str, Any]:

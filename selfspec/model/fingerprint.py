@@ -78,19 +78,6 @@ def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str
     return found
 
 
-def unembedding_fingerprint(weight: Tensor) -> str:
-    """sha256 of an unembedding [V, d] rounded to bfloat16, as float32 bytes.
-
-    All that heads of format version 1 know of their model.
-    """
-    if type(weight) not in _PLAIN or weight.is_meta:
-        return UNKNOWN
-    digest = hashlib.sha256()
-    for rows in weight.detach().split(8192):
-        digest.update(rows.bfloat16().float().cpu().contiguous().numpy())
-    return digest.hexdigest()
-
-
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that a file of the model would hold."""
     yield from model.named_parameters()

@@ -47,6 +47,8 @@ class Progress:
     """Learned from in this step."""
     losses: dict[int, float]
     """By exit layer, in nats per position."""
+    agreement: float | None
+    """The best layer's on held-out text, as far as an epoch was closed, in 0..1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,17 +181,18 @@ def answer_weights(text: Selection, share: float | None) -> tuple[float, float]:
 
 def exit_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     """Those asked for, or the default ones. Raises InvalidOption where the model has no such."""
-    deep = options.head_type == "deep-fused"
-    default = default_exit_layers(backbone.num_layers, deep=deep)
-    layers = default if options.exit_layers is None else options.exit_layers
+    layers = options.exit_layers
+    if layers is None:
+        deep = options.head_type == "deep-fused"
+        layers = (0,) if deep else default_exit_layers(backbone.num_layers)
     check_exit_layers(layers, possible_exit_layers(options.head_type, backbone.num_layers))
     return layers
 
 
-def default_exit_layers(num_layers: int, *, deep: bool) -> tuple[int, ...]:
+def default_exit_layers(num_layers: int) -> tuple[int, ...]:
     """Five, evenly over the first two thirds: later exits save little; fewer in a shallow model."""
-    spread = {round(num_layers * k / 7.5) for k in range(0 if deep else 1, 6)}
-    return tuple(sorted(layer for layer in spread if (0 if deep else 1) <= layer < num_layers))
+    spread = {round(num_layers * k / 7.5) for k in range(1, 6)}
+    return tuple(sorted(layer for layer in spread if 1 <= layer < num_layers))
 
 
 class _Fit:
@@ -268,6 +271,7 @@ class _Fit:
             epoch=epoch + 1,
             positions=positions,
             losses=losses,
+            agreement=max((entry["agreement"] for entry in course.best.values()), default=None),
         )
 
     def _validate(self, epoch: int) -> None:

@@ -40,6 +40,9 @@ class DataOptions:
     system: str | None = None
     """System message of every conversation."""
 
+    raw: bool = False
+    """For base models: prompts are plain text that the model writes on, without a chat template."""
+
     question_temperature: tuple[float, ...] = (0.8, 1.0)
     """Lowest and highest temperature of user turns, above 0; each batch draws one in between."""
 
@@ -89,6 +92,7 @@ class DataOptions:
         require(self.question_top_k >= 0, "question_top_k", self.question_top_k, "at least 0")
         require(self.temperature > 0.0, "temperature", self.temperature, "above 0")
         require(self.seed >= 0, "seed", self.seed, "at least 0")
+        require(not (self.raw and self.system), "system", self.system, "none with raw")
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", self.shard)
         inside = match is not None and 1 <= int(match[1]) <= int(match[2])
         require(inside, "shard", self.shard, "I/N with I in 1..N")
@@ -108,8 +112,8 @@ class CacheOptions:
     """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads. None: five, evenly
     spread over the first two thirds, and 0 where deep states are kept."""
 
-    deep: bool = False
-    """Also keep the deep state of the token before, which deep-fused heads read."""
+    deep: bool = True
+    """Keep the last state of the token before, which deep-fused heads read."""
 
     top_k: int = 32
     """The model's own most likely next tokens, kept for fitting to its distribution and for
@@ -138,12 +142,12 @@ class FitOptions:
 
     exit_layers: tuple[int, ...] | None = None
     """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads. None: those of the
-    cache, else five, evenly spread over the first two thirds."""
+    cache, else the embedding for these, and five for others, evenly over the first two thirds."""
 
-    head_type: str = "translator"
-    """linear (norm and an LM head of its own), translator (norm, an affine map, the model's own
-    unembedding), low-rank (the same, narrow), mlp, or deep-fused (mlp that also reads the deep
-    state of the token before)."""
+    head_type: str = "deep-fused"
+    """deep-fused (mlp that also reads the model's last state of the token before: no layer runs
+    for a draft), linear (norm and an LM head of its own), translator (norm, an affine map, the
+    model's own unembedding), low-rank (the same, narrow), or mlp."""
 
     inner_size: int | None = None
     """Rank of a low-rank head, hidden units of an mlp or deep-fused one, at least 1. None: the
@@ -166,13 +170,13 @@ class FitOptions:
     """Tokens ahead that deep-fused heads learn, at least 1: from the second on they read the
     features of the head itself, as they will when they draft."""
 
-    epochs: int = 1
+    epochs: int = 2
     """Passes over the training text, at least 1."""
 
     patience: int | None = None
     """Stop after this many epochs in which no layer agreed better. None: never."""
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     """AdamW's, at its highest, above 0."""
 
     warmup: float = 0.05

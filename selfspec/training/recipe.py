@@ -179,14 +179,17 @@ class Prompts:
         own: Sequence[tuple[str, ...]] = (),
         *,
         invents: bool = True,
+        raw: bool = False,
     ) -> None:
         """`own`: a user's prompts, each the turns of a conversation; every one is asked once.
 
         Families for whose passages there is no text are left out, and where the model does not
-        `invent` user turns, those that need it; `left_out` names them.
+        `invent` user turns, those that need it; `left_out` names them. `raw`: openings are for the
+        model to write on, and of a conversation the first turn alone is used.
         """
         self._recipe, self._passages, self._seed, self._own = recipe, passages, seed, own
-        usable = [f for f in recipe.families if self._has_text(f) and (invents or not _invents(f))]
+        needs = _asks if raw else _invents
+        usable = [f for f in recipe.families if self._has_text(f) and (invents or not needs(f))]
         self.article_families = {family.name for family in usable if family.passages}
         self.left_out = [f.name for f in recipe.families if f not in usable]
         if not usable:
@@ -410,7 +413,12 @@ def _placeholders(text: str) -> Iterator[str]:
 
 def _invents(family: Family) -> bool:
     """Whether the model writes a part of the user's turns."""
-    return family.continues or bool(family.question) or any(None in ask for ask in family.ask)
+    return family.continues or _asks(family) or any(None in ask for ask in family.ask)
+
+
+def _asks(family: Family) -> bool:
+    """Whether it writes the first turn's question."""
+    return bool(family.question)
 
 
 def _suffixes() -> str:

@@ -228,19 +228,15 @@ class Writer:
 
     def _read(self) -> dict[str, Any]:
         """The record. Raises InvalidData if it is none of this format."""
-        try:
+        found = None
+        with suppress(InvalidData):
             found = read_json(self._record, _MOST_BYTES)
-            if isinstance(found, dict):
-                found = {"next": []} | found  # records of an earlier selfspec have none
-            fits = _is_record(found, self._state.keys())
-        except InvalidData:
-            fits = False
-        if not fits:
+        if not _is_record(found):
             raise InvalidData(
                 f"{self._record} is no record of this version of selfspec data. Delete it and "
                 f"{self.output.name} to start over"
             )
-        return dict(found)
+        return dict(found or {})
 
     @property
     def status(self) -> Path:
@@ -328,25 +324,25 @@ def _cannot_write(path: Path, error: Exception) -> CannotWrite:
     )
 
 
-def _is_record(found: Any, keys: Collection[str]) -> bool:
+_RECORD: dict[str, Any] = {
+    **dict.fromkeys(("options", "versions"), dict[str, Any]),
+    **dict.fromkeys(("format_version", "bytes"), int),
+    **{"made_by": str, "seeds": list[int], "next": list[str]},
+    "counts": dict[str, dict[str, dict[str, int]]],
+}
+
+
+def _is_record(found: Any) -> bool:
     """Whether JSON is what `Writer` saves, with counts that can be counts."""
-    if not isinstance(found, dict) or found.keys() != set(keys):
+    if not isinstance(found, dict) or found.keys() != _RECORD.keys():
         return False
-    counts, seeds = found["counts"], found["seeds"]
-    families = counts.get("families") if isinstance(counts, dict) else None
-    if not (isinstance(families, dict) and isinstance(seeds, list)):
+    if not all(fits(found[name], hint) for name, hint in _RECORD.items()):
         return False
-    if not (isinstance(found["options"], dict) and isinstance(found["versions"], dict)):
+    families = found["counts"].get("families")
+    if families is None or any(f.keys() != {*KEPT, *DROPPED} for f in families.values()):
         return False
-    if not fits(found["next"], list[str]):
-        return False
-    names = {*KEPT, *DROPPED}
-    if any(not isinstance(f, dict) or f.keys() != names for f in families.values()):
-        return False
-    numbers = [number for family in families.values() for number in family.values()]
-    numbers += [found["format_version"], found["bytes"], *seeds]
-    whole = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-    return whole and found["format_version"] == FORMAT_VERSION
+    numbers = [found["bytes"], *found["seeds"], *(n for f in families.values() for n in f.values())]
+    return found["format_version"] == FORMAT_VERSION and all(0 <= n < 2**63 for n in numbers)
 
 
 Record = dict[str, Any]
@@ -454,14 +450,16 @@ class Talk:
         return "\n".join([self.question, *(text or "" for text in self.pending)])
 
     def record(self) -> Record:
-        """As a line of the file, but for the seed."""
-        named = {"family": self.family} if self.family else {}
-        return (
-            named
-            | {"messages": self.messages}
-            | located(self.ids, self.answers)
-            | {"sampled": self.sampled, "loops": self.loops}
-        )
+        """As a line of the file, but for the seed; without an answer it is only read."""
+        row: Record = {"family": self.family} if self.family else {}
+        read = [] if self.answers else [{"role": "user", "content": self.question}]
+        messages = [*self.messages, *read]
+        if self.turns.raw:
+            row |= zip(("prompt", "completion"), map(_content, messages), strict=False)
+        else:
+            row["messages"] = messages
+        row |= located(self.ids or self.prompt, self.answers)
+        return row if read else row | {"sampled": self.sampled, "loops": self.loops}
 
 
 class Author:
@@ -482,7 +480,8 @@ class Author:
         Raises InvalidData for no chat template, InvalidOption where an answer leaves no room.
         """
         self.options = options
-        self.turns = Turns.of(tokenizer, options.system)
+        raw = options.raw
+        self.turns = Turns.plain(tokenizer) if raw else Turns.of(tokenizer, options.system)
         self.room = min(options.max_prompt_tokens, backbone.max_positions - options.max_new_tokens)
         """Tokens of the longest prompt."""
         if self.room < _LEAST_ROOM:
@@ -601,7 +600,7 @@ class Written:
         ready = [row for row in rows if not row.article]
         records = self._converse(ready, [], temperature, counts)
         articles = [
-            record["messages"][-1]["content"]
+            _answered_in(record)
             for record in records
             if record["family"] in self._prompts.article_families
         ]
@@ -651,7 +650,7 @@ class Written:
             if (problem := self._problem(talk)) is not None:
                 counts.add(row.family.name, problem)
             elif row.family.read:
-                records.append(_only_read(talk))
+                records.append(talk.record())
             else:
                 talks.append(talk)
         return records + self._author.converse(talks, temperature, counts)
@@ -680,7 +679,7 @@ class Written:
 
     def _opening(self, row: Row) -> str | None:
         """What the model is to write on from, as the user; None where a prompt is whole."""
-        if row.family.continues:
+        if row.family.continues and not self._author.options.raw:
             return row.text(row.turns[0])
         if row.family.question:
             begin = row.family.question[row.number % len(row.family.question)]
@@ -703,6 +702,8 @@ class Written:
 
     def _talk(self, row: Row) -> Talk:
         first, *later = (row.text(turn) for turn in row.turns)
+        if self._author.options.raw:
+            later = []
         sampled = row.rng.random() >= self._author.options.greedy_share
         question = (first or "").strip()
         return Talk.begun(
@@ -756,12 +757,6 @@ def located(ids: list[int] | tuple[int, ...], answers: Iterable[tuple[int, int]]
     return {"input_ids": list(ids), "answers": spans}
 
 
-def _only_read(talk: Talk) -> Record:
-    """A row without an answer."""
-    messages = [*talk.messages, {"role": "user", "content": talk.question}]
-    return {"family": talk.family, "messages": messages} | located(talk.prompt, [])
-
-
 def ngrams(text: str) -> set[int]:
     """Every eight words in a row, as numbers; case, white space and punctuation do not count."""
     words = _WORD.findall(text.casefold())
@@ -778,18 +773,25 @@ def _sample(found: set[int]) -> set[int]:
 
 
 def _words_of(record: Record) -> str:
-    messages: list[Message] = record.get("messages", [])
-    return "\n".join([*(turn["content"] for turn in messages), record.get("text", "")])
+    said = [_content(turn) for turn in record.get("messages", [])]
+    return "\n".join([*said, *(record.get(name, "") for name in ("prompt", "completion", "text"))])
 
 
 def _asked_in(record: Record) -> str:
-    turns: list[Message] = record["messages"]
-    return next(turn["content"] for turn in turns if turn["role"] == "user")
+    if "prompt" in record:
+        return str(record["prompt"])
+    return next(_content(turn) for turn in record["messages"] if turn["role"] == "user")
 
 
 def _answered_in(record: Record) -> str:
-    turns: list[Message] = record["messages"]
-    return "\n".join(turn["content"] for turn in turns if turn["role"] == "assistant")
+    if "prompt" in record:
+        return str(record.get("completion", ""))
+    answers = (turn for turn in record["messages"] if turn["role"] == "assistant")
+    return "\n".join(map(_content, answers))
+
+
+def _content(turn: Message) -> str:
+    return str(turn["content"])
 
 
 def key(text: str) -> bytes:

@@ -524,6 +524,8 @@ class Turns:
     """In front of the first user turn, system message included."""
     asked: str
     """From the end of a user turn to the start of its answer."""
+    raw: bool = False
+    """No turns: the model writes on behind a text."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | None, system: str | None = None) -> Turns:
@@ -531,13 +533,20 @@ class Turns:
         if tokenizer is None or tokenizer.chat_template is None:
             raise InvalidData(
                 "the model has no chat template, so it cannot write conversations. "
-                f"{advice('' if tokenizer is None else tokenizer.name_or_path)}; or give text with "
-                "--from, without --regenerate"
+                f"{advice('' if tokenizer is None else tokenizer.name_or_path)}; or for a base "
+                "model --raw; or give text with --from, without --regenerate"
             )
         messages = [*_opened(system), _user(_FIRST)]
         text = rendered(tokenizer, messages, add_generation_prompt=True)
         before, asked = _around(text, _FIRST)
         return cls(tokenizer, system, before, asked)
+
+    @classmethod
+    def plain(cls, tokenizer: PreTrainedTokenizerBase | None) -> Turns:
+        """Nothing around: a base model writes on. Raises InvalidData without a tokenizer."""
+        if tokenizer is None:
+            raise InvalidData("the model has no tokenizer, so it cannot write text")
+        return cls(tokenizer, None, "", "", raw=True)
 
     def messages(self) -> list[Message]:
         """What stands ahead of the first user turn."""
@@ -549,6 +558,8 @@ class Turns:
 
     def first_prompt(self, question: str) -> list[int]:
         """Ids up to where the answer to the first question starts."""
+        if self.raw:  # with what the tokenizer puts in front, as `generate --raw` has it
+            return list(self.tokenizer(question)["input_ids"])
         return self.ids(self.before + question + self.asked)
 
     def next_header(self, said: list[int]) -> list[int]:

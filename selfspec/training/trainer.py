@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from selfspec.errors import SelfspecError
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.hub.models import fast_products
 from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
 from selfspec.training.features import Features, Processes
@@ -48,7 +49,8 @@ class Trainer:
         self._processes = processes
         self._steps = steps
         own = backbone.unembedding
-        self._mixed = backbone.dtype == torch.bfloat16
+        device = own.weight.device
+        self._mixed = backbone.dtype == torch.bfloat16 and fast_products(torch.bfloat16, device)
         weight = own.weight if self._mixed else own.weight.float()
         torch.manual_seed(options.seed)  # inner layers begin with random numbers
         self.heads = ExitHeads(config, own._replace(weight=weight), draft_ids).float()

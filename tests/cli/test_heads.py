@@ -20,7 +20,7 @@ from tests.cli.fakes import FakeSpeculator
 Capture = pytest.CaptureFixture[str]
 
 CONFIG = {
-    "format_version": 1,
+    "format_version": 2,
     "base_model": "toy-model",
     "base_fingerprint": "f" * 64,
     "hidden_size": 8,

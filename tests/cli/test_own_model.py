@@ -142,17 +142,22 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     assert main(["heads", "list", "--json"]) == 0
     names = [row["name"] for row in json.loads(capsys.readouterr().out)]
     assert names[-1] == str(workplace / "heads")
-    # pulled ones are known from then on, in place of others; what is gone is passed over
+    # pulled ones are known from then on, before others; what is gone is passed over
+    shutil.copytree(workplace / "heads", tmp_path / "mine")
+    assert main(["heads", "use", str(tmp_path / "mine")]) == 0
+    assert getattr(load("tiny-vicuna", dtype="float32").heads, "folder", None) == tmp_path / "mine"
     assert main(["heads", "pull", "heads"]) == 0
     assert load("tiny-vicuna", dtype="float32").heads is not None
-    assert json.loads(next(known.place().glob("*.json")).read_text())["folder"].endswith(
+    assert json.loads(next(known.place().glob("*.json")).read_text())["folders"][0].endswith(
         "selfspec/heads/heads"
     )
     shutil.rmtree(known.place().parent / "heads" / "heads")
     with caplog.at_level(logging.INFO):
-        assert load("tiny-vicuna", dtype="float32").heads is None
+        before = load("tiny-vicuna", dtype="float32").heads
+    assert before is not None
+    assert before.folder == tmp_path / "mine", "those before it"
     assert "selfspec/heads/heads and are gone. If they were moved" in caplog.text
-    next(known.place().glob("*.json")).write_text('{"sizes": [6, 32], "folder": 5}')
+    next(known.place().glob("*.json")).write_text('{"sizes": [6, 32], "folders": [5]}')
     assert load("tiny-vicuna", dtype="float32").heads is None
 
 

@@ -258,7 +258,7 @@ def fitted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main([*CACHE, "--exit-layers", "0,2,4", "--deep"]) == 0
-        fit = ["fit", *MODEL, "--cache", "features", "--head-type", "deep-fused"]
+        fit = ["fit", *MODEL, "--cache", "features", "--exit-layers", "0,2,4"]
         fit += ["--draft-vocab-size", "90", "--epochs", "6"]
         assert main([*fit, "--output", "heads"]) == 0
     return folder

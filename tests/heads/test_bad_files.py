@@ -46,7 +46,7 @@ def heads(tmp_path: Path, backbone: Backbone) -> Path:
 
 
 CONFIG_VALUES: list[tuple[str, Any]] = [
-    *(("format_version", value) for value in (0, -1, 3, 1.0, True, "2", None, [2], 10**30)),
+    *(("format_version", value) for value in (0, -1, 1, 3, 2.0, True, "2", None, [2], 10**30)),
     *(("base_model", value) for value in (None, 3, ["a"], {}, "a\nb", "a\0b", "x" * 2000)),
     *(("base_fingerprint", value) for value in (None, 7, ["f"], "\x1b[31m")),
     *(("hidden_size", value) for value in (None, "32", 32.0, -32, 0, True, 1 << 40, NAN, [32])),

@@ -190,8 +190,8 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"format_version": 3}, "has format version 3, this selfspec reads 1 to 2"),
-        ({"format_version": None}, "has format version None, this selfspec reads 1 to 2"),
+        ({"format_version": 3}, "has format version 3, this selfspec reads 2"),
+        ({"format_version": None}, "has format version None, this selfspec reads 2"),
         ({"exit_layer": [2]}, "unknown key 'exit_layer'. Did you mean exit_layers?"),
         ({"exit_layers": [0, 2]}, "exit layer 0 is not among [1, 2, 3, 4, 5]"),
         ({"exit_layers": [2, 6]}, "exit layer 6 is not among [1, 2, 3, 4, 5]"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from selfspec.api import speculator as generate
-from selfspec.cli.main import main
 from selfspec.errors import HeadsMismatch
 from selfspec.files import cache_folder
-from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint, weight_files
 from selfspec.model.backbone import Backbone
-from selfspec.model.fingerprint import UNKNOWN, unembedding_fingerprint
+from selfspec.model.fingerprint import UNKNOWN
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 from tests.talks import make_tokenizer
@@ -116,7 +113,6 @@ def test_what_cannot_be_read_has_no_fingerprint_and_the_log_says_why(
     with caplog.at_level(logging.WARNING):
         assert fingerprint.of(model) == UNKNOWN
     assert "What fits it is not checked" in caplog.messages[0]
-    assert unembedding_fingerprint(torch.zeros(3, 2, device="meta")) == UNKNOWN
 
 
 # --- once per file --------------------------------------------------------------------------------
@@ -239,45 +235,6 @@ def test_heads_of_another_fine_tune_with_the_same_unembedding_are_refused(tmp_pa
     assert torch.equal(Backbone(other).unembedding.weight, base.unembedding.weight)
     with pytest.raises(HeadsMismatch, match=r"fits tiny .* the model is other"):
         generate.wrap(other, heads=heads, label="other")
-
-
-def old_heads(place: Path, backbone: Backbone) -> Path:
-    """As format version 1 has them."""
-    base = unembedding_fingerprint(backbone.unembedding.weight)
-    return saved_heads(place, backbone, base_fingerprint=base, format_version=1)
-
-
-def test_heads_made_before_are_read_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    base = Backbone(make_model("llama"), executor="generic")
-    heads = old_heads(tmp_path / "heads", base)
-    with caplog.at_level(logging.WARNING):
-        assert generate.wrap(base.model, heads=heads, label="tiny").heads is not None
-    (line,) = [entry for entry in caplog.messages if "earlier selfspec" in entry]
-    assert f"selfspec heads stamp {heads}" in line
-    stranger = make_model("llama")
-    with torch.no_grad():
-        stranger.get_output_embeddings().weight.mul_(2)
-    with pytest.raises(HeadsMismatch, match="the model is stranger"):
-        generate.wrap(stranger, heads=heads, label="stranger")
-
-
-def test_stamped_heads_belong_to_the_whole_model(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = Backbone(make_model("llama"), executor="generic")
-    heads = old_heads(tmp_path / "heads", base)
-    before = ExitHeads.from_pretrained(heads, base.unembedding, "", "tiny").state_dict()
-    assert main(["heads", "stamp", str(heads), "--model", str(folder)]) == 0
-    config = HeadsConfig.read(heads)
-    assert config.format_version == 2
-    # the command loads in bfloat16
-    assert config.base_fingerprint == base.fingerprint
-    loaded = ExitHeads.from_pretrained(heads, base.unembedding, base.fingerprint, "tiny")
-    assert all(torch.equal(before[name], t) for name, t in loaded.state_dict().items())
-    assert asdict(loaded.config) == asdict(config)
-    assert "of model" in capsys.readouterr().out
 
 
 def test_where_there_is_no_fingerprint_sizes_decide_and_a_warning_says_so(

@@ -36,7 +36,12 @@ from tests.talks import make_talks
 
 LAYERS = (2, 4)
 OPTIONS = FitOptions(
-    exit_layers=LAYERS, draft_vocab_size=80, epochs=2, learning_rate=1e-2, checkpoint_steps=2
+    exit_layers=LAYERS,
+    head_type="translator",
+    draft_vocab_size=80,
+    epochs=2,
+    learning_rate=1e-2,
+    checkpoint_steps=2,
 )
 BATCH_TOKENS = 128
 
@@ -328,10 +333,12 @@ def test_heads_of_the_asked_kind_and_the_default_layers(
         backbone, talks, head_type="low-rank", inner_size=4, exit_layers=None
     ).heads.config
     assert (config.head_type, config.inner_size) == ("low-rank", 4)
-    assert config.exit_layers == default_exit_layers(backbone.num_layers, deep=False)
-    assert default_exit_layers(30, deep=False) == (4, 8, 12, 16, 20)
-    assert default_exit_layers(30, deep=True) == (0, 4, 8, 12, 16, 20)
-    assert default_exit_layers(2, deep=False) == (1,)
+    assert config.exit_layers == default_exit_layers(backbone.num_layers)
+    assert default_exit_layers(30) == (4, 8, 12, 16, 20)
+    assert default_exit_layers(2) == (1,)
+    assert fitted(
+        backbone, talks, head_type="deep-fused", exit_layers=None
+    ).heads.config.exit_layers == (0,)
     assert config.training["answer_tokens"] == sum(len(talk.answer_ids) for talk in talks)
 
 

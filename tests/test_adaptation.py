@@ -1,0 +1,191 @@
+"""`adapt`: from a model to heads that draft for it, by a clock that a test turns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import selfspec
+from selfspec import adaptation
+from selfspec.adaptation import HEADS, REPORT, STATE, TEXT, WAYS, Report, Row, seconds_of
+from selfspec.cli.main import main
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
+from selfspec.heads import known
+from tests.authors import RECIPE
+from tests.models import make_model
+from tests.talks import WORDS, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`chat` and `base`, which has no template; both know ten words. The recipe, and questions."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, template in (("chat", True), ("base", False)):
+        tokenizer = make_tokenizer()
+        if not template:
+            tokenizer.chat_template = None
+        make_model("llama", vocab_size=len(WORDS)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    rows = [{"turns": [f"a {'b ' * n}c"]} for n in range(7)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock takes a twentieth of a second."""
+    clock = itertools.count(step=0.05)
+    monkeypatch.setattr("selfspec.adaptation.time.monotonic", lambda: next(clock))
+
+
+@pytest.fixture(autouse=True)
+def places(monkeypatch: pytest.MonkeyPatch, models: Path) -> None:
+    monkeypatch.chdir(models)
+
+
+def made(output: Path, **options: Any) -> Report:
+    asked = {"budget": "20s", "recipe": "recipe.yaml", "dtype": "float32"} | options
+    return selfspec.adapt(asked.pop("model", "chat"), output=output, **asked)
+
+
+@pytest.fixture
+def folder(models: Path, tmp_path: Path, ticks: None) -> Path:
+    """A finished one; a copy of what the first test that wants it made."""
+    kept = models / "kept"
+    if not kept.exists():
+        made(kept)
+    shutil.copytree(kept, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_one_call_gives_text_heads_and_a_report(folder: Path) -> None:
+    report = made(folder)  # again: nothing is left to do
+    assert {TEXT, HEADS, REPORT, STATE} <= {file.name for file in folder.iterdir()}
+    assert report.answer_tokens > 0
+    assert len(report.rows) >= 6
+    assert (folder / REPORT).read_text() == replaced(report, folder)
+    assert all(row.same for row in report.rows)
+    positions, share = report.agreement["all"]
+    assert positions == sum(n for kind, (n, _) in report.agreement.items() if kind != "all")
+    assert 0.0 <= share <= 1.0
+    fitted = selfspec.load("chat", heads=folder / HEADS, dtype="float32")
+    assert fitted.heads is not None
+    assert fitted.heads.config.temperatures
+    plain = fitted.generate("a b c", max_new_tokens=12, speculate=False)
+    assert fitted.generate("a b c", max_new_tokens=12).token_ids == plain.token_ids
+
+
+def replaced(report: Report, folder: Path) -> str:
+    """The kept folder's report names itself."""
+    return report.markdown().replace(str(folder), str(Path("kept").absolute()))
+
+
+def test_with_more_time_it_writes_more_text_and_fits_again(folder: Path) -> None:
+    before = json.loads((folder / STATE).read_text())
+    text = (folder / TEXT).read_bytes()
+    report = made(folder, budget="60s")
+    assert report.answer_tokens > before["tokens"]
+    assert (folder / TEXT).read_bytes().startswith(text)
+    assert report.spent_s > before["spent_s"]
+
+
+@pytest.mark.usefixtures("ticks")
+def test_a_killed_one_goes_on(tmp_path: Path) -> None:
+    steps = ("writing", "fitting: step", "temperatures", "comparing")
+    for step in steps:
+
+        def killed(_spent: float, _budget: float, words: str, step: str = step) -> None:
+            if words.startswith(step):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            made(tmp_path / "out", show=killed)
+    said: list[str] = []
+    report = made(tmp_path / "out", show=lambda _spent, _budget, words: said.append(words))
+    assert not any(words.startswith(steps[:3]) for words in said), "what was done is not done again"
+    assert len(report.rows) >= 6
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "field"),
+    [
+        ({"budget": "20"}, InvalidOption, "budget"),
+        ({"budget": "1s"}, InvalidOption, "budget"),
+        ({"model": "base"}, InvalidData, "--raw"),
+        ({"seed": 1}, InvalidOption, "seed"),
+        ({"questions": "own.jsonl"}, InvalidOption, "questions"),
+        ({"questions": "nothing.jsonl"}, InvalidData, "nothing.jsonl"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    folder: Path, options: dict[str, Any], error: type[SelfspecError], field: str
+) -> None:
+    with pytest.raises(error, match=field):
+        made(folder.parent / "new" if "model" in options else folder, **options)
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"spent_s": "long"}', '{"unknown": 1}'])
+def test_a_damaged_state_is_one_line(folder: Path, damage: str) -> None:
+    (folder / STATE).write_text(damage)
+    with pytest.raises(InvalidData, match=STATE):
+        made(folder)
+
+
+def test_folders_of_others_stay(tmp_path: Path) -> None:
+    (tmp_path / TEXT).write_text("mine")
+    with pytest.raises(CannotWrite, match=TEXT):
+        made(tmp_path)
+    assert (tmp_path / TEXT).read_text() == "mine"
+
+
+@pytest.mark.usefixtures("ticks")
+def test_a_base_model_writes_on_behind_plain_text(tmp_path: Path) -> None:
+    report = made(tmp_path / "out", model="base", raw=True)
+    rows = [json.loads(line) for line in (tmp_path / "out" / TEXT).read_text().splitlines()]
+    assert {"prompt", "completion"} <= rows[0].keys()
+    assert all("messages" not in row for row in rows)
+    assert report.rows[0].task == "held out"
+
+
+@pytest.mark.usefixtures("ticks")
+def test_own_questions_are_asked_or_kept_back(tmp_path: Path) -> None:
+    report = made(tmp_path / "out", questions="own.jsonl")
+    assert [row.task for row in report.rows] == ["your questions"] * 2
+    assert not report.used, "two prompts show nothing"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "used"),
+    [((1.0, 0.9, 0.5), True), ((1.0, 0.4, 0.5), False), ((0.4, 0.9, 0.5), False)],
+)
+def test_heads_that_slow_are_not_used_by_themselves(
+    tmp_path: Path, ticks: None, monkeypatch: pytest.MonkeyPatch, seconds: Any, used: bool
+) -> None:
+    def timed(*_: object) -> Row:
+        return Row("task", 10, list(seconds), 5, same=True)
+
+    monkeypatch.setattr(adaptation._Adaptation, "_timed", timed)
+    report = made(tmp_path / "out")
+    assert report.used is used
+    assert (tmp_path / "out" / HEADS in known.folders()) is used
+    assert report.tokens_per_s("without drafts") == pytest.approx(10 / seconds[0])
+    assert report.gain("prompt lookup").ratio == pytest.approx(seconds[1] / seconds[2])
+    assert (selfspec.load("chat", dtype="float32").heads is not None) is used
+
+
+def test_the_command_prints_the_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", "chat", "--dtype", "float32", "--recipe", "recipe.yaml", "--budget", "20s"]
+    assert main(["adapt", *asked, "--output", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# Heads for chat\n")
+    assert all(way in out for way in WAYS)
+
+
+def test_budgets_in_seconds() -> None:
+    assert [seconds_of(text) for text in ("90s", "30m", "1.5h")] == [90.0, 1800.0, 5400.0]
