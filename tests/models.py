@@ -35,11 +35,15 @@ from transformers import (
 
 from selfspec.model.kv import POSITIONS, PageLayout
 from selfspec.model.weights import PANEL
+from selfspec.options import Prices
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
 EXECUTORS = ["generic", pytest.param("fused", marks=needs_compiler)]
 """Of a CPU."""
+
+CHEAP = Prices(row=0.1, head=0.1)
+"""With what an executor measures, machines would differ in whether the default heads draft."""
 
 VOCAB_SIZE = 96
 MAX_POSITIONS = 256

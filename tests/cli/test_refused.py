@@ -215,7 +215,7 @@ bench L P --sweep exit.max_depth=3 --drafter exit:layers=2/4 | exit:max_depth 3 
 bench L P --methods no-depth-bound --drafter exit:layers=1/2/3/4/5,threshold=0.05 | is the same
 env --model model --dtype float64 --executor fused | fused executor
 cache M T --max-size 0.00001                     | more than max_size 1e-05
-cache M T --exit-layers 0,2                      | exit layer 0 is not among
+cache M T --no-deep --exit-layers 0,2            | exit layer 0 is not among
 fit M --cache half --output new                  | half is unfinished
 fit M T --draft-vocab-size 97                    | the model has 96 tokens
 fit M T --batch-tokens 8                         | at most 8 fit into a batch

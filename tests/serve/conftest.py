@@ -11,7 +11,7 @@ import pytest
 import selfspec
 from selfspec.api.speculator import Speculator
 from tests.api.test_text import byte_level_bpe
-from tests.models import make_model
+from tests.models import CHEAP, make_model
 from tests.serve.live import Running, running
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -20,7 +20,7 @@ DRAFTS: dict[str, Any] = {"heads": "logit-lens", "drafter": "exit:layers=2/5,thr
 
 @pytest.fixture(scope="session")
 def default() -> Speculator:
-    return selfspec.load()
+    return selfspec.load(prices=CHEAP)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.look import branches, inspect
 from selfspec.visualise.page import Grid, grid, page_data, render
 from tests.api.test_default_model import pytestmark as default_model
+from tests.models import CHEAP
 from tests.pages import learning_settings, tiled
 from tests.records import recorded
 from tests.traces import alone, make_trace, some_costs
@@ -204,7 +205,7 @@ def test_without_heads_text_already_seen_alone_is_shown(record: Record) -> None:
 @pytest.mark.parametrize("heads", [pytest.param("smollm2-135m-instruct", marks=default_model)])
 def test_the_controls_of_the_default_model_begin_at_the_decode(heads: str) -> None:
     """Trees around text already seen, under the never-slower rule: what the default drafts by."""
-    speculator, tokens = selfspec.load(heads=heads), 40
+    speculator, tokens = selfspec.load(heads=heads, prices=CHEAP), 40
     question = "Write a line of thanks to Ann Miller of Miller & Son, then write it again."
     trace = inspect(speculator, question, all_layers=False, max_new_tokens=tokens)
     record = branches(speculator, question, tokens, trace.info.settings)
