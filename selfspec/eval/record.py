@@ -529,7 +529,9 @@ class Recorder:
         if self._heads is None:
             return [NONE] * len(answer)
         asked = call.request.only()
-        looking = replace(call.speculation, speculate=True, exit=Exit(layers=self._layers))
+        looking = replace(
+            call.speculation, speculate=True, drafter="exit", exit=Exit(layers=self._layers)
+        )
         state = self._speculator.runtime.state(asked, looking)
         judges = [
             ExitJudge(

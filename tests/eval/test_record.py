@@ -214,6 +214,15 @@ def wrap_recorder(**options: Any) -> Recorder:
     return recorder
 
 
+def test_heads_that_do_not_draft_by_themselves_are_recorded() -> None:
+    """`tune` may find that heads pay that `calibrate` left out."""
+    speculator = recorded("translator").speculator
+    found = wrap(speculator.model, heads=speculator.heads, executor="generic", drafter="ngram")
+    recorder = Recorder(found, RecordOptions(max_new_tokens=4))
+    recorder.prompt(random_ids(5), "x", "prompts", 1)
+    assert len(recorder.record().tokens) > 0
+
+
 def test_what_cannot_be_recorded_is_refused() -> None:
     model = make_model("llama")
     with pytest.raises(HeadsNotFound, match="without exit heads"):
