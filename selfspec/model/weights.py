@@ -387,9 +387,9 @@ def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
     found.product.argtypes = (*(whole,) * 3, *(pointer,) * 4)
     found.pack_blocks.argtypes = (*(whole,) * 3, *(pointer,) * 3)
     found.panel_bytes.argtypes = whole, whole
-    found.form_of.argtypes = (whole,)
+    found.form_of.argtypes = found.as_they_are.argtypes = (whole,)
     found.panel_bytes.restype = found.form_of.restype = found.blocks_pay.restype = whole
-    found.wide_vectors.restype = found.tiles.restype = whole
+    found.wide_vectors.restype = found.tiles.restype = found.as_they_are.restype = whole
     found.pack.restype = found.product.restype = found.pack_blocks.restype = None
     return found
 
@@ -401,6 +401,15 @@ def blocks_pay(dtype: torch.dtype) -> bool:
     as numbers (AVX2, 1 to 4 rows); in float32 2 to 3 times. Raises ValueError without a compiler.
     """
     return bool(library(dtype).blocks_pay())
+
+
+def as_they_are(number: int, dtype: torch.dtype) -> bool:
+    """Whether weights of a format are multiplied without being rounded to `dtype` first.
+
+    Then sums are nearer to those of the file's own weights than sums of rounded numbers are, and
+    not the same. Raises ValueError without a compiler.
+    """
+    return bool(library(dtype).as_they_are(number))
 
 
 def wide_vectors(dtype: torch.dtype) -> bool:

@@ -7,7 +7,8 @@
 //
 // A panel is a list of units. A unit: float16 scales of PANEL outputs, and minima where there are
 // any; then its groups. A group: with NESTED a byte for each of these, with ZEROED one for where
-// quants are counted from; then words, each of an output's next inputs, the first in the lowest bits.
+// quants are counted from; then words, each of an output's next inputs, the first in the lowest
+// bits. (integers.hpp has another order of quants.)
 
 #pragma once
 
@@ -108,14 +109,39 @@ constexpr int panels_of_blocks(int rows) { return !WIDE ? 1 : rows <= 2 ? 4 : 2;
 
 constexpr int STORED = 0;  // in place of what is taken off each quant: minima, as scales are
 
+// Where what is kept of a panel lies.
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-struct Blocks {
+struct Layout {
   static constexpr int UNIT = SCALE == NESTED ? 256 : GROUP;
   static constexpr int PARTS = OFFSET == STORED ? 2 : 1;
   static constexpr int HEAD = 2 * PARTS * PANEL, SMALL = SCALE == HALF ? 0 : PARTS * PANEL;
   static constexpr int GROUP_BYTES = SMALL + GROUP * PANEL * BITS / 8;
   static constexpr int UNIT_BYTES = HEAD + UNIT / GROUP * GROUP_BYTES;
+
+  // The group of input k.
+  static const uint8_t* group(const uint8_t* panel, long k) {
+    return panel + k / UNIT * UNIT_BYTES + HEAD + k % UNIT / GROUP * GROUP_BYTES;
+  }
+
+  // From halves of a unit, and a group's own bytes where scales are nested.
+  static Vector factor(const uint8_t* halves, const uint8_t* small) {
+    const Vector half = from_halves(halves);
+    return SCALE == NESTED ? half * from_bytes(small) : half;
+  }
+};
+
+template <int BITS, int GROUP, Scale SCALE, int OFFSET>
+struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
+  using Kept = Layout<BITS, GROUP, SCALE, OFFSET>;
   static constexpr int WORD = 32 / BITS;  // inputs
+
+  static void put(const uint8_t* from, int o, uint8_t* to) {
+    for (int k = 0; k < GROUP; k += WORD) {
+      uint32_t quants = 0;
+      for (int j = 0; j < WORD; j++) quants |= uint32_t(from[k + j]) << BITS * j;
+      std::memcpy(to + (k / WORD * PANEL + o) * 4, &quants, 4);
+    }
+  }
 
   // One group of a vector of outputs.
   struct Group {
@@ -124,12 +150,12 @@ struct Blocks {
 
     // That of input k of a panel.
     void find(const uint8_t* panel, long k, int v) {
-      const uint8_t* unit = panel + k / UNIT * UNIT_BYTES + 2 * v * LANES;
-      const uint8_t* group = panel + k / UNIT * UNIT_BYTES + HEAD + k % UNIT / GROUP * GROUP_BYTES;
+      const uint8_t* unit = panel + k / Kept::UNIT * Kept::UNIT_BYTES + 2 * v * LANES;
+      const uint8_t* group = Kept::group(panel, k);
       const uint8_t* small = group + v * LANES;
-      const Vector scale = factor(unit, small);
-      least = OFFSET == STORED ? factor(unit + 2 * PANEL, small + PANEL) : scale * -zero(small);
-      quants = group + SMALL + 4 * v * LANES;
+      const Vector scale = Kept::factor(unit, small);
+      least = OFFSET == STORED ? Kept::factor(unit + 2 * PANEL, small + PANEL) : scale * -zero(small);
+      quants = group + Kept::SMALL + 4 * v * LANES;
 #pragma GCC unroll 7
       for (int j = 0; j < WORD - 1; j++) scales[j] = scale * (1.0f / (1 << BITS * j));
     }
@@ -149,11 +175,6 @@ struct Blocks {
     }
 
    private:
-    static Vector factor(const uint8_t* halves, const uint8_t* small) {
-      const Vector half = from_halves(halves);
-      return SCALE == NESTED ? half * from_bytes(small) : half;
-    }
-
     static Vector zero(const uint8_t* small) {
       const Vector usual = Vector{} + float(OFFSET);
       return SCALE == ZEROED ? usual + from_bytes(small) : usual;
@@ -175,24 +196,32 @@ struct Blocks {
       }
   }
 
-  // The sums of ROWS rows, for panels that lie `size` bytes apart.
+  // Adds the inputs from `first` to `end`, whole groups, to the sums of ROWS rows, for panels that
+  // lie `size` bytes apart.
   template <int ROWS>
-  static void multiply(long in, long count, Block<const Input> x, const uint8_t* panel, long size,
-                       Block<float> sums) {
+  static void multiply(long, long first, long end, long count, Block<const Input> x,
+                       const uint8_t* panel, long size, Block<float> sums) {
     constexpr int MOST = panels_of_blocks(ROWS);
     long p = 0;
     for (; p + MOST <= count; p += MOST)
-      some<ROWS, MOST>(in, x, panel + p * size, size, sums.from_panel(p));
-    for (; p < count; p++) some<ROWS, 1>(in, x, panel + p * size, size, sums.from_panel(p));
+      some<ROWS, MOST>(first, end, x, panel + p * size, size, sums.from_panel(p));
+    for (; p < count; p++) some<ROWS, 1>(first, end, x, panel + p * size, size, sums.from_panel(p));
   }
 
  private:
   template <int ROWS, int PANELS>
-  static void some(long in, Block<const Input> x, const uint8_t* panel, long size,
+  static void some(long first, long end, Block<const Input> x, const uint8_t* panel, long size,
                    Block<float> sums) {
     constexpr int COUNT = PANELS * VECTORS;
-    Vector s[ROWS][COUNT] = {};
-    for (long k = 0; k < in; k += GROUP) {
+    const auto sum = [&](int r, int v) {
+      return sums.at + r * sums.row + v / VECTORS * sums.panel + v % VECTORS * LANES;
+    };
+    Vector s[ROWS][COUNT];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+      for (int v = 0; v < COUNT; v++) s[r][v] = *(const Floats*)sum(r, v);
+    for (long k = first; k < end; k += GROUP) {
       Group groups[COUNT];
 #pragma GCC unroll 8
       for (int v = 0; v < COUNT; v++) groups[v].find(panel + v / VECTORS * size, k, v % VECTORS);
@@ -201,8 +230,7 @@ struct Blocks {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-      for (int v = 0; v < COUNT; v++)
-        *(Floats*)(sums.at + r * sums.row + v / VECTORS * sums.panel + v % VECTORS * LANES) = s[r][v];
+      for (int v = 0; v < COUNT; v++) *(Floats*)sum(r, v) = s[r][v];
   }
 
   // The inputs of word `i` of the groups, which are `first`.. of a row, to the sums of all rows.
@@ -229,59 +257,6 @@ struct Blocks {
         }
     }
   }
-};
-
-// How the weights of a panel are kept.
-struct Form {
-  using Multiply = void (*)(long in, long count, Block<const Input> x, const uint8_t* panel,
-                            long size, Block<float> sums);
-  void (*expand)(const uint8_t* panel, long first, long count, Number* to);  // none: as they are
-  Multiply multiply[ROWS_OF_BLOCKS];                                         // by rows, from one on
-  Scale scale;
-  int bits, group, offset, unit, parts, head, small, group_bytes, unit_bytes;
-
-  long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
-};
-
-template <int BITS, int GROUP, Scale SCALE, int OFFSET, int... ROWS>
-constexpr Form form_with(std::integer_sequence<int, ROWS...>) {
-  using Kept = Blocks<BITS, GROUP, SCALE, OFFSET>;
-  return {Kept::expand, {Kept::template multiply<ROWS + 1>...},
-          SCALE, BITS, GROUP, OFFSET, Kept::UNIT, Kept::PARTS, Kept::HEAD, Kept::SMALL,
-          Kept::GROUP_BYTES, Kept::UNIT_BYTES};
-}
-
-template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-constexpr Form form_of() {
-  return form_with<BITS, GROUP, SCALE, OFFSET>(std::make_integer_sequence<int, ROWS_OF_BLOCKS>());
-}
-
-enum FormNumber {
-  PLAIN,
-  Q4_OFFSET,
-  Q4_LEAST,
-  Q4_NESTED,
-  Q5_OFFSET,
-  Q8_OFFSET,
-  Q5_LEAST,
-  Q5_NESTED,
-  Q6_NESTED,
-  Q4_ZEROED,
-  Q8_ZEROED
-};
-
-constexpr Form FORMS[] = {
-    {},
-    form_of<4, 32, HALF, 8>(),
-    form_of<4, 32, HALF, STORED>(),
-    form_of<4, 32, NESTED, STORED>(),
-    form_of<8, 32, HALF, 16>(),
-    form_of<8, 32, HALF, 128>(),
-    form_of<8, 32, HALF, STORED>(),
-    form_of<8, 32, NESTED, STORED>(),
-    form_of<8, 16, NESTED, 32>(),
-    form_of<4, 32, ZEROED, 8>(),
-    form_of<8, 32, ZEROED, 128>(),
 };
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "blocks.hpp"
+#include "forms.hpp"
 
 namespace {
 
@@ -118,12 +118,7 @@ inline void put(const Form& form, const Block256& block, int o, uint8_t* unit) {
     if (form.small)
       for (int part = 0; part < form.parts; part++, at += PANEL)
         at[o] = uint8_t(block.small[part][first / form.group]);
-    const int word = 32 / form.bits;  // inputs
-    for (int k = 0; k < form.group; k += word) {
-      uint32_t quants = 0;
-      for (int j = 0; j < word; j++) quants |= uint32_t(block.quants[first + k + j]) << form.bits * j;
-      std::memcpy(at + (k / word * PANEL + o) * 4, &quants, 4);
-    }
+    form.put(block.quants + first, o, at);
   }
 }
 

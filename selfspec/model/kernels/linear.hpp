@@ -10,8 +10,6 @@
 
 #include <omp.h>
 
-#include "blocks.hpp"
-
 #if BFLOAT16 && defined(__AMX_BF16__)
 #include "tiles.hpp"
 #else
@@ -84,7 +82,7 @@ struct Linear {
         sums.assign(by.places() * at_once * PANEL, 0.0f);
         const Block<float> to = {sums.data(), at_once * PANEL, PANEL};
         const Block<const Input> x = {room, inputs(), 0};
-        if (!FORMS[stripe->form].expand)
+        if (stripe->form == PLAIN)
           add_panels(by, *stripe, p - start, count, x, few ? steps() : PIECE, to);
         else
           add_blocks(by, *stripe, p - start, count, x, to);
@@ -95,12 +93,20 @@ struct Linear {
   }
 
  private:
+  bool has_blocks() const {
+    long panel = 0;
+    for (const Stripe* stripe = stripes; panel < up(out, PANEL); panel += stripe++->panels)
+      if (stripe->form != PLAIN) return true;
+    return false;
+  }
+
   // Row `r`, or one of zeros behind the last.
   void prepare(long rows, long r, const Number* from, Input* room) const {
     Input* const to = room + r * inputs();
     const long filled = r < rows ? steps() * Kind::INPUTS : 0;
     if (filled) Kind::prepare(from + r * in, in, to);
     std::fill(to + filled, to + inputs(), Input(0));
+    if (filled && totals_of(in) && has_blocks()) total(in, to);
   }
 
   void add_panels(const Arithmetic& by, const Stripe& stripe, long first, long count,
@@ -116,7 +122,7 @@ struct Linear {
     const Form& form = FORMS[stripe.form];
     const long size = form.bytes(in), piece = EXPANDED / (count * PANEL) / 32 * 32;  // whole groups
     const uint8_t* blocks = (const uint8_t*)stripe.weights + first * size;
-    if (by.reads_blocks()) return by.multiply(form, in, count, x, blocks, sums);
+    if (!form.expand || by.reads_blocks()) return by.multiply(form, in, count, x, blocks, sums);
     thread_local std::vector<Number> expanded(EXPANDED);
     for (long k = 0; k < in; k += piece) {
       const long inner = std::min(piece, in - k);

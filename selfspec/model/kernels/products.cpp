@@ -64,6 +64,9 @@ void expand_blocks(long format, long in, long count, const long* rows, const uin
 // Whether blocks are faster than numbers in the dtype: pairs of bfloat16 are one instruction.
 long blocks_pay() { return !BFLOAT16 || Kind::TERMS == 1; }
 
+// Whether weights of this format are multiplied as they are in the file, none of them rounded.
+long as_they_are(long format) { return !BFLOAT16 || !FORMS[FORMATS[format].form].expand; }
+
 // Whether vectors have 16 numbers: arithmetic is then rarely what limits a pass of few rows.
 long wide_vectors() { return WIDE; }
 

@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include "blocks.hpp"
+#include "forms.hpp"
 
 namespace {
 

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "blocks.hpp"
+#include "forms.hpp"
 
 namespace {
 
@@ -14,8 +14,8 @@ class Vectors {
 
   explicit Vectors(long rows) : rows(rows) {}
 
-  // That a row of `in` numbers is prepared to, the last ones 0.
-  static long inputs(long in) { return up(in, Kind::STEP) * Kind::INPUTS; }
+  // That a row of `in` numbers is prepared to, the last ones 0 or what the others add up to.
+  static long inputs(long in) { return up(in, Kind::STEP) * Kind::INPUTS + totals_of(in); }
   // Rows that are prepared and have sums.
   long places() const { return rows; }
   // That are read side by side.
@@ -31,17 +31,19 @@ class Vectors {
 
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {
-    const long groups = up(rows, ROWS_OF_BLOCKS);
-    for (long g = 0; g < groups; g++) {
-      const long start = rows * g / groups, end = rows * (g + 1) / groups;
-      form.multiply[end - start - 1](in, count, {x.at + start * x.row, x.row, 0}, blocks,
-                                     form.bytes(in),
-                                     {sums.at + start * sums.row, sums.row, sums.panel});
-    }
+    const long groups = up(rows, ROWS_OF_BLOCKS), piece = groups > 1 ? CACHED : in;
+    for (long k = 0; k < in; k += piece)
+      for (long g = 0; g < groups; g++) {
+        const long start = rows * g / groups, end = rows * (g + 1) / groups;
+        form.multiply[end - start - 1](in, k, std::min(in, k + piece), count,
+                                       {x.at + start * x.row, x.row, 0}, blocks, form.bytes(in),
+                                       {sums.at + start * sums.row, sums.row, sums.panel});
+      }
   }
 
  private:
   static constexpr long GROUPS_OF_BLOCKS = WIDE ? 1 : 2;  // of rows, that read them in turn
+  static constexpr long CACHED = 1024;                    // inputs of panels that they read from a cache
   const long rows;
 };
 
