@@ -44,6 +44,7 @@ from selfspec.decoding.sampling import (
 )
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.model.backbone import Backbone
+from selfspec.model.parts import CACHES
 from selfspec.typed import annotations_of, check_keys, check_types, shown
 
 if TYPE_CHECKING:
@@ -474,9 +475,9 @@ def refuse_model_keywords(model_kwargs: Mapping[str, Any], input_ids: Tensor) ->
             continue
         if name == "position_ids":
             _check_positions(value, model_kwargs.get("attention_mask"), input_ids)
-        elif name == "past_key_values":
+        elif name in CACHES:
             if not hasattr(value, "get_seq_length") or value.get_seq_length() > 0:
-                raise InvalidOption("past_key_values are not supported. Use speculator.session()")
+                raise InvalidOption(f"{name} is not supported. Use speculator.session()")
         elif not _among(value, _MODEL_NEUTRAL.get(name, ())):
             hint = "Give input_ids alone" if name == "inputs_embeds" else "Leave it out"
             raise InvalidOption(f"{name} is not supported: it would be ignored. {hint}")

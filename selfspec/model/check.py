@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec.errors import UnsupportedModel
 from selfspec.model.generic import MASKS, Decoder, Executor
 from selfspec.model.kv import POSITIONS, Lease, Page, PageLayout, Pages, Rows
-from selfspec.model.parts import attention_types, captured_outputs, text_config
+from selfspec.model.parts import CACHE, attention_types, captured_outputs, text_config
 from selfspec.model.weights import FilePages
 
 _CHECK_PREFIX, _CHECK_BLOCK = 7, 3
@@ -118,7 +118,7 @@ def _conform(
     """Compare one block at positions from `start` on, behind what both hold."""
     rows = Rows.of(ours, start, len(ids), ids.device)
     with captured_outputs(list(decoder.layers), pages.release) as expected:
-        output = decoder.model(ids[None], past_key_values=theirs, position_ids=rows.positions[None])
+        output = decoder.model(ids[None], position_ids=rows.positions[None], **{CACHE: theirs})
     if (found := output.logits.shape[1]) != len(ids):
         raise UnsupportedModel(
             f"{type(decoder.model).__name__} runs {found} rows for {len(ids)} tokens: it adds "

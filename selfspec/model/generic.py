@@ -26,6 +26,7 @@ from transformers.masking_utils import (
 from selfspec.errors import UnsupportedModel
 from selfspec.model.kv import Lease, PageLayout, Rows, ancestors, held_behind
 from selfspec.model.parts import (
+    CACHE,
     CHUNKED,
     FULL,
     SLIDING,
@@ -207,9 +208,9 @@ class GenericExecutor:
                 config=self.decoder.config,
                 inputs_embeds=hidden,
                 attention_mask=None,
-                past_key_values=lease,  # type: ignore[arg-type]  # it offers what masks need
                 position_ids=positions,
                 layer_idx=first,
+                **{CACHE: lease},  # it offers what masks need
             )
             for kind in kinds
         }

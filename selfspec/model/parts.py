@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from selfspec.errors import InvalidOption, UnsupportedModel
@@ -42,8 +43,11 @@ _ROTARY = ("rotary_emb",)
 _LEARNED = ("wpe", "embed_positions")
 """What families call each part, in the order in which it is looked for."""
 
-_CACHES = ("past_key_values", "layer_past")
-"""Keywords under which a layer takes keys and values."""
+CACHES = ("cache", "past_key_values", "layer_past")
+"""Keywords under which a model or layer takes keys and values."""
+
+CACHE = next(word for word in CACHES if word in inspect.signature(create_causal_mask).parameters)
+"""The one that models and masks of this transformers know: `cache` from 5.24 on."""
 
 _GIVEN = {"attention_mask", "position_ids", "use_cache", "position_embeddings"}
 """What a layer is given beside its cache and, first of all, the hidden states."""
@@ -210,8 +214,8 @@ def _cache_keyword(layer: nn.Module, name: str) -> str:
     """How a layer takes keys and values. Refuses layers that take what is never given here."""
     _hidden, *others = inspect.signature(layer.forward).parameters.values()
     taken = {entry.name for entry in others if entry.kind is not entry.VAR_KEYWORD}
-    keyword = next((word for word in _CACHES if word in taken), None)
-    if unknown := taken - _GIVEN - _IDLE - {*_CACHES}:
+    keyword = next((word for word in CACHES if word in taken), None)
+    if unknown := taken - _GIVEN - _IDLE - {*CACHES}:
         raise UnsupportedModel(f"{name} has layers that take {sorted(unknown)[0]}. {_INSTEAD}")
     if keyword is None:
         raise UnsupportedModel(f"{name} has layers that take no keys and values. {_INSTEAD}")

@@ -25,6 +25,7 @@ from selfspec.api.request import (
 )
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import InvalidOption
+from selfspec.model.parts import CACHE
 from tests.api.test_text import byte_level_bpe
 from tests.models import make_model, random_ids
 
@@ -273,7 +274,7 @@ def forward_keywords(exact: Any) -> list[str]:
 
 
 UNDERSTOOD = {
-    *("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"),
+    *("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"),
     *("output_hidden_states", "output_attentions", "output_router_logits", "is_causal"),
 }
 
@@ -328,12 +329,13 @@ def test_a_filled_cache_is_refused_and_an_empty_one_is_not(
 ) -> None:
     ids, options = random_ids(LENGTH), {"max_new_tokens": 4, "do_sample": False}
     cache = DynamicCache()
-    exact(ids[:, :-1], past_key_values=cache)
-    with pytest.raises(InvalidOption, match=r"^past_key_values"):
-        exact.generate(ids, past_key_values=cache, custom_generate=speculator.hf(), **options)
+    exact(ids[:, :-1], **{CACHE: cache})
+    with pytest.raises(InvalidOption, match=f"^{CACHE}"):
+        exact.generate(ids, custom_generate=speculator.hf(), **options, **{CACHE: cache})
     expected = exact.generate(ids, **options)
     loop = speculator.hf()
-    found = exact.generate(ids, past_key_values=DynamicCache(), custom_generate=loop, **options)
+    empty = {CACHE: DynamicCache()}
+    found = exact.generate(ids, custom_generate=loop, **options, **empty)
     assert torch.equal(found, expected)
 
 

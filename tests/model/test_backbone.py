@@ -16,7 +16,7 @@ from selfspec.decoding.work import alone
 from selfspec.errors import InvalidPrompt, UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease
-from selfspec.model.parts import captured_outputs
+from selfspec.model.parts import CACHE, captured_outputs
 from tests.models import BREADTH, FAMILIES, VOCAB_SIZE, make_model, random_ids
 
 
@@ -73,7 +73,7 @@ def test_a_decoder_that_does_more_is_refused_with_the_layer_and_the_difference()
     right = layer.forward
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        scale = 1.0 if "past_key_values" in kwargs and not model._inside else 1.5
+        scale = 1.0 if CACHE in kwargs and not model._inside else 1.5
         return right(hidden, *args, **kwargs) * scale
 
     model._inside = False

@@ -148,9 +148,9 @@ class Prompted(nn.Module, GenerationMixin):
     def dtype(self) -> torch.dtype:
         return torch.float32
 
-    def forward(self, ids: Tensor, past_key_values: Any, position_ids: Any) -> Any:
+    def forward(self, ids: Tensor, position_ids: Any, **cache: Any) -> Any:
         rows = torch.cat([self.prompt, self.base.model.embed_tokens(ids)], dim=1)
-        return self.base(inputs_embeds=rows, past_key_values=past_key_values)
+        return self.base(inputs_embeds=rows, **cache)
 
 
 def test_tokens_of_the_models_own_are_refused_by_name() -> None:

@@ -25,7 +25,7 @@ from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
 from selfspec.heads.heads import DraftVocabulary, LinearHead, LogitLensHead
 from selfspec.model.backbone import Backbone
-from selfspec.model.parts import parts_of
+from selfspec.model.parts import CACHE, parts_of
 from tests.models import BREADTH, MAX_POSITIONS, make_model, random_ids
 
 NEW = [*BREADTH, "gpt_neox"]
@@ -55,11 +55,11 @@ def test_layers_are_found_under_the_names_of_each_family() -> None:
     parts = parts_of(neox)
     assert parts.embed_tokens is neox.gpt_neox.embed_in
     assert parts.norm is neox.gpt_neox.final_layer_norm
-    assert parts.cache_keyword == "layer_past"
+    assert parts.cache_keyword in ("cache", "layer_past")
     gpt2: Any = make_model("gpt2")
     assert parts_of(gpt2).layers is gpt2.transformer.h
     assert parts_of(gpt2).rotary_emb is None
-    assert parts_of(make_model("llama")).cache_keyword == "past_key_values"
+    assert parts_of(make_model("llama")).cache_keyword == CACHE
 
 
 def tiny(config: PreTrainedConfig) -> Any:
