@@ -599,7 +599,7 @@ _DRAFTS = tuple(flag for flag in SPECULATION if flag.name != "pinned")
     *_DRAFTS,
     *SUITE,
     Flag("max_new_tokens", int, f"Tokens per prompt at most. Built in: {_NEW_TOKENS}."),
-    Flag("skip_float64", bool, "Leave out rung 3, the slowest."),
+    Flag("rungs", str, "Those to climb: 1,2,6. Built in: all seven; the third is slow."),
     Flag("max_copy_gb", float, f"Largest float32 or float64 copy to make. Built in: {_COPY_GB}."),
 )
 def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
@@ -611,6 +611,12 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     from selfspec.eval import verify as ladder
     from selfspec.model.weights import keep_numbers
 
+    try:
+        wanted = {int(number) for number in asked.get("rungs", "1,2,3,4,5,6,7").split(",")}
+    except ValueError:
+        wanted = set()
+    if not wanted or not wanted <= {*range(1, 8)}:
+        raise InvalidOption(f"rungs are {asked['rungs']}, expected numbers from 1 to 7: 2,6,7")
     questions = suite_of(asked, _PROMPTS)
     speculator = base.load(asked)
     keep_numbers(speculator.model)  # it is compared with, and copied
@@ -619,7 +625,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
         ladder.Subject(
             speculator=speculator,
             cases=ladder.cases_of(speculator, questions, new_tokens),
-            skip_float64=asked.get("skip_float64", False),
+            rungs=wanted,
             max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
         )
     )

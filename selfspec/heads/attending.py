@@ -34,7 +34,7 @@ from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.folder import attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
 from selfspec.model.kv import Lease
-from selfspec.model.parts import CACHE, Unembedding
+from selfspec.model.parts import Unembedding
 from selfspec.untrusted import check_safetensors
 
 _LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}
@@ -190,7 +190,7 @@ class AttendingHeads(ExitHeads):
             hidden_states=inputs,
             position_embeddings=self.rotary(inputs, positions),
             attention_mask=mask,
-            **{CACHE: lease},
+            past_key_values=lease,
         )
         hidden = residual + attended[0]
         output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))

@@ -214,6 +214,8 @@ tune M --record record --heads others            | another set of heads
 bench L P --sweep exit.max_depth=3 --drafter exit:layers=2/4 | exit:max_depth 3 is not among
 bench L P --methods no-depth-bound --drafter exit:layers=1/2/3/4/5,threshold=0.05 | is the same
 env --model model --dtype float64 --executor fused | fused executor
+verify L --rungs 2,8                             | expected numbers from 1 to 7
+verify L --rungs two                             | expected numbers from 1 to 7
 cache M T --max-size 0.00001                     | more than max_size 1e-05
 cache M T --no-deep --exit-layers 0,2            | exit layer 0 is not among
 fit M --cache half --output new                  | half is unfinished

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.one_row import main as one_row
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.main import main
 from selfspec.decoding.acceptance import Together
@@ -139,12 +138,12 @@ def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("selfspec.decoding.probe.check_pinned", refuse)
     unprobed = speculator_of(speculator.model)
-    rungs = [rung for _, rung in climb(subject_of(unprobed, 4, skip_float64=True))]
+    rungs = [rung for _, rung in climb(subject_of(unprobed, 4, rungs=(1, 2, 4, 5, 6, 7)))]
     skipped = [number for number, rung in enumerate(rungs, 1) if rung.outcome == "skipped"]
     assert skipped == [2, 3, 5, 6]
     assert [rung.found for rung in rungs[1:3]] == [
         "3 of 8 positions changed bits",
-        "--skip-float64",
+        "--rungs",
     ]
     small = replace(subject_of(unprobed, 4), max_copy_gb=1e-6)
     third = rung(3, small)
@@ -291,29 +290,6 @@ def test_a_session_gives_the_text_of_a_fresh_start_bit_for_bit() -> None:
     assert second.token_ids == speculator.generate(again, max_new_tokens=20).token_ids
 
 
-@needs_compiler
-def test_the_command_compares_real_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model("llama").save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a b a a b"}\n{"prompt": "b b a"}\n')
-    monkeypatch.chdir(tmp_path)
-    asked: dict[str, Any] = {"model": "model", "suite": "prompts.jsonl", "new_tokens": 5}
-    one_row(tmp_path / "out", dtype="float32", **asked)
-    page = (tmp_path / "out" / "table.md").read_text()
-    assert page.count("| 0 |\n") == len(WAYS)
-    with pytest.raises(SystemExit, match="generic executor does not claim it"):
-        one_row(tmp_path / "other", dtype="float32", executor="generic", **asked)
-    monkeypatch.setattr(
-        FusedExecutor,
-        "logits",
-        lambda self, rows, exact=FusedExecutor.logits: (
-            exact(self, rows) * (1 + 2**-22 * (len(rows) > 3))
-        ),
-    )
-    with pytest.raises(SystemExit, match="1"):
-        one_row(tmp_path / "third", dtype="float32", **asked)
-
-
 # --- what they compare
 
 
@@ -401,7 +377,16 @@ def test_command_fails_with_a_planted_bug(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     every_draft_stays(monkeypatch)
-    flags = ["--executor", "generic", "--limit", "1", "--max-new-tokens", "6", "--skip-float64"]
+    flags = [
+        "--executor",
+        "generic",
+        "--limit",
+        "1",
+        "--max-new-tokens",
+        "6",
+        "--rungs",
+        "1,2,4,5,6,7",
+    ]
     assert workplace(*flags, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] is False

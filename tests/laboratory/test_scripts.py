@@ -6,15 +6,12 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
-from torch import Tensor
 
-from eval import draft_invariance, families, lab, memory
+from eval import families, lab, memory
 from selfspec.errors import CannotWrite
-from selfspec.model.fused import FusedExecutor
 
 
 def test_a_record_says_how_it_was_made_without_this_machines_folders(
@@ -26,38 +23,6 @@ def test_a_record_says_how_it_was_made_without_this_machines_folders(
     assert lab.command() == "python -m eval.papers.lossy --model 'm b'"
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert lab.command() == "python x.py --model 'm b'"
-
-
-# --- draft_invariance
-
-
-@pytest.fixture
-def asked(tiny_model: str, prompts: str, tmp_path: Path) -> dict[str, Any]:
-    """Of two prompts."""
-    model = {"model": tiny_model, "heads": "logit-lens", "dtype": "float32"}
-    return {"output": tmp_path / "out", "suite": prompts, "limit": 2, "new_tokens": 8, **model}
-
-
-def test_no_draft_moves_a_bit(asked: dict[str, Any]) -> None:
-    draft_invariance.main(**asked)
-    drafts = json.loads((asked["output"] / "summary.json").read_text())["ways"]
-    assert {name: found["differing"] for name, found in drafts.items()} == {"default": 0, "bold": 0}
-    assert all(found["positions"] == 16 for found in drafts.values())
-
-
-def test_kernels_that_depend_on_the_number_of_rows_are_found(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact = FusedExecutor.logits
-
-    def depends_on_rows(self: FusedExecutor, rows: Tensor) -> Tensor:
-        return exact(self, rows) * (1 + 2**-22 * (len(rows) >= 4))
-
-    monkeypatch.setattr(FusedExecutor, "logits", depends_on_rows)
-    with pytest.raises(SystemExit):
-        draft_invariance.main(**asked)
-    drafts = json.loads((asked["output"] / "summary.json").read_text())["ways"]
-    assert drafts["bold"]["differing"] > 0
 
 
 # --- memory
