@@ -493,7 +493,7 @@ _WIDE = {
     "numbers": _Costs((*(0.02,) * 9, 0.07), 0.07),
     "light numbers": _Costs((*(0.04,) * 9, 0.08), 0.09),
     "blocks": _Costs((0.05, *(0.13,) * 6, 0.6, 0.17), 0.14),
-    "light blocks": _Costs((0.2, 0.27), 0.2),
+    "light blocks": _Costs((0.2, 0.27), 0.15),
 }
 """With AVX-512 memory limits it, while rows share what is read: ten of them, of blocks eight.
 Light: bfloat16 with instructions of its own; from blocks one row is then so fast that each further
