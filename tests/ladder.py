@@ -32,7 +32,7 @@ from selfspec.decoding.drafters import (
     TreeDrafter,
     WhilePaying,
 )
-from selfspec.decoding.drafters.attending import AttendingDrafter
+from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
 from selfspec.decoding.drafters.heads import HeadGuesser, Siblings
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.probe import PassShape
@@ -100,7 +100,7 @@ def decode(
         exit_layers=exit_layers,
         lease=lease,
         pinned_rows=shape.rows,
-        reader=drafter.heads if isinstance(drafter, AttendingDrafter) else None,
+        reader=reader_of(drafter),
     )
     rule = Recorder(GreedyMatch(greedy()))
     entries = []
@@ -186,10 +186,21 @@ def attending_drafter(backbone: Backbone, tau: float, width: int = 5) -> Attendi
     return AttendingDrafter(attending_heads(backbone), judge, greedy(), Fixed(width))
 
 
-def tree_drafter(backbone: Backbone, seen: NgramDrafter | None = None) -> TreeDrafter[DecodeState]:
-    """Wide trees of the first of `deep_heads`, around text already seen."""
+def reader_of(drafter: Drafter) -> AttendingHeads | None:
+    """Heads that attend, if any draft."""
+    heads = getattr(drafter, "heads", None) or getattr(
+        getattr(drafter, "_guesser", None), "_heads", None
+    )
+    return heads if isinstance(heads, AttendingHeads) else None
+
+
+def tree_drafter(
+    backbone: Backbone, seen: NgramDrafter | None = None, *, attends: bool = False
+) -> TreeDrafter[DecodeState]:
+    """Wide trees of `deep_heads`, or of those that attend, around text already seen."""
     judge = ExitJudge(backbone.num_layers, {0: 0.001})
-    guesser = HeadGuesser(deep_heads(backbone), judge, greedy(), 4)
+    kind, heads = (AttendingGuesser, attending_heads) if attends else (HeadGuesser, deep_heads)
+    guesser = kind(heads(backbone), judge, greedy(), 4)
     cost = DraftCost(rows=(0.0,))
     return TreeDrafter(guesser, cost, Fixed(3), most=9, seen=seen, never_slower=False)
 
@@ -230,6 +241,8 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         siblings = Siblings(4, DraftCost(rows=(0.0,)), most=11)
         found["exits with siblings"] = (exit_drafter(backbone, 0.05, siblings=siblings), EXITS)
         found["trees"] = (tree_drafter(backbone), (0,))
+        found["attending trees"] = (tree_drafter(backbone, attends=True), ())
+        found["attending trees around seen text"] = (tree_drafter(backbone, seen, attends=True), ())
         found["trees around seen text"] = (tree_drafter(backbone, seen), (0,))
     if size == VOCAB_SIZE:  # of tiny models; no other is at hand for a real one
         found["another model"] = (second_model(), ())

@@ -34,7 +34,7 @@ from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.folder import attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
 from selfspec.model.kv import Lease
-from selfspec.model.parts import Unembedding
+from selfspec.model.parts import CACHE, Unembedding
 from selfspec.untrusted import check_safetensors
 
 _LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}
@@ -172,25 +172,32 @@ class AttendingHeads(ExitHeads):
         fused: Tensor = self.parts["fc"](states)
         return fused
 
-    def run(self, embeddings: Tensor, states: Tensor, lease: Lease) -> Tensor:
+    def run(
+        self,
+        embeddings: Tensor,
+        states: Tensor,
+        lease: Lease,
+        positions: Sequence[int] | None = None,
+        sees: Tensor | None = None,
+    ) -> Tensor:
         """The layer's output for more rows of a text, [n, d] each; the first row is position 1's.
 
-        Their keys and values join `lease`.
+        Their keys and values join `lease`. In a tree `positions` differ from the rows' places, and
+        `sees` [n, rows held + n] says what each row attends to.
         """
-        layer, seen = self.parts["layers"][0], lease.length(0)
+        layer, seen, count = self.parts["layers"][0], lease.length(0), len(states)
+        places = range(seen + 1, seen + 1 + count) if positions is None else positions
+        if sees is None and count > 1:
+            sees = states.new_ones(count, seen + count, dtype=torch.bool).tril(seen)
         normed = layer.hidden_norm(states)
         residual = normed if self.config.norm_before_residual else states
         inputs = torch.cat([layer.input_layernorm(embeddings.to(states)), normed], -1)[None]
-        count = len(states)
-        positions = torch.arange(seen + 1, seen + 1 + count, device=states.device)[None]
-        mask = None
-        if count > 1:
-            mask = states.new_ones(count, seen + count, dtype=torch.bool).tril(seen)[None, None]
+        rotary = self.rotary(inputs, torch.tensor([[*places]], device=states.device))
         attended, _ = layer.self_attn(
             hidden_states=inputs,
-            position_embeddings=self.rotary(inputs, positions),
-            attention_mask=mask,
-            past_key_values=lease,
+            position_embeddings=rotary,
+            attention_mask=None if sees is None else sees[None, None],
+            **{CACHE: lease},
         )
         hidden = residual + attended[0]
         output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -241,6 +248,8 @@ class Attention:
         """Fused states of the positions from the last row's on, whose tokens are not read yet."""
         self.output: Tensor | None = None
         """The layer's at the last row, [1, d]; None: nothing was read since the text began."""
+        self._paths: list[list[int]] = []
+        """Of each draft token that the layer has read this round: those down to it, itself too."""
 
     @property
     def waiting(self) -> int:
@@ -273,6 +282,7 @@ class Attention:
     def read(self, ids: Sequence[int]) -> Tensor | None:
         """All rows whose states are known, `ids` being the text's; the output at the newest."""
         self.lease.truncate(len(self.ids))  # without the drafts of the round before
+        self._paths = []
         waiting, self._waiting = self._waiting, []
         for states in waiting:
             for piece in states.split(_PIECE):
@@ -282,12 +292,26 @@ class Attention:
                 self.ids += tokens
         return self.output
 
-    def draft(self, token: int, output: Tensor) -> Tensor:
-        """The layer's output behind one more draft, [1, d]; `output`: of the row before."""
-        return self._run([token], self._heads.fed(output))
+    def draft(self, tokens: Sequence[int], outputs: Tensor, parents: Sequence[int]) -> Tensor:
+        """The layer's output behind more draft tokens, [n, d], of which none follows another.
 
-    def _run(self, tokens: Sequence[int], states: Tensor) -> Tensor:
-        return self._heads.run(self._embed(torch.tensor(tokens)), states, self.lease)
+        `parents`: the draft token in front of each, counted in the order in which they were read
+        this round, -1: the text; `outputs` [n, d]: the layer's there.
+        """
+        held, read = len(self.ids), len(self._paths)
+        for number, parent in enumerate(parents, start=read):
+            self._paths.append([*(self._paths[parent] if parent >= 0 else ()), number])
+        paths, sees = self._paths[read:], None
+        if any(len(path) < len(self._paths) for path in paths):
+            sees = outputs.new_zeros(len(paths), held + len(self._paths), dtype=torch.bool)
+            sees[:, :held] = True
+            for row, path in zip(sees, paths, strict=True):
+                row[[held + number for number in path]] = True
+        positions = [held + len(path) for path in paths]
+        return self._run(tokens, self._heads.fed(outputs), positions, sees)
+
+    def _run(self, tokens: Sequence[int], states: Tensor, *tree: Any) -> Tensor:
+        return self._heads.run(self._embed(torch.tensor(tokens)), states, self.lease, *tree)
 
 
 # --- modules --------------------------------------------------------------------------------------

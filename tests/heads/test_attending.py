@@ -44,8 +44,10 @@ def read(folder: Path, family: str = "llama") -> AttendingHeads:
     return AttendingHeads.from_pretrained(folder, unembedding, "", "tiny", 8)
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", HEADS)
-def test_logits_and_drafts_are_those_of_the_reference(name: str) -> None:
+def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) -> None:
+    """In a tree another token stands beside each, before it."""
     family = HEADS[name][0]
     heads, ids = read(HERE / name, family), text()
     expected = load_file(HERE / f"{name}.expected.safetensors")
@@ -55,8 +57,8 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str) -> None:
     rows = heads.head(heads.run(table(ids[0, 1:]), heads.fuse(seen[:-1]), Lease(1)))
     first = expected["logits"][0]
     torch.testing.assert_close(rows[FIRST : FIRST + SHOWN], first, rtol=1e-5, atol=1e-5)
-    for place in range(SHOWN):
-        row = FIRST + place
+    for shown in range(SHOWN):
+        row = FIRST + shown
         reading = heads.attention(embed)
         for piece in seen[: row + 1].split(7):  # as prompts enter in pieces
             reading.add(piece)
@@ -67,13 +69,16 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str) -> None:
                 assert output is not None
                 logits = heads.head(output)[0]
                 if forced:
-                    wanted = expected["logits"][step, place]
+                    wanted = expected["logits"][step, shown]
                     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
                 best = int(heads.head.to_target_ids(logits.argmax()))
                 if not forced:
-                    assert best == int(expected["drafts"][place, step])
+                    assert best == int(expected["drafts"][shown, step])
                 follows = tokens[row + 2 + step : row + 3 + step] if forced else [best]
-                output = reading.draft(follows[0] if follows else best, output)
+                token, place = follows[0] if follows else best, (2 * step - 1 if tree else step - 1)
+                beside = [token ^ 1, token] if tree else [token]
+                before = output.expand(len(beside), -1)
+                output = reading.draft(beside, before, [place] * len(beside))[-1:]
 
 
 @pytest.mark.parametrize("name", ["llama", "original-qwen3"])

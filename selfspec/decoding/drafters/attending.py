@@ -1,16 +1,19 @@
 """Drafts from heads that attend: their layer reads the whole text, then drafts feed on themselves.
 
-No layer of the model runs. Called by `choice`; the sequence keeps what the layer has read.
+Trees where the model can look at them, else chains. No layer of the model runs. Called by `choice`;
+the sequence keeps what the layer has read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import Draft, DraftWriter, PacedDrafter
+from selfspec.decoding.drafters.heads import ROOT, Guesses, HeadGuesser, Known
 from selfspec.decoding.sampling import Choice, Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import EXIT, Stopwatch
@@ -68,5 +71,40 @@ class AttendingDrafter(PacedDrafter):
             if not writer.room:
                 break
             ids = torch.cat([ids, ids.new_tensor([[choice.token]])], dim=1)
-            output = text.draft(choice.token, output)
+            output = text.draft([choice.token], output, [len(writer.draft.tokens) - 2])
         return writer.draft
+
+
+class AttendingGuesser(HeadGuesser):
+    """Trees (EAGLE-2, Li et al. 2024): the layer runs once for each level.
+
+    Every token's row stands beside the layer's output at its parent, and attends to the text and to
+    the tokens down to it.
+    """
+
+    def begin(self, state: DecodeState) -> None:
+        """A round begins: what was verified since is read."""
+        super().begin(state)
+        root = None if state.attention is None else state.attention.read(state.committed(0))
+        self._places = {ROOT: -1}
+        """By token: the how many-th the layer has read this round."""
+        self._outputs = {} if root is None else {ROOT: root}
+
+    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+        """Nothing, where the layer has read nothing yet."""
+        if not self._outputs:
+            return [Known([], []) for _ in asked]
+        return (yield from super().ask(draft, asked, watch))
+
+    def _rows(self, draft: Draft, asked: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
+        text = self._state.attention
+        if text is not None and asked[0] != ROOT:
+            parents = [(draft.parents or [])[node] for node in asked]
+            before = torch.cat([self._outputs[parent] for parent in parents])
+            places = [self._places[parent] for parent in parents]
+            outputs = text.draft([draft.tokens[node] for node in asked], before, places)
+            for node, output in zip(asked, outputs.split(1), strict=True):
+                self._places[node] = len(self._places) - 1
+                self._outputs[node] = output
+        return torch.cat([self._outputs[node] for node in asked]), None
+        yield  # a generator, as the other one

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import prices
 from selfspec.decoding.controllers import make_controller
-from selfspec.decoding.drafters.attending import AttendingDrafter
+from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
 from selfspec.decoding.drafters.base import Drafter, DraftsFrom, NoDrafter, Trunks
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.heads import (
@@ -77,11 +77,11 @@ def make_drafter(
     token = 0.0
     if options.uses("draft-model"):
         other, token = _draft_model(options, sources, sampler, end_tokens)
+    elif sources.runs_trees(options) and sources.reads_embedding(options):
+        return _tree(options, sources, cost, sampler, end_tokens, trunks)
     elif isinstance(sources.heads, AttendingHeads):
         other = _attending(sources.heads, options, sampler, end_tokens)
         token = prices.share(sources.heads.nbytes, sources.backbone)
-    elif sources.runs_trees(options) and sources.reads_embedding(options):
-        return _tree(options, sources, cost, sampler, end_tokens, trunks)
     else:
         other, layers = _exit(options, sources, cost, sampler, end_tokens)
     other = while_paying(
@@ -174,9 +174,12 @@ def _tree(
     end_tokens: Collection[int],
     seen: Trunks | None,
 ) -> TreeDrafter[DecodeState]:
-    """Of exit heads that read embeddings."""
-    heads = _required(sources.heads, options)
-    guesser = HeadGuesser(heads, _judge(heads, options), sampler, options.exit.guesses)
+    """Of exit heads that read embeddings, or attend."""
+    heads, kind = _required(sources.heads, options), HeadGuesser
+    if isinstance(heads, AttendingHeads):
+        kind = AttendingGuesser
+        unmeasured = unmeasured._replace(head=prices.share(heads.nbytes, sources.backbone))
+    guesser = kind(heads, _judge(heads, options), sampler, options.exit.guesses)
     return make_tree(guesser, options, unmeasured, end_tokens, seen=seen, sampled=sampler.do_sample)
 
 
@@ -229,7 +232,7 @@ def _attending(
     sampler: Sampler,
     end_tokens: Collection[int],
 ) -> AttendingDrafter:
-    """Chains only, on any executor."""
+    """Chains, on any executor."""
     heads.layers_in_use(options)
     return AttendingDrafter(
         heads,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -500,7 +500,8 @@ class HeadGuesser:
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
         """`count`: guesses behind a token at most."""
-        self._heads, self._head = heads, heads[self.layer]
+        self._heads = heads
+        self._head = cast("ExitHead", heads.by_layer[str(self.layer)])
         self._judge, self._sampler, self._count = judge, sampler.for_drafts(), count
         self._state: DecodeState
         self._known: Tensor | None = None
@@ -516,15 +517,12 @@ class HeadGuesser:
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         """One product over all of `asked`, and one device read."""
-        state, head = self._state, self._head
-        newest = state.committed(-1)
-        ids = [(newest if n == ROOT else draft.tokens[n:])[0] for n in asked]
-        hidden: Tensor = yield Embed(backbone=state.backbone, ids=ids)
+        hidden, deep = yield from self._rows(draft, asked)
         watch.lap("draft")
         said: Answer = yield Ask(
-            head=head,
+            head=self._head,
             hidden=hidden,
-            deep=self._deep(draft, asked),
+            deep=deep,
             temperature=self._judge.temperature(self.layer),
             count=self._count,
         )
@@ -537,6 +535,13 @@ class HeadGuesser:
         ]
         watch.lap("heads")
         return found
+
+    def _rows(self, draft: Draft, asked: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
+        """What the head reads for each of `asked`, [n, d]: embeddings, and what stands beside."""
+        newest = self._state.committed(-1)
+        ids = [(newest if n == ROOT else draft.tokens[n:])[0] for n in asked]
+        hidden: Tensor = yield Embed(backbone=self._state.backbone, ids=ids)
+        return hidden, self._deep(draft, asked)
 
     def _deep(self, draft: Draft, asked: Sequence[int]) -> Tensor | None:
         """What the head reads beside embeddings, [n, d]: its features one token earlier."""
