@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitHead, Parts
 from selfspec.model.fused import HIDDEN, Operation, Program
@@ -33,6 +34,8 @@ def pack(heads: ExitHeads) -> None:
     before and after. Later changes of weights do not reach them. Heads stay as they are that
     multiply by all rows of an unembedding of plain numbers, of which a copy would be large.
     """
+    if isinstance(heads, AttendingHeads):
+        _pack_layer(heads)
     shared: dict[int, CompiledLinear] = {}  # most heads of a model have the same rows
     for head in heads.by_layer.values():
         assert isinstance(head, ExitHead)  # noqa: S101  # a ModuleDict of them
@@ -46,6 +49,18 @@ def pack(heads: ExitHeads) -> None:
             head.pack(PackedHead(head, shared[id(rows)]))
         except ValueError:  # no compiler, or a norm of a kind of its own
             continue
+
+
+def _pack_layer(heads: AttendingHeads) -> None:
+    """The linear layers of heads that attend; its attention reads no weights."""
+    for linear in heads.parts.modules():
+        if isinstance(linear, nn.Linear) and why_unusual(linear.weight) is None:
+            try:
+                light = _light(linear.weight, linear.bias)
+            except ValueError:  # no compiler
+                return
+            heads.nbytes += light.nbytes - linear.weight.nbytes
+            linear.forward = light.__call__  # type: ignore[method-assign,assignment]  # heads are ours
 
 
 class PackedHead:

@@ -119,6 +119,9 @@ class AttendingHeads(ExitHeads):
         vocabulary = DraftVocabulary(None if ids is None else ids.to(weight.device), rows.detach())
         self.head = LinearHead(Unembedding(weight, norm, Tensor.float), vocabulary)
         self.by_layer = nn.ModuleDict({"0": self.head})
+        weights = [*self.parts.named_parameters(), *self.head.named_parameters()]
+        self.nbytes = sum(one.nbytes for name, one in weights if not name.startswith("embed_"))
+        """Of the weights that a draft token reads; copies in 8 bits are fewer."""
         self._texts: deque[Attention] = deque(maxlen=_TEXTS)
 
     def __getitem__(self, layer: int) -> Any:
@@ -132,12 +135,6 @@ class AttendingHeads(ExitHeads):
     def reads_deep(self) -> bool:
         """They do, in a way of their own."""
         return False
-
-    @property
-    def nbytes(self) -> int:
-        """Of the weights that a draft token reads."""
-        weights = [*self.parts.named_parameters(), *self.head.named_parameters()]
-        return sum(one.nbytes for name, one in weights if not name.startswith("embed_tokens"))
 
     @classmethod
     def from_pretrained(

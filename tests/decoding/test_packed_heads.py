@@ -10,7 +10,9 @@ from selfspec.decoding.packed_heads import pack
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import HEAD_TYPES
 from selfspec.model.backbone import Backbone
+from selfspec.model.kv import Lease
 from tests.heads.kinds import make_heads, train
+from tests.ladder import attending_heads
 from tests.models import make_model, needs_compiler, random_ids
 
 
@@ -38,6 +40,28 @@ def test_packed_heads_answer_the_same_up_to_eight_bits(
         assert near(found, expected)
     if dtype == torch.float32:  # else, where blocks are slow, they are the same numbers
         assert not torch.equal(packed[-1], whole[-1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layer_of_heads_that_attend_is_packed_too(dtype: torch.dtype) -> None:
+    backbone = Backbone(make_model("llama", dtype), executor="generic")
+    heads = attending_heads(backbone)
+    states = torch.cat([backbone.embed(random_ids(6, seed=n)[0]) for n in range(3)], dim=-1)
+
+    def answers() -> list[Tensor]:
+        with torch.no_grad():
+            fused = heads.fuse(states)
+            output = heads.run(backbone.embed(random_ids(6)[0]), fused, Lease(1))
+            return [fused, output, heads.head(output)]
+
+    whole, nbytes = answers(), heads.nbytes
+    pack(heads)
+    packed = answers()
+    assert heads.nbytes < nbytes
+    assert all(near(found, expected) for found, expected in zip(packed, whole, strict=True))
+    assert not torch.equal(packed[1], whole[1])
+    assert torch.equal(heads.twin(backbone.unembedding).fuse(states), whole[0])
 
 
 def near(found: Tensor, expected: Tensor) -> bool:
