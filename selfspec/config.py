@@ -29,8 +29,10 @@ from selfspec.options import (
     Lenient,
     Lossless,
     Ngram,
+    NoDrafts,
     Part,
     Prices,
+    Successors,
     as_text,
     between,
     changed,
@@ -62,10 +64,11 @@ class SpeculationOptions:
     """Draft at all; without drafts it is plain decoding on the same runtime."""
 
     drafter: str = "exit"
-    """What proposes tokens: exit (heads), ngram (text already seen), draft-model, ngram+exit,
-    ngram+draft-model, none.
+    """What proposes tokens: exit (heads), ngram (text already seen), successors (of tokens, as
+    verified before), draft-model, ngram+exit, ngram+successors, ngram+draft-model, none.
 
-    Of two the one that promises more drafts; heads on the embedding draft around text already seen.
+    Of two the one that promises more drafts; heads on the embedding, and successors, draft around
+    text already seen.
     """
 
     controller: Controller = field(default_factory=Fixed)
@@ -86,6 +89,9 @@ class SpeculationOptions:
 
     draft_model: DraftModel = field(default_factory=DraftModel)
     """Of a second model."""
+
+    successors: Successors = field(default_factory=Successors)
+    """Of successors."""
 
     easd: Easd = field(default_factory=Easd)
     """Where `easd` as text starts: heads may know its entropy threshold."""
@@ -134,13 +140,19 @@ class SpeculationOptions:
 
         Lossy rules, and controllers that look at each token's confidence, know of one.
         """
-        several = self.uses("exit") and self.exit.guesses > 1
+        several = self.tree.guesses > 1 and self.uses(self.tree.kind)
         return several and self.loss is None and not self.controller.reads_confidence
+
+    @property
+    def tree(self) -> Exit | Successors:
+        """What sets the size of trees."""
+        return self.successors if self.uses("successors") else self.exit
 
     @property
     def most_drafts(self) -> int:
         """Tokens of a tree at most."""
-        return min(self.exit.max_rows, self.pinned_rows if self.pinned else self.exit.max_rows) - 1
+        most = self.tree.max_rows
+        return min(most, self.pinned_rows if self.pinned else most) - 1
 
     @property
     def widths(self) -> dict[str, int]:
@@ -217,8 +229,8 @@ class SpeculationOptions:
         found = {name: value for name, value in kept.items() if value}
         return found | {k: v for k, v in self.described().items() if v != usual.get(k)}
 
-    def _drafters(self) -> tuple[Ngram, Exit, DraftModel]:
-        return self.ngram, self.exit, self.draft_model
+    def _drafters(self) -> tuple[Ngram, Exit, DraftModel, Successors]:
+        return self.ngram, self.exit, self.draft_model, self.successors
 
 
 _Fields = dict[str, Any]
@@ -258,8 +270,10 @@ def _field(kind: type[Part]) -> str:
     return kind.kind.replace("-", "_")
 
 
+_OF_DRAFTERS = [_field(kind) for kind in DRAFTERS.values() if kind is not NoDrafts]
+
 _PARTS = {
-    **dict.fromkeys(("prices", "exit", "ngram", "draft_model", "easd"), _settings),
+    **dict.fromkeys(("prices", *_OF_DRAFTERS, "easd"), _settings),
     "drafter": _drafter,
     "controller": _one_of(CONTROLLERS),
     "acceptance": _one_of(ACCEPTANCE),
@@ -269,9 +283,7 @@ _PARTS = {
 _FIELDS = frozenset(entry.name for entry in fields(SpeculationOptions))
 
 OPTION_NAMES = tuple(
-    entry.name
-    for entry in fields(SpeculationOptions)
-    if entry.name not in ("exit", "ngram", "draft_model", "easd")
+    entry.name for entry in fields(SpeculationOptions) if entry.name not in (*_OF_DRAFTERS, "easd")
 )
 """Keywords of `generate`, flags and keys of a YAML file. The other fields are reached by these."""
 
@@ -293,7 +305,7 @@ def check_request(values: Mapping[str, Any]) -> None:
     The text is the same with all of them, but what they cost is shared with others.
     """
     asked = SpeculationOptions().updated(values)
-    for part in (asked.exit, asked.ngram, asked.draft_model, asked.controller):
+    for part in (*asked._drafters(), asked.controller):
         check_asked(part)
 
 

@@ -206,18 +206,37 @@ class DraftModel(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Successors(Part):
+    """What verification found likely behind the same tokens before, in this text or another."""
+
+    kind: ClassVar[str] = "successors"
+
+    max_tokens: Width = 6
+    """Longest path of a tree, at least 1."""
+
+    guesses: Annotated[int, between(1, 8, request=4)] = 4
+    """Tokens that may be proposed for one place, at least 1, each where its chance pays its row."""
+
+    max_rows: Annotated[int, between(1, 64, request=32)] = 16
+    """Rows of a tree's verification at most, with the newest token's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoDrafts(Part):
     """Nothing is drafted."""
 
     kind: ClassVar[str] = "none"
 
 
-DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | NoDrafts]] = {
-    one.kind: one for one in (Exit, Ngram, DraftModel, NoDrafts)
+DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | Successors | NoDrafts]] = {
+    one.kind: one for one in (Exit, Ngram, DraftModel, Successors, NoDrafts)
 }
 """By name."""
 
-TOGETHER = ("exit", "ngram", "ngram+exit", "draft-model", "ngram+draft-model", "none")
+TOGETHER = (
+    *("exit", "ngram", "draft-model", "successors", "none"),
+    *("ngram+exit", "ngram+draft-model", "ngram+successors"),
+)
 """Drafters in use: alone, or text already seen in front of another."""
 
 FITTED = "ngram+exit"

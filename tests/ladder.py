@@ -34,6 +34,7 @@ from selfspec.decoding.drafters import (
 )
 from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
 from selfspec.decoding.drafters.heads import HeadGuesser, Siblings
+from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.probe import PassShape
 from selfspec.decoding.sampling import Sampler
@@ -205,6 +206,16 @@ def tree_drafter(
     return TreeDrafter(guesser, cost, Fixed(3), most=9, seen=seen, never_slower=False)
 
 
+def successor_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter[DecodeState]:
+    """Trees of what the sequence itself taught, every third token wrong."""
+    table = Successors()
+    for at, token in enumerate(sequence[1:], start=1):
+        wrong = (token + 1) % vocab_size
+        table.learn(sequence[:at], [wrong, token] if at % 3 else [wrong], token)
+    cost = DraftCost(rows=(0.0,))
+    return TreeDrafter(SuccessorGuesser(table, 2), cost, Fixed(3), most=9, never_slower=False)
+
+
 def second_model() -> DraftModelDrafter:
     """A model of half the layers, which has nothing to do with the one that verifies."""
     other = Backbone(make_model("llama", num_hidden_layers=3), executor="generic")
@@ -241,6 +252,7 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         siblings = Siblings(4, DraftCost(rows=(0.0,)), most=11)
         found["exits with siblings"] = (exit_drafter(backbone, 0.05, siblings=siblings), EXITS)
         found["trees"] = (tree_drafter(backbone), (0,))
+        found["successors"] = (successor_drafter(sequence, size), ())
         found["attending trees"] = (tree_drafter(backbone, attends=True), ())
         found["attending trees around seen text"] = (tree_drafter(backbone, seen, attends=True), ())
         found["trees around seen text"] = (tree_drafter(backbone, seen), (0,))

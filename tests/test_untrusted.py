@@ -34,7 +34,7 @@ def put(file: Path, content: str | bytes) -> Path:
     [
         (BOMB, "expands to more than 100000 values"),
         ("a: &a [*a]", "stands for nothing finished"),
-        ("[" * 10_000, "nested too deeply"),
+        ("[" * 10_000, "nest(ed too|ing)"),  # ours, or libyaml's own
         ("a: 1\nb: 2\na: 3", "has the key 'a' twice"),
         ("x: 1" + ":10" * 10_000, "a word of more than"),
         ("- a\n" * 200_000, "expands to more than"),

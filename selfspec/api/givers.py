@@ -12,12 +12,13 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM
+from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM, SUCCESSORS
 from selfspec.pages import palette
 
 NAMES = {
     MODEL: "the model",
     NGRAM: "text already seen",
+    SUCCESSORS: "successors seen before",
     GRAMMAR: "the grammar",
     DRAFT_MODEL: "a draft model",
 }
@@ -52,7 +53,9 @@ class Piece(NamedTuple):
     giver: Giver
 
 
-_LINES = {EXIT: "solid", NGRAM: "dotted", GRAMMAR: "dashed", DRAFT_MODEL: "double"}
+_LINES = dict.fromkeys((NGRAM, SUCCESSORS), "dotted") | {
+    **{EXIT: "solid", GRAMMAR: "dashed", DRAFT_MODEL: "double"}
+}
 """For eyes that see no colours."""
 
 

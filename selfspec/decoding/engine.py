@@ -37,6 +37,7 @@ from selfspec.decoding.acceptance import (
 )
 from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters import DraftCache, Drafter, Sources, make_drafter
+from selfspec.decoding.drafters.successors import Remembering, Successors
 from selfspec.decoding.prices import DraftCost, Load, Unmeasured, each_row, token_cost, whole_round
 from selfspec.decoding.probe import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
@@ -95,6 +96,7 @@ class Runtime:
         self.backbone = backbone
         self.heads = heads
         self.draft_model = draft_model
+        self.successors = Successors()
         self.probe = PinnedProbe(backbone)
         self._told = set[str]()
 
@@ -120,6 +122,8 @@ class Runtime:
         options = replace(options, speculate=drafting and refused is None)
         asked = replace(asked, sampler=tied(asked.sampler, options))
         rule, noted = self.rule(asked.sampler, options), list[Logprob]()
+        if options.speculate and options.uses("successors"):
+            rule = Remembering(rule, self.successors, asked.ids[0, asked.pad :][-2:].tolist())
         if asked.logprobs is not None:
             rule = Noting(rule, asked.logprobs, noted)
         state = self.state(asked, options, lease)
@@ -174,7 +178,7 @@ class Runtime:
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind an end token."""
         cache = draft_cache or self.draft_cache()
-        sources = Sources(self.backbone, self.heads, cache, load or Load())
+        sources = Sources(self.backbone, self.heads, cache, self.successors, load or Load())
         return make_drafter(options, sources, asked.sampler, asked.stop.end_tokens)
 
     def draft_cache(self) -> DraftCache | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
+SUCCESSORS = "successors"
 
 MODEL = "model"
 """Who gave a token that no drafter gave: a verification did, or the prompt's pass."""

@@ -141,6 +141,7 @@ class _Guesser:
     """`drafters.HeadGuesser` on a record."""
 
     layer = 0
+    source = EXIT
 
     def __init__(self, record: Record, setting: Setting) -> None:
         self._record, self._setting = record, setting

@@ -65,7 +65,7 @@ def of_layer(layer: int, num_layers: int) -> str:
 
 def of_source(source: str, layer: int, num_layers: int) -> str:
     """Who drafted a token: a source, and where an exit head's draft left."""
-    named = {"ngram": SEEN, "grammar": GRAMMAR, "draft-model": SECOND}
+    named = {"ngram": SEEN, "successors": SEEN, "grammar": GRAMMAR, "draft-model": SECOND}
     return named.get(source) or of_layer(layer, num_layers)
 
 

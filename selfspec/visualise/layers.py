@@ -18,7 +18,16 @@ from selfspec import files
 from selfspec.api.givers import Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Unmeasured
-from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM, GenerationStats, Round
+from selfspec.decoding.stats import (
+    DRAFT_MODEL,
+    EXIT,
+    GRAMMAR,
+    MODEL,
+    NGRAM,
+    SUCCESSORS,
+    GenerationStats,
+    Round,
+)
 from selfspec.errors import InvalidData
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
@@ -400,7 +409,7 @@ def givers(trace: LayerTrace) -> list[Giver]:
 
 def counted(found: Sequence[Giver]) -> list[tuple[Giver, int]]:
     """How many tokens each gave: the model first, then text already seen, then by layer."""
-    order = {MODEL: 0, NGRAM: 1, GRAMMAR: 2, DRAFT_MODEL: 3, EXIT: 4}
+    order = {MODEL: 0, NGRAM: 1, SUCCESSORS: 2, GRAMMAR: 3, DRAFT_MODEL: 4, EXIT: 5}
     return sorted(Counter(found).items(), key=lambda pair: (order[pair[0].source], pair[0].layer))
 
 

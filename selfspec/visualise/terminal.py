@@ -17,8 +17,8 @@ from selfspec.decoding.stats import Round
 from selfspec.pages import palette
 from selfspec.visualise.layers import LayerTrace, Place, counted, gain, visible
 
-_SUPERSCRIPT = str.maketrans("0123456789ndg", "⁰¹²³⁴⁵⁶⁷⁸⁹ⁿᵈᵍ")
-_SOURCES = {"ngram": "n", "draft-model": "d", "grammar": "g"}
+_SUPERSCRIPT = str.maketrans("0123456789ndgs", "⁰¹²³⁴⁵⁶⁷⁸⁹ⁿᵈᵍˢ")
+_SOURCES = {"ngram": "n", "draft-model": "d", "grammar": "g", "successors": "s"}
 """Marks of drafts that ran through no layer."""
 
 

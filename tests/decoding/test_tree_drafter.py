@@ -18,7 +18,7 @@ from selfspec.decoding.drafters import Draft, Guesses, Known, NgramDrafter, Tree
 from selfspec.decoding.drafters.heads import Drawn, Siblings
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from selfspec.model.backbone import Backbone
 from tests import ladder, laws
@@ -33,6 +33,7 @@ class Fan:
     """Guesses the same everywhere; notes what it is asked."""
 
     layer = 0
+    source = EXIT
 
     def __init__(self, best: Sequence[tuple[int, float]] = BEST) -> None:
         self.best = best
@@ -174,6 +175,7 @@ class Draws:
     """Draws what follows a token from a table of laws [V, V]."""
 
     layer = 0
+    source = EXIT
 
     def __init__(self, table: Tensor, sampler: Sampler, count: int) -> None:
         self.table, self.sampler, self.count = table, sampler, count

@@ -297,7 +297,7 @@ def test_known_keys_pass() -> None:
 
 def test_every_speculation_option_can_be_given_per_call() -> None:
     assert set(GenerateOptions.__annotations__) >= set(OPTION_NAMES)
-    kept = {"exit", "ngram", "draft_model", "easd"}
+    kept = {"exit", "ngram", "draft_model", "successors", "easd"}
     fields = {field.name for field in dataclasses.fields(SpeculationOptions)}
     assert fields == {*OPTION_NAMES, *kept}
 

@@ -206,7 +206,7 @@ def test_easd_as_text_starts_where_the_heads_say() -> None:
         ({"drafter": []}, "drafter is [], expected text like KIND:KEY=VALUE,.."),
         (
             {"drafter": Fixed()},
-            "drafter is Fixed(), expected one of exit, ngram, draft-model, none",
+            "drafter is Fixed(), expected one of exit, ngram, draft-model, successors",
         ),
         ({"controller": "gamatune"}, "unknown controller 'gamatune'. Did you mean gammatune?"),
         ({"controller": "fixed+fixed"}, "controller is 'fixed+fixed', expected one kind"),

@@ -72,7 +72,7 @@ def test_sources_are_those_of_usage_and_texts_join(
             assert "model" not in given[:kept]
             assert given[kept:] in ([], ["model"])
             assert entry["steps"] >= 1
-            assert (entry["steps"] == 1) == (not entry["drafts"])
+            assert entry["steps"] > 1 or not entry["drafts"]  # heads may be asked in vain
         tokens += sum(len(entry["tokens"]) for entry in told)
     found = answer.usage.speculation
     assert found["rounds"] == sum(len(c.speculation["rounds"]) - 1 for c in answer.choices)

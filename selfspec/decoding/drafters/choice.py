@@ -20,6 +20,7 @@ from selfspec.decoding.drafters.heads import (
     WhilePaying,
 )
 from selfspec.decoding.drafters.ngram import GrammarDrafter, NgramDrafter, SeenTextFirst, StateT
+from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.errors import HeadsNotFound, InvalidOption
@@ -36,6 +37,8 @@ class Sources:
     backbone: Backbone
     heads: ExitHeads | None = None
     draft_model: DraftCache | None = None
+    successors: Successors | None = None
+    """What all texts of the model have found likely."""
     load: prices.Load = field(default_factory=prices.Load)
     """How many texts are being written."""
 
@@ -75,6 +78,11 @@ def make_drafter(
     other: Drafter
     layers: tuple[int, ...] = ()
     token = 0.0
+    if options.uses("successors"):
+        count = options.successors.guesses if sources.runs_trees(options) else 1
+        table = SuccessorGuesser(sources.successors or Successors(), count)
+        sampled = sampler.do_sample
+        return make_tree(table, options, cost, end_tokens, seen=trunks, sampled=sampled)
     if options.uses("draft-model"):
         other, token = _draft_model(options, sources, sampler, end_tokens)
     elif sources.runs_trees(options) and sources.reads_embedding(options):
@@ -157,7 +165,7 @@ def make_tree(
     return TreeDrafter(
         guesser,
         _cost(options, unmeasured),
-        make_controller(options, options.exit.max_tokens),
+        make_controller(options, options.tree.max_tokens),
         end_tokens,
         most=options.most_drafts,
         seen=seen,

@@ -161,6 +161,9 @@ class Guesser(Protocol[State_contra]):
     layer: int
     """The exit layer that it looks at."""
 
+    source: str
+    """Who proposes its tokens, as `stats` names them."""
+
     def begin(self, state: State_contra) -> None:
         """A round begins: the next draft follows what `state` holds."""
 
@@ -202,6 +205,7 @@ class Tree:
         most: int,
         ends: Collection[int] = (),
         *,
+        source: str = EXIT,
         paid: float = 0.0,
     ) -> None:
         """`trunk`: a chain with chances, for which steps were `paid` beside its rows.
@@ -212,7 +216,7 @@ class Tree:
         """By token: the head's own probability of its path, as far as it was asked."""
         self.draft = trunk
         self.parents = trunk.parents = list(range(-1, len(trunk.tokens) - 1))
-        self._cost, self._most, self._ends = cost, most, ends
+        self._cost, self._most, self._ends, self._source = cost, most, ends, source
         self._rows = tuple(islice(each_row(cost.row_costs), most))
         self._tokens = 1.0 + sum(trunk.chances)
         self._steps = 1.0 + sum(self._rows[: len(trunk.tokens)]) + paid
@@ -277,7 +281,7 @@ class Tree:
         draft.tokens.append(choice.token)
         draft.chances.append(chance)
         draft.exit_layers.append(offer.layer)
-        draft.sources.append(EXIT)
+        draft.sources.append(self._source)
         if draft.probs is not None:
             draft.probs.append(choice.law)
         self.note(len(draft.tokens) - 1, offer.parent, offer.said)
@@ -358,7 +362,7 @@ class TreeDrafter(Generic[StateT]):
         self._asked = False
         if limit <= 0 or (self._paying is not None and self._paying.pauses()):
             return draft
-        tree = Tree(draft, self._cost, self._most, self._end_tokens)
+        tree = Tree(draft, self._cost, self._most, self._end_tokens, source=self._guesser.source)
         yield from self._grow(tree, state, limit, watch)
         return tree.finished()
 
@@ -497,6 +501,7 @@ class HeadGuesser:
     """Asks the head of exit layer 0, which reads embeddings: no layer runs before verification."""
 
     layer = 0
+    source = EXIT
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
         """`count`: guesses behind a token at most."""
