@@ -28,6 +28,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import pandas as pd
 import typer
 
 from eval import lab
@@ -39,7 +40,7 @@ from selfspec.eval import report
 from selfspec.eval.methods import Contender, Moved, described, swept
 from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
 from selfspec.eval.record import record
-from selfspec.eval.report import seconds_by_prompt, summarise
+from selfspec.eval.report import frame_of, seconds_by_prompt, summarise
 from selfspec.eval.results import SIX_TASKS, Answer, Question, SpeedUp, load_suite, speed_up, spread
 from selfspec.eval.tune import Tuned, tune
 from selfspec.files import write
@@ -73,11 +74,12 @@ def settings(
     options = BenchOptions(suite=suite, max_new_tokens=new_tokens)
     answers = lab.benched(output, speculator, asked, ways, options, drafters=drafter)
     summary = summarise(answers, described(ways, {}))
+    seconds = seconds_by_prompt(frame_of(answers), *(way.label for way in ways[1:]))
     first, rows = ways[1].label, []
-    for way in ways[1:]:
-        gain = speed_up(*seconds_by_prompt(answers, first, way.label))
+    for label in seconds:
+        gain = speed_up(seconds[first], seconds[label])
         interval = f"{gain.ratio:.3f} ({gain.low:.3f} to {gain.high:.3f})"
-        rows.append([way.label, interval, f"{gain.worst:.2f}"])
+        rows.append([label, interval, f"{gain.worst:.2f}"])
     text = report.write_results(output, summary)
     text += f"\n## Over {first}\n\n{lab.table(('setting', 'ratio', 'worst prompt'), rows)}"
     write(output / "table.md", text)
@@ -164,10 +166,9 @@ def grid(speculator: Speculator, points: int, seed: int) -> list[dict[str, Any]]
 
 def compared(answers: Sequence[Answer], labels: Sequence[str], seed: int) -> dict[str, Any]:
     """The tuned setting against plain decoding and against the grid's best, found in both ways."""
-    points = {label: seconds_by_prompt(answers, label, "plain")[0] for label in labels}
-    tuned, plain = seconds_by_prompt(answers, "tuned", "plain")
-    best = min(points, key=lambda label: sum(points[label].values()))
-    fair = searched(points)
+    every = seconds_by_prompt(frame_of(answers), "tuned", "plain", *labels)
+    tuned, plain, points = every.tuned, every.plain, every[list(labels)]
+    best, fair = points.sum().idxmin(), searched(points)
     pairs = {
         "tuned_over_plain": (plain, tuned),
         "best_over_plain": (plain, points[best]),
@@ -175,20 +176,16 @@ def compared(answers: Sequence[Answer], labels: Sequence[str], seed: int) -> dic
         "tuned_over_best": (points[best], tuned),
         "tuned_over_searched": (fair, tuned),
     }
-    return {"prompts": len(plain), "points": len(points), "best": best} | {
+    return {"prompts": len(plain), "points": len(labels), "best": best} | {
         name: asdict(speed_up(*pair, seed)) for name, pair in pairs.items()
     }
 
 
-def searched(grid: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def searched(points: pd.DataFrame) -> pd.Series:
     """Of each half of the prompts the seconds of the setting that is best on the other half."""
-    prompts = list(next(iter(grid.values())))
-    halves = prompts[::2], prompts[1::2] or prompts
-    found: dict[str, float] = {}
-    for half, other in (halves, halves[::-1]):
-        best = min(grid.values(), key=lambda times: sum(times[prompt] for prompt in other))
-        found |= {prompt: best[prompt] for prompt in half}
-    return found
+    halves = points[::2], points[1::2] if len(points) > 1 else points
+    found = [half[other.sum().idxmin()] for half, other in (halves, halves[::-1])]
+    return pd.concat(found)[points.index] if len(points) > 1 else found[0]
 
 
 def tuned_table(summary: Mapping[str, Any]) -> str:
@@ -268,6 +265,9 @@ def version(folder: Path, python: str, asked: Mapping[str, Any]) -> Iterator[lab
         yield ask
 
 
+SIDES = ("before", "after")
+
+
 class Answered(NamedTuple):
     """What both versions answered to one prompt in one way."""
 
@@ -343,10 +343,9 @@ def seconds(found: Sequence[Answered]) -> list[str]:
     lines = []
     for way in WAYS:
         asked = [one for one in found if one.way == way]
-        first = {str(number): one.before["seconds"] for number, one in enumerate(asked)}
-        second = {str(number): one.after["seconds"] for number, one in enumerate(asked)}
+        first, second = ([getattr(one, side)["seconds"] for one in asked] for side in SIDES)
         gain = speed_up(first, second)
-        middle = statistics.median(first[name] / second[name] for name in first)
+        middle = statistics.median(a / b for a, b in zip(first, second, strict=True))
         lines.append(
             f"{way}: {gain.ratio:.3f} ({gain.low:.3f} to {gain.high:.3f}) times as fast, "
             f"median of prompts {middle:.3f}"

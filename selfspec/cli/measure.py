@@ -396,8 +396,10 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     names = asked.get("methods", _METHODS)
     check_keys(names, METHODS, "method")
     sweep = [move for text in asked.get("sweep", []) for move in moved(text)]
-    from selfspec.eval import report
     from selfspec.eval.results import check_packages
+
+    check_packages("bench", "pandas", "tabulate")
+    from selfspec.eval import report
 
     resume = asked.get("resume", False)
     folder = report.check_results(
@@ -419,7 +421,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
     entries = [entry for entries in (*grid.values(), moves) for entry in entries]
     if options.quality or any(entry.own_text for entry in entries):
-        check_packages()
+        check_packages("the quality of texts", "sacrebleu", "rouge_score")
     tuning = any(len(entries) > 1 for entries in grid.values())
     questions = measuring.parted(suite, options, tuning=tuning)
     with files.locked(folder):
@@ -462,8 +464,7 @@ def _measured(
     methods = [*chosen(grid, tuning).values(), *moves]
     with base.bar("bench", "questions") as show:
         answers = runner.measure(reported, methods, folder / ANSWERS, show)
-    memory = runner.memory(reported, answers, methods)
-    return summarise(answers, described(methods, grid), runner.options.seed, memory)
+    return summarise(answers, described(methods, grid), runner.options.seed)
 
 
 def _run_record(
@@ -577,6 +578,9 @@ def report(
     overwrite: base.Overwrite = False,
 ) -> None:
     """Gather measured runs into one report. Writes one page and one Markdown file."""
+    from selfspec.eval.results import check_packages
+
+    check_packages("report", "pandas", "tabulate")
     from selfspec.eval import report as reporting
 
     place = reporting.check_free(output, len(folders), overwrite=overwrite)

@@ -91,7 +91,10 @@ def test_the_grids_best_is_found_with_hindsight_and_on_the_other_half() -> None:
             task="t",
             turn=1,
             repeat=1,
-            runs={label: Run(seconds=times[at]) for label, times in seconds.items()},
+            runs={
+                label: Run(seconds=times[at], arrivals=[(1, 1.0)])
+                for label, times in seconds.items()
+            },
         )
         for at, name in enumerate("abcd")
     ]
