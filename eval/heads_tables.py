@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import typer
 
 from eval import lab
@@ -87,19 +88,11 @@ def selfspec(*arguments: str) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """All tables; no arithmetic here."""
-    layers = sorted({int(layer) for row in rows for layer in row["agreement"]})
-    columns = [*(f"layer {layer}" for layer in layers), "second draft", "coverage", "MB"]
-    parts = []
-    for table in dict.fromkeys(row["table"] for row in rows):
-        lines = []
-        for row in (row for row in rows if row["table"] == table):
-            shares = [*(row["agreement"].get(str(layer)) for layer in layers)]
-            shares += [row["second"], row["coverage"]]
-            cells = ["" if share is None else f"{share:.1%}" for share in shares]
-            lines.append([row["name"], *cells, f"{row['megabytes']:.1f}"])
-        parts.append(lab.table([table, *columns], lines))
-    return "\n".join(parts)
+    """A table for each question, shares as they are."""
+    found = pd.json_normalize(rows).drop(columns="positions")
+    tables = found.groupby("table", sort=False)
+    shown = (t.drop(columns="table").rename(columns={"name": n}) for n, t in tables)
+    return "\n\n".join(t.to_markdown(index=False, floatfmt=".3f") for t in shown) + "\n"
 
 
 if __name__ == "__main__":

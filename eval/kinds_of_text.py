@@ -100,15 +100,10 @@ def markdown(found: pd.DataFrame) -> str:
         ("second", "The second draft, behind a right first one (%)", "seconds"),
         ("among four", "The right token is among the first four (%)", "positions"),
     ):
-        shares = (100 * found[name] / found[of]).round(1)
-        table = found.assign(share=shares).pivot_table(
+        table = found.assign(share=100 * found[name] / found[of]).pivot_table(
             index="text", columns="kind", values="share", sort=False
         )
-        rows = (
-            [text, *(f"{value:.1f}" for value in row)]
-            for text, row in zip(table.index, table.to_numpy(), strict=True)
-        )
-        parts.append(lab.table([title, *table.columns], rows))
+        parts.append(table.rename_axis(title).to_markdown(floatfmt=".1f") + "\n")
     sizes = found[found["text"] == found["text"].iloc[0]]
     counts = ", ".join(f"{k} {n:,}" for k, n in zip(sizes["kind"], sizes["positions"], strict=True))
     return "\n".join(parts) + f"\nPositions: {counts}.\n"

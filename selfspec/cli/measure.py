@@ -32,7 +32,7 @@ from selfspec.config import DEFAULT_MAX_NEW_TOKENS, SpeculationOptions
 from selfspec.errors import InvalidOption, ModelNotFound
 from selfspec.eval.methods import METHODS, moved
 from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
-from selfspec.eval.results import SIX_TASKS, Question, load_suite, spread
+from selfspec.eval.results import SIX_TASKS, Question, check_packages, load_suite, spread
 from selfspec.hub import models as hub
 from selfspec.typed import check_keys
 
@@ -390,15 +390,13 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """
     base.require(asked, "output")
     options = options_of(BenchOptions, asked)
+    check_packages("bench", "pandas", "tabulate")
     if "concurrency" in asked:
         base.emit(_concurrency(asked, options))
         return
     names = asked.get("methods", _METHODS)
     check_keys(names, METHODS, "method")
     sweep = [move for text in asked.get("sweep", []) for move in moved(text)]
-    from selfspec.eval.results import check_packages
-
-    check_packages("bench", "pandas", "tabulate")
     from selfspec.eval import report
 
     resume = asked.get("resume", False)
@@ -578,8 +576,6 @@ def report(
     overwrite: base.Overwrite = False,
 ) -> None:
     """Gather measured runs into one report. Writes one page and one Markdown file."""
-    from selfspec.eval.results import check_packages
-
     check_packages("report", "pandas", "tabulate")
     from selfspec.eval import report as reporting
 
