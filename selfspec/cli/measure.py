@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from selfspec.eval.methods import Contender
     from selfspec.eval.record import Record
     from selfspec.eval.tune import Tuned
-    from selfspec.eval.verify import Rung, Subject
+    from selfspec.eval.verify import Rung
     from selfspec.visualise.layers import LayerTrace
 
 SUITE = (
@@ -621,14 +621,17 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     speculator = base.load(asked)
     keep_numbers(speculator.model)  # it is compared with, and copied
     new_tokens = asked.get("max_new_tokens", _NEW_TOKENS)
-    rungs = _climbed(
-        ladder.Subject(
-            speculator=speculator,
-            cases=ladder.cases_of(speculator, questions, new_tokens),
-            rungs=wanted,
-            max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
-        )
+    subject = ladder.Subject(
+        speculator=speculator,
+        cases=ladder.cases_of(speculator, questions, new_tokens),
+        rungs=wanted,
+        max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
     )
+    rungs: dict[str, Rung] = {}
+    with base.bar("verify", "rungs") as show:
+        for claim, rung in ladder.climb(subject):
+            rungs[claim] = rung
+            show(len(rungs), len(ladder.RUNGS), claim)
     words = ladder.verdict(list(rungs.values()))
     passed = all(rung.outcome != "failed" for rung in rungs.values())
     if as_json:
@@ -648,27 +651,6 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
         base.emit(f"\n{speculator.label}: {words}\n")
     if not passed:
         raise typer.Exit(1)
-
-
-def _climbed(subject: Subject) -> dict[str, Rung]:
-    """All rungs by claim, with a bar while they are climbed."""
-    from selfspec.eval.verify import RUNGS, climb
-
-    rungs: dict[str, Rung] = {}
-    each, done = len(subject.cases), 0
-    with base.bar("verify", "prompts") as show:
-
-        def count() -> None:
-            nonlocal done
-            done += 1
-            show(done, each * len(RUNGS), f"rung {len(rungs) + 1}")
-
-        subject.tick = count
-        for claim, rung in climb(subject):
-            rungs[claim] = rung
-            done = each * len(rungs)
-            show(done, each * len(RUNGS))
-    return rungs
 
 
 # --- env
