@@ -38,10 +38,10 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 36045,
+    "tests/": 36031,
     "model": 7364,
-    "eval/": 4162,
-    "eval": 4546,
+    "eval/": 4029,
+    "eval": 4529,
     "decoding": 5288,
     "cli": 3978,
     "training": 4726,

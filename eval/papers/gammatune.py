@@ -6,8 +6,7 @@ r"""GammaTune's experiment: five controllers from twelve initial lengths each (i
 The drafter is a draft model, as in the document: its drafts cost time, so their number matters.
 All settings answer every prompt in random order, as `selfspec bench` measures. `--unprinted` has
 the constants that the document does not print, one changed at a time. The same command goes on
-where it was stopped. Writes `run.yaml`, `answers.jsonl`, `summary.json`, `table.md` and
-`gammatune.png`.
+where it was stopped. Writes `run.yaml`, `answers.jsonl`, `summary.json` and `table.md`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pandas as pd
 import typer
 
 from eval import lab
-from eval.papers.shared import Panel, first_turns, load, save
+from eval.papers.shared import first_turns, load
 from selfspec.eval.methods import Contender
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.report import frame_of
@@ -129,7 +128,6 @@ def main(
     for name, each in (*((f"Gain, {name}", each) for name, each in gained.items()), ("All", rows)):
         text += f"\n## {name}\n\n{each.to_markdown(index=False, floatfmt='.2f')}\n"
     lab.finish(output, summary, text)
-    save([panel(name, rows) for name in undrafted], output / "gammatune.png")
 
 
 def gains(rows: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -150,16 +148,6 @@ def gains(rows: pd.DataFrame, measure: str) -> pd.DataFrame:
             "worst_initial": by.idxmin().str[1],
         }
     ).reset_index()
-
-
-def panel(measure: str, rows: pd.DataFrame) -> Panel:
-    """Speed-up by initial length, a line per controller."""
-    lines = {
-        name: (own.initial, own[f"speed-up, {measure}"])
-        for name, own in rows.groupby("controller", sort=False)
-        if name in CONTROLLERS
-    }
-    return Panel(measure, "initial length", "speed-up over plain decoding", lines)
 
 
 if __name__ == "__main__":

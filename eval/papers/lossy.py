@@ -10,12 +10,14 @@ r"""Rules that change the text, as their documents try them: CM-ASD, EASD, lenie
 
 Against plain decoding and lossless speculation, measured as `selfspec bench` does and with its
 tables: tokens per verification, speed-up, BLEU, ROUGE-L, edits and likelihood by task. The same
-command goes on where it was stopped. Writes what `selfspec bench` does, and a figure.
+command goes on where it was stopped. Writes what `selfspec bench` does.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,21 +25,18 @@ import pandas as pd
 import typer
 
 from eval import lab
-from eval.papers.shared import DraftModel, Panel, first_turns, load, save, values
+from eval.papers.shared import DraftModel, first_turns, load, values
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
 from selfspec.eval import report
 from selfspec.eval.methods import Contender, described
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.report import ALL, Table, markdown, summarise
+from selfspec.eval.report import Table, markdown, summarise
 from selfspec.eval.results import (
-    OVERALL,
     SIX_TASKS,
     Answer,
     Question,
     check_packages,
-    expected_number,
-    final_number,
 )
 from selfspec.files import write
 from selfspec.options import READINGS
@@ -107,46 +106,19 @@ def cm_asd(
     speculator = load(draft_model, dtype, max_tokens=1, controller=controller)
     tasks = ("translation", "summary")
     asked = first_turns(suite, questions, limit, *tasks)
-    taus = values(tolerances)
-
-    def label(reading: str, tau: float) -> str:
-        return f"{reading}, tau_base {tau:g}"
-
     rules = {
-        label(reading, tau): f"cm-asd:reading={reading},tolerance={tau:g}"
-        for reading in READINGS
-        for tau in taus
+        f"{reading}, tau_base {tau:g}": f"cm-asd:reading={reading},tolerance={tau:g}"
+        for reading, tau in product(READINGS, values(tolerances))
     }
     summary, _ = measured(output, speculator, asked, rules, new_tokens)
     finish(output, summary)
-    quality = {
-        name: {task: found["relative_bleu"] for task, found in by_task.items()}
-        for name, by_task in summary["quality"].items()
-    }
-    rate = {
-        name: {task: summary[ALL][task][name]["compression_rate"] for task in tasks}
-        for name in quality
-    }
-    panels = [
-        Panel(
-            task,
-            "tau_base, nats",
-            words,
-            {
-                reading: (taus, [found[label(reading, tau)][task] for tau in taus])
-                for reading in READINGS
-            },
-            found[LOSSLESS][task],
-        )
-        for task in tasks
-        for words, found in (("tokens per verification", rate), ("relative BLEU", quality))
-    ]
-    save(panels, output / "cm-asd.png")
 
 
 # --- EASD -----------------------------------------------------------------------------------------
 
 PAPER_OVERLAP = 0.8
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 @app.command()
@@ -181,37 +153,15 @@ def easd(
     pairs = {(tau, share) for tau in taus for share in (PAPER_OVERLAP, shares[0])}
     pairs |= {(tau, share) for tau in (entropy_threshold, taus[0]) for share in shares}
 
-    def label(tau: float, share: float) -> str:
-        return f"tau_H {tau:g}, tau_O {share:g}"
-
-    rules = {label(*pair): "easd:entropy={:g},overlap={:g}".format(*pair) for pair in sorted(pairs)}
+    rules = {
+        f"tau_H {tau:g}, tau_O {share:g}": f"easd:entropy={tau:g},overlap={share:g}"
+        for tau, share in sorted(pairs)
+    }
     summary, answers = measured(output, speculator, asked, rules, new_tokens)
     found = {name: numbers(answers, name) for name in summary["methods"]}
     summary |= {"calibrated_entropy_threshold": entropy_threshold, "numbers": found}
     shares_of = pd.DataFrame(found).T.map("{:.0%}".format).rename_axis("setting").reset_index()
     finish(output, summary, [Table("Answers to sums", shares_of)])
-    figures = {
-        "edits per token": {
-            name: by_task[OVERALL]["edits_per_token"]
-            for name, by_task in summary["quality"].items()
-        },
-        "tokens per verification": {
-            name: one["compression_rate"] for name, one in summary[ALL][OVERALL].items()
-        },
-        "share of right answers": {name: one["right"] for name, one in found.items()},
-    }
-    panels = []
-    for words, by_name in figures.items():
-        by_tau = {
-            f"tau_O = {share:g}": (taus, [by_name[label(tau, share)] for tau in taus])
-            for share in (PAPER_OVERLAP, shares[0])
-        }
-        by_share = {
-            f"tau_H = {taus[0]:g}": (shares, [by_name[label(taus[0], share)] for share in shares])
-        }
-        for along, lines in (("tau_H, nats", by_tau), ("tau_O", by_share)):
-            panels.append(Panel(words, along, words, lines, by_name[PLAIN]))
-    save(panels, output / "easd.png")
 
 
 def numbers(answers: Sequence[Answer], name: str) -> dict[str, float]:
@@ -224,6 +174,18 @@ def numbers(answers: Sequence[Answer], name: str) -> dict[str, float]:
         "right": sum(a == b for a, b in zip(found, right, strict=True)) / len(found),
         "plain's": sum(a == b for a, b in zip(found, usual, strict=True)) / len(found),
     }
+
+
+def final_number(text: str) -> float | None:
+    """What a worked solution arrives at: its last number; None without any."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def expected_number(reference: str) -> float | None:
+    """What a reference says: its first number, behind "####" where it has that; None without."""
+    found = _NUMBER.findall(reference.rpartition("####")[2])
+    return float(found[0].replace(",", "")) if found else None
 
 
 # --- lenience -------------------------------------------------------------------------------------
@@ -253,27 +215,9 @@ def lenience(
     speculator = load(draft_model, dtype, max_tokens=max_draft_tokens)
     asked = first_turns(suite, questions, limit)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": seed}
-    labels = {value: LOSSLESS if value == 1.0 else f"l = {value:g}" for value in steps}
-    rules = {labels[value]: f"lenient:lenience={value:g}" for value in steps if value != 1.0}
+    rules = {f"l = {value:g}": f"lenient:lenience={value:g}" for value in steps if value != 1.0}
     summary, _ = measured(output, speculator, asked, rules, new_tokens, **drawn)
     finish(output, summary)
-    figures = {
-        "tokens per verification": (summary[ALL][OVERALL], "compression_rate"),
-        "nats per token": (
-            {name: tasks[OVERALL] for name, tasks in summary["quality"].items()},
-            "nats_per_token",
-        ),
-    }
-    panels = [
-        Panel(
-            words,
-            "lenience l",
-            words,
-            {"": (steps, [found[labels[value]][name] for value in steps])},
-        )
-        for words, (found, name) in figures.items()
-    ]
-    save(panels, output / "lenience.png")
 
 
 if __name__ == "__main__":

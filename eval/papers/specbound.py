@@ -6,7 +6,7 @@ Synthetic: layers that add nothing are put behind the first ones, so an exit bef
 the last layer gives; then a head there is made wrong at a chosen share of positions. That shows
 what the runtime does with good heads, and nothing about how good heads are. Acceptance, depth and
 draft length are turned; plain decoding and speculation are timed in turns. Nothing else should run
-on the machine. Writes `runs.jsonl`, `summary.json`, `table.md` and `dialled.png`.
+on the machine. Writes `runs.jsonl`, `summary.json` and `table.md`.
 
 The formula, for k drafts per round, each kept with chance a if those before it were, and exits
 after D of L layers: a round commits (1 - a^(k+1)) / (1 - a) tokens and costs k D / L + (L - D) / L
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eval import lab
-from eval.papers.shared import Panel, Values, save, values
+from eval.papers.shared import Values, values
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, UnsupportedModel
@@ -90,7 +90,6 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     write(output / "runs.jsonl", "".join(json.dumps(asdict(run)) + "\n" for run in runs))
     lab.finish(output, {"points": found.to_dict("records")}, NOTE + as_table(found))
-    save(panels(found), output / "dialled.png")
 
 
 # --- a model that answers early -------------------------------------------------------------------
@@ -355,18 +354,6 @@ def as_table(points: pd.DataFrame) -> str:
     for name in ("formula", "complete_formula"):
         shown[f"measured / {name}"] = points.speed_up / points[name]
     return f"{shown.to_markdown(index=False, floatfmt='.2f')}\n"
-
-
-def panels(points: pd.DataFrame) -> Iterator[Panel]:
-    """Speed-up by acceptance, one panel per depth."""
-    for ratio, here in points.sort_values("acceptance").groupby("depth_ratio"):
-        lines = {
-            f"k = {width}, {name.replace('_', ' ')}": (some.acceptance, some[name])
-            for width, some in here.groupby("max_draft_tokens")
-            for name in ("speed_up", "formula", "complete_formula")
-        }
-        title = f"exit at {ratio:.0%} of the layers"
-        yield Panel(title, "acceptance a", "speed-up over plain decoding", lines, 1.0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ commands name suites in their help.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -346,8 +345,6 @@ def repeated_share(tokens: Sequence[int], length: int = 8) -> float:
 
 # --- what a lossy rule does to the text -----------------------------------------------------------
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-
 
 class Text(NamedTuple):
     """An answer up to its end token."""
@@ -442,18 +439,6 @@ def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:
             cheapest = min(row[place] + 1, row[place - 1] + 1, above + (token != other))
             above, row[place] = row[place], cheapest
     return row[-1]
-
-
-def final_number(text: str) -> float | None:
-    """What a worked solution arrives at: its last number; None without any."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
-
-
-def expected_number(reference: str) -> float | None:
-    """What a reference says: its first number, behind "####" where it has that; None without."""
-    found = _NUMBER.findall(reference.rpartition("####")[2])
-    return float(found[0].replace(",", "")) if found else None
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:

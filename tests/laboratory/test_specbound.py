@@ -221,7 +221,7 @@ def test_every_setting_is_timed_in_turn_with_plain_decoding(
         max_new_tokens=13,
         repeats=2,
     )
-    names = ["dialled.png", "runs.jsonl", "summary.json", "table.md"]
+    names = ["runs.jsonl", "summary.json", "table.md"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     runs = list(map(json.loads, (tmp_path / "out/runs.jsonl").read_text().splitlines()))
     assert len(runs) == 2 * 5 * 2 * 2
