@@ -38,10 +38,10 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 36031,
+    "tests/": 36113,
     "model": 7364,
-    "eval/": 4029,
-    "eval": 4529,
+    "eval/": 4003,
+    "eval": 4558,
     "decoding": 5288,
     "cli": 3978,
     "training": 4726,

@@ -4,9 +4,9 @@ r"""GammaTune's experiment: five controllers from twelve initial lengths each (i
         --output eval/results/papers/gammatune
 
 The drafter is a draft model, as in the document: its drafts cost time, so their number matters.
-All settings answer every prompt in random order, as `selfspec bench` measures. `--unprinted` has
-the constants that the document does not print, one changed at a time. The same command goes on
-where it was stopped. Writes `run.yaml`, `answers.jsonl`, `summary.json` and `table.md`.
+All settings answer every prompt in random order, as `selfspec bench` measures. The same
+command goes on where it was stopped. Writes `run.yaml`, `answers.jsonl`, `summary.json` and
+`table.md`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,6 @@ class Setting(NamedTuple):
 
     controller: str
     initial: int
-    changed: tuple[str, float] | None = None
-    """An option that is not at its default, and its value."""
-
-    @property
-    def name(self) -> str:
-        """Of the controller, with what was changed."""
-        return " ".join((self.controller, *(f"{part}" for part in self.changed or ())))
 
     @property
     def contender(self) -> Contender:
@@ -64,27 +57,13 @@ class Setting(NamedTuple):
         options = {
             "drafter": f"draft-model:max_tokens={self.initial}",
             "never_slower": False,
-            "controller": {self.controller: dict([self.changed] if self.changed else [])},
+            "controller": self.controller,
         }
-        label = f"{self.name}/{self.initial}"
+        label = f"{self.controller}/{self.initial}"
         return Contender(label=label, method="draft-model", setting=options)
 
 
 SETTINGS = tuple(Setting(name, initial) for name in CONTROLLERS for initial in INITIAL_LENGTHS)
-
-_UNPRINTED: dict[str, dict[str, tuple[float, ...]]] = {
-    "gammatune": {"rate": (0.1, 0.5, 0.8), "step": (0, 1, 4), "longest": (5, 20)},
-    "gammatune-plus": {"rate": (0.1, 0.8), "threshold": (0.2, 0.6)},
-}
-"""Constants that GammaTune does not print, and values beside our choice."""
-
-VARIANTS = tuple(
-    Setting(controller, initial, (option, value))
-    for controller, options in _UNPRINTED.items()
-    for option, values in options.items()
-    for value in values
-    for initial in INITIAL_LENGTHS
-)
 
 
 def main(
@@ -95,22 +74,17 @@ def main(
     questions: lab.Questions = None,
     limit: Annotated[int, typer.Option(help="Questions, spread over the suite.")] = 24,
     new_tokens: lab.NewTokens = 48,
-    unprinted: Annotated[bool, typer.Option("--unprinted", help="Other constants too.")] = False,
 ) -> None:
     """Run, compare, write."""
     speculator = load(draft_model, dtype)
     asked = first_turns(suite, questions, limit)
-    every = SETTINGS + (VARIANTS if unprinted else ())
     options = BenchOptions(max_new_tokens=new_tokens)
-    ways = [lab.PLAIN, *(setting.contender for setting in every)]
+    ways = [lab.PLAIN, *(setting.contender for setting in SETTINGS)]
     answers = lab.benched(output, speculator, asked, ways, options)
     found = frame_of(answers).rename(columns={"passes": "rounds"})
     found["timed"] = found.token_s.map(sum)
     found = found.groupby("method")[["rounds", "drafted", "accepted", "timed"]].sum()
-    rows = pd.DataFrame(
-        {"controller": one.name, "initial": one.initial, **found.loc[one.contender.label]}
-        for one in every
-    )
+    rows = pd.DataFrame({**one._asdict(), **found.loc[one.contender.label]} for one in SETTINGS)
     alone = found.loc[lab.PLAIN.label]
     undrafted = {"timed": alone.timed}
     for c in STEP_COSTS:
