@@ -2,48 +2,37 @@ r"""Settings of one version, or two versions, on the same prompts: each by all, 
 
     python -m eval.compare settings --drafter "chain=ngram+exit:guesses=1,max_tokens=2" \
         --drafter "tree=ngram+exit" --suite spec-bench --output eval/results/trees
-    python -m eval.compare tuned --limit 12 --output eval/results/tuned-bf16
     python -m eval.compare versions ../before . --limit 60
     python -m eval.compare versions ../before . --timed --limit 48 --threads 2
 
 `settings`: against plain decoding and against the first, with the tables of `selfspec bench`.
-`tuned`: what `selfspec tune` chooses, against the best of a grid of settings that are really run.
-The grid's best is named twice: with hindsight, on the very prompts that it is timed on, and found
-on one half of them and timed on the other, as any real search would have it. Both write into the
-folder what `selfspec bench` does, and go on where they were stopped. `versions`: whether two
-checkouts give the same bits, or with --timed how their speeds compare; PYTHONS: an interpreter for
-each. Exit code 1 where a text differs. Nothing else should run on the machine.
+Writes into the folder what `selfspec bench` does, and goes on where it was stopped. `versions`:
+whether two checkouts give the same bits, or with --timed how their speeds compare; PYTHONS: an
+interpreter for each. Exit code 1 where a text differs. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from eval import lab
-from selfspec.api.speculator import Speculator
-from selfspec.cli.base import bar
-from selfspec.decoding.measure import measure
-from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.errors import InvalidOption
 from selfspec.eval import report
-from selfspec.eval.methods import Contender, Moved, described, swept
-from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
-from selfspec.eval.record import record
-from selfspec.eval.report import seconds_by_prompt, summarise
-from selfspec.eval.results import SIX_TASKS, Answer, Question, SpeedUp, load_suite, speed_up, spread
-from selfspec.eval.tune import Tuned, tune
+from selfspec.eval.methods import Contender, described
+from selfspec.eval.options import BenchOptions
+from selfspec.eval.report import frame_of, seconds_by_prompt, summarise
+from selfspec.eval.results import SIX_TASKS, load_suite, speed_up
 from selfspec.files import write
-from selfspec.options import word
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -73,11 +62,12 @@ def settings(
     options = BenchOptions(suite=suite, max_new_tokens=new_tokens)
     answers = lab.benched(output, speculator, asked, ways, options, drafters=drafter)
     summary = summarise(answers, described(ways, {}))
+    seconds = seconds_by_prompt(frame_of(answers), *(way.label for way in ways[1:]))
     first, rows = ways[1].label, []
-    for way in ways[1:]:
-        gain = speed_up(*seconds_by_prompt(answers, first, way.label))
+    for label in seconds:
+        gain = speed_up(seconds[first], seconds[label])
         interval = f"{gain.ratio:.3f} ({gain.low:.3f} to {gain.high:.3f})"
-        rows.append([way.label, interval, f"{gain.worst:.2f}"])
+        rows.append([label, interval, f"{gain.worst:.2f}"])
     text = report.write_results(output, summary)
     text += f"\n## Over {first}\n\n{lab.table(('setting', 'ratio', 'worst prompt'), rows)}"
     write(output / "table.md", text)
@@ -96,120 +86,6 @@ def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise InvalidOption(f"{text!r} is not NAME=DRAFTER. Give --drafter tree=ngram+exit")
         found[name] = {"drafter": drafter} | ({"prices": prices} if prices else {})
     return found
-
-
-# --- what `selfspec tune` chooses -----------------------------------------------------------------
-
-TAUS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
-WIDTHS = (1, 2, 3, 5, 7)
-
-
-@app.command()
-def tuned(
-    output: lab.Output,
-    model: lab.Model = None,
-    heads: lab.Heads = None,
-    dtype: str = "bfloat16",
-    suite: lab.Suite = SIX_TASKS,
-    limit: Annotated[int, typer.Option(help="Questions to time, spread over the suite.")] = 12,
-    tune_limit: Annotated[int, typer.Option(help="Others to tune on.")] = 12,
-    new_tokens: lab.NewTokens = 64,
-    points: Annotated[int, typer.Option(help="Settings of the grid.")] = 30,
-    repeats: int = 1,
-    seed: int = 0,
-) -> None:
-    """Tune on some questions, then compare with a grid on others."""
-    speculator = lab.loaded(model, heads, dtype)
-    if speculator.heads is None:
-        raise HeadsNotFound("without exit heads there is nothing to tune. Give --heads")
-    whole = load_suite(suite)
-    tuning = spread(whole, tune_limit)
-    asked = spread([question for question in whole if question not in tuning], limit)
-    chosen = tuned_on(speculator, tuning, new_tokens)
-    settings = [chosen.options | {"never_slower": True}, *grid(speculator, points, seed)]
-    # no drafter where none pays
-    moves = [Moved("drafter", one.get("drafter", "none"), one) for one in settings]
-    own, *others = swept(speculator, moves)
-    ways = [lab.PLAIN, replace(own, label="tuned"), *others]
-    options = BenchOptions(suite=suite, max_new_tokens=new_tokens, repeats=repeats, seed=seed)
-    ids = [question.id for question in tuning]
-    about = {"tuned_on": ids, "tuned": dict(own.setting)}
-    answers = lab.benched(output, speculator, asked, ways, options, **about)
-    summary = compared(answers, [way.label for way in others], seed)
-    summary |= {"promised": chosen.speed_up, **about}
-    lab.finish(output, summary, tuned_table(summary))
-
-
-def tuned_on(speculator: Speculator, questions: Sequence[Question], new_tokens: int) -> Tuned:
-    """What `selfspec tune` would keep, with its own defaults."""
-    with bar("record", "questions") as show:
-        made = record(speculator, questions, RecordOptions(max_new_tokens=new_tokens), show)
-    rows = made.info.max_draft_tokens + 1
-    costs = measure(speculator.backbone, speculator.heads, rows=rows, context=made.mean_context)
-    with bar("replay", "settings") as show:
-        return tune(made, costs, TuneOptions(), show)
-
-
-def grid(speculator: Speculator, points: int, seed: int) -> list[dict[str, Any]]:
-    """Each exit layer alone and all together, at all thresholds and widths; `points` by chance."""
-    assert speculator.heads is not None  # noqa: S101  # `tuned` has checked
-    fitted = tuple(speculator.heads.config.exit_layers)
-    sets = dict.fromkeys([*((layer,) for layer in fitted), fitted])
-    every = [
-        {"drafter": f"exit:layers={word(layers)},threshold={tau},max_depth=none,max_tokens={width}"}
-        for layers, tau, width in itertools.product(sets, TAUS, WIDTHS)
-    ]
-    return random.Random(seed).sample(every, min(points, len(every)))
-
-
-def compared(answers: Sequence[Answer], labels: Sequence[str], seed: int) -> dict[str, Any]:
-    """The tuned setting against plain decoding and against the grid's best, found in both ways."""
-    points = {label: seconds_by_prompt(answers, label, "plain")[0] for label in labels}
-    tuned, plain = seconds_by_prompt(answers, "tuned", "plain")
-    best = min(points, key=lambda label: sum(points[label].values()))
-    fair = searched(points)
-    pairs = {
-        "tuned_over_plain": (plain, tuned),
-        "best_over_plain": (plain, points[best]),
-        "searched_over_plain": (plain, fair),
-        "tuned_over_best": (points[best], tuned),
-        "tuned_over_searched": (fair, tuned),
-    }
-    return {"prompts": len(plain), "points": len(points), "best": best} | {
-        name: asdict(speed_up(*pair, seed)) for name, pair in pairs.items()
-    }
-
-
-def searched(grid: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Of each half of the prompts the seconds of the setting that is best on the other half."""
-    prompts = list(next(iter(grid.values())))
-    halves = prompts[::2], prompts[1::2] or prompts
-    found: dict[str, float] = {}
-    for half, other in (halves, halves[::-1]):
-        best = min(grid.values(), key=lambda times: sum(times[prompt] for prompt in other))
-        found |= {prompt: best[prompt] for prompt in half}
-    return found
-
-
-def tuned_table(summary: Mapping[str, Any]) -> str:
-    """Ratios of total seconds with 95 % intervals over prompts."""
-    names = {
-        "tuned_over_plain": "the tuned setting, over plain decoding",
-        "best_over_plain": f"the grid's best with hindsight ({summary['best']}), over plain",
-        "searched_over_plain": "the grid's best, found on the other half, over plain",
-        "tuned_over_best": "tuned, over the best with hindsight",
-        "tuned_over_searched": "tuned, over the best found on the other half",
-    }
-    gains = {name: SpeedUp(**summary[key]) for key, name in names.items()}
-    rows = [
-        [name, f"{gain.ratio:.3f}", f"{gain.low:.3f} to {gain.high:.3f}"]
-        for name, gain in gains.items()
-    ]
-    return lab.table(("speed-up of", "ratio", "95 %"), rows) + (
-        f"\n{summary['prompts']} prompts, {summary['points']} points of the grid; tune promised "
-        f"{summary['promised']:.2f} behind the prompt's pass. To reach: tuned over the best at "
-        "least 0.97, over plain decoding at least 0.98.\n"
-    )
 
 
 # --- versions -------------------------------------------------------------------------------------
@@ -266,6 +142,9 @@ def version(folder: Path, python: str, asked: Mapping[str, Any]) -> Iterator[lab
             raise InvalidOption(f"{python} takes selfspec from {said['home']}, not {home}")
         print(f"{folder}: {said['executor']}")
         yield ask
+
+
+SIDES = ("before", "after")
 
 
 class Answered(NamedTuple):
@@ -343,10 +222,9 @@ def seconds(found: Sequence[Answered]) -> list[str]:
     lines = []
     for way in WAYS:
         asked = [one for one in found if one.way == way]
-        first = {str(number): one.before["seconds"] for number, one in enumerate(asked)}
-        second = {str(number): one.after["seconds"] for number, one in enumerate(asked)}
+        first, second = ([getattr(one, side)["seconds"] for one in asked] for side in SIDES)
         gain = speed_up(first, second)
-        middle = statistics.median(first[name] / second[name] for name in first)
+        middle = statistics.median(a / b for a, b in zip(first, second, strict=True))
         lines.append(
             f"{way}: {gain.ratio:.3f} ({gain.low:.3f} to {gain.high:.3f}) times as fast, "
             f"median of prompts {middle:.3f}"

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar, cast
 
+import pandas as pd
 import typer
 from torch import Tensor
 
@@ -180,18 +181,14 @@ def faster(base: Sequence[float], mine: Sequence[float], tasks: Sequence[str]) -
 
     Prompts whose answer is one token have no seconds behind the first, and are left out.
     """
-    every = zip(base, mine, tasks, strict=True)
-    pairs = [(one, other, task) for one, other, task in every if one > 0.0 and other > 0.0]
-    above, below, _ = zip(*pairs, strict=True)
-    sums = {task: [0.0, 0.0] for _, _, task in pairs}
-    for one, other, task in pairs:
-        sums[task][0] += one
-        sums[task][1] += other
+    found = pd.DataFrame({"base": base, "mine": mine, "task": tasks})
+    found = found[(found.base > 0.0) & (found.mine > 0.0)]
+    sums = found.groupby("task", sort=False).sum()
     return {
-        "ratio": sum(above) / sum(below),
-        "interval": ratio_interval(above, below),
-        "worst": min(one / other for one, other, _ in pairs),
-        "tasks": {task: one / other for task, (one, other) in sums.items()},
+        "ratio": float(found.base.sum() / found.mine.sum()),
+        "interval": ratio_interval(found.base, found.mine),
+        "worst": float((found.base / found.mine).min()),
+        "tasks": (sums.base / sums.mine).to_dict(),
     }
 
 

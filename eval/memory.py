@@ -15,6 +15,8 @@ process's memory and the engine's, as they go. Writes `summary.json` and `table.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing
 import random
 from collections.abc import Callable
@@ -87,6 +89,16 @@ def resident(name: str) -> float:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
     return kilobytes * 1024 / 1e6
+
+
+def grown(work: Callable[[], object]) -> float:
+    """Megabytes that `work` needs at most, beyond what is in use before it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what came before left room that would be used unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
 
 
 def load_table(cases: list[dict[str, Any]]) -> str:

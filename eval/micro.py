@@ -14,8 +14,6 @@ writes `summary.json` and `table.md`: a line for each thing, a column for each n
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from eval import lab
-from eval.memory import apart, resident
+from eval.memory import apart, grown
 from eval.peers import LLAMA, worker
 from eval.random_gguf import SHAPES, Shape
 from selfspec.api.speculator import Speculator
@@ -545,12 +543,7 @@ def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
     """Megabytes at most, above what a ready model takes that has answered once."""
     read = reader(model, dtype, name)
     read(ids_of(16))
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what loading left behind would be used again, unseen
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident("VmRSS")
-    read(ids_of(length))
-    return resident("VmHWM") - before
+    return grown(lambda: read(ids_of(length)))
 
 
 # --- draft vocabularies ---------------------------------------------------------------------------

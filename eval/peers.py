@@ -6,16 +6,19 @@ PYTHON is an interpreter that has `llama-cpp-python`; it runs in a process of it
 while others work. Answers are as long as our plain decoding's. Methods: llama.cpp, with its prompt
 lookup too; ours from the file's blocks, plain and by default; with `--numbers` ours from
 de-quantised weights, and Hugging Face's `generate` on those, with its prompt lookup (10 tokens)
-too. Nothing else should run on the machine. Writes `answers.jsonl`, `summary.json` and `table.md`.
+too. `--busy`: beside other programs, processes that compute without end. Else nothing should run
+on the machine. Writes `answers.jsonl`, `summary.json` and `table.md`.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -56,6 +59,7 @@ def main(
     numbers: Annotated[bool, typer.Option(help="De-quantised weights, too.")] = False,
     lookup: Annotated[bool, typer.Option(help="llama.cpp's prompt lookup, too.")] = True,
     in_front: Annotated[int, typer.Option(help="Prompts are repeated to so many tokens.")] = 0,
+    busy: Annotated[int, typer.Option(help="Other processes that compute meanwhile.")] = 0,
 ) -> None:
     """Measure, then write."""
     torch.set_num_threads(threads)
@@ -69,11 +73,13 @@ def main(
             answered, speculator=speculator, ways=ways, new_tokens=new_tokens, in_front=in_front
         )
         answer(asked[0])  # what happens once, now
-        answers = [answer(question) for question in lab.each(asked, "answering")]
+        with others(busy):
+            answers = [answer(question) for question in lab.each(asked, "answering")]
     output.mkdir(parents=True, exist_ok=True)
     write(output / "answers.jsonl", "".join(json.dumps(answer) + "\n" for answer in answers))
     summary = {
         "threads": threads,
+        "busy": busy,
         "dtype": str(speculator.backbone.dtype),
         "executor": speculator.backbone.executor_name,
         "questions": len(asked),
@@ -87,6 +93,19 @@ def worker(python: str, gguf: Path, threads: int, context: int) -> AbstractConte
     """A process with llama.cpp."""
     script = Path(__file__).with_name("llama_cpp_worker.py")
     return lab.answering([python, str(script), str(gguf), str(threads), str(context)])
+
+
+@contextmanager
+def others(count: int) -> Iterator[None]:
+    """So many processes that never wait."""
+    code = [sys.executable, "-S", "-c", "while True: pass"]
+    running = [subprocess.Popen(code) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def methods(speculator: selfspec.Speculator, ask: lab.Ask, *, lookup: bool) -> dict[str, Write]:

@@ -51,7 +51,7 @@ import typer
 from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
-from selfspec.eval.concurrency import Load
+from selfspec.eval.concurrency import Load, figures
 from selfspec.eval.results import SIX_TASKS, load_suite
 from selfspec.hub.models import DEFAULT_HEADS, resolve_model
 
@@ -330,27 +330,16 @@ def ahead(loads: Sequence[Load]) -> dict[int, float]:
 
 def as_text(loads: Sequence[Load]) -> str:
     """Server, clients, tokens, tokens/s, first token and gaps in milliseconds; all repeats."""
-    rows = []
-    for name, count in dict.fromkeys((load.method, load.texts) for load in loads):
-        some = [load for load in loads if (load.method, load.texts) == (name, count)]
-        whole = Load(
-            method=name,
-            texts=count,
-            seconds=sum(one.seconds for one in some),
-            tokens=sum(one.tokens for one in some),
-            first_s=[one for load in some for one in load.first_s],
-            gaps_s=[one for load in some for one in load.gaps_s],
-        )
-        figures = whole.summary()
-        pairs = [figures[part] for part in ("first_s", "gaps_s")]
-        waits = ["" if p is None else f"{1e3 * p[0]:.0f} / {1e3 * p[1]:.0f}" for p in pairs]
-        rows.append([name, count, whole.tokens, f"{whole.tokens_per_s:.1f}", *waits])
-    header = ("server", "clients", "tokens", "tokens/s", "first token, ms", "gaps, ms: p50 / p95")
+    made = figures(loads).drop(columns=["same", "decode_rate"])
+    waits = [name for name in made if "_p" in name]
+    made[waits] *= 1e3
+    made = made.rename(columns={name: name.replace("_", ", ms: ") for name in waits})
+    made = made.rename_axis(["server", "clients"]).reset_index()
     lines = [
         f"- {count} at once: {times:.2f} times the best of transformers serve\n"
         for count, times in ahead(loads).items()
     ]
-    return lab.table(header, rows) + "\n" + "".join(lines)
+    return f"{made.to_markdown(index=False, floatfmt='.1f')}\n\n{''.join(lines)}"
 
 
 # --- equal ----------------------------------------------------------------------------------------

@@ -142,11 +142,8 @@ class Report:
     def gain(self, over: str) -> SpeedUp:
         """Of the heads."""
         base, own = list(WAYS).index(over), list(WAYS).index("these heads")
-        numbered = dict(enumerate(self.rows))
-        return speed_up(
-            {str(n): row.seconds[base] for n, row in numbered.items()},
-            {str(n): row.seconds[own] for n, row in numbered.items()},
-        )
+        seconds = [row.seconds for row in self.rows]
+        return speed_up([one[base] for one in seconds], [one[own] for one in seconds])
 
     @property
     def faster(self) -> bool:

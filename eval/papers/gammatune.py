@@ -4,28 +4,25 @@ r"""GammaTune's experiment: five controllers from twelve initial lengths each (i
         --output eval/results/papers/gammatune
 
 The drafter is a draft model, as in the document: its drafts cost time, so their number matters.
-All settings answer every prompt in random order, as `selfspec bench` measures. `--unprinted` has
-the constants that the document does not print, one changed at a time. The same command goes on
-where it was stopped. Writes `run.yaml`, `answers.jsonl`, `summary.json`, `table.md` and
-`gammatune.png`.
+All settings answer every prompt in random order, as `selfspec bench` measures. The same
+command goes on where it was stopped. Writes `run.yaml`, `answers.jsonl`, `summary.json` and
+`table.md`.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
+import pandas as pd
 import typer
 
 from eval import lab
-from eval.papers.shared import Panel, first_turns, load, save
+from eval.papers.shared import first_turns, load
 from selfspec.eval.methods import Contender
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.results import SIX_TASKS, Answer
+from selfspec.eval.report import frame_of
+from selfspec.eval.results import SIX_TASKS
 
 NOTE = """\
 # GammaTune's sweep of initial lengths
@@ -53,13 +50,6 @@ class Setting(NamedTuple):
 
     controller: str
     initial: int
-    changed: tuple[str, float] | None = None
-    """An option that is not at its default, and its value."""
-
-    @property
-    def name(self) -> str:
-        """Of the controller, with what was changed."""
-        return " ".join((self.controller, *(f"{part}" for part in self.changed or ())))
 
     @property
     def contender(self) -> Contender:
@@ -67,27 +57,13 @@ class Setting(NamedTuple):
         options = {
             "drafter": f"draft-model:max_tokens={self.initial}",
             "never_slower": False,
-            "controller": {self.controller: dict([self.changed] if self.changed else [])},
+            "controller": self.controller,
         }
-        label = f"{self.name}/{self.initial}"
+        label = f"{self.controller}/{self.initial}"
         return Contender(label=label, method="draft-model", setting=options)
 
 
 SETTINGS = tuple(Setting(name, initial) for name in CONTROLLERS for initial in INITIAL_LENGTHS)
-
-_UNPRINTED: dict[str, dict[str, tuple[float, ...]]] = {
-    "gammatune": {"rate": (0.1, 0.5, 0.8), "step": (0, 1, 4), "longest": (5, 20)},
-    "gammatune-plus": {"rate": (0.1, 0.8), "threshold": (0.2, 0.6)},
-}
-"""Constants that GammaTune does not print, and values beside our choice."""
-
-VARIANTS = tuple(
-    Setting(controller, initial, (option, value))
-    for controller, options in _UNPRINTED.items()
-    for option, values in options.items()
-    for value in values
-    for initial in INITIAL_LENGTHS
-)
 
 
 def main(
@@ -98,139 +74,54 @@ def main(
     questions: lab.Questions = None,
     limit: Annotated[int, typer.Option(help="Questions, spread over the suite.")] = 24,
     new_tokens: lab.NewTokens = 48,
-    unprinted: Annotated[bool, typer.Option("--unprinted", help="Other constants too.")] = False,
 ) -> None:
     """Run, compare, write."""
     speculator = load(draft_model, dtype)
     asked = first_turns(suite, questions, limit)
-    every = SETTINGS + (VARIANTS if unprinted else ())
     options = BenchOptions(max_new_tokens=new_tokens)
-    ways = [lab.PLAIN, *(setting.contender for setting in every)]
+    ways = [lab.PLAIN, *(setting.contender for setting in SETTINGS)]
     answers = lab.benched(output, speculator, asked, ways, options)
-    counts = {setting: counted(answers, setting.contender.label) for setting in every}
-    alone = counted(answers, lab.PLAIN.label)
-    costs = {
-        f"c = {c}": {s: one.rounds + one.drafted / c for s, one in counts.items()}
-        for c in STEP_COSTS
-    }
-    costs["timed"] = {setting: one.seconds for setting, one in counts.items()}
-    undrafted = dict.fromkeys(costs, float(alone.rounds)) | {"timed": alone.seconds}
-    found = {name: gains(cost) for name, cost in costs.items()}
-    rows = [
-        {"controller": setting.name, "initial": setting.initial, **asdict(one)}
-        | {"speed_up": {name: undrafted[name] / cost[setting] for name, cost in costs.items()}}
-        for setting, one in counts.items()
-    ]
+    found = frame_of(answers).rename(columns={"passes": "rounds"})
+    found["timed"] = found.token_s.map(sum)
+    found = found.groupby("method")[["rounds", "drafted", "accepted", "timed"]].sum()
+    rows = pd.DataFrame({**one._asdict(), **found.loc[one.contender.label]} for one in SETTINGS)
+    alone = found.loc[lab.PLAIN.label]
+    undrafted = {"timed": alone.timed}
+    for c in STEP_COSTS:
+        rows[f"c = {c}"], undrafted[f"c = {c}"] = rows.rounds + rows.drafted / c, alone.rounds
+    gained = {name: gains(rows, name) for name in undrafted}
+    for name, cost in undrafted.items():
+        rows[f"speed-up, {name}"] = cost / rows[name]
     summary = {
         "questions": len(answers),
-        "tokens": alone.rounds,
-        "gains": {name: [asdict(gain) for gain in each] for name, each in found.items()},
-        "settings": rows,
+        "tokens": int(alone.rounds),
+        "gains": {name: each.to_dict("records") for name, each in gained.items()},
+        "settings": rows.to_dict("records"),
     }
-    told = f"\nQuestions: {len(answers)}, {alone.rounds:,} tokens.\n\n"
-    lab.finish(output, summary, NOTE + told + gains_table(found) + "\n" + counts_table(rows))
-    save([panel(name, rows) for name in costs], output / "gammatune.png")
+    text = f"{NOTE}\nQuestions: {len(answers)}, {int(alone.rounds):,} tokens.\n"
+    for name, each in (*((f"Gain, {name}", each) for name, each in gained.items()), ("All", rows)):
+        text += f"\n## {name}\n\n{each.to_markdown(index=False, floatfmt='.2f')}\n"
+    lab.finish(output, summary, text)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What a setting did behind the prompts' passes, of all answers."""
+def gains(rows: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """By controller, as in GammaTune's table 2, from what the same tokens cost in `measure`.
 
-    rounds: int
-    drafted: int
-    accepted: int
-    seconds: float
-
-
-def counted(answers: Sequence[Answer], label: str) -> Counts:
-    """Of one setting."""
-    runs = [answer.runs[label] for answer in answers]
-    drafted, accepted = (
-        sum(int(n) for run in runs for n in run.counts.get(f"{kind}_by_index", {}).values())
-        for kind in ("drafted", "accepted")
-    )
-    return Counts(
-        rounds=sum(len(run.arrivals) - 1 for run in runs),
-        drafted=drafted,
-        accepted=accepted,
-        seconds=sum(gap for run in runs for _, gap in run.arrivals[1:]),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gain:
-    """One controller over all initial lengths, as in GammaTune's table 2."""
-
-    controller: str
-    """With what was changed."""
-    mean: float
-    """Its throughput over that of fixed lengths, both means over the initial lengths."""
-    spread: float
-    """Standard deviation of that over the initial lengths."""
-    best: float
-    """Throughput from its best initial length over that of the best fixed length."""
-    worst: float
-    """The same from its worst initial length: at least 0.95 is wanted of GammaTune."""
-    worst_initial: int
-
-
-def gains(costs: Mapping[Setting, float]) -> list[Gain]:
-    """By controller, from what the same tokens cost under every setting; fixed ones too."""
-    speeds: dict[str, dict[int, float]] = defaultdict(dict)
-    for setting, value in costs.items():
-        speeds[setting.name][setting.initial] = 1.0 / value
-    usual = statistics.fmean(speeds["fixed"].values())
-    hindsight = max(speeds["fixed"].values())
-    found = []
-    for name, by_initial in speeds.items():
-        over = [speed / usual for speed in by_initial.values()]
-        slowest = min(by_initial, key=lambda initial: by_initial[initial])
-        found.append(
-            Gain(
-                controller=name,
-                mean=statistics.fmean(over),
-                spread=statistics.pstdev(over),
-                best=max(by_initial.values()) / hindsight,
-                worst=by_initial[slowest] / hindsight,
-                worst_initial=slowest,
-            )
-        )
-    return found
-
-
-def gains_table(found: Mapping[str, Sequence[Gain]]) -> str:
-    """Controllers down, measures across."""
-    header = ["controller"]
-    for name in found:
-        header += [f"gain, {name}", "worst", "from"]
-    rows = []
-    for every in zip(*found.values(), strict=True):
-        cells = [every[0].controller]
-        for gain in every:
-            cells += [f"{gain.mean:.2f} ± {gain.spread:.2f}", f"{gain.worst:.0%}"]
-            cells += [str(gain.worst_initial)]
-        rows.append(cells)
-    return lab.table(header, rows)
-
-
-def counts_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Exact counts of every setting, and speed-ups over plain decoding."""
-    names = ("controller", "initial", "rounds", "drafted", "accepted")
-    lines = [
-        [*(row[name] for name in names), *(f"{value:.2f}×" for value in row["speed_up"].values())]
-        for row in rows
-    ]
-    return lab.table([*names, *rows[0]["speed_up"]], lines)
-
-
-def panel(measure: str, rows: Sequence[Mapping[str, Any]]) -> Panel:
-    """Speed-up by initial length, a line per controller."""
-    lines = {}
-    for name in CONTROLLERS:
-        own = [row for row in rows if row["controller"] == name]
-        speeds = [row["speed_up"][measure] for row in own]
-        lines[name] = ([row["initial"] for row in own], speeds)
-    return Panel(measure, "initial length", "speed-up over plain decoding", lines)
+    Mean and spread: throughput over the mean of fixed lengths', over initial lengths. Best and
+    worst: over that of the best fixed length; of the worst at least 0.95 is wanted of GammaTune.
+    """
+    speed = 1.0 / rows.set_index(["controller", "initial"])[measure]
+    usual, hindsight = speed["fixed"].mean(), speed["fixed"].max()
+    by = speed.groupby("controller", sort=False)
+    return pd.DataFrame(
+        {
+            "mean": by.mean() / usual,
+            "spread": by.std(ddof=0) / usual,
+            "best": by.max() / hindsight,
+            "worst": by.min() / hindsight,
+            "worst_initial": by.idxmin().str[1],
+        }
+    ).reset_index()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
-"""What the experiments share: the model with its drafter, first turns, figures."""
+"""What the experiments share: the model with its drafter, first turns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
-from matplotlib.figure import Figure
 
 import selfspec
-from selfspec import files
 from selfspec.eval.results import Question, load_suite, spread
 
 DraftModel = Annotated[Path | None, typer.Option(help="Folder of a smaller model.")]
@@ -47,29 +44,3 @@ def first_turns(suite: str, questions: Path | None, limit: int, *tasks: str) -> 
         replace(q, turns=q.turns[:1], reference=q.reference if len(q.turns) == 1 else None)
         for q in spread(every, limit)
     ]
-
-
-class Panel(NamedTuple):
-    """Lines of a figure: places and values by name; `level`: a grey one across."""
-
-    title: str
-    along: str
-    up: str
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-    level: float | None = None
-
-
-def save(panels: Iterable[Panel], path: Path) -> None:
-    """Panels in a row."""
-    every = list(panels)
-    figure = Figure(figsize=(4.6 * len(every), 3.6), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(every), squeeze=False)[0], every, strict=True):
-        for name, (places, found) in panel.lines.items():
-            style = "--" if name.endswith("formula") else "o-"
-            axes.plot(places, found, style, markersize=3, label=name)
-        if panel.level is not None:
-            axes.axhline(panel.level, color="grey", linewidth=0.8)
-        axes.set(title=panel.title, xlabel=panel.along, ylabel=panel.up)
-        axes.legend(frameon=False, fontsize="small")
-    with files.replacing(path) as new:
-        figure.savefig(new, dpi=120, metadata={"Software": "selfspec"})

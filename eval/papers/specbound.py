@@ -6,7 +6,7 @@ Synthetic: layers that add nothing are put behind the first ones, so an exit bef
 the last layer gives; then a head there is made wrong at a chosen share of positions. That shows
 what the runtime does with good heads, and nothing about how good heads are. Acceptance, depth and
 draft length are turned; plain decoding and speculation are timed in turns. Nothing else should run
-on the machine. Writes `runs.jsonl`, `summary.json`, `table.md` and `dialled.png`.
+on the machine. Writes `runs.jsonl`, `summary.json` and `table.md`.
 
 The formula, for k drafts per round, each kept with chance a if those before it were, and exits
 after D of L layers: a round commits (1 - a^(k+1)) / (1 - a) tokens and costs k D / L + (L - D) / L
@@ -20,19 +20,18 @@ import copy
 import itertools
 import json
 import random
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
+import pandas as pd
 import torch
 import typer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eval import lab
-from eval.papers.shared import Panel, Values, save, values
+from eval.papers.shared import Values, values
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, UnsupportedModel
@@ -90,8 +89,7 @@ def main(
     found = points(runs)
     output.mkdir(parents=True, exist_ok=True)
     write(output / "runs.jsonl", "".join(json.dumps(asdict(run)) + "\n" for run in runs))
-    lab.finish(output, {"points": [asdict(point) for point in found]}, NOTE + as_table(found))
-    save(panels(found), output / "dialled.png")
+    lab.finish(output, {"points": found.to_dict("records")}, NOTE + as_table(found))
 
 
 # --- a model that answers early -------------------------------------------------------------------
@@ -296,34 +294,46 @@ class Rig:
 # --- the formula ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """What one setting gave over all prompts, and what the formula says."""
+def points(runs: Sequence[Run]) -> pd.DataFrame:
+    """A row per setting, in the order of their first runs: what it gave over all prompts.
 
-    dial: Dial
-    prompts: int
-    equal_texts: int
-    acceptance: float
-    """a: accepted / tried."""
-    compression_rate: float
-    head_cost: float
-    """One head, in plain steps."""
-    speed_up: float
-    """Over plain decoding on this runtime: ratio of total seconds."""
-    speed_up_without_heads: float
-    """With the heads' own seconds taken off."""
-    formula: float
-    """Over the rounds as they were, with the drafts that each had room for."""
-    complete_formula: float
+    acceptance: a, accepted / tried. head_cost: one head, in plain steps. formula: over the rounds
+    as they were, with the drafts that each had room for.
+    """
+    every = pd.DataFrame(map(asdict, runs)).assign(dial=[run.dial for run in runs])
+    every["drafted"] = every.drafts.map(sum)
+    plain = every[every.dial.isna()]
+    found = []
+    for dial, own in every.dropna(subset="dial").groupby("dial", sort=False):
+        dial = Dial(*dial)
+        base = plain[plain.depth_ratio == dial.depth_ratio]
+        seconds, plain_seconds = _total(own.decode_s, own), _total(base.decode_s, base)
+        plain_step = plain_seconds / _total(base.new_tokens - 1, base)
+        head = _total(own.heads_s, own) / _total(own.drafted, own) / plain_step
+        a, drafts = own.accepted.sum() / own.tried.sum(), own.drafts.explode().astype(int)
+        tokens = sum(expected_tokens(a, k) for k in drafts)
+        # without drafts the newest token's own row still runs through the shallow layers
+        cost = sum(round_cost(k, dial.depth_ratio, rows=max(k, 1)) for k in drafts)
+        complete = sum(round_cost(k, dial.depth_ratio, rows=k + 1, head=head) for k in drafts)
+        found.append(
+            dial._asdict()
+            | {
+                "prompts": own.prompt.nunique(),
+                "equal_texts": int(own.groupby("prompt").equal.all().sum()),
+                "acceptance": float(a),
+                "compression_rate": float((own.new_tokens - 1).sum() / len(drafts)),
+                "head_cost": float(head),
+                "speed_up": float(plain_seconds / seconds),
+                "formula": float(tokens / cost),
+                "complete_formula": float(tokens / complete),
+            }
+        )
+    return pd.DataFrame(found)
 
 
-def points(runs: Sequence[Run]) -> list[Point]:
-    """One per setting, in the order of their first runs."""
-    by_dial: dict[Dial, list[Run]] = defaultdict(list)
-    plain: dict[float, list[Run]] = defaultdict(list)
-    for run in runs:
-        (plain[run.depth_ratio] if run.dial is None else by_dial[run.dial]).append(run)
-    return [_point(dial, found, plain[dial.depth_ratio]) for dial, found in by_dial.items()]
+def _total(values: pd.Series, runs: pd.DataFrame) -> float:
+    """Sum over prompts of the median over repeats."""
+    return float(values.groupby(runs.prompt).median().sum())
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
@@ -336,72 +346,14 @@ def round_cost(drafts: int, depth_ratio: float, *, rows: int, head: float = 0.0)
     return rows * depth_ratio + (1.0 - depth_ratio) + drafts * head
 
 
-def _point(dial: Dial, runs: Sequence[Run], plain: Sequence[Run]) -> Point:
-    ratio, drafts = dial.depth_ratio, [count for run in runs for count in run.drafts]
-    seconds, plain_seconds = (_total(group, lambda run: run.decode_s) for group in (runs, plain))
-    heads = _total(runs, lambda run: run.heads_s)
-    plain_step = plain_seconds / _total(plain, lambda run: run.new_tokens - 1)
-    head = heads / _total(runs, lambda run: sum(run.drafts)) / plain_step
-    acceptance = sum(run.accepted for run in runs) / sum(run.tried for run in runs)
-    tokens = sum(expected_tokens(acceptance, count) for count in drafts)
-    # without drafts the newest token's own row still runs through the shallow layers
-    cost = sum(round_cost(count, ratio, rows=max(count, 1)) for count in drafts)
-    complete = sum(round_cost(count, ratio, rows=count + 1, head=head) for count in drafts)
-    prompts = {run.prompt for run in runs}
-    return Point(
-        dial=dial,
-        prompts=len(prompts),
-        equal_texts=len(prompts - {run.prompt for run in runs if not run.equal}),
-        acceptance=acceptance,
-        compression_rate=sum(run.new_tokens - 1 for run in runs) / len(drafts),
-        head_cost=head,
-        speed_up=plain_seconds / seconds,
-        speed_up_without_heads=plain_seconds / (seconds - heads),
-        formula=tokens / cost,
-        complete_formula=tokens / complete,
-    )
-
-
-def _total(runs: Sequence[Run], value: Callable[[Run], float]) -> float:
-    """Sum over prompts of the median over repeats."""
-    by_prompt: dict[str, list[float]] = defaultdict(list)
-    for run in runs:
-        by_prompt[run.prompt].append(value(run))
-    return sum(map(statistics.median, by_prompt.values()))
-
-
-def as_table(points: Sequence[Point]) -> str:
-    """Figures, and ratios of columns."""
-    columns: dict[str, Callable[[Point], str]] = {
-        "D / L": lambda point: f"{point.dial.depth_ratio:.2f}",
-        "k": lambda point: f"{point.dial.max_draft_tokens}",
-        "a": lambda point: f"{point.acceptance:.1%}",
-        "CR": lambda point: f"{point.compression_rate:.2f}",
-        "measured": lambda point: f"{point.speed_up:.2f}×",
-        "formula": lambda point: f"{point.formula:.2f}×",
-        "measured / formula": lambda point: f"{point.speed_up / point.formula:.0%}",
-        "heads' time off": lambda point: f"{point.speed_up_without_heads:.2f}×",
-        "that / formula": lambda point: f"{point.speed_up_without_heads / point.formula:.0%}",
-        "complete formula": lambda point: f"{point.complete_formula:.2f}×",
-        "measured / complete": lambda point: f"{point.speed_up / point.complete_formula:.0%}",
-        "texts of plain decoding": lambda point: f"{point.equal_texts} of {point.prompts}",
-    }
-    return lab.table(columns, ([cell(point) for cell in columns.values()] for point in points))
-
-
-def panels(points: Sequence[Point]) -> Iterator[Panel]:
-    """Speed-up by acceptance, one panel per depth."""
-    for ratio in sorted({point.dial.depth_ratio for point in points}):
-        lines = {}
-        for width in sorted({point.dial.max_draft_tokens for point in points}):
-            here = [p for p in points if p.dial[:2] == (ratio, width)]
-            here.sort(key=lambda point: point.acceptance)
-            for name in ("speed_up", "formula", "complete_formula"):
-                words = f"k = {width}, {name.replace('_', ' ')}"
-                figures = [getattr(point, name) for point in here]
-                lines[words] = ([point.acceptance for point in here], figures)
-        title = f"exit at {ratio:.0%} of the layers"
-        yield Panel(title, "acceptance a", "speed-up over plain decoding", lines, 1.0)
+def as_table(points: pd.DataFrame) -> str:
+    """Figures, and measured speed-ups in those of the formulas."""
+    names = {"depth_ratio": "D / L", "max_draft_tokens": "k", "acceptance": "a"}
+    names |= {"compression_rate": "CR", "speed_up": "measured", "equal_texts": "equal texts"}
+    shown = points.rename(columns=names)
+    for name in ("formula", "complete_formula"):
+        shown[f"measured / {name}"] = points.speed_up / points[name]
+    return f"{shown.to_markdown(index=False, floatfmt='.2f')}\n"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from selfspec.config import DEFAULT_MAX_NEW_TOKENS, SpeculationOptions
 from selfspec.errors import InvalidOption, ModelNotFound
 from selfspec.eval.methods import METHODS, moved
 from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
-from selfspec.eval.results import SIX_TASKS, Question, load_suite, spread
+from selfspec.eval.results import SIX_TASKS, Question, check_packages, load_suite, spread
 from selfspec.hub import models as hub
 from selfspec.typed import check_keys
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from selfspec.eval.methods import Contender
     from selfspec.eval.record import Record
     from selfspec.eval.tune import Tuned
-    from selfspec.eval.verify import Rung, Subject
+    from selfspec.eval.verify import Rung
     from selfspec.visualise.layers import LayerTrace
 
 SUITE = (
@@ -390,6 +390,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """
     base.require(asked, "output")
     options = options_of(BenchOptions, asked)
+    check_packages("bench", "pandas", "tabulate")
     if "concurrency" in asked:
         base.emit(_concurrency(asked, options))
         return
@@ -397,7 +398,6 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     check_keys(names, METHODS, "method")
     sweep = [move for text in asked.get("sweep", []) for move in moved(text)]
     from selfspec.eval import report
-    from selfspec.eval.results import check_packages
 
     resume = asked.get("resume", False)
     folder = report.check_results(
@@ -419,7 +419,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
     entries = [entry for entries in (*grid.values(), moves) for entry in entries]
     if options.quality or any(entry.own_text for entry in entries):
-        check_packages()
+        check_packages("the quality of texts", "sacrebleu", "rouge_score")
     tuning = any(len(entries) > 1 for entries in grid.values())
     questions = measuring.parted(suite, options, tuning=tuning)
     with files.locked(folder):
@@ -462,8 +462,7 @@ def _measured(
     methods = [*chosen(grid, tuning).values(), *moves]
     with base.bar("bench", "questions") as show:
         answers = runner.measure(reported, methods, folder / ANSWERS, show)
-    memory = runner.memory(reported, answers, methods)
-    return summarise(answers, described(methods, grid), runner.options.seed, memory)
+    return summarise(answers, described(methods, grid), runner.options.seed)
 
 
 def _run_record(
@@ -577,6 +576,7 @@ def report(
     overwrite: base.Overwrite = False,
 ) -> None:
     """Gather measured runs into one report. Writes one page and one Markdown file."""
+    check_packages("report", "pandas", "tabulate")
     from selfspec.eval import report as reporting
 
     place = reporting.check_free(output, len(folders), overwrite=overwrite)
@@ -621,14 +621,17 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     speculator = base.load(asked)
     keep_numbers(speculator.model)  # it is compared with, and copied
     new_tokens = asked.get("max_new_tokens", _NEW_TOKENS)
-    rungs = _climbed(
-        ladder.Subject(
-            speculator=speculator,
-            cases=ladder.cases_of(speculator, questions, new_tokens),
-            rungs=wanted,
-            max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
-        )
+    subject = ladder.Subject(
+        speculator=speculator,
+        cases=ladder.cases_of(speculator, questions, new_tokens),
+        rungs=wanted,
+        max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
     )
+    rungs: dict[str, Rung] = {}
+    with base.bar("verify", "rungs") as show:
+        for claim, rung in ladder.climb(subject):
+            rungs[claim] = rung
+            show(len(rungs), len(ladder.RUNGS), claim)
     words = ladder.verdict(list(rungs.values()))
     passed = all(rung.outcome != "failed" for rung in rungs.values())
     if as_json:
@@ -648,27 +651,6 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
         base.emit(f"\n{speculator.label}: {words}\n")
     if not passed:
         raise typer.Exit(1)
-
-
-def _climbed(subject: Subject) -> dict[str, Rung]:
-    """All rungs by claim, with a bar while they are climbed."""
-    from selfspec.eval.verify import RUNGS, climb
-
-    rungs: dict[str, Rung] = {}
-    each, done = len(subject.cases), 0
-    with base.bar("verify", "prompts") as show:
-
-        def count() -> None:
-            nonlocal done
-            done += 1
-            show(done, each * len(RUNGS), f"rung {len(rungs) + 1}")
-
-        subject.tick = count
-        for claim, rung in climb(subject):
-            rungs[claim] = rung
-            done = each * len(rungs)
-            show(done, each * len(RUNGS))
-    return rungs
 
 
 # --- env

@@ -7,19 +7,14 @@ turn's prompt holds plain decoding's first answer, for every method. Called by `
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
@@ -119,14 +114,12 @@ class Bench:
                     continue
                 order = list(contenders)
                 random.Random(f"{self.options.seed} {answer.key}").shuffle(order)
-                start = self.now()
                 runs = {entry.label: self.run(entry, ids, plain.token_ids) for entry in order}
-                outside = self.now() - start - sum(run.seconds for run in runs.values())
                 if repeat == 1:
                     last = turn == len(question.turns)
                     reference = question.reference if last else None
                     runs |= self._judged(runs, contenders, ids, plain, reference)
-                yield replace(answer, runs=runs, outside_s=outside)
+                yield replace(answer, runs=runs)
             messages.append({"role": "assistant", "content": plain.text})
 
     def run(self, contender: Contender, ids: Tensor, expected: list[int]) -> Run:
@@ -178,41 +171,6 @@ class Bench:
                 except Exception as error:  # noqa: BLE001  # as in `run`
                     found[entry.label] = _failed(error)
         return found
-
-    def memory(
-        self,
-        questions: Sequence[Question],
-        answers: Sequence[Answer],
-        contenders: Sequence[Contender],
-    ) -> dict[str, Any] | None:
-        """What each method needs at its peak for the longest first prompt; None if nobody knows.
-
-        A run of its own, not timed: memory that others freed is given back first, which would cost
-        a timed run page faults.
-        """
-        first = [answer for answer in answers if answer.turn == 1 and answer.runs]
-        if not first:
-            return None
-        longest = max(first, key=lambda answer: answer.prompt_tokens)
-        (text,) = (question.turns[0] for question in questions if question.id == longest.id)
-        ids = self._ids(text)
-        found = {entry.label: self._peak(entry, ids, longest.new_tokens) for entry in contenders}
-        measured = {label: memory for label, memory in found.items() if memory is not None}
-        if not measured:
-            return None
-        return {
-            "prompt_tokens": longest.prompt_tokens,
-            "new_tokens": longest.new_tokens,
-            "device": ids.device.type,
-            "before_bytes": max(memory.before for memory in measured.values()),
-            "growth_bytes": {label: memory.growth for label, memory in measured.items()},
-        }
-
-    def _peak(self, contender: Contender, ids: Tensor, count: int) -> Memory | None:
-        """None also where the method fails."""
-        runs: list[Run] = []
-        memory = peak_of(lambda: runs.append(self.run(contender, ids, [0] * count)), ids.device)
-        return None if any(run.error for run in runs) else memory
 
     def _ids(self, prompt: Prompt) -> Tensor:
         return encode(self.speculator.tokenizer, prompt).to(self.speculator.backbone.device)
@@ -322,51 +280,3 @@ def _counts(stats: GenerationStats) -> dict[str, dict[str, float]]:
     kinds = [f"{word}_by_{kind}" for kind in ("layer", "index") for word in ("drafted", "accepted")]
     found = {name: getattr(stats, name) for name in ("seconds", *kinds)}
     return {name: {str(key): n for key, n in count.items()} for name, count in found.items()}
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_SET_BACK = "5"
-"""What makes the kernel forget the highest resident size: proc(5)."""
-
-
-class Memory(NamedTuple):
-    """In bytes."""
-
-    before: int
-    """Held when the work began: weights, all copies of them, libraries."""
-    growth: int
-    """At the peak, beyond `before`."""
-
-
-def peak_of(work: Callable[[], object], device: torch.device) -> Memory | None:
-    """Run `work` and say what it needed; None where that cannot be measured.
-
-    On a CUDA device the allocator's own count, exact. On Linux the kernel's: it keeps the highest
-    resident size, which is set back first; its counters may lag by some pages.
-    """
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        torch.cuda.synchronize(device)
-        return Memory(before, torch.cuda.max_memory_allocated(device) - before)
-    with suppress(OSError, AttributeError):  # glibc has it, other C libraries do not
-        # freed memory is given back, or what ran before would leave room that nothing counts
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        _RESET.write_text(_SET_BACK, encoding="ascii")
-        before = resident("VmRSS")
-        work()
-        return Memory(before, max(resident("VmHWM") - before, 0))
-    except (OSError, LookupError):
-        return None
-
-
-def resident(name: str) -> int:
-    """VmRSS (now) or VmHWM (highest), in bytes. Raises OSError or LookupError without Linux."""
-    lines = _STATUS.read_text(encoding="ascii").splitlines()
-    return 1024 * int(dict(line.split(":", 1) for line in lines if line)[name].split()[0])

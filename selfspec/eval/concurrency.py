@@ -11,10 +11,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -56,12 +57,14 @@ class Load:
         return self.steps_tokens / self.steps_s if self.steps_tokens else None
 
     def summary(self) -> dict[str, Any]:
-        """For a file: figures, without the lists."""
+        """For a file: figures, of lists the median and the 95th percentile."""
         return asdict(self) | {
             "tokens_per_s": self.tokens_per_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
-            "first_s": _middle_and_tail(self.first_s),
-            "gaps_s": _middle_and_tail(self.gaps_s),
+            **{
+                name: np.quantile(waits, (0.5, 0.95)).tolist() if waits else None
+                for name, waits in (("first_s", self.first_s), ("gaps_s", self.gaps_s))
+            },
         }
 
 
@@ -212,11 +215,7 @@ def measured(
             random.Random(f"{seed} {repeat} {count}").shuffle(order)
             for name in order:
                 load, answers = METHODS[name](speculator, ids, new_tokens, count)
-                load.method, load.repeat, load.tokens = (
-                    name,
-                    repeat,
-                    sum(map(len, answers)),
-                )
+                load.method, load.repeat, load.tokens = name, repeat, sum(map(len, answers))
                 load.same = sum(a == b for a, b in zip(answers, expected, strict=True))
                 yield load
 
@@ -271,65 +270,68 @@ def _through_end(tokens: list[int], ends: set[int]) -> list[int]:
 
 # --- tables ---------------------------------------------------------------------------------------
 
+_PLACES = ["method", "texts"]
 
-_PARTS: dict[str, Callable[[Sequence[Load]], str]] = {
-    "tokens/s, prompts included": lambda some: _middle([one.tokens_per_s for one in some]),
-    "tokens/s behind the prompts": lambda some: _middle([one.decode_tokens_per_s for one in some]),
-    "first token, s: p50 / p95": lambda some: _pair([one.first_s for one in some]),
-    "between rounds, s: p50 / p95": lambda some: _pair([one.gaps_s for one in some]),
-    "answers as alone, at least": lambda some: str(min((one.same for one in some), default="")),
-}
+
+def figures(loads: Sequence[Load]) -> pd.DataFrame:
+    """A row per method and number of texts: medians of rates, percentiles of all waits."""
+    found = _frame(loads)
+    by = found.groupby(_PLACES, sort=False)
+    made = by.agg(
+        tokens=("tokens", "sum"), rate=("rate", "median"), same=("same", "min"),
+        decode_rate=("decode_rate", "median"),
+    )  # fmt: skip
+    for name, share in product(("first_s", "gaps_s"), (0.5, 0.95)):
+        waits = found.explode(name).astype({name: float}).groupby(_PLACES, sort=False)[name]
+        made[f"{name[:-2]}_p{round(100 * share)}"] = waits.quantile(share)
+    return made
+
+
+def _frame(loads: Sequence[Load]) -> pd.DataFrame:
+    rates = {"rate": "tokens_per_s", "decode_rate": "decode_tokens_per_s"}
+    columns = {name: [getattr(load, of) for load in loads] for name, of in rates.items()}
+    return pd.DataFrame(map(vars, loads)).assign(**columns).astype(dict.fromkeys(rates, float))
 
 
 def table(loads: Sequence[Load]) -> str:
     """Markdown: tokens per second by method and number of texts, then waiting; medians."""
-    counts = sorted({load.texts for load in loads})
-    names = list(dict.fromkeys(load.method for load in loads))
-
-    def part(title: str, cell: Callable[[str, int], str], names: Sequence[str] = names) -> str:
-        lines = [[title, *map(str, counts)], ["---", *["---:"] * len(counts)]]
-        lines += [[name, *(cell(name, count) for count in counts)] for name in names]
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-    def shown(show: Callable[[Sequence[Load]], str]) -> Callable[[str, int], str]:
-        return lambda name, count: show(
-            [load for load in loads if (load.method, load.texts) == (name, count)]
-        )
-
-    parts = [part(title, shown(show)) for title, show in _PARTS.items()]
+    made = figures(loads)
+    parts = {
+        "tokens/s, prompts included": _words("{:.0f}", made.rate),
+        "tokens/s behind the prompts": _words("{:.0f}", made.decode_rate),
+        "first token, s: p50 / p95": _words("{:.3f} / {:.3f}", made.first_p50, made.first_p95),
+        "between rounds, s: p50 / p95": _words("{:.3f} / {:.3f}", made.gaps_p50, made.gaps_p95),
+        "answers as alone, at least": _words("{}", made.same),
+    }
     if any(load.repeat for load in loads):
         title = "tokens/s behind the prompts, against plain (95 % interval)"
-        against = partial(_against_plain, loads)
-        others = [name for name in names if any(against(name, count) for count in counts)]
-        parts.append(part(title, against, others))
-    return "\n".join(parts)
+        parts[title] = _against_plain(_frame(loads))
+    order = list(dict.fromkeys(load.method for load in loads))
+    text = []
+    for title, cells in parts.items():
+        wide = cells.unstack("texts").fillna("").reindex([n for n in order if n in cells.index])
+        wide = wide.rename_axis(title).reset_index()
+        text.append(wide.to_markdown(index=False, disable_numparse=True) + "\n")
+    return "\n".join(text)
 
 
-def _against_plain(loads: Sequence[Load], name: str, count: int) -> str:
-    """A method and plain decoding, paired by repeat."""
-    here = sorted((load for load in loads if load.texts == count), key=lambda load: load.repeat)
-    plain, other = (
-        [1 / rate for load in here if load.method == one and (rate := load.decode_tokens_per_s)]
-        for one in ("plain", name)
+def _words(form: str, *columns: pd.Series) -> pd.Series:
+    """Nothing where nothing was measured."""
+    rows = zip(*columns, strict=True)
+    return pd.Series(
+        ["" if pd.isna(row[0]) else form.format(*row) for row in rows], index=columns[0].index
     )
-    if name == "plain" or not plain or len(plain) != len(other):
-        return ""
-    low, high = ratio_interval(plain, other)
-    return f"{sum(plain) / sum(other):.2f} ({low:.2f} to {high:.2f})"
 
 
-def _middle_and_tail(seconds: Sequence[float]) -> tuple[float, float] | None:
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-
-
-def _middle(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.median(known):.0f}" if known else ""
-
-
-def _pair(seconds: Sequence[Sequence[float]]) -> str:
-    found = _middle_and_tail(list(chain.from_iterable(seconds)))
-    return "" if found is None else f"{found[0]:.3f} / {found[1]:.3f}"
+def _against_plain(found: pd.DataFrame) -> pd.Series:
+    """Each method and plain decoding, paired by repeat."""
+    seconds = 1.0 / found.pivot(index="repeat", columns=_PLACES, values="decode_rate")
+    cells = {}
+    for name, count in seconds:
+        if name != "plain" and ("plain", count) in seconds:
+            plain, other = seconds[[("plain", count), (name, count)]].dropna().to_numpy().T
+            if len(plain):
+                low, high = ratio_interval(plain, other)
+                cells[name, count] = f"{sum(plain) / sum(other):.2f} ({low:.2f} to {high:.2f})"
+    index = pd.MultiIndex.from_tuples(cells, names=_PLACES)
+    return pd.Series(list(cells.values()), index=index, dtype=object)

@@ -7,12 +7,24 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from selfspec.errors import InvalidOption
 from selfspec.eval.results import SIX_TASKS
+from selfspec.options import SHARE, Range, check_fields
+from selfspec.typed import check_keys
 
 OBJECTIVES = ("speed", "latency")
+
+_RISING = Range(
+    lambda values: values and list(values) == sorted({*values}) and values[0] >= 0.0,
+    "of values that are at least 0 and rise",
+    whole=True,
+)
+
+
+def at_least(least: int) -> Range:
+    """From `least` on."""
+    return Range(lambda value: value >= least, f"of at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +44,13 @@ class BenchOptions:
     """Suite or file whose questions settle the settings of methods with a grid. Without it
     questions of the suite itself, which the report leaves out."""
 
-    tune_questions: int = 6
+    tune_questions: Annotated[int, at_least(1)] = 6
     """Questions for that, spread evenly; at least 1."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: Annotated[int, at_least(1)] = 64
     """Tokens per answer at most; each method writes as many as plain decoding does."""
 
-    repeats: int = 1
+    repeats: Annotated[int, at_least(1)] = 1
     """Times that each prompt is measured, by all methods, each time in another order."""
 
     quality: bool = False
@@ -55,7 +67,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for counts below 1."""
-        _at_least(self, tune_questions=1, max_new_tokens=1, repeats=1)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,30 +77,23 @@ class RecordOptions:
     exit_layers: tuple[int, ...] | None = None
     """Exit layers to record. None: all that the heads were fitted for. Fewer take less time."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: Annotated[int, at_least(2)] = 64
     """Tokens of each answer, at least 2."""
 
-    max_draft_tokens: int = 7
+    max_draft_tokens: Annotated[int, at_least(1)] = 7
     """W_max of the widest setting to be replayed, at least 1."""
 
-    min_threshold: float | None = None
+    min_threshold: Annotated[float | None, SHARE] = None
     """Lowest tau to be replayed, in (0, 1]. A real round goes on behind a wrong draft: all that it
     could do there is recorded, and a lower value makes these branches many. None: 0.2, or 0.01 for
     a single exit layer, where there is one branch only."""
 
-    anneal_strengths: tuple[float, ...] = (0.0, 0.2, 0.5, 1.0)
+    anneal_strengths: Annotated[tuple[float, ...], _RISING] = (0.0, 0.2, 0.5, 1.0)
     """Each alpha to be replayed, at least 0, rising."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no record could have."""
-        _at_least(self, max_new_tokens=2, max_draft_tokens=1)
-        floor, alphas = self.min_threshold, self.anneal_strengths
-        if floor is not None and not 0.0 < floor <= 1.0:
-            raise InvalidOption(f"min_threshold is {floor}, expected a value in (0, 1]")
-        if not alphas or list(alphas) != sorted({*alphas}) or alphas[0] < 0.0:
-            raise InvalidOption(
-                f"anneal_strengths is {alphas}, expected values that are at least 0 and rise"
-            )
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,22 +104,14 @@ class TuneOptions:
     """speed: the least time over all prompts. latency: the best 5th percentile of the prompts'
     own speed-ups, so that hardly any prompt is slower than without drafts."""
 
-    max_exit_layers: int = 2
+    max_exit_layers: Annotated[int, at_least(1)] = 2
     """Exit layers used together at most, at least 1."""
 
-    folds: int = 4
+    folds: Annotated[int, at_least(2)] = 4
     """Prompts are divided into so many parts; each is judged by the setting that suits the others
     best. At least 2."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that make no sense for any record."""
-        if self.objective not in OBJECTIVES:
-            known = ", ".join(OBJECTIVES)
-            raise InvalidOption(f"objective is {self.objective!r}, expected one of {known}")
-        _at_least(self, max_exit_layers=1, folds=2)
-
-
-def _at_least(options: object, **least: int) -> None:
-    for name, number in least.items():
-        if getattr(options, name) < number:
-            raise InvalidOption(f"{name} is {getattr(options, name)}, expected at least {number}")
+        check_keys([self.objective], OBJECTIVES, "objective")
+        check_fields(self)

@@ -8,7 +8,6 @@ commands name suites in their help.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -205,8 +204,6 @@ class Answer:
     """Share of 8-grams that occurred before in plain decoding's answer."""
     text: str = ""
     """Plain decoding's answer."""
-    outside_s: float = 0.0
-    """What the harness itself took around the runs: seconds outside the methods' calls."""
     runs: dict[str, Run] = field(default_factory=dict)
     """By contender."""
     error: str | None = None
@@ -281,9 +278,6 @@ error: sqrt(0.025 x 0.975 / 2000) over the normal density at 1.96."""
 LOOPING = 0.3
 """An answer loops when more than this share of its 8-grams are repeats."""
 
-Arrivals = Sequence[tuple[int, float]]
-"""Tokens that arrived together, and seconds since the ones before."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedUp:
@@ -304,63 +298,43 @@ class SpeedUp:
     prompts: int
 
 
-def speed_up(base: Mapping[str, float], method: Mapping[str, float], seed: int = 0) -> SpeedUp:
-    """Seconds by prompt of both, the same prompts. Raises ValueError where they are not."""
-    if base.keys() != method.keys() or not base:
-        raise ValueError(f"{len(base)} and {len(method)} prompts, expected the same and some")
-    above = [base[prompt] for prompt in base]
-    below = [method[prompt] for prompt in base]
-    ratios = [one / other for one, other in zip(above, below, strict=True)]
+def speed_up(base: Sequence[float], method: Sequence[float], seed: int = 0) -> SpeedUp:
+    """Seconds of both by prompt, the same prompts. Raises ValueError where there are none."""
+    import numpy as np
+
+    above, below = np.asarray(base, np.float64), np.asarray(method, np.float64)
+    if above.shape != below.shape or not len(above):
+        raise ValueError(f"{len(above)} and {len(below)} prompts, expected the same and some")
+    ratios = above / below
     low, high = ratio_interval(above, below, seed)
     return SpeedUp(
-        ratio=sum(above) / sum(below),
+        ratio=float(above.sum() / below.sum()),
         low=low,
         high=high,
-        mean=sum(ratios) / len(ratios),
-        p5=percentile(ratios, 0.05),
-        worst=min(ratios),
+        mean=float(ratios.mean()),
+        p5=float(np.quantile(ratios, 0.05)),
+        worst=float(ratios.min()),
         prompts=len(ratios),
     )
 
 
 def ratio_interval(
-    above: Sequence[float], below: Sequence[float], seed: int = 0, share: float = 0.95
+    above: Iterable[float], below: Iterable[float], seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of sum(above) / sum(below), resampling pairs.
+    """95 % percentile bootstrap interval of sum(above) / sum(below), resampling pairs.
 
     Pairs keep what a prompt has in common for both; the seed makes it repeatable.
     """
     import torch
 
-    pairs = torch.tensor([above, below], dtype=torch.float64)  # [2, N]
+    pairs = torch.tensor([[*above], [*below]], dtype=torch.float64)  # [2, N]
     generator = torch.Generator().manual_seed(seed)
     count = pairs.shape[1]
     drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
     sums = pairs[:, drawn].sum(-1)  # [2, resamples]
-    ends = torch.tensor([(1 - share) / 2, (1 + share) / 2], dtype=torch.float64)
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     low, high = torch.quantile(sums[0] / sums[1], ends).tolist()
     return low, high
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Between the two nearest values, linearly; `share` in 0..1."""
-    import torch
-
-    return float(torch.quantile(torch.tensor(values, dtype=torch.float64), share))
-
-
-def compression_rate(runs: Iterable[Arrivals]) -> float:
-    """CR: tokens per verification over all runs; the first arrival is the prompt's. 0 without."""
-    later = [count for arrivals in runs for count, _ in arrivals[1:]]
-    return sum(later) / len(later) if later else 0.0
-
-
-def token_seconds(arrivals: Arrivals) -> list[float]:
-    """What each token behind the first arrival took.
-
-    Tokens of a round arrive together: each is charged an equal share of the round's seconds.
-    """
-    return [seconds / count for count, seconds in arrivals[1:] for _ in range(count)]
 
 
 def repeated_share(tokens: Sequence[int], length: int = 8) -> float:
@@ -370,11 +344,6 @@ def repeated_share(tokens: Sequence[int], length: int = 8) -> float:
 
 
 # --- what a lossy rule does to the text -----------------------------------------------------------
-
-_PACKAGES = {"sacrebleu": "sacrebleu", "rouge_score": "rouge-score"}
-"""Modules and how they are installed; the extra `eval` has both."""
-
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class Text(NamedTuple):
@@ -402,13 +371,11 @@ class Quality:
     plain_log_likelihood: float
 
 
-def check_packages() -> None:
-    """Raise InvalidOption where a package for BLEU or ROUGE is missing, before any work."""
-    for module, package in _PACKAGES.items():
-        if find_spec(module) is None:
-            raise InvalidOption(
-                f"the quality of texts needs {package}: pip install 'selfspec[eval]'"
-            )
+def check_packages(work: str, *modules: str) -> None:
+    """Raise InvalidOption where a module that `work` needs is missing, before any of it."""
+    for name in modules:
+        if find_spec(name) is None:
+            raise InvalidOption(f"{work} needs {name}: pip install 'selfspec[eval]'")
 
 
 def quality(
@@ -472,18 +439,6 @@ def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:
             cheapest = min(row[place] + 1, row[place - 1] + 1, above + (token != other))
             above, row[place] = row[place], cheapest
     return row[-1]
-
-
-def final_number(text: str) -> float | None:
-    """What a worked solution arrives at: its last number; None without any."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
-
-
-def expected_number(reference: str) -> float | None:
-    """What a reference says: its first number, behind "####" where it has that; None without."""
-    found = _NUMBER.findall(reference.rpartition("####")[2])
-    return float(found[0].replace(",", "")) if found else None
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:

@@ -106,13 +106,11 @@ class Subject:
     """Copies of the model in wider numbers are made up to this size."""
     rungs: Collection[int] = range(1, 8)
     """Those to climb, from 1."""
-    tick: Callable[[], None] = lambda: None
-    """Hears of each prompt done on a rung."""
 
     @cached_property
     def compared(self) -> Comparison:
         """Texts in the model's own dtype, as `generate` runs: two rungs read them."""
-        return compare_texts(self.speculator, self.cases, self.tick)
+        return compare_texts(self.speculator, self.cases)
 
 
 def cases_of(speculator: Speculator, questions: Sequence[Question], new_tokens: int) -> list[Case]:
@@ -165,7 +163,6 @@ def _segments(subject: Subject) -> Rung:
             for first, last in itertools.pairwise(sorted({0, *exits, backbone.num_layers})):
                 hidden = backbone.run(hidden, first, last, rows)
             bits.compare(case.id, backbone.logits(hidden), model(case.ids).logits[0].float())
-        subject.tick()
     return bits.rung(f"{bits.positions:,} positions, cut at layers {list(exits)}")
 
 
@@ -180,7 +177,6 @@ def _invariance(subject: Subject) -> Rung:
     try:
         for case in subject.cases:
             kinds = _compare_pinned(speculator, case, options, bits)
-            subject.tick()
         slots = speculator.runtime.state(subject.cases[0].request.only(), options).lease.slots
     except PinnedUnavailable as error:
         return _skipped(str(error))
@@ -211,7 +207,7 @@ def _float64(subject: Subject) -> Rung:
     if reason := why_no_copy(subject.speculator.model, torch.float64, subject.max_copy_gb):
         return _skipped(reason)
     exact = speculator_in(subject.speculator, torch.float64)
-    compared = compare_texts(exact, subject.cases, subject.tick, _FLOAT64_DRAFTS)
+    compared = compare_texts(exact, subject.cases, _FLOAT64_DRAFTS)
     first = f". First {compared.partings[0]}" if compared.partings else ""
     return Rung(
         outcome="failed" if compared.partings else "passed",
@@ -247,7 +243,6 @@ def _near_top(subject: Subject) -> Rung:
         for tokens in sorted({tuple(text) for text in texts}):
             count += len(tokens)
             found.append(shortfall(case, tokens, exact, model))
-        subject.tick()
     worst = max(found, key=lambda entry: entry.excess)
     words = f"{count:,} tokens, at worst {worst.below:.3g} below the best (noise {worst.noise:.3g})"
     figures = {"tokens": count, "below": worst.below, "noise": worst.noise}
@@ -266,7 +261,6 @@ def _one_result(subject: Subject) -> Rung:
         expected = logits_of(backbone, ids)
         for name, way in WAYS.items():
             bits.compare(f"{case.id}, {name}", logits_of(backbone, ids, way), expected)
-        subject.tick()
     return bits.rung(f"{bits.positions:,} positions, {len(WAYS)} ways")
 
 
@@ -298,7 +292,6 @@ def _any_company(subject: Subject) -> Rung:
         bits.compare(case.id, heard.logits[:same], own[:same])
         if _tokens(one.take()) != _tokens(expected):
             bits.unlike(f"{case.id}, a token, though its logits are equal")
-        subject.tick()
     how = "in shared passes" if speculator.backbone.runs_many else "each in passes of its own"
     return bits.rung(f"{bits.positions:,} positions of {len(requests)} texts, {how}")
 
@@ -408,7 +401,6 @@ class Comparison:
 def compare_texts(
     speculator: Speculator,
     cases: Sequence[Case],
-    tick: Callable[[], None],
     only: Collection[str] | None = None,
 ) -> Comparison:
     """Texts with all kinds of drafts, or `only` some, not pinned, and Hugging Face's.
@@ -435,7 +427,6 @@ def compare_texts(
                 compared.partings.append(
                     Parting(case=case.id, drafts=name, position=at + 1, margin=distance)
                 )
-        tick()
     return compared
 
 

@@ -158,7 +158,7 @@ trace --from model/config.json                   | line 1 is no line of a trace:
 tune --suite prompts.jsonl --limit 1             | one question cannot be held
 tune --suite nothing                             | unknown suite 'nothing'
 tune --suite spec-bench                          | Give --questions FILE
-tune --record record --objective fast            | objective is 'fast'
+tune --record record --objective fast            | unknown objective 'fast'
 bench                                            | no --output
 bench --suite six --output new                   | unknown suite 'six'
 bench --suite bad.jsonl --output new             | bad.jsonl, line

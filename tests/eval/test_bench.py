@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from selfspec.cli.main import main
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import bench as runner
-from selfspec.eval.bench import Bench, arrivals, chosen, parted, peak_of
+from selfspec.eval.bench import Bench, arrivals, chosen, parted
 from selfspec.eval.methods import METHODS, Contender, Method, Written, candidates
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.results import Answer, Question, Run, first_divergence, read
@@ -30,8 +29,6 @@ from tests.models import make_model
 from tests.talks import make_tokenizer
 
 COUNT = 8
-MIB = 2**20
-CPU = torch.device("cpu")
 NAMES = ("hugging-face", "plain", "speculation")
 DEFAULT = "hugging-face,plain,speculation,no-width-bound,prompt-lookup"
 QUESTIONS = [
@@ -102,18 +99,9 @@ def test_all_methods_write_the_same_tokens_for_every_turn_by_the_clock(
             else:
                 assert run.arrivals == [(1, 1.0)] * COUNT  # a look at each token
                 assert run.seconds == COUNT + 1.0  # and one at the end
-        # the clock ticks before and after all runs, and once between two of them
-        assert answer.outside_s == len(contenders) + 1
         assert answer.runs["hugging-face"].counts == {}  # only our runtime counts
         assert answer.runs["plain"].counts["drafted_by_layer"] == {}
     assert any(answer.runs["speculation"].counts["drafted_by_layer"] for answer in answers)
-    found = bench.memory(QUESTIONS, answers, contenders)
-    assert bench.memory(QUESTIONS, [], contenders) is None
-    if found is not None:  # Linux
-        assert found["prompt_tokens"] == max(a.prompt_tokens for a in answers if a.turn == 1)
-        assert found["new_tokens"] == COUNT
-        assert list(found["growth_bytes"]) == list(NAMES)
-        assert found["before_bytes"] > 2**20
 
 
 def test_an_answer_is_as_long_as_plain_decodings_with_its_end_token(
@@ -266,8 +254,6 @@ def test_a_method_that_fails_is_recorded_and_the_others_go_on(
     for answer in answers:
         assert answer.runs["broken"] == Run(error="RuntimeError: out of luck")
         assert all(answer.runs[name].error is None for name in NAMES)
-    memory = bench.memory(QUESTIONS, answers, every)
-    assert memory is None or "broken" not in memory["growth_bytes"]
 
 
 def test_a_method_that_stops_early_has_failed(
@@ -352,7 +338,7 @@ def test_no_question_left_to_report_is_an_error() -> None:
         parted(suite, BenchOptions(), tuning=True)
 
 
-# --- looks at a clock, and memory
+# --- looks at a clock
 
 
 def test_arrivals_of_our_runtime_are_put_together_by_round() -> None:
@@ -361,27 +347,6 @@ def test_arrivals_of_our_runtime_are_put_together_by_round() -> None:
     heard = [(1, 2.0), (1, 3.0), (1, 3.25), (1, 5.0)]
     assert arrivals(heard, 1.5, Written([0] * 4, rounds)) == [(1, 0.5), (2, 1.25), (1, 1.75)]
     assert arrivals([(3, 2.0), (1, 3.0)], 1.5, Written([0] * 4)) == [(3, 0.5), (1, 1.0)]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count is Linux's")
-def test_memory_is_what_the_work_held_at_its_peak_and_no_other_before() -> None:
-    def work(mebibytes: int) -> None:
-        """Holds so much, filled, and gives it back."""
-        torch.ones(mebibytes * MIB, dtype=torch.uint8)
-
-    work(256)
-    found = peak_of(lambda: work(64), CPU)  # more than what glibc may take from freed memory
-    assert found is not None
-    assert 63 * MIB <= found.growth < 80 * MIB  # counters lag by some pages
-    assert found.before > 16 * MIB
-
-
-def test_where_nothing_can_be_measured_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(_: str) -> int:
-        raise LookupError
-
-    monkeypatch.setattr(runner, "resident", refused)
-    assert peak_of(lambda: None, CPU) is None
 
 
 # --- the default model and its heads

@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from selfspec.cli.main import main
@@ -23,8 +24,9 @@ from selfspec.eval import report
 from selfspec.eval.report import (
     Results,
     Table,
-    as_csv,
     by_task,
+    figures,
+    frame_of,
     markdown,
     seconds_by_prompt,
     summarise,
@@ -77,6 +79,10 @@ ANSWERS = [
 ]
 
 
+def csv_of(summary: dict[str, Any]) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(figures(summary).to_csv(index=False))))
+
+
 @pytest.fixture
 def summary() -> dict[str, Any]:
     return summarise(ANSWERS, METHODS)
@@ -127,24 +133,23 @@ def test_a_failed_run_is_left_out_for_both_and_reported_as_is_another_text() -> 
     assert found["failures"] == ["q4, turn 1, fast: ValueError: no", "q5, turn 1: too long"]
     assert found["answers"] == 6
     assert found["unequal"] == {"plain": 0, "fast": 1}
-    assert seconds_by_prompt([broken], "fast", "plain") == ({}, {})
+    assert seconds_by_prompt(frame_of([broken]), "fast", "plain").empty
 
 
 def test_groups_keep_spec_benchs_order_and_end_with_all() -> None:
-    found = by_task([answer(task="law"), answer(task="QA"), answer(task="math")])
+    found = by_task(frame_of([answer(task="law"), answer(task="QA"), answer(task="math")]))
     assert list(found) == ["math", "QA", "law", "overall"]
-    assert len(found["overall"]) == 3
+    assert len(found["overall"]) == 3 * 2
 
 
 def test_nothing_measured_gives_empty_tables() -> None:
     summary = summarise([Answer(id="q", task="QA", turn=1, repeat=1, error="too long")], METHODS)
     assert summary["all"] == {}
-    rows = {table.title: table.rows for table in tables(summary)}
-    assert len(rows.pop("Methods")) == 2
-    assert not any(cell for lines in rows.values() for line in lines for cell in line)
+    (table,) = tables(summary)
+    assert (table.title, len(table.cells)) == ("Methods", 2)
 
 
-# --- texts, memory, the harness
+# --- texts
 
 TEXT = Quality(
     text="the cat sat on the rug",
@@ -165,21 +170,12 @@ def judged() -> dict[str, Any]:
     """One answer of two was looked at."""
     fast = dataclasses.replace(FAST, quality=TEXT)
     pair = [answer("q1", runs={"plain": PLAIN, "fast": fast}), answer("q2", "chat")]
-    memory = {
-        "prompt_tokens": 9,
-        "new_tokens": 4,
-        "device": "cpu",
-        "before_bytes": 2**30,
-        "growth_bytes": {"plain": 2**20, "fast": 3 * 2**19},
-    }
-    return summarise(
-        [dataclasses.replace(entry, outside_s=0.03) for entry in pair], LOSSY, memory=memory
-    )
+    return summarise(pair, LOSSY)
 
 
-def table_of(summary: dict[str, Any], start: str) -> Table:
-    (found,) = [table for table in tables(summary) if table.title.startswith(start)]
-    return found
+def rows_of(table: Table) -> list[list[str]]:
+    rows: list[list[str]] = table.cells.to_numpy().tolist()
+    return rows
 
 
 def test_quality_is_summed_up_by_task_for_methods_that_were_looked_at(
@@ -188,41 +184,22 @@ def test_quality_is_summed_up_by_task_for_methods_that_were_looked_at(
     assert list(judged["quality"]) == ["fast"]
     assert list(judged["quality"]["fast"]) == ["math", "overall"]
     assert judged["quality"]["fast"]["overall"] == quality_summary([TEXT])
-    table = table_of(judged, "Quality")
-    assert table.rows[1][:7] == ["fast (lossy)", "overall", "1", "0%", "5", "0.17", "-1.50 (-1.00)"]
-    assert table.rows[1][8:] == ["1", "76.0 (100.0)", "0.83 (1.00)"]
+    (table,) = [table for table in tables(judged) if table.title.startswith("Quality")]
+    row = rows_of(table)[1]
+    assert row[:8] == ["fast (lossy)", "overall", "1", "0%", "5", "0.17", "-1.50", "-1.00"]
+    assert row[9:] == ["1", "76.0", "100.0", "0.83", "1.00"]
 
 
 def test_a_lossy_method_is_marked_in_every_table_and_no_other_is(judged: dict[str, Any]) -> None:
     for table in tables(judged):
-        cells = [row[0] for row in table.rows if table.header[0] == "method"]
+        cells = list(table.cells.get("method", ()))
         assert "fast" not in cells
         assert "plain (lossy)" not in cells
-    lines = list(csv.DictReader(io.StringIO(as_csv(judged))))
+    lines = csv_of(judged)
     assert {(line["method"], line["lossy"]) for line in lines} == {
         ("plain", "False"),
         ("fast", "True"),
     }
-
-
-def test_memory_says_how_it_was_measured(judged: dict[str, Any]) -> None:
-    table = table_of(judged, "Peak memory")
-    assert "resident beyond the 1,024 MiB that all methods share, 4 tokens behind" in table.title
-    assert table.rows == [["plain", "1.0"], ["fast (lossy)", "1.5"]]
-    assert table_of(summarise(ANSWERS, METHODS), "Peak memory").rows == []
-
-
-def test_the_harness_is_held_against_the_methods(judged: dict[str, Any]) -> None:
-    assert judged["harness"]["share"] == pytest.approx(0.06 / 12.0)
-    assert table_of(judged, "The harness").rows == [["12.0", "0.060", "0.500%"]]
-
-
-def test_results_from_before_these_figures_still_have_tables(judged: dict[str, Any]) -> None:
-    for name in ("quality", "memory", "harness"):
-        del judged[name]
-    del judged["methods"]["fast"]["lossy"]
-    for start in ("Quality", "Peak memory", "The harness"):
-        assert table_of(judged, start).rows == []
 
 
 # --- tables
@@ -231,22 +208,23 @@ def test_results_from_before_these_figures_still_have_tables(judged: dict[str, A
 def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> None:
     table = tables(summary)[0]
     heads = [f"{task} {kind}" for task in ("math", "chat", "overall") for kind in ("CR", "SD")]
-    assert list(table.header) == ["method", *heads, "95 %"]
-    assert list(table.rows[0][:3]) == ["plain", "1.00", "1.00"]
-    assert list(table.rows[1][:7]) == ["fast", "3.00", "2.00", "3.00", "1.00", "3.00", "1.14"]
+    assert list(table.cells) == ["method", *heads, "95 %"]
+    plain, fast = rows_of(table)
+    assert plain[:3] == ["plain", "1.00", "1.00"]
+    assert fast[:7] == ["fast", "3.00", "2.00", "3.00", "1.00", "3.00", "1.14"]
     text = markdown(table).splitlines()
     assert text[0].startswith("## Tokens per verification (CR) and speed-up (SD) over plain")
     assert text[2].count("|") == text[3].count("|") == text[4].count("|") == 9
     # settings, and what they were chosen from, are in the last
-    plain, fast = tables(summary)[-1].rows
+    plain, fast = rows_of(tables(summary)[-1])
     assert plain == ["plain", "by hand", "", ""]
     assert fast[2:] == ["speed=2, exit_layers=[4, 20]", "fast(speed=1), fast(speed=2)"]
     # a bar in a name does not end a cell
-    assert markdown(Table("t", ["a"], [["one|two"]])).endswith("| one\\|two |\n")
+    assert markdown(Table("t", pd.DataFrame({"a": ["one|two"]}))).endswith("| one\\|two |\n")
 
 
 def test_csv_has_a_line_per_group_task_and_method(summary: dict[str, Any]) -> None:
-    lines = list(csv.DictReader(io.StringIO(as_csv(summary))))
+    lines = csv_of(summary)
     assert len(lines) == 2 * 3 * 2
     (line,) = [
         line
@@ -385,22 +363,22 @@ def test_the_charts_hold_all_methods_but_no_sweep(swept: dict[str, Any]) -> None
     assert list(found) == ["plain", "speculation", "no-width-bound"]
     assert [gain["ratio"] for gain in found.values()] == [1.0, 2.0, 0.8]
     assert {gain["prompts"] for gain in found.values()} == {2}
-    profile = report.profile_of(swept, "plain")  # in percent of its time
+    profile = report.profile_of(swept, "plain").T  # in percent of its time
     assert list(profile) == list(found)
-    assert profile["plain"] == dict.fromkeys(PARTS, 0.0) | {"prefill": 25.0, "verify": 75.0}
-    assert (profile["speculation"]["verify"], profile["speculation"]["heads"]) == (50.0, 12.5)
-    assert report.profile_of(swept, "hugging-face") == {}
+    assert dict(profile.plain) == dict.fromkeys(PARTS, 0.0) | {"prefill": 25.0, "verify": 75.0}
+    assert (profile.speculation["verify"], profile.speculation["heads"]) == (50.0, 12.5)
+    assert report.profile_of(swept, "hugging-face").empty
 
 
 def test_acceptance_in_percent_of_what_was_drafted_and_lossy_methods_marked(
     swept: dict[str, Any],
 ) -> None:
-    rows = report.acceptance_table(swept).rows
+    rows = rows_of(report.acceptance_table(swept))
     assert [row[0] for row in rows] == LABELS[1:]
     assert rows[0][1:] == ["2: 75%, 10: 0%", "1: 60%"]
     swept["methods"]["speculation"]["lossy"] = True
-    assert list(report.gains_of(swept, "plain"))[1] == "speculation (lossy)"
-    assert report.acceptance_table(swept).rows[0][0] == "speculation (lossy)"
+    assert rows_of(report.acceptance_table(swept))[0][0] == "speculation (lossy)"
+    assert report.profile_of(swept, "plain").index[1] == "speculation (lossy)"
 
 
 def test_speed_ups_are_shown_over_plain_decoding_where_it_was_measured(
@@ -448,12 +426,12 @@ def test_the_command_writes_pages_with_every_table_and_picture(
         assert (tmp_path / "out" / name).read_bytes().startswith(PNG)
     markdown, page = (page.read_text(encoding="utf-8") for page in pages)
     assert re.findall(r"^## (.*)", markdown, re.MULTILINE) == ["first", "second", READ]
-    assert markdown.split("\n\n")[2:4] == [f"**{BEST}**", "![Methods](1-methods.png)"]
+    assert markdown.split("\n\n")[2:4] == [f"**{BEST}**", "![1-methods](1-methods.png)"]
     assert re.findall(r"\]\((.*?)\)", markdown) == pictures
     assert "chosen on 1 questions that are not among those reported: x." in markdown
     assert "\n\nFailed: q4, turn 1: too long\n\n" in markdown
     for table in tables(finished.summary):
-        assert f"### {table.title}" in markdown or not table.rows
+        assert f"### {table.title}" in markdown
     # the page stands alone and is escaped
     sources = re.findall(r'src="(.{0,30})', page)
     assert len(sources) == len(pictures)
@@ -464,10 +442,11 @@ def test_the_command_writes_pages_with_every_table_and_picture(
 
 
 def test_names_of_tables_and_pictures_are_escaped_too(tmp_path: Path) -> None:
-    picture = report.Picture('"><i>', tmp_path / "p.png")
-    picture.path.write_bytes(PNG)
-    table = Table("<t>", ["<h>"], [["<c>"]])
-    text = report.as_html([report.Section("<s>", "<v>", ["<w>"], [table], [picture])])
+    picture = tmp_path / '"><i>.png'
+    picture.write_bytes(PNG)
+    table = Table("<t>", pd.DataFrame({"<h>": ["<c>"]}))
+    words = [("h2", "<s>"), ("verdict", "<v>"), ("p", "<w>")]
+    text = report.as_html([*words, ("table", table), ("img", picture)])
     for letter in "itchsvw":
         assert f"<{letter}>" not in text
         assert f"&lt;{letter}&gt;" in text

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from eval import compare, lab
 from selfspec.errors import InvalidOption
-from selfspec.eval.results import Answer, Run
 
 # --- settings
 
@@ -39,72 +36,6 @@ def test_drafters_are_set_beside_plain_decoding_and_the_first(
 def test_a_setting_without_a_name_is_refused(text: str) -> None:
     with pytest.raises(InvalidOption, match="is not NAME=DRAFTER"):
         compare.named_settings([text])
-
-
-# --- tuned
-
-
-@pytest.mark.parametrize(
-    "found", [{"speculate": True, "drafter": "exit:layers=2,max_tokens=2"}, {"speculate": False}]
-)
-def test_the_tuned_setting_and_the_grid_answer_prompts_that_were_not_tuned_on(
-    tiny_model: str,
-    prompts: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    found: dict[str, Any],
-) -> None:
-    """Whatever `tune` finds to pay, drafts or none."""
-    out = tmp_path / "out"
-    kept = SimpleNamespace(options=found, speed_up=1.5)
-    monkeypatch.setattr(compare, "tune", lambda *_: kept)
-    asked: Any = {"model": tiny_model, "heads": "logit-lens", "dtype": "float32", "suite": prompts}
-    small: Any = {"limit": 2, "tune_limit": 3, "new_tokens": 6, "points": 4}
-    compare.tuned(out, **asked, **small)
-    names = ["answers.jsonl", "run.yaml", "summary.json", "table.md"]
-    assert sorted(path.name for path in out.iterdir()) == names
-    answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
-    about = yaml.safe_load((out / "run.yaml").read_text())["run"]
-    assert len(answers) == 2
-    assert not {answer["id"] for answer in answers} & set(about["tuned_on"])
-    assert found.items() <= about["tuned"].items()
-    for answer in answers:
-        assert len(answer["runs"]) == 2 + 4
-        assert {"plain", "tuned"} <= answer["runs"].keys()
-    summary = json.loads((out / "summary.json").read_text())
-    assert (summary["prompts"], summary["points"]) == (2, 4)
-    with pytest.raises(InvalidOption, match="cannot resume"):
-        compare.tuned(out, **asked, **small | {"new_tokens": 7})
-
-
-def test_the_grids_best_is_found_with_hindsight_and_on_the_other_half() -> None:
-    """By prompt a, b, c, d: one point is fast on a and c, the other on b and d, the first more."""
-    seconds = {
-        "plain": (4.0, 4.0, 4.0, 4.0),
-        "tuned": (2.0, 2.0, 2.0, 2.0),
-        "first": (1.0, 4.0, 1.0, 4.0),
-        "second": (3.0, 3.0, 4.0, 2.0),
-    }
-    answers = [
-        Answer(
-            id=name,
-            task="t",
-            turn=1,
-            repeat=1,
-            runs={label: Run(seconds=times[at]) for label, times in seconds.items()},
-        )
-        for at, name in enumerate("abcd")
-    ]
-    found = compare.compared(answers, ["first", "second"], 0)
-    assert found["best"] == "first"
-    # b and d find the second, a and c the first: a 3, b 4, c 4, d 4
-    assert {name: gain["ratio"] for name, gain in found.items() if "_over_" in name} == {
-        "tuned_over_plain": 2.0,
-        "best_over_plain": 16 / 10,
-        "tuned_over_best": 10 / 8,
-        "searched_over_plain": 16 / 15,
-        "tuned_over_searched": 15 / 8,
-    }
 
 
 def test_ratios_are_of_sums_and_answers_of_one_token_are_left_out() -> None:

@@ -8,16 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
 from eval.papers import gammatune, lossy
 from eval.papers.gammatune import Setting, gains
-from eval.papers.lossy import acceptance, committed, random_pairs, total_variation
+from eval.papers.lossy import expected_number, final_number
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.decoding.acceptance import SpeculativeSampling
 from selfspec.errors import InvalidOption
-from tests.laws import DRAFTS, TARGETS, LoadedSampler, enumerate_law, make_sampler, one_round
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
@@ -52,9 +51,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def run(command: Callable[..., None], asked: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The summary that a script wrote, with a figure."""
+    """The summary that a script wrote."""
     command(**asked, **more)
-    assert len(list(asked["output"].glob("*.png"))) == 1
     summary: dict[str, Any] = json.loads((asked["output"] / "summary.json").read_text())
     return summary
 
@@ -64,36 +62,35 @@ def test_gammatune_compares_controllers_from_all_initial_lengths(
 ) -> None:
     few = (Setting("fixed", 1), Setting("fixed", 5), Setting("gammatune-plus", 5))
     monkeypatch.setattr(gammatune, "SETTINGS", few)
-    monkeypatch.setattr(gammatune, "VARIANTS", gammatune.VARIANTS[:1])
-    summary = run(gammatune.main, asked, limit=2, unprinted=True)
+    summary = run(gammatune.main, asked, limit=2)
     assert summary["questions"] == 2
-    assert list(summary["gains"]) == ["c = 4", "c = 10", "timed"]
+    assert list(summary["gains"]) == ["timed", "c = 4", "c = 10"]
     for gain in summary["gains"].values():
         assert gain[0]["controller"] == "fixed"
         assert gain[0]["mean"] == pytest.approx(1.0)
         assert gain[0]["best"] == 1.0
-        assert gain[-1]["controller"] == "gammatune rate 0.1"
+        assert gain[-1]["controller"] == "gammatune-plus"
     one, five = (row for row in summary["settings"] if row["controller"] == "fixed")
     assert one["rounds"] > five["rounds"]
     for row in summary["settings"]:
         assert row["rounds"] + row["accepted"] == summary["tokens"]
     before = (asked["output"] / "answers.jsonl").read_bytes()
-    run(gammatune.main, asked, limit=2, unprinted=True)
+    run(gammatune.main, asked, limit=2)
     assert (asked["output"] / "answers.jsonl").read_bytes() == before
     with pytest.raises(InvalidOption, match="cannot resume"):
         run(gammatune.main, asked | {"new_tokens": 13}, limit=2)
 
 
 def test_all_settings_of_the_document_are_there() -> None:
-    labels = [setting.contender.label for setting in gammatune.SETTINGS + gammatune.VARIANTS]
-    assert len(labels) == len(set(labels)) == (5 + 12) * 12
+    labels = [setting.contender.label for setting in gammatune.SETTINGS]
+    assert len(labels) == len(set(labels)) == 5 * 12
 
 
 def test_gains_are_over_the_mean_of_fixed_lengths_and_the_best_of_them() -> None:
-    fixed, tuned = Setting("fixed", 1), Setting("gammatune", 1)
-    seconds = {fixed: 1.0, fixed._replace(initial=8): 2.0}  # throughput 1 and 0.5, mean 0.75
-    seconds |= {tuned: 1.25, tuned._replace(initial=8): 1.0}  # throughput 0.8 and 1
-    usual, own = gains(seconds)
+    # throughput 1 and 0.5, mean 0.75; 0.8 and 1
+    seconds = [("fixed", 1, 1.0), ("fixed", 8, 2.0), ("gammatune", 1, 1.25), ("gammatune", 8, 1.0)]
+    found = pd.DataFrame(seconds, columns=["controller", "initial", "timed"])
+    usual, own = gains(found, "timed").itertuples()
     assert (usual.mean, usual.best, usual.worst, usual.worst_initial) == (1.0, 1.0, 0.5, 8)
     assert own.mean == pytest.approx(0.9 / 0.75)
     assert own.spread == pytest.approx(0.1 / 0.75)
@@ -124,48 +121,31 @@ def test_easd_counts_right_answers_along_both_thresholds(asked: dict[str, Any]) 
     # no distribution over ten tokens has an entropy above log 10 = 2.3: nothing is penalised
     assert summary["quality"]["tau_H 3, tau_O 0.8"]["overall"]["exact_share"] == 1.0
     assert summary["quality"]["tau_H 0, tau_O 0"]["overall"]["exact_share"] < 1.0
-    assert "| plain |" in (asked["output"] / "table.md").read_text().split("Answers to sums")[1]
+    assert "| plain " in (asked["output"] / "table.md").read_text().split("Answers to sums")[1]
 
 
-def test_lenience_moves_the_distribution_by_more_the_lower_it_is(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("read", "text", "number"),
+    [
+        (final_number, "So 3 + 4 = 7.", 7.0),
+        (final_number, "It costs $1,234.50 in all", 1234.5),
+        (final_number, "-5 degrees", -5.0),
+        (final_number, "no idea", None),
+        (expected_number, "400+200=<<400+200=600>>600\n#### 1,000", 1000.0),
+        (expected_number, "23 bags, 3 left over", 23.0),
+        (expected_number, "four", None),
+    ],
+)
+def test_an_answer_arrives_at_its_last_number_and_a_reference_says_its_marked_or_first(
+    read: Any, text: str, number: float | None
+) -> None:
+    assert read(text) == number
+
+
+def test_lenience_keeps_more_drafts_the_lower_it_is(asked: dict[str, Any]) -> None:
     summary = run(lossy.lenience, {**asked, "new_tokens": 60}, limit=1, leniences="1,0.5,0.1")
-    assert len(summary["exact"]) == 3 + 1
-    for found in summary["exact"].values():
-        assert found["total_variation"][0] < 1e-6
-        assert found["total_variation"] == sorted(found["total_variation"])
-        assert found["accepted"] == sorted(found["accepted"])
     live = summary["all"]["overall"]
     assert summary["methods"]["l = 0.1"]["lossy"]
     assert live["l = 0.1"]["acceptance_rate"] > live["lossless"]["acceptance_rate"]
     with pytest.raises(InvalidOption, match="hold no 1"):
         lossy.lenience(**asked, leniences="0.5")
-
-
-# --- the closed form of lenience is the distribution that the rule's code commits
-
-
-@pytest.mark.parametrize("lenience", [1.0, 0.5])
-def test_the_closed_form_is_what_every_outcome_of_the_rule_adds_up_to(lenience: float) -> None:
-    sampler = make_sampler(LoadedSampler)
-    rule = SpeculativeSampling(sampler, lenience)
-    law = enumerate_law(sampler, lambda: one_round(rule, sampler, 1)[:1])
-    found = committed(TARGETS[0], DRAFTS[0], lenience)
-    for token, weight in enumerate(found.tolist()):
-        # float32 probabilities, as in tests/laws.py
-        assert law.get((token,), 0.0) == pytest.approx(weight, abs=2e-7)
-
-
-def test_acceptance_is_bought_with_total_variation_one_for_one() -> None:
-    target, draft = random_pairs(50, 6, 0.7)
-    gained = acceptance(target, draft, 0.4) - acceptance(target, draft, 1.0)
-    moved = total_variation(committed(target, draft, 0.4), target)
-    # float64; a few roundings of numbers up to 1; without lenience it is the target's
-    torch.testing.assert_close(moved, gained, rtol=0, atol=1e-12)
-    torch.testing.assert_close(committed(target, draft, 1.0), target, rtol=0, atol=1e-12)
-
-
-def test_equal_distributions_are_not_refused_and_do_not_move() -> None:
-    law = torch.tensor([[0.5, 0.25, 0.25]])
-    assert acceptance(law, law, 1.0).tolist() == [1.0]
-    assert torch.equal(committed(law, law, 0.5), law)
-    assert total_variation(torch.eye(2)[0], torch.eye(2)[1]).item() == 1.0
