@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from selfspec.api.speculator import wrap
-from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.drafters import (
     Draft,
     NgramDrafter,
     SeenTextFirst,
     WhilePaying,
-    while_paying,
 )
 from selfspec.decoding.drafters.heads import LONGEST_PAUSE, SHORTEST_PAUSE, Paying
-from selfspec.decoding.prices import DraftCost, Load, Unmeasured
+from selfspec.decoding.prices import DraftCost, Load
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from tests import ladder
@@ -134,16 +132,6 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
             bound = 8.0 + row * (pauses + 1)
             worst = max(worst, -gained / bound)
     assert 0.5 < worst <= 1.0
-
-
-def test_the_rule_switched_off_leaves_the_drafter_alone() -> None:
-    heads, costs = (
-        Heads(),
-        {"unmeasured": Unmeasured((0.08,), 0.08), "num_layers": 12, "exit_layers": (3,)},
-    )
-    off = SpeculationOptions(never_slower=False)
-    assert while_paying(heads, off, **costs) is heads  # type: ignore[arg-type]  # by name
-    assert isinstance(while_paying(heads, SpeculationOptions(), **costs), WhilePaying)  # type: ignore[arg-type]  # by name
 
 
 # Behind text already seen

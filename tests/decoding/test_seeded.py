@@ -102,17 +102,6 @@ def test_no_drafts_change_a_sampled_token(
     assert 0 < accepted < drafted  # some were right, some were wrong
 
 
-@pytest.mark.parametrize("method", ["exit", "trees around seen text", "draft model"])
-def test_processors_shape_the_same_text_with_any_drafts(
-    speculator: Speculator, method: str
-) -> None:
-    ids = repeating(13)
-    for options in ({"repetition_penalty": 1.3}, {"top_k": 5}, {"no_repeat_ngram_size": 2}):
-        given: dict[str, Any] = FLAT | {"max_new_tokens": 20, "seed": SEED} | options
-        expected = plain(speculator, ids, max_new_tokens=20, **options)
-        assert speculator.generate(ids, **given | METHODS[method]).token_ids == expected
-
-
 @pytest.mark.parametrize("method", ["exit", "trees", "draft model"])
 def test_the_place_where_a_text_ends_changes_nothing_before(
     speculator: Speculator, method: str
@@ -282,18 +271,6 @@ def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
     running = [engine.add(one, call.speculation) for one in asked]
     counts = Counter(tuple(call.stream(one).drain().token_ids) for one in running)
     assert chi_square_p(counts, enumerate_sequences(model, ids, length, 4), seeds) > 0.001
-
-
-def test_sequences_drawn_from_tables_follow_their_law_over_seeds() -> None:
-    """Far apart and next to each other: seeds that somebody would take."""
-    counts: Counter[tuple[int, ...]] = Counter()
-    seeds = [*range(5000), *(number * 2**40 + 17 for number in range(5000))]
-    for seed in seeds:
-        sampler, tokens = sampler_of(seed), [0]
-        while len(tokens) < 4:
-            tokens.append(sampler.draw(laws.TARGETS[tokens[-1]], len(tokens)))
-        counts[tuple(tokens[1:])] += 1
-    assert chi_square_p(counts, laws.plain(3), len(seeds)) > 0.001
 
 
 # Draws with the same seed and place
