@@ -20,8 +20,6 @@ from tests.models import make_model, needs_compiler, random_ids
 
 
 class Text:
-    """Stands in for DecodeState."""
-
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
@@ -241,9 +239,8 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving() -> None:
 # Through the facade
 
 
-def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it() -> None:
-    model = make_model("llama", torch.float64)
-    speculator = wrap(model, drafter="ngram:size=2", prices="row=0.0")
+def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(exact: Any) -> None:
+    speculator = wrap(exact, drafter="ngram:size=2", prices="row=0.0")
     session = speculator.session()
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)

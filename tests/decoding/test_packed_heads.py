@@ -41,7 +41,6 @@ def test_packed_heads_answer_the_same_up_to_eight_bits(
 
 
 def near(found: Tensor, expected: Tensor) -> bool:
-    """As far as 8 bits go."""
     return float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
 
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
@@ -183,10 +184,9 @@ EAGER = {"exit": "layers=2/5,threshold=0.05", "prices": "row=0.08"}
 
 
 @pytest.mark.parametrize("drafter", ["exit", "draft-model"])
-def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str) -> None:
-    model = make_model("llama", torch.float64)
+def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str, exact: Any) -> None:
     second = make_model("llama", torch.float64, num_hidden_layers=2)
-    speculator = wrap(model, heads="logit-lens", draft_model=second, drafter=drafter)
+    speculator = wrap(exact, heads="logit-lens", draft_model=second, drafter=drafter)
     speculator.options = speculator.options.updated(EAGER)
     ids, count = random_ids(13), 120
     plain = speculator.generate(ids, max_new_tokens=count, speculate=False)
@@ -201,8 +201,8 @@ def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str) -> None:
     assert stats.rounds - stats.ended["off"] <= 11 + 4 + 2 * stats.accepted
 
 
-def test_dearer_heads_are_paused_earlier() -> None:
-    speculator = wrap(make_model("llama", torch.float64), heads="logit-lens")
+def test_dearer_heads_are_paused_earlier(exact: Any) -> None:
+    speculator = wrap(exact, heads="logit-lens")
     speculator.options = speculator.options.updated(EAGER)
     cheap, dear = (
         speculator.generate(random_ids(13), max_new_tokens=60, prices={"head": cost}).stats.drafted

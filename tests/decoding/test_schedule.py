@@ -217,18 +217,10 @@ def coin_tosses(state: DecodeState, truth: list[int], seed: int) -> Decide:
 
 @pytest.fixture(scope="module")
 def truth(shared: WatchedBackbone) -> list[int]:
-    """Prompt and greedy continuation, one token at a time."""
     state = make_state(shared)
     for _ in decode(state, lambda _step, _layer: None, max_length=45):
         pass
     return state.ids[0].tolist() + [0] * 8
-
-
-def test_plain_decoding_gives_transformers_own_text(
-    shared: WatchedBackbone, truth: list[int]
-) -> None:
-    generate = cast(Any, shared.model).generate
-    assert generate(random_ids(5), max_length=45, do_sample=False)[0].tolist() == truth[:45]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -209,27 +209,19 @@ def test_a_seed_asks_for_the_rule_that_matches_draws(speculator: Speculator) -> 
     assert isinstance(acceptance_rule(free, speculator.options), SpeculativeSampling)
 
 
-def test_a_draft_stays_exactly_where_it_is_the_targets_own_draw() -> None:
-    sampler = sampler_of(5)
-    kept = Counter[bool]()
-    for token, position in product(range(5), range(1, 60)):
-        ids = [0] * position
+def test_of_drafts_and_siblings_the_one_that_is_the_targets_own_draw_stays() -> None:
+    sampler, kept = sampler_of(5), Counter[bool]()
+    drafts = [
+        *(Draft(tokens=[token]) for token in range(5)),
+        Draft(tokens=[1, 4], parents=[-1, -1]),
+    ]
+    for draft, position in product(drafts, range(1, 60)):
         own = sampler.draw(laws.TARGET, position)
-        logits = laws.TARGET.log().expand(2, 5)
-        found = laws.verdicts(SeededMatch(sampler), laws.Words(*ids), logits, Draft(tokens=[token]))
-        assert found[0] == (own, own == token)
-        kept[own == token] += 1
-    assert set(kept) == {True, False}
-
-
-def test_of_siblings_the_one_that_is_drawn_stays() -> None:
-    sampler = sampler_of(5)
-    draft = Draft(tokens=[1, 4, 2], parents=[-1, -1, -1])
-    for position in range(1, 60):
-        own = sampler.draw(laws.TARGET, position)
-        words, logits = laws.Words(*[0] * position), laws.TARGET.log().expand(4, 5)
-        found = laws.verdicts(SeededMatch(sampler), words, logits, draft)
+        logits = laws.TARGET.log().expand(len(draft.tokens) + 1, 5)
+        found = laws.verdicts(SeededMatch(sampler), laws.Words(*[0] * position), logits, draft)
         assert found[0] == (own, own in draft.tokens)
+        kept[own in draft.tokens] += 1
+    assert set(kept) == {True, False}
 
 
 @torch.inference_mode()

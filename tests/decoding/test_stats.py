@@ -56,7 +56,6 @@ STOPPED = entry(
 
 @pytest.fixture
 def stats() -> GenerationStats:
-    """After the prompt's pass and three rounds."""
     stats = GenerationStats(num_layers=8, prompt_tokens=5)
     for part in (PREFILL, ALL_ACCEPTED, ONE_REJECTED, STOPPED):
         stats.add(part)

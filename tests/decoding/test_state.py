@@ -1,19 +1,72 @@
-"""Queues of hidden states themselves: what waits where, and which passes empty them."""
+"""What a sequence holds: committed ids, its deep state, and queues of hidden states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from selfspec.decoding.state import HiddenCache
-from selfspec.decoding.work import alone, padded
+from selfspec.decoding.drafters import Draft, NoDrafter
+from selfspec.decoding.state import DecodeState, HiddenCache
+from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Steps, alone, padded
+from selfspec.eval.scripted import MixedDrafter
+from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows
+from tests import ladder
 from tests.models import random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
+
+
+@pytest.fixture(scope="module")
+def cut(exact: Any) -> Backbone:
+    return Backbone(exact)
+
+
+class DeepKeeper:
+    """Drafts as another drafter does, and keeps the deep state it could have read."""
+
+    def __init__(self, drafter: MixedDrafter) -> None:
+        self.drafter = drafter
+        self.deep: dict[int, Tensor] = {}
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        assert state.deep is not None
+        self.deep[state.length - 2] = state.deep
+        return self.drafter.draft(state, limit, watch)
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        self.drafter.learn(draft, kept)
+
+
+def test_deep_is_the_last_layers_output_before_the_newest_token(cut: Backbone) -> None:
+    ids = random_ids(7)
+    assert DecodeState(cut, ids).deep is None  # not known before the first pass
+    plain = ladder.decode(cut, ids, NoDrafter())
+    text = [*ids[0].tolist(), *plain.tokens]
+    keeper = DeepKeeper(MixedDrafter(text, 1, cut.vocab_size, width=5))
+    found = ladder.decode(cut, ids, keeper)
+    assert found.tokens == plain.tokens
+    assert len({entry.accepted for entry in found.entries}) > 2
+    with torch.no_grad():
+        hidden = cut.embed(torch.tensor(text))
+        rows = Rows.of(Lease(cut.num_layers), 0, len(text), hidden.device)
+        outputs = cut.run(hidden, 0, cut.num_layers, rows)
+    assert len(keeper.deep) > 3
+    for position, deep in keeper.deep.items():
+        # float64 with norms in float32; largest difference measured: 3e-7
+        torch.testing.assert_close(deep, outputs[position : position + 1], rtol=0, atol=1e-5)
+
+
+def test_committed_ids_are_read_without_padding(cut: Backbone) -> None:
+    state = DecodeState(cut, torch.tensor([[0, 0, 5, 6, 7]]), pad=2)
+    assert state.committed(0) == [5, 6, 7]
+    state.append(8, 0)
+    assert state.committed(2) == [7, 8]
+    assert state.committed(4) == []
 
 
 @pytest.fixture
