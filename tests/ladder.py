@@ -21,19 +21,17 @@ from selfspec.config import OPTION_NAMES
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import Fixed
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters import (
-    DraftCache,
-    Drafter,
-    DraftModelDrafter,
+from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
+from selfspec.decoding.drafters.base import Drafter, NoDrafter
+from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
+from selfspec.decoding.drafters.heads import (
     ExitDrafter,
-    NgramDrafter,
-    NoDrafter,
-    SeenTextFirst,
+    HeadGuesser,
+    Siblings,
     TreeDrafter,
     WhilePaying,
 )
-from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
-from selfspec.decoding.drafters.heads import HeadGuesser, Siblings
+from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.probe import PassShape

@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 
 from selfspec.decoding.acceptance import AcceptanceRule, Target
 from selfspec.decoding.decode import walk
-from selfspec.decoding.drafters import Draft
+from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 

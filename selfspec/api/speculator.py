@@ -41,7 +41,7 @@ from selfspec.api.request import (
 from selfspec.api.stream import Call, Generation, Stream
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
-from selfspec.decoding.drafters import check_same_size, check_same_tokens
+from selfspec.decoding.drafters.draft_model import check_same_size, check_same_tokens
 from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Running, Runtime
 from selfspec.decoding.packed_heads import pack
 from selfspec.decoding.state import DecodeState

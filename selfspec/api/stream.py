@@ -16,7 +16,7 @@ from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder, UntilStop, is_end
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Logprob
-from selfspec.decoding.drafters import Draft
+from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import MODEL, GenerationStats, Round, StopReason
 from selfspec.typed import shown

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.acceptance import AcceptanceRule, Target, Verdict
-from selfspec.decoding.drafters import Draft, Drafter
+from selfspec.decoding.drafters.base import Draft, Drafter
 from selfspec.decoding.state import DecodeState, Pass
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
 from selfspec.decoding.work import Embed, Enter, Steps, Work, done_alone

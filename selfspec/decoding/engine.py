@@ -36,7 +36,9 @@ from selfspec.decoding.acceptance import (
     lossy_rule,
 )
 from selfspec.decoding.decode import StopRule, written
-from selfspec.decoding.drafters import DraftCache, Drafter, Sources, make_drafter
+from selfspec.decoding.drafters.base import Drafter
+from selfspec.decoding.drafters.choice import Sources, make_drafter
+from selfspec.decoding.drafters.draft_model import DraftCache
 from selfspec.decoding.drafters.successors import Remembering, Successors
 from selfspec.decoding.prices import DraftCost, Load, Unmeasured, each_row, token_cost, whole_round
 from selfspec.decoding.probe import PassShape, PinnedProbe, any_split

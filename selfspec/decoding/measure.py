@@ -21,7 +21,7 @@ from transformers import LogitsProcessorList
 
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters import NoDrafter
+from selfspec.decoding.drafters.base import NoDrafter
 from selfspec.decoding.prices import Costs
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache

@@ -32,7 +32,8 @@ from selfspec.api.tuned import conditions
 from selfspec.decoding import prices
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import rounds
-from selfspec.decoding.drafters import LEAST_SAID, Draft, known_deep
+from selfspec.decoding.drafters.base import Draft
+from selfspec.decoding.drafters.heads import LEAST_SAID, known_deep
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready

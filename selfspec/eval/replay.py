@@ -12,20 +12,10 @@ from dataclasses import dataclass, replace
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import DraftController, make_controller
-from selfspec.decoding.drafters import (
-    ROOT,
-    Draft,
-    DraftsFrom,
-    DraftWriter,
-    Guesses,
-    Known,
-    NoDrafter,
-    PacedDrafter,
-    SeenTextFirst,
-    make_ngram,
-    make_tree,
-    while_paying,
-)
+from selfspec.decoding.drafters.base import Draft, DraftsFrom, DraftWriter, NoDrafter, PacedDrafter
+from selfspec.decoding.drafters.choice import make_ngram, make_tree, while_paying
+from selfspec.decoding.drafters.heads import ROOT, Guesses, Known
+from selfspec.decoding.drafters.ngram import SeenTextFirst
 from selfspec.decoding.prices import Unmeasured
 from selfspec.decoding.sampling import Choice
 from selfspec.decoding.state import Pass, Schedule

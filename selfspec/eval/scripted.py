@@ -19,7 +19,7 @@ from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.decode import rounds
-from selfspec.decoding.drafters import Draft, Drafter
+from selfspec.decoding.drafters.base import Draft, Drafter
 from selfspec.decoding.engine import Runtime, acceptance_rule, tied
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState

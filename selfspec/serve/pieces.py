@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.text import TextDecoder, UntilStop, begun, is_end
-from selfspec.decoding.drafters import Draft
+from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.engine import Running
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import EXIT, GenerationStats, Round

@@ -20,7 +20,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt, TextDecoder
 from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
-from selfspec.decoding.drafters import Sources
+from selfspec.decoding.drafters.choice import Sources
 from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.prices import Unmeasured
 from selfspec.decoding.stats import NGRAM, Round

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from selfspec.api.speculator import Speculator, wrap
-from tests.models import make_model
+from tests.conftest import TinyModel
 
 
-@pytest.fixture(scope="module")
-def exact() -> Any:
-    """The tiny Llama in float64."""
-    return make_model("llama", torch.float64)
+@pytest.fixture(scope="session")
+def exact(tiny_model: TinyModel) -> Any:
+    """The tiny Llama in float64; do not change it."""
+    return tiny_model("llama", torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -50,8 +50,6 @@ def speculator(model: Any) -> Speculator:
 
 
 class Strange:
-    """Its repr fails."""
-
     def __repr__(self) -> str:
         raise RuntimeError("no repr")
 

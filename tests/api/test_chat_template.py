@@ -188,23 +188,14 @@ BROKEN = {
 }
 HOSTILE = {
     "{{ 10**(10**9) }}": TIME,
-    "{{ lipsum(n=1000000) }}": TIME,
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": TIME,
     "{% macro f(n) %}{% for i in 'ab' %}{{ f(n - 1) }}{% endfor %}{% endmacro %}{{ f(99) }}": "",
     "{{ range(99999) | map('string') | sort | list * 999 | unique | list }}": "",
     "{{ 'a' * 10**10 }}": MEMORY,
     "{{ [0] * 10**9 }}": MEMORY,
     "{{ '%1000000000d' % 1 }}": MEMORY,
-    "{{ '{:>1000000000}'.format(1) }}": MEMORY,
-    "{{ '%1000000000d' | format(1) }}": MEMORY,
     "{{ 'a'.ljust(10**9) }}": MEMORY,
-    "{{ 'a'.zfill(10**9) }}": MEMORY,
-    "{{ '\t'.expandtabs(10**9) }}": MEMORY,
-    "{{ 'a' | center(10**9) }}": MEMORY,
-    "{{ 'a\nb' | indent(10**9) }}": MEMORY,
     "{{ [1] | batch(10**9, 0) | list }}": MEMORY,
-    "{{ [1] | slice(10**9) | list }}": "",
-    "{{ [1] | tojson(indent=10**9) }}": MEMORY,
     "{{ ('a' * 60000) | replace('a', 'a' * 60000) }}": MEMORY,
     "{{ (['a' * 9999] * 99999) | join }}": MEMORY,
     "{% set n = namespace(s='a') %}{% for i in 'a' * 99 %}{% set n.s = n.s * 2 %}{% endfor %}": "",
@@ -227,12 +218,6 @@ def test_a_broken_or_hostile_template_is_refused_in_one_line(text: str) -> None:
     assert (BROKEN | HOSTILE)[text] in said
     assert "\n" not in said
     assert len(said) < 1000
-
-
-def test_a_file_with_a_broken_template_is_named(tmp_path: Path) -> None:
-    (tmp_path / "own.jinja").write_text("{% for %}")
-    with pytest.raises(InvalidOption, match=r"own\.jinja, line 1 is no chat template"):
-        templates.read(tmp_path / "own.jinja")
 
 
 def test_a_hostile_template_holds_up_no_other_and_leaves_the_process_alone(
@@ -318,13 +303,16 @@ def test_texts_are_those_of_transformers(
         assert templated(having, TALKS[talk], **options) == expected
 
 
-def test_a_wrong_name_and_a_missing_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="Did you mean vicuna"):
-        templates.read("vicunna")
-    with pytest.raises(InvalidOption, match="cannot read"):
-        templates.read(tmp_path / "none.jinja")
-    with pytest.raises(InvalidOption, match="is a folder"):
-        templates.read(tmp_path)
+def test_a_wrong_name_and_a_missing_or_broken_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% for %}")
+    for source, words in (
+        ("vicunna", "Did you mean vicuna"),
+        (tmp_path / "none.jinja", "cannot read"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "own.jinja", r"own\.jinja, line 1 is no chat template"),
+    ):
+        with pytest.raises(InvalidOption, match=words):
+            templates.read(source)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from selfspec.model.backbone import Backbone
 from tests.models import EXECUTORS, make_model, random_ids
 
 LIMIT = 64
-FAMILIES = ["llama", "mistral", "gemma2", "gemma3", "granite"]
+FAMILIES = ["mistral", "gemma3"]
 DRAFTING: dict[str, Any] = {
     "heads": "logit-lens",
     "drafter": "exit:layers=2/5,threshold=0.05,max_tokens=4",
@@ -39,7 +39,6 @@ def speculator(short: Any) -> Speculator:
 
 
 def plain(model: Any, ids: Tensor, **options: Any) -> list[int]:
-    """Hugging Face's answer."""
     return model.generate(ids, do_sample=False, **options)[0, ids.shape[1] :].tolist()
 
 
@@ -55,7 +54,7 @@ LENGTHS: list[tuple[int, dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("length", "options"), LENGTHS, ids=str)
-@pytest.mark.parametrize("drafter", ["exit", "ngram", "ngram+exit", "none"])
+@pytest.mark.parametrize("drafter", ["ngram+exit", "none"])
 def test_answers_go_on_behind_the_limit_as_hugging_faces_do(
     speculator: Speculator, short: Any, drafter: str, length: int, options: dict[str, Any]
 ) -> None:
@@ -74,15 +73,6 @@ def test_every_kind_of_rotation_goes_on_behind_the_limit(family: str) -> None:
     ids = random_ids(LIMIT - 4)
     answer = wrap(model, **DRAFTING).generate(ids, max_new_tokens=80)
     assert answer.token_ids == plain(model, ids, max_new_tokens=80)
-
-
-def test_an_end_token_behind_the_limit_is_the_reason(speculator: Speculator, short: Any) -> None:
-    ids = random_ids(LIMIT - 2)
-    expected = plain(short, ids, max_new_tokens=30)
-    end = next(token for token in expected[8:] if token not in expected[:8])
-    answer = speculator.generate(ids, max_new_tokens=30, eos_token_id=end)
-    assert answer.token_ids == expected[: expected.index(end) + 1]
-    assert answer.stop_reason == "eos"
 
 
 @pytest.mark.parametrize("length", [LIMIT - 6, LIMIT - 1])
@@ -127,16 +117,6 @@ def test_pinned_drafts_leave_the_text_behind_the_limit_unchanged(executor: str) 
         for speculate in (True, False)
     ]
     assert answers[0] == answers[1]
-
-
-def test_a_conversation_goes_on_behind_the_limit(speculator: Speculator, short: Any) -> None:
-    session, ids = speculator.session(), random_ids(LIMIT - 12)
-    for turn in range(4):
-        answer = session.generate(ids, max_new_tokens=8)
-        assert answer.token_ids == plain(short, ids, max_new_tokens=8)
-        assert (answer.stats.reused_tokens > 0) == (turn > 0)
-        ids = torch.cat([ids, torch.tensor([answer.token_ids]), random_ids(3, seed=turn)], dim=1)
-    assert ids.shape[1] > LIMIT + 20
 
 
 def test_a_draft_model_made_for_fewer_positions_drafts_up_to_them(short: Any) -> None:

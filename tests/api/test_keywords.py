@@ -191,7 +191,6 @@ SAMPLED |= {"epsilon_cutoff", "eta_cutoff", "num_return_sequences"}
 
 @pytest.fixture(scope="module")
 def own() -> Speculator:
-    """A tiny Llama in float32, with a tokenizer."""
     return wrap(make_model("llama", vocab_size=300), byte_level_bpe())
 
 

@@ -165,7 +165,6 @@ def speaker() -> Speculator:
 
 
 def text_of(shown: str) -> str:
-    """What a reader sees of the answer itself."""
     (body,) = re.findall(r"pre-wrap[^>]*>(.*?)</div>", shown, re.DOTALL)
     return unescape(re.sub(r"<[^>]*>", "", body))
 

@@ -50,12 +50,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return byte_level_bpe()
 
 
-@pytest.fixture
-def chat(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
 def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return cast(list[int], tokenizer(text)["input_ids"])
 
@@ -69,25 +63,23 @@ def pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
 # Prompts
 
 
-def test_words_become_a_user_turn_of_the_chat_template(chat: PreTrainedTokenizerFast) -> None:
-    expected = ids_of(chat, "user: the cat?\nassistant: ")
-    assert encode(chat, "the cat?").tolist() == [expected]
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
 
-def test_messages_go_through_the_chat_template(chat: PreTrainedTokenizerFast) -> None:
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    expected = ids_of(chat, "system: be brief\nuser: hi\nassistant: ")
-    assert encode(chat, messages).tolist() == [expected]
-
-
-def test_raw_words_pass_by_the_template(chat: PreTrainedTokenizerFast) -> None:
-    assert encode(chat, "the cat", raw=True).tolist() == [ids_of(chat, "the cat")]
-
-
-def test_words_are_taken_as_they_are_without_a_template(
-    tokenizer: PreTrainedTokenizerFast,
+@pytest.mark.parametrize(
+    ("template", "prompt", "raw", "text"),
+    [
+        (TEMPLATE, "the cat?", False, "user: the cat?\nassistant: "),
+        (TEMPLATE, MESSAGES, False, "system: be brief\nuser: hi\nassistant: "),
+        (TEMPLATE, "the cat", True, "the cat"),
+        (None, "the cat", False, "the cat"),
+    ],
+)
+def test_words_and_messages_go_through_the_chat_template_if_there_is_one(
+    template: str | None, prompt: Any, raw: bool, text: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    assert encode(tokenizer, "the cat").tolist() == [ids_of(tokenizer, "the cat")]
+    tokenizer.chat_template = template
+    assert encode(tokenizer, prompt, raw=raw).tolist() == [ids_of(tokenizer, text)]
 
 
 def test_ids_need_no_tokenizer() -> None:
@@ -130,16 +122,15 @@ def test_blocks_of_any_size_join_to_the_same_text(
     assert found + decoder.push([], last=True) == text
 
 
-def test_a_character_is_held_back_until_its_last_byte(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_character_is_held_back_until_its_last_byte_or_the_end(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     ids = ids_of(tokenizer, "a\N{GRINNING FACE}b")
     assert pieces(tokenizer, ids) == ["a", "", "", "", "\N{GRINNING FACE}", "b", ""]
-
-
-def test_half_a_character_at_the_end_is_given_up(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = ids_of(tokenizer, "a\N{GRINNING FACE}")[:3]
-    found = pieces(tokenizer, ids)
-    assert found == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
-    assert "".join(found) == tokenizer.decode(ids)
+    assert pieces(tokenizer, ids[:3]) == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
+    assert "".join(pieces(tokenizer, ids[:3])) == tokenizer.decode(ids[:3])
+    end = cast(int, tokenizer.eos_token_id)  # special: left out
+    assert "".join(pieces(tokenizer, [ids[0], end, ids[-1], end])) == "ab"
 
 
 def test_half_a_character_in_the_middle_comes_with_what_follows(
@@ -149,12 +140,6 @@ def test_half_a_character_in_the_middle_comes_with_what_follows(
     found = pieces(tokenizer, ids)
     assert found[:3] == ["", "", "\N{REPLACEMENT CHARACTER}b"]
     assert "".join(found) == tokenizer.decode(ids)
-
-
-def test_special_tokens_are_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
-    end = cast(int, tokenizer.eos_token_id)
-    ids = [*ids_of(tokenizer, "the cat"), end, *ids_of(tokenizer, " sat"), end]
-    assert "".join(pieces(tokenizer, ids)) == "the cat sat"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ DEFAULTS: dict[str, Any] = {"drafter": "exit:layers=2,threshold=0.8"}
 
 @pytest.fixture(autouse=True)
 def cache(empty_cache: Path) -> Path:
-    """Where tuned settings are kept."""
     return empty_cache / "tuned"
 
 
@@ -48,13 +47,11 @@ def wrapped(model: PreTrainedModel, heads: ExitHeads, **options: Any) -> Specula
     return wrap(model, heads=heads, **options)
 
 
-def test_without_a_file_the_heads_defaults_hold(model: PreTrainedModel, heads: ExitHeads) -> None:
-    assert wrapped(model, heads).options.exit.layers == (2,)
-
-
 def test_what_was_tuned_wins_over_the_heads_and_what_is_asked_for_wins_over_both(
-    model: PreTrainedModel, heads: ExitHeads, kept: Path
+    model: PreTrainedModel, backbone: Backbone, heads: ExitHeads
 ) -> None:
+    assert wrapped(model, heads).options.exit.layers == (2,)
+    tuned.write(backbone, heads, OPTIONS, {})
     tuned_exit = wrapped(model, heads).options.exit
     assert tuned_exit == Exit(layers=(4,), threshold=0.25, anneal_strength=0.5, max_tokens=3)
     asked = wrapped(model, heads, drafter="exit:max_tokens=5").options.exit
@@ -123,6 +120,7 @@ def test_another_model_dtype_number_of_threads_or_head_has_another_file(
         (backbone, make_heads("translator", backbone.unembedding, base_fingerprint="other")),
     ]
     files = {tuned.path(*other) for other in others}
+    assert tuned.processor(torch.device("cpu"))
     monkeypatch.setattr(tuned, "processor", lambda device: "another one")
     files.add(tuned.path(backbone, heads))
     monkeypatch.undo()
@@ -138,10 +136,6 @@ def test_defaults_of_the_heads_do_not_change_the_file(backbone: Backbone, kept: 
         "translator", backbone.unembedding, defaults={"drafter": "exit:max_tokens=2"}
     )
     assert tuned.path(backbone, other) == kept
-
-
-def test_a_processor_has_a_name() -> None:
-    assert tuned.processor(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

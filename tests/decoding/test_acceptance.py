@@ -1,23 +1,39 @@
-"""Acceptance rules: greedy matching, and the exact law of what speculative sampling commits."""
+"""Acceptance rules: greedy matching, and the exact law of what each rule commits."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     NoRepeatNGramLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
 
-from selfspec.decoding.acceptance import GreedyMatch, SpeculativeSampling, residual
-from selfspec.decoding.drafters import Draft
+from selfspec import options as rules
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.acceptance import (
+    AcceptanceRule,
+    CmAsd,
+    Easd,
+    GreedyMatch,
+    SpeculativeSampling,
+    lossy_rule,
+    residual,
+)
+from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.sampling import Sampler
+from selfspec.errors import InvalidOption
+from selfspec.heads.heads import entropy
+from selfspec.options import TOGETHER
 from tests.laws import (
     DRAFT,
     TARGET,
@@ -35,8 +51,7 @@ from tests.laws import (
     plain,
     verdicts,
 )
-
-# Greedy
+from tests.models import make_model, random_ids
 
 
 def greedy_rule(*processors: Any) -> GreedyMatch:
@@ -69,19 +84,10 @@ def test_greedy_keeps_drafts_up_to_the_first_that_is_not_the_targets(
     assert verdicts(rule, Words(0), logits, Draft(tokens=draft)) == expected
 
 
-def test_greedy_is_lossless() -> None:
-    assert GreedyMatch(make_sampler(Sampler, do_sample=False)).lossless
-
-
-def test_greedy_processors_see_each_true_prefix_once() -> None:
-    seen: list[list[int]] = []
-
-    def note(ids: Tensor, scores: Tensor) -> Tensor:
-        seen.append(ids[0].tolist())
-        return scores
-
-    verdicts(greedy_rule(note), Words(7, 8), rows(3, 1, 4, 5), Draft(tokens=[3, 2, 4]))
-    assert seen == [[7, 8], [7, 8, 3]]
+def test_greedy_and_full_lenience_are_lossless() -> None:
+    sampler = make_sampler(Sampler)
+    rules = GreedyMatch(sampler), SpeculativeSampling(sampler), SpeculativeSampling(sampler, 0.99)
+    assert [rule.lossless for rule in rules] == [True, True, False]
 
 
 def test_greedy_compares_processed_scores() -> None:
@@ -103,22 +109,6 @@ def test_sampled_sequences_have_exactly_the_targets_law(count: int) -> None:
     assert_same(completed(law, 3), plain(3))
 
 
-def test_a_draft_stays_with_the_smaller_of_one_and_p_over_q() -> None:
-    sampler = make_sampler(LoadedSampler)
-    rule = SpeculativeSampling(sampler)
-    for token, expected in enumerate(DRAFT.tolist()):
-        if not expected:
-            continue
-        draft = Draft(tokens=[token], probs=[DRAFT])
-
-        def play(draft: Draft = draft) -> tuple[int, ...]:
-            logits = TARGETS[[0, *draft.tokens]].log()
-            return (int(verdicts(rule, Words(0), logits, draft)[0][1]),)
-
-        kept = enumerate_law(sampler, play).get((1,), 0.0)
-        assert kept == pytest.approx(min(1.0, float(TARGET[token]) / expected), abs=2e-7)
-
-
 def test_a_draft_is_never_refused_where_q_equals_p() -> None:
     sampler = make_sampler(FixedSampler)
     object.__setattr__(sampler, "u", 1.0 - 2.0**-24)  # the largest float32 below 1
@@ -137,20 +127,6 @@ def test_an_impossible_draft_is_refused_even_at_u_zero() -> None:
     draft = Draft(tokens=[0], probs=[law])
     rule = SpeculativeSampling(sampler)
     assert verdicts(rule, Words(0), target.log().expand(2, 2), draft) == [(1, False)]
-
-
-def test_drafts_from_a_disjoint_support_are_replaced_by_the_target() -> None:
-    sampler = make_sampler(LoadedSampler)
-    rule = SpeculativeSampling(sampler)
-    target, law = torch.tensor([0.0, 0.25, 0.0, 0.75]), torch.tensor([0.5, 0.0, 0.5, 0.0])
-
-    def play() -> tuple[int, ...]:
-        draft = draft_words(sampler, 0, 1, law.expand(4, 4))
-        found = verdicts(rule, Words(0), target.log().expand(2, 4), draft)
-        assert [is_draft for _, is_draft in found] == [False]
-        return (found[0][0],)
-
-    assert_same(enumerate_law(sampler, play), {(1,): 0.25, (3,): 0.75})
 
 
 @pytest.mark.parametrize("drafted", [[1, 0], [4, 4], [2, 3]])
@@ -231,59 +207,276 @@ def test_lenience_has_its_closed_form(lenience: float) -> None:
     assert (drift < 1e-6) == (lenience == 1.0)
 
 
-def test_only_full_lenience_calls_itself_lossless() -> None:
-    sampler = make_sampler(Sampler)
-    assert SpeculativeSampling(sampler).lossless
-    assert not SpeculativeSampling(sampler, 0.99).lossless
-
-
-@torch.inference_mode()
-def test_thirty_thousand_sampled_sequences_pass_a_chi_square_test() -> None:
-    draws, length = 30_000, 3
-    generator = torch.Generator().manual_seed(0)
-    sampler = Sampler(LogitsProcessorList(), do_sample=True, generator=generator)
-    rule = SpeculativeSampling(sampler)
-    # any laws will do here: 5 tokens, given the one before
-    targets, drafts = (0.7 * torch.randn(2, 5, 5, generator=generator)).softmax(-1)
-    logits, words, counts = targets.log(), Words(), Counter[tuple[int, ...]]()
-    for _ in range(draws):
-        words.tokens = [0]
-        while (missing := length + 1 - len(words.tokens)) > 0:
-            draft = draft_words(sampler, words.tokens[-1], missing - 1, drafts)
-            verdicts(rule, words, logits[[words.tokens[-1], *draft.tokens]], draft)
-        counts[tuple(words.tokens[1:])] += 1
-    law = plain(length, targets)
-    assert min(law.values()) * draws > 5  # enough for the test to hold
-    statistic = sum((counts[s] - draws * p) ** 2 / (draws * p) for s, p in law.items())
-    tail = torch.special.gammaincc(torch.tensor((len(law) - 1) / 2), torch.tensor(statistic / 2))
-    assert tail > 1e-3
-
-
 # The residual
 
 
-def test_the_residual_by_hand() -> None:
-    # p - q in sixteenths: -5, 2, -1, 0, 4
-    assert residual(TARGET, DRAFT).tolist() == pytest.approx([0, 1 / 3, 0, 0, 2 / 3], abs=1e-7)
+HALF = torch.tensor([0.5, 0.5])
 
 
-def test_the_residual_of_equal_laws_is_the_law_itself() -> None:
-    assert torch.equal(residual(TARGET, TARGET.clone()), TARGET)
+@pytest.mark.parametrize(
+    ("target", "law", "expected"),
+    [
+        (TARGET, DRAFT, [0, 1 / 3, 0, 0, 2 / 3]),  # p - q in sixteenths: -5, 2, -1, 0, 4
+        (TARGET, TARGET.clone(), TARGET.tolist()),
+        (HALF, torch.nextafter(HALF, torch.ones(2)), [0.5, 0.5]),  # rounding leaves nothing
+        (HALF, torch.tensor([0.5, 0.5 - 2.0**-25]), [0.0, 1.0]),  # one unit in the last place
+    ],
+)
+def test_the_residual_by_hand(target: Tensor, law: Tensor, expected: list[float]) -> None:
+    before = target.clone(), law.clone()
+    assert residual(target, law).tolist() == pytest.approx(expected, abs=1e-7)
+    assert torch.equal(target, before[0])
+    assert torch.equal(law, before[1])
 
 
-def test_the_residual_where_rounding_leaves_nothing_is_the_target() -> None:
-    target = torch.tensor([0.3, 0.7])
-    assert torch.equal(residual(target, torch.nextafter(target, torch.ones(2))), target)
+# --- lossy rules: CM-ASD and EASD
 
 
-def test_the_residual_changes_neither_law() -> None:
-    target, law = torch.tensor([0.25, 0.75]), torch.tensor([0.5, 0.5])
-    residual(target, law)
-    assert target.tolist() == [0.25, 0.75]
-    assert law.tolist() == [0.5, 0.5]
+LOGITS = TARGET.log().expand(2, 5)
+"""Of the draft's row and of the bonus row: 3, 6, 1, 2, 4 sixteenths; the draft 8, 4, 2, 2, 0."""
 
 
-def test_the_tiniest_difference_still_gives_a_law() -> None:
-    target = torch.tensor([0.5, 0.5])
-    law = torch.tensor([0.5, 0.5 - 2.0**-25])  # one unit in the last place below
-    assert residual(target, law).tolist() == [0.0, 1.0]
+def cm_asd(sampler: Sampler, tolerance: float, confidence: float = 0.0, **options: Any) -> CmAsd:
+    given: dict[str, Any] = {"reading": "intent", "top_beta": 5, "tolerance_gain": 0.0} | options
+    return CmAsd(sampler, lambda _: torch.tensor(confidence), tolerance=tolerance, **given)
+
+
+def easd(sampler: Sampler, entropy_threshold: float = 0.0, overlap_threshold: float = 0.4) -> Easd:
+    # of the best two, {1, 4} and {0, 1}, one of two is in common
+    return Easd(
+        sampler,
+        entropy_threshold=entropy_threshold,
+        overlap_threshold=overlap_threshold,
+        overlap_tokens=2,
+    )
+
+
+def draft_of(token: int) -> Draft:
+    return Draft(tokens=[token], probs=[DRAFT], beliefs=[DRAFT])
+
+
+def greedy_choices(rule: AcceptanceRule) -> list[int]:
+    """What is committed in place of each of the five tokens, drafted alone."""
+    found = []
+    for token in range(5):
+        first, *_ = verdicts(rule, Words(0), LOGITS, draft_of(token))
+        assert first[1] == (first[0] == token)
+        found.append(first[0])
+    return found
+
+
+def sampled_law(make_rule: Callable[[Sampler], AcceptanceRule]) -> Law:
+    """Exact law of (token, whether it is the draft's) where drafts are drawn from DRAFT."""
+    sampler = make_sampler(LoadedSampler)
+    rule = make_rule(sampler)
+
+    def play() -> tuple[int, ...]:
+        draft = draft_of(sampler.draw(DRAFT))
+        token, is_draft = verdicts(rule, Words(0), LOGITS, draft)[0]
+        return token, int(is_draft)
+
+    return enumerate_law(sampler, play)
+
+
+def closed_form(kept: list[float], replaced: list[float]) -> Law:
+    law: Law = {(x, 1): kept[x] for x in range(5)}
+    return law | {(x, 0): replaced[x] for x in range(5)}
+
+
+def greedy_sampler() -> Sampler:
+    return make_sampler(Sampler, do_sample=False)
+
+
+# CM-ASD
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "top_beta", "expected"),
+    [
+        # nats below the best, token 1: log 2, 0, log 6, log 3, log 1.5
+        (0.0, 5, {1}),
+        (0.41, 5, {1, 4}),
+        (0.70, 5, {0, 1, 4}),
+        (1.10, 5, {0, 1, 3, 4}),
+        (9.0, 5, {0, 1, 2, 3, 4}),
+        (9.0, 3, {0, 1, 4}),
+        (9.0, 1, {1}),
+        (9.0, 99, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_greedy_cm_asd_keeps_what_is_near_the_targets_best(
+    tolerance: float, top_beta: int, expected: set[int]
+) -> None:
+    rule = cm_asd(greedy_sampler(), tolerance, top_beta=top_beta)
+    assert greedy_choices(rule) == [x if x in expected else 1 for x in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("reading", "confidence", "expected"),
+    # tau = 0.3 + 0.45 C in the intended reading, 0.3 + 0.45 (1 - C) in the printed one
+    [("intent", 1.0, True), ("intent", 0.0, False), ("paper", 1.0, False), ("paper", 0.0, True)],
+)
+def test_the_two_readings_move_the_tolerance_in_opposite_directions(
+    reading: str, confidence: float, expected: bool
+) -> None:
+    options = {"reading": reading, "tolerance_gain": 0.45}
+    rule = cm_asd(greedy_sampler(), 0.3, confidence, **options)
+    assert (greedy_choices(rule)[0] == 0) is expected  # token 0 lies 0.69 below the best
+
+
+def test_a_draft_without_belief_counts_as_certain() -> None:
+    rule = cm_asd(greedy_sampler(), 0.0, 0.0, tolerance_gain=0.7)
+    assert verdicts(rule, Words(0), LOGITS, Draft(tokens=[0]))[0] == (0, True)
+    assert verdicts(rule, Words(0), LOGITS, draft_of(0))[0] == (1, False)
+
+
+def test_cm_asd_goes_on_behind_a_kept_draft_and_ends_behind_a_refused_one() -> None:
+    rule = cm_asd(greedy_sampler(), 0.7)
+    logits = TARGET.log().expand(4, 5)
+    draft = Draft(tokens=[0, 4, 2], beliefs=[DRAFT] * 3)
+    assert verdicts(rule, Words(0), logits, draft) == [(0, True), (4, True), (1, False)]
+    draft = Draft(tokens=[0, 4, 1], beliefs=[DRAFT] * 3)
+    assert len(verdicts(rule, Words(0), logits, draft)) == 4  # and the bonus
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.41, 0.7, 9.0])
+def test_sampled_cm_asd_has_its_closed_form(tolerance: float) -> None:
+    law = sampled_law(lambda sampler: cm_asd(sampler, tolerance))
+    p, q = TARGET.tolist(), DRAFT.tolist()
+    kept = [q[x] * (math.log(p[1] / p[x]) <= tolerance) for x in range(5)]
+    assert_same(law, closed_form(kept, [(1 - sum(kept)) * p[x] for x in range(5)]))
+
+
+def test_cm_asd_looks_at_processed_scores() -> None:
+    rule = cm_asd(make_sampler(Sampler, TopKLogitsWarper(2), do_sample=False), 9.0)
+    assert greedy_choices(rule) == [1, 1, 1, 1, 4]
+
+
+# EASD
+
+
+def entropies() -> tuple[float, float]:
+    return float(entropy(TARGET)), float(entropy(DRAFT))
+
+
+def test_greedy_easd_rules_out_the_drafts_token_where_both_waver() -> None:
+    # the target's best is 1, its second best 4
+    assert greedy_choices(easd(greedy_sampler())) == [1, 4, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("entropy_threshold", "overlap_threshold", "penalised"),
+    [
+        (min(entropies()) - 1e-3, 0.4, True),
+        (min(entropies()) + 1e-3, 0.4, False),
+        (max(entropies()) - 1e-3, 0.4, False),  # both must exceed it
+        (0.0, 0.49, True),
+        (0.0, 0.5, False),  # ">", not "at least"
+    ],
+)
+def test_easd_penalises_above_both_thresholds_only(
+    entropy_threshold: float, overlap_threshold: float, penalised: bool
+) -> None:
+    rule = easd(greedy_sampler(), entropy_threshold, overlap_threshold)
+    assert greedy_choices(rule) == [1, 4 if penalised else 1, 1, 1, 1]
+
+
+def test_easd_without_a_belief_is_greedy_matching() -> None:
+    rule = easd(greedy_sampler())
+    assert verdicts(rule, Words(0), LOGITS, Draft(tokens=[1]))[0] == (1, True)
+    assert verdicts(rule, Words(0), LOGITS, Draft(tokens=[4]))[0] == (1, False)
+
+
+def test_sampled_easd_at_a_penalised_place_never_keeps_the_draft() -> None:
+    p, q = TARGET.tolist(), DRAFT.tolist()
+    replaced = [
+        sum(q[x] * p[y] / (1 - p[x]) for x in range(5) if x != y) for y in range(5)
+    ]  # a draw from the target's law without the draft's token
+    assert_same(sampled_law(easd), closed_form([0.0] * 5, replaced))
+
+
+def test_sampled_easd_elsewhere_keeps_by_the_ratio_and_replaces_from_the_target_itself() -> None:
+    p, q = TARGET.tolist(), DRAFT.tolist()
+    kept = [min(p[x], q[x]) for x in range(5)]
+    law = sampled_law(lambda sampler: easd(sampler, entropy_threshold=9.0))
+    assert_same(law, closed_form(kept, [(1 - sum(kept)) * p[x] for x in range(5)]))
+    # which is not the target's law: the residual would make it so
+    assert law[0, 1] + law[0, 0] != pytest.approx(p[0], abs=1e-3)
+
+
+# From options, through the facade
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "token"),
+    [
+        ("cm-asd", "tolerance", 0.5, 4),
+        ("cm-asd", "tolerance_gain", 2.0, 4),
+        ("cm-asd", "top_beta", 1, 4),
+        ("cm-asd", "reading", "paper", 4),
+        ("cm-asd", "weights", (0.0, 1.0, 0.0), 4),
+        ("cm-asd", "margin_scale", 9.0, 4),
+        ("easd", "entropy", 9.0, 1),
+        ("easd", "overlap", 0.9, 1),
+        ("easd", "tokens", 2, 1),
+    ],
+)
+def test_every_option_changes_its_rule(name: str, option: str, value: Any, token: int) -> None:
+    # C is 0.4 * 0.246 + 0.3 * 2/3 + 0.3 / 2 = 0.448, tau 0.37; token 4 lies 0.41 below the best
+    tolerance = 0.5 if option == "top_beta" else 0.1
+    base: dict[str, rules.CmAsd | rules.Easd] = {
+        "cm-asd": rules.CmAsd(tolerance=tolerance, tolerance_gain=0.6),
+        "easd": rules.Easd(entropy=0.0, overlap=0.7, tokens=4),
+    }
+    kept = []
+    for wanted in (base[name], replace(base[name], **{option: value})):
+        rule = lossy_rule(greedy_sampler(), wanted)
+        kept.append([verdicts(rule, Words(0), LOGITS, draft_of(x))[0] for x in range(5)])
+    assert kept[0][token] != kept[1][token]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("drafter", [name for name in TOGETHER if name != "none"])
+@pytest.mark.parametrize("acceptance", ["cm-asd", "easd:entropy=0.1"])
+def test_every_drafter_serves_every_lossy_rule_and_results_say_so(
+    eager: Speculator, acceptance: str, drafter: str, do_sample: bool
+) -> None:
+    options: dict[str, Any] = {"acceptance": acceptance, "drafter": drafter, "seed": 0}
+    answer = eager.generate(
+        random_ids(13), max_new_tokens=20, do_sample=do_sample, temperature=2.0, **options
+    )
+    assert len(answer.token_ids) == 20
+    assert answer.stats.drafted > 0
+    assert not answer.stats.lossless
+
+
+def test_a_rule_without_slack_gives_the_plain_text_and_one_with_slack_another(
+    eager: Speculator,
+) -> None:
+    ids = random_ids(13)
+    plain = eager.generate(ids, max_new_tokens=40, drafter="none").token_ids
+
+    def text(**options: Any) -> list[int]:
+        return eager.generate(ids, max_new_tokens=40, **options).token_ids
+
+    assert text(acceptance="cm-asd:tolerance=0,tolerance_gain=0") == plain
+    assert text(acceptance="cm-asd:tolerance=9,top_beta=90") != plain
+    assert text(acceptance="easd:entropy=9") == plain
+    assert text(acceptance="easd:entropy=0,overlap=0") != plain
+
+
+def test_a_lossy_rule_is_announced_once_and_never_where_nothing_is_drafted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    speculator = wrap(make_model("llama"), heads="logit-lens", acceptance="cm-asd")
+    with caplog.at_level(logging.WARNING, "selfspec"):
+        for drafter in ("none", "exit", "exit"):
+            answer = speculator.generate(random_ids(5), max_new_tokens=2, drafter=drafter)
+            assert answer.stats.lossless is (drafter == "none")
+    warnings = [entry.message for entry in caplog.records if entry.levelno >= logging.WARNING]
+    assert warnings == ["lossy acceptance: the output differs from the model's own"]
+
+
+def test_easd_without_a_calibrated_threshold_names_the_command() -> None:
+    with pytest.raises(InvalidOption, match="Run: selfspec calibrate --entropy"):
+        lossy_rule(greedy_sampler(), rules.Easd())

@@ -19,7 +19,6 @@ from selfspec.decoding.controllers import (
     Threshold,
     make_controller,
 )
-from selfspec.errors import InvalidOption
 from selfspec.options import CONTROLLERS, Exit
 
 BOUNDS = Bounds(1, 10)
@@ -44,55 +43,47 @@ def confident(controller: DraftController, confidences: list[float]) -> int:
     raise AssertionError("the round went on")
 
 
-def test_a_fixed_length_stays() -> None:
-    assert lengths(Fixed(4), [4, 0, 2]) == [4, 4, 4, 4]
-    assert confident(Fixed(3), [0.0, 0.0, 0.0]) == 3
+@pytest.mark.parametrize(
+    ("controller", "kept", "expected"),
+    [
+        (Fixed(4), [4, 0, 2], [4, 4, 4, 4]),
+        (Threshold(5, 0.4), [5, 0], [5, 5, 5]),
+        (Heuristic(5, BOUNDS), [5, 7, 3, 0, 7], [5, 7, 9, 8, 7, 9]),
+        (Heuristic(9, BOUNDS), [9, 10], [9, 10, 10]),
+        (Heuristic(2, BOUNDS), [0, 0], [2, 1, 1]),
+        (Heuristic(5, BOUNDS), [(2, 2)], [5, 7]),  # ended early and kept: success
+        (GammaTune(6, BOUNDS, 0.5, 2.0), [(2, 2)], [6, 5]),  # (1 - 0.5) 6 + 0.5 (2 + 2) = 5
+        # all 4 kept: a = 6, mean 5;  2 of 5: mean 3.5, up to 4;  0 of 4: mean 1.75, up to 2;
+        # all 2 kept: a = 4, mean 2.875, up to 3
+        (GammaTune(4, BOUNDS, 0.5, 2.0), [4, 2, 0, 2], [4, 5, 4, 2, 3]),
+        (GammaTunePlus(4, BOUNDS, 0.5, 2.0, 0.4), [4, 2, 0, 2], [4, 5, 4, 2, 3]),
+        # means 3.5, 2.45, 1.715; from the rounded lengths the last would be 0.7 * 3 = 2.1, up to 3
+        (GammaTune(5, BOUNDS, 0.3, 2.0), [0, 0, 0], [5, 4, 3, 2]),
+        (GammaTune(10, BOUNDS, 1.0, 2.0), [10, 0, 1], [10, 10, 1, 3]),  # back from a bound at once
+        (GammaTune(24, BOUNDS, 0.3, 2.0), [], [10]),
+        (GammaTune(1, Bounds(3, 10), 0.3, 2.0), [0], [3, 3]),
+    ],
+)
+def test_lengths_of_rounds_by_hand(
+    controller: DraftController, kept: list[int | tuple[int, int]], expected: list[int]
+) -> None:
+    assert lengths(controller, kept) == expected
 
 
-def test_the_heuristic_takes_two_more_after_success_and_one_less_after_failure() -> None:
-    assert lengths(Heuristic(5, BOUNDS), [5, 7, 3, 0, 7]) == [5, 7, 9, 8, 7, 9]
-
-
-def test_the_heuristic_stays_within_its_bounds() -> None:
-    assert lengths(Heuristic(9, BOUNDS), [9, 10]) == [9, 10, 10]
-    assert lengths(Heuristic(2, BOUNDS), [0, 0]) == [2, 1, 1]
-
-
-def test_a_draft_that_ended_early_and_was_kept_counts_as_success() -> None:
-    assert lengths(Heuristic(5, BOUNDS), [(2, 2)]) == [5, 7]
-    # (1 - 0.5) 6 + 0.5 (2 + 2) = 5
-    assert lengths(GammaTune(6, BOUNDS, 0.5, 2.0), [(2, 2)]) == [6, 5]
-
-
-def test_a_threshold_stops_behind_the_first_unsure_token() -> None:
-    assert confident(Threshold(5, 0.4), [0.9, 0.4, 0.39, 0.9]) == 3
-    assert confident(Threshold(2, 0.4), [0.9, 0.9]) == 2
-    assert lengths(Threshold(5, 0.4), [5, 0]) == [5, 5, 5]
-
-
-def test_gammatune_by_hand() -> None:
-    controller = GammaTune(4, BOUNDS, 0.5, 2.0)
-    # all 4 kept: a = 6, mean 5;  2 of 5: mean 3.5, up to 4;  0 of 4: mean 1.75, up to 2;
-    # all 2 kept: a = 4, mean 2.875, up to 3
-    assert lengths(controller, [4, 2, 0, 2]) == [4, 5, 4, 2, 3]
-
-
-def test_gammatune_remembers_the_mean_not_the_length_it_rounded_up_to() -> None:
-    # means 3.5, 2.45, 1.715; from the rounded lengths the last would be 0.7 * 3 = 2.1, up to 3
-    assert lengths(GammaTune(5, BOUNDS, 0.3, 2.0), [0, 0, 0]) == [5, 4, 3, 2]
-
-
-def test_gammatune_stays_within_its_bounds_and_comes_back_from_them_at_once() -> None:
-    assert lengths(GammaTune(10, BOUNDS, 1.0, 2.0), [10, 0, 1]) == [10, 10, 1, 3]
-    assert lengths(GammaTune(24, BOUNDS, 0.3, 2.0), []) == [10]
-    assert lengths(GammaTune(1, Bounds(3, 10), 0.3, 2.0), [0]) == [3, 3]
-
-
-def test_gammatune_plus_also_stops_where_the_draft_is_unsure() -> None:
-    controller = GammaTunePlus(4, BOUNDS, 0.5, 2.0, 0.4)
-    assert confident(controller, [0.9, 0.3, 0.9, 0.9]) == 2
-    assert lengths(controller, [4, 2, 0, 2]) == [4, 5, 4, 2, 3]
-    assert confident(GammaTune(4, BOUNDS, 0.5, 2.0), [0.9, 0.3, 0.9, 0.9]) == 4
+@pytest.mark.parametrize(
+    ("controller", "confidences", "drafted"),
+    [
+        (Fixed(3), [0.0, 0.0, 0.0], 3),
+        (Threshold(5, 0.4), [0.9, 0.4, 0.39, 0.9], 3),
+        (Threshold(2, 0.4), [0.9, 0.9], 2),
+        (GammaTune(4, BOUNDS, 0.5, 2.0), [0.9, 0.3, 0.9, 0.9], 4),
+        (GammaTunePlus(4, BOUNDS, 0.5, 2.0, 0.4), [0.9, 0.3, 0.9, 0.9], 2),
+    ],
+)
+def test_a_threshold_stops_behind_the_first_unsure_token(
+    controller: DraftController, confidences: list[float], drafted: int
+) -> None:
+    assert confident(controller, confidences) == drafted
 
 
 def mean_confidence(law: torch.Tensor) -> torch.Tensor:
@@ -193,8 +184,3 @@ def test_options_of_the_ensemble_reach_the_signal() -> None:
 
     assert len({confidence(), confidence(margin_scale=3.0)}) == 2
     assert confidence() != confidence(weights=(1.0, 0.0, 0.0))
-
-
-def test_an_unknown_controller_names_the_nearest() -> None:
-    with pytest.raises(InvalidOption, match="Did you mean gammatune"):
-        SpeculationOptions().updated({"controller": "gamatune"})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,9 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from selfspec.api import speculator as facade
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import Fixed, Threshold
-from selfspec.decoding.drafters import DraftCache, DraftModelDrafter, check_same_tokens
+from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter, check_same_tokens
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Stopwatch, common
@@ -33,8 +30,6 @@ from tests.talks import make_tokenizer
 
 
 class CountingBackbone(Backbone):
-    """Notes the positions of every pass through its first layer."""
-
     def __init__(self, model: Any) -> None:
         self.passes: list[list[int]] = []
         super().__init__(model, executor="generic")
@@ -53,9 +48,9 @@ def second() -> CountingBackbone:
 
 
 @pytest.fixture(scope="module")
-def target() -> Backbone:
+def target(exact: Any) -> Backbone:
     """Only holds a state here; it runs nothing."""
-    return Backbone(make_model("llama", torch.float64), executor="generic")
+    return Backbone(exact, executor="generic")
 
 
 def make_sampler(*processors: Any, do_sample: bool = False) -> Sampler:
@@ -143,11 +138,10 @@ def test_nothing_is_drafted_beyond_the_other_models_last_position(target: Backbo
 
 
 def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
-    second: CountingBackbone,
+    second: CountingBackbone, exact: Any
 ) -> None:
-    model = make_model("llama", torch.float64)
     options = SpeculationOptions(drafter="draft-model")
-    speculator = Speculator(Backbone(model), None, None, "", options, second)
+    speculator = Speculator(Backbone(exact), None, None, "", options, second)
     session = speculator.session()
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)
@@ -158,20 +152,15 @@ def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
     assert again.token_ids == speculator.generate(turn, max_new_tokens=8).token_ids
 
 
-def test_a_model_that_drafts_for_itself_is_always_right() -> None:
-    model = make_model("llama", torch.float64)
-    speculator = wrap(model, draft_model=model, drafter="draft-model:max_tokens=3")
+def test_a_model_that_drafts_for_itself_is_always_right(exact: Any) -> None:
+    speculator = wrap(exact, draft_model=exact, drafter="draft-model:max_tokens=3")
+    assert wrap(exact, draft_model=exact).options.drafter == "draft-model"
+    assert wrap(exact, draft_model=exact, drafter="ngram").options.drafter == "ngram"
     stats = speculator.generate(random_ids(9), max_new_tokens=21).stats
     assert (stats.drafted, stats.accepted) == (15, 15)
     assert stats.drafted_by_source == {"draft-model": 15}
     sampled = speculator.generate(random_ids(9), max_new_tokens=21, do_sample=True, seed=1).stats
     assert sampled.accepted == sampled.drafted
-
-
-def test_a_draft_model_drafts_unless_options_say_otherwise() -> None:
-    model = make_model("llama", torch.float64)
-    assert wrap(model, draft_model=model).options.drafter == "draft-model"
-    assert wrap(model, draft_model=model, drafter="ngram").options.drafter == "ngram"
 
 
 def test_a_draft_model_takes_the_place_of_the_default_heads(
@@ -204,17 +193,12 @@ def test_another_vocabulary_is_refused_with_sizes_and_the_first_difference() -> 
     )
 
 
-def test_another_number_of_logits_is_refused() -> None:
-    with pytest.raises(DraftModelMismatch, match="has 64 rows in its unembedding, the model 96"):
-        wrap(make_model("llama"), draft_model=make_model("llama", vocab_size=64))
-
-
 @pytest.mark.parametrize("rows", [64, 96, 128])
-def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int) -> None:
+def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int, exact: Any) -> None:
     tokenizer = make_tokenizer()  # of ten tokens: all rows behind them are padding
-    model, small = make_model("llama", torch.float64), make_model("llama", vocab_size=rows)
-    plain = wrap(model, speculate=False).generate(random_ids(9), max_new_tokens=12).token_ids
-    speculator = wrap(model, tokenizer, draft_model=small, drafter="draft-model:max_tokens=3")
+    small = make_model("llama", vocab_size=rows)
+    plain = wrap(exact, speculate=False).generate(random_ids(9), max_new_tokens=12).token_ids
+    speculator = wrap(exact, tokenizer, draft_model=small, drafter="draft-model:max_tokens=3")
     for talker in (speculator, speculator.session()):
         answer = talker.generate(random_ids(9), max_new_tokens=12)
         assert answer.token_ids == plain
@@ -237,9 +221,13 @@ def test_logits_have_the_targets_length_and_none_for_what_the_draft_model_lacks(
     assert bool((fitted[:, shared:] == -torch.inf).all())
 
 
-def test_padding_must_begin_behind_the_last_token() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens([f"word {number}" for number in range(70)])
+@pytest.mark.parametrize("named", [False, True])
+def test_another_number_of_logits_is_refused_unless_padding_begins_behind_the_last_token(
+    named: bool,
+) -> None:
+    tokenizer = make_tokenizer() if named else None
+    if tokenizer is not None:
+        tokenizer.add_tokens([f"word {number}" for number in range(70)])
     with pytest.raises(DraftModelMismatch, match="has 64 rows in its unembedding, the model 96"):
         wrap(make_model("llama"), tokenizer, draft_model=make_model("llama", vocab_size=64))
 
@@ -250,19 +238,3 @@ def test_the_prefix_that_two_texts_share_is_counted() -> None:
     assert common(old, [1, 2, 3]) == 3
     assert common(old, [9]) == 0
     assert common(old, []) == 0
-
-
-def test_the_command_takes_a_draft_model_from_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, layers in (("big", 6), ("small", 2)):
-        make_model("llama", num_hidden_layers=layers).save_pretrained(tmp_path / name)
-        make_tokenizer().save_pretrained(tmp_path / name)
-    command = ["generate", "--model", str(tmp_path / "big"), "--raw", "--json"]
-    command += ["--dtype", "float64", "--max-new-tokens", "12", "a b"]
-    assert main(command) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert main([*command, "--draft-model", str(tmp_path / "small")]) == 0
-    drafted = json.loads(capsys.readouterr().out)
-    assert drafted["token_ids"] == plain["token_ids"]
-    assert drafted["stats"]["drafted_by_source"]["draft-model"] > 0

@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import work
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.engine import Asked, Engine, Running, Runtime
+from selfspec.decoding.engine import BULK_ROWS, Asked, Engine, Pace, Running, Runtime
 from selfspec.decoding.prices import beside
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
@@ -31,8 +31,6 @@ NEW = 14
 
 @dataclass(frozen=True)
 class Wanted:
-    """One request."""
-
     prompt: Tensor
     seed: int | None
     options: SpeculationOptions
@@ -75,7 +73,6 @@ def requests(count: int, options: Sequence[SpeculationOptions]) -> list[Wanted]:
 
 
 def written(runtime: Listening[Recorder], wanted: Wanted) -> tuple[list[int], Tensor]:
-    """Alone."""
     running = Engine(runtime).add(wanted.asked(), wanted.options)
     tokens = [token for entry in running for token in entry.tokens]
     return tokens, runtime.heard[-1].logits
@@ -174,8 +171,6 @@ def test_texts_that_cannot_share_passes_are_what_they_are_alone() -> None:
 
 
 class Failing:
-    """A processor that raises at its n-th call."""
-
     def __init__(self, after: int, error: BaseException) -> None:
         self.left, self.error = after, error
 
@@ -288,3 +283,44 @@ def test_a_row_costs_more_of_a_fuller_round() -> None:
     assert beside(rows, 2)[0] == pytest.approx(0.1 / 1.05)
     # beyond the tenth row all cost the same: a round of 32 texts is nearly all rows
     assert beside(rows, 32) == pytest.approx([32 * 0.1 / (1 + 9 * 0.05 + 22 * 0.1)])
+
+
+# How much of a prompt enters with a round
+
+
+def test_prices_say_until_rounds_were_seen() -> None:
+    pace = Pace((0.1,))
+    assert pace.rows(1, 1.02) == 10
+    assert pace.rows(11, 1.02) == 20  # a round of eleven texts takes twice as long
+    assert pace.rows(1, 0.0) == 1
+    assert pace.rows(0, 0.0) == BULK_ROWS
+
+
+@pytest.mark.parametrize("row_s", [0.02, 0.5, 3.0])
+def test_rounds_get_as_long_as_asked_whatever_the_prices_said(row_s: float) -> None:
+    pace = Pace((0.1,))
+    usual, patience = 2.0, 1.5
+    for _ in range(3):
+        pace.note(8, 0, usual)
+    for _ in range(12):
+        rows = pace.rows(8, patience)
+        pace.note(8, rows, usual + rows * row_s)
+    assert rows == pytest.approx(max(patience * usual / row_s, 1), abs=1)
+    assert pace.rows(9, patience) == rows  # the nearest number of texts that was seen
+
+
+def test_a_quick_round_doubles_the_rows_at_most() -> None:
+    pace = Pace((0.1,))
+    pace.note(1, 0, 1.0)
+    pace.note(1, 5, 1.0)
+    assert pace.rows(1, 1.0) == 10
+    for _ in range(20):
+        pace.note(1, pace.rows(1, 1.0), 1.0)
+    assert pace.rows(1, 1.0) == BULK_ROWS
+
+
+def test_rounds_of_prompts_alone_say_nothing_of_waiting() -> None:
+    pace = Pace((0.1,))
+    pace.note(0, 100, 9.0)
+    pace.note(3, 100, 9.0)  # and none without prompts was seen
+    assert pace.rows(1, 1.05) == 10

@@ -14,7 +14,8 @@ import selfspec.decoding.acceptance
 import selfspec.decoding.decode
 import selfspec.decoding.drafters
 from selfspec.decoding.acceptance import GreedyMatch, Proposed, Target, Verdict
-from selfspec.decoding.drafters import Draft, ExitDrafter
+from selfspec.decoding.drafters.base import Draft
+from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.sampling import Choice, Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache
 from selfspec.decoding.work import Steps

@@ -11,8 +11,8 @@ import torch
 
 from selfspec.api.speculator import wrap
 from selfspec.decoding.controllers import DraftController, Fixed
-from selfspec.decoding.drafters import Draft, DraftsFrom, NgramDrafter, SeenTextFirst
-from selfspec.decoding.drafters.ngram import NgramIndex
+from selfspec.decoding.drafters.base import Draft, DraftsFrom
+from selfspec.decoding.drafters.ngram import NgramDrafter, NgramIndex, SeenTextFirst
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
@@ -20,8 +20,6 @@ from tests.models import make_model, needs_compiler, random_ids
 
 
 class Text:
-    """Stands in for DecodeState."""
-
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
@@ -63,27 +61,24 @@ def test_the_growing_index_finds_what_a_search_of_the_whole_text_finds(size: int
     assert index.text == text
 
 
-def test_nothing_is_found_in_an_empty_text_or_for_a_new_word() -> None:
+@pytest.mark.parametrize(
+    ("text", "found", "copy"),
+    [
+        ([], (0, 0), []),
+        ([1, 2, 3], (0, 3), []),  # a new word
+        ([1, 2, 7, 1, 2, 8, 1, 2], (2, 5), [8, 1, 2, 8]),  # the newest of equal matches
+        ([9, 1, 2, 1, 2], (2, 3), [1, 2, 1, 2, 1, 2, 1]),  # a copy goes on in itself
+        ([1, 5, 5], (1, 2), [5, 5, 5]),
+    ],
+)
+def test_matches_and_copies_by_hand(
+    text: list[int], found: tuple[int, int], copy: list[int]
+) -> None:
     index = NgramIndex(3)
-    assert index.find() == (0, 0)
-    index.extend([1, 2, 3])
-    assert index.find() == (0, 3)
-
-
-def test_the_most_recent_of_equal_matches_is_taken() -> None:
-    index = NgramIndex(2)
-    index.extend([1, 2, 7, 1, 2, 8, 1, 2])
-    assert index.find() == (2, 5)
-    assert index.copied(5, 2) == [8, 1]
-
-
-def test_a_copy_that_reaches_the_end_goes_on_in_itself() -> None:
-    index = NgramIndex(3)
-    index.extend([9, 1, 2, 1, 2])
-    assert index.find() == (2, 3)
-    assert index.copied(3, 7) == [1, 2, 1, 2, 1, 2, 1]
-    index.extend([5, 5])
-    assert index.copied(6, 3) == [5, 5, 5]
+    index.extend(text)
+    assert index.find() == found
+    if copy:
+        assert index.copied(found[1], len(copy)) == copy
 
 
 # The drafter
@@ -114,13 +109,6 @@ def test_drafting_stops_where_another_row_would_lower_the_tokens_per_time() -> N
         assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected, cost
 
 
-def test_a_draft_must_promise_what_its_first_row_costs() -> None:
-    # chances 1/4, 1/8, 3/32, 0.07: 0.54 tokens in all
-    for cost, expected in ((0.5, 4), (0.6, 0)):
-        drafter = make_drafter(rows=(cost, 0.0))
-        assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected
-
-
 @needs_compiler
 def test_a_block_costs_more_where_one_row_has_kernels_of_its_own() -> None:
     ids = torch.arange(96)[None]  # whatever comes was there before: a chance of 1/2
@@ -143,7 +131,11 @@ def test_a_row_costs_more_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked.stats.drafted > 0  # what was asked for counts
 
 
-def test_nothing_to_draft_and_nothing_worth_it_are_told_apart() -> None:
+def test_a_draft_must_promise_what_its_first_row_costs() -> None:
+    # chances 1/4, 1/8, 3/32, 0.07: 0.54 tokens in all
+    for cost, expected in ((0.5, 4), (0.6, 0)):
+        drafter = make_drafter(rows=(cost, 0.0))
+        assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected
     assert ask(make_drafter(), Text([1, 2, 3])).ended == "off"
     assert ask(make_drafter(rows=(0.3,)), Text([1, 2, 1])).ended == "unsure"
 
@@ -172,13 +164,6 @@ def test_a_guess_is_scored_up_to_its_first_wrong_token() -> None:
     ask(drafter, text)
     # two right, behind matches of one and two; the third wrong; the fourth no longer a guess
     assert drafter._rates == [0.0, 0.25 + 0.75 / 8, 0.5 + 0.5 / 8, 0.75 - 0.75 / 8]
-
-
-def test_a_processors_token_is_read_like_any_other() -> None:
-    drafter, text = make_drafter(rows=(0.0,)), Text([1, 2, 3, 1, 2])
-    assert ask(drafter, text).tokens[0] == 3
-    text.tokens += [7, 1, 2]  # 7 was forced upon the model
-    assert ask(drafter, text).tokens == [7, 1, 2, 7]
 
 
 class Listening(Fixed):
@@ -254,9 +239,8 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving() -> None:
 # Through the facade
 
 
-def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it() -> None:
-    model = make_model("llama", torch.float64)
-    speculator = wrap(model, drafter="ngram:size=2", prices="row=0.0")
+def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(exact: Any) -> None:
+    speculator = wrap(exact, drafter="ngram:size=2", prices="row=0.0")
     session = speculator.session()
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)

@@ -25,26 +25,14 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
 )
 
-from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.speculator import Speculator
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import _PROCESSORS, STATELESS, criterion_for, processor_for
 from selfspec.errors import InvalidOption
-from tests.models import VOCAB_SIZE, make_model, random_ids
+from tests.models import VOCAB_SIZE, random_ids
 
 LENGTH, NEW = 30, 16
 END = 95
-
-
-@pytest.fixture(scope="module")
-def exact() -> Any:
-    """The tiny Llama in float64."""
-    return make_model("llama", torch.float64)
-
-
-@pytest.fixture(scope="module")
-def speculator(exact: Any) -> Speculator:
-    """Drafts all the time, mostly wrongly."""
-    return wrap(exact, heads="logit-lens", drafter="exit:layers=2/5,threshold=0.05,max_tokens=4")
 
 
 @pytest.fixture
@@ -144,21 +132,21 @@ def test_every_criterion_of_transformers_is_known() -> None:
     }
 
 
-def compare(exact: Any, speculator: Speculator, options: dict[str, Any]) -> Tensor:
+def compare(exact: Any, eager: Speculator, options: dict[str, Any]) -> Tensor:
     """Ours, after it was compared with transformers' own batch and with `generate_batch`."""
     options = {"max_new_tokens": NEW, "do_sample": False} | options
     expected = exact.generate(**options)
-    found = exact.generate(custom_generate=speculator.hf(), **options)
+    found = exact.generate(custom_generate=eager.hf(), **options)
     assert torch.equal(found, expected)
     return found
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_two_rows_give_what_they_give_in_hugging_faces_batch(
-    name: str, exact: Any, speculator: Speculator, batch: dict[str, Tensor]
+    name: str, exact: Any, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     given = {"pad_token_id": 0} | batch | ROWS[name]
-    found = compare(exact, speculator, given)
+    found = compare(exact, eager, given)
     without = exact.generate(**batch, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     if name not in ("InfNanRemoveLogitsProcessor", "ForcedBOSTokenLogitsProcessor"):
         assert not torch.equal(found, without), "the processor changes nothing here"
@@ -167,54 +155,52 @@ def test_two_rows_give_what_they_give_in_hugging_faces_batch(
         options = {"pad_token_id": 0} | alone | ROWS[name]
         if name == "PrefixConstrainedLogitsProcessor":
             options["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
-        answer = compare(exact, speculator, options)
+        answer = compare(exact, eager, options)
         length = answer.shape[1]
         assert torch.equal(answer[0], found[row, :length])
 
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_rows_drawn_from_one_token_are_those_of_hugging_faces_batch(
-    name: str, exact: Any, speculator: Speculator, batch: dict[str, Tensor]
+    name: str, exact: Any, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     options = {"do_sample": True, "top_k": 1, "pad_token_id": 0} | SAMPLING[name]
-    compare(exact, speculator, batch | options)
+    compare(exact, eager, batch | options)
 
 
 @pytest.mark.parametrize("name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"])
 def test_sequences_of_one_prompt_share_what_is_held_for_it(
-    name: str, exact: Any, speculator: Speculator, batch: dict[str, Tensor]
+    name: str, exact: Any, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     value: Any = 3.0 if "penalty" in name else 1
     options = {name: value, "num_return_sequences": 2, "do_sample": True, "top_k": 1}
-    found = compare(exact, speculator, batch | options | {"pad_token_id": 0})
+    found = compare(exact, eager, batch | options | {"pad_token_id": 0})
     assert found.shape[0] == 4
     assert torch.equal(found[0], found[1])
 
 
 def test_negative_prompts_belong_to_their_rows(
-    exact: Any, speculator: Speculator, batch: dict[str, Tensor]
+    exact: Any, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     mask = torch.ones_like(NEGATIVE)
     mask[1, :2] = 0
     options = {"negative_prompt_ids": NEGATIVE, "negative_prompt_attention_mask": mask}
-    found = compare(exact, speculator, batch | {"guidance_scale": 1.8} | options)
+    found = compare(exact, eager, batch | {"guidance_scale": 1.8} | options)
     swapped = options | {"negative_prompt_ids": NEGATIVE.flip(0)}
-    assert not torch.equal(
-        found, compare(exact, speculator, batch | {"guidance_scale": 1.8} | swapped)
-    )
+    assert not torch.equal(found, compare(exact, eager, batch | {"guidance_scale": 1.8} | swapped))
 
 
 def test_prompt_lengths_of_a_users_own_penalty_belong_to_their_rows(
-    exact: Any, speculator: Speculator, batch: dict[str, Tensor]
+    exact: Any, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     def penalty(*lengths: int) -> list[Any]:
         return [RepetitionPenaltyLogitsProcessor(2.0, torch.tensor(lengths))]
 
-    found = compare(exact, speculator, batch | {"logits_processor": penalty(4, LENGTH)})
-    other = compare(exact, speculator, batch | {"logits_processor": penalty(LENGTH, 0)})
+    found = compare(exact, eager, batch | {"logits_processor": penalty(4, LENGTH)})
+    other = compare(exact, eager, batch | {"logits_processor": penalty(LENGTH, 0)})
     assert not torch.equal(found, other)
     with pytest.raises(InvalidOption, match="made for 3 rows, the batch has 2"):
-        speculator.generate_batch(batch["input_ids"], logits_processor=penalty(1, 2, 3))
+        eager.generate_batch(batch["input_ids"], logits_processor=penalty(1, 2, 3))
 
 
 class PerRow(LogitsProcessor):
@@ -237,21 +223,16 @@ class Cuttable(PerRow):
         return PerRow(self.first[row])
 
 
-def test_a_users_processor_is_refused_by_name_in_a_batch_and_runs_in_a_single_row(
-    exact: Any, speculator: Speculator, batch: dict[str, Tensor]
+def test_a_users_processor_runs_in_a_row_and_in_a_batch_only_if_it_can_be_cut(
+    exact: Any, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     with pytest.raises(InvalidOption, match=r"^PerRow may treat rows .*for_row\(row\)"):
-        exact.generate(**batch, custom_generate=speculator.hf(), logits_processor=[PerRow(0, 1)])
+        exact.generate(**batch, custom_generate=eager.hf(), logits_processor=[PerRow(0, 1)])
     with pytest.raises(InvalidOption, match=r"^<lambda> may treat rows"):
-        speculator.generate_batch(batch["input_ids"], logits_processor=[lambda _, scores: scores])
+        eager.generate_batch(batch["input_ids"], logits_processor=[lambda _, scores: scores])
     alone = {key: value[1:] for key, value in batch.items()}
-    compare(exact, speculator, alone | {"logits_processor": [PerRow(1)]})
-
-
-def test_a_users_processor_that_can_be_cut_runs_in_a_batch(
-    exact: Any, speculator: Speculator, batch: dict[str, Tensor]
-) -> None:
-    compare(exact, speculator, batch | {"logits_processor": [Cuttable(0, 1)]})
+    compare(exact, eager, alone | {"logits_processor": [PerRow(1)]})
+    compare(exact, eager, batch | {"logits_processor": [Cuttable(0, 1)]})
 
 
 @pytest.mark.parametrize("name", sorted(OF_OTHER_MODELS))
@@ -286,54 +267,47 @@ class Longer(StoppingCriteria):
 
 
 def test_criteria_of_the_users_own_end_their_own_row(
-    exact: Any, speculator: Speculator, batch: dict[str, Tensor]
+    exact: Any, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     options = batch | {"stopping_criteria": [Longer(LENGTH + 2, LENGTH + 6)], "pad_token_id": 0}
-    found = compare(exact, speculator, options | {"eos_token_id": END})
+    found = compare(exact, eager, options | {"eos_token_id": END})
     assert found.shape[1] == LENGTH + 6
     assert found[0, LENGTH + 2 :].eq(0).all()
+    # without a pad token transformers takes the first end token
+    compare(exact, eager, batch | {"eos_token_id": [*range(40, 60), 3]})
 
 
-def test_a_criterion_that_cannot_be_cut_is_refused_by_name(
-    speculator: Speculator, batch: dict[str, Tensor]
+@pytest.mark.parametrize(
+    ("criterion", "rows", "words"),
+    [
+        (lambda *_: True, 2, r"^<lambda> may treat rows"),
+        (Longer(7, 9), 1, r"^Longer gives .* for one row"),
+        (stopping_criteria.ConfidenceCriteria(0.5), 1, "ConfidenceCriteria needs scores"),
+    ],
+    ids=["uncut", "of more rows", "of scores"],
+)
+def test_criteria_that_cannot_be_asked_are_refused_by_name(
+    criterion: Any, rows: int, words: str, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
-    with pytest.raises(InvalidOption, match=r"^<lambda> may treat rows"):
-        speculator.generate_batch(batch["input_ids"], stopping_criteria=[lambda *_: True])
-
-
-def test_a_criterion_made_for_more_rows_is_refused(speculator: Speculator) -> None:
-    with pytest.raises(InvalidOption, match=r"^Longer gives .* for one row"):
-        speculator.generate(random_ids(5), stopping_criteria=[Longer(7, 9)])
+    with pytest.raises(InvalidOption, match=words):
+        eager.generate_batch(batch["input_ids"][:rows], stopping_criteria=[criterion])
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_lengths_and_end_tokens_given_as_criteria_count(
-    exact: Any, speculator: Speculator, batch: dict[str, Tensor], rows: int
+    exact: Any, eager: Speculator, batch: dict[str, Tensor], rows: int
 ) -> None:
     part = {key: value[:rows] for key, value in batch.items()}
     ends = stopping_criteria.EosTokenCriteria(list(range(30)))
-    found = compare(exact, speculator, part | {"stopping_criteria": [ends], "pad_token_id": 0})
+    found = compare(exact, eager, part | {"stopping_criteria": [ends], "pad_token_id": 0})
     assert found.shape[1] < LENGTH + NEW
     length = stopping_criteria.MaxLengthCriteria(LENGTH + 3)
-    found = compare(exact, speculator, part | {"stopping_criteria": [length]})
+    found = compare(exact, eager, part | {"stopping_criteria": [length]})
     assert found.shape[1] == LENGTH + 3
 
 
-def test_rows_that_end_early_are_padded_as_hugging_face_pads_them(
-    exact: Any, speculator: Speculator, batch: dict[str, Tensor]
-) -> None:
-    # without a pad token transformers takes the first end token
-    compare(exact, speculator, batch | {"eos_token_id": [*range(40, 60), 3]})
-
-
-def test_confidence_criteria_are_refused(speculator: Speculator) -> None:
-    wanted = stopping_criteria.ConfidenceCriteria(0.5)
-    with pytest.raises(InvalidOption, match="ConfidenceCriteria needs scores"):
-        speculator.generate(random_ids(5), stopping_criteria=[wanted])
-
-
 def test_every_row_has_the_whole_time_to_itself(
-    speculator: Speculator, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    eager: Speculator, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, step = 100.0, Engine.step
 
@@ -344,7 +318,7 @@ def test_every_row_has_the_whole_time_to_itself(
 
     monkeypatch.setattr(time, "time", lambda: now)
     monkeypatch.setattr(Engine, "step", a_second)
-    answers = speculator.generate_batch(
+    answers = eager.generate_batch(
         batch["input_ids"], max_new_tokens=NEW, max_time=5.5, speculate=False
     )
     assert [len(answer.token_ids) for answer in answers] == [6, 6]

@@ -65,7 +65,6 @@ def test_the_layer_of_heads_that_attend_is_packed_too(dtype: torch.dtype) -> Non
 
 
 def near(found: Tensor, expected: Tensor) -> bool:
-    """As far as 8 bits go."""
     return float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
 
 

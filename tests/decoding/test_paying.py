@@ -6,22 +6,17 @@ import math
 import random
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
 
 from selfspec.api.speculator import wrap
-from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import Fixed
-from selfspec.decoding.drafters import (
-    Draft,
-    NgramDrafter,
-    SeenTextFirst,
-    WhilePaying,
-    while_paying,
-)
-from selfspec.decoding.drafters.heads import LONGEST_PAUSE, SHORTEST_PAUSE, Paying
-from selfspec.decoding.prices import DraftCost, Load, Unmeasured
+from selfspec.decoding.drafters.base import Draft
+from selfspec.decoding.drafters.heads import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
+from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
+from selfspec.decoding.prices import DraftCost, Load
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from tests import ladder
@@ -136,16 +131,6 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
     assert 0.5 < worst <= 1.0
 
 
-def test_the_rule_switched_off_leaves_the_drafter_alone() -> None:
-    heads, costs = (
-        Heads(),
-        {"unmeasured": Unmeasured((0.08,), 0.08), "num_layers": 12, "exit_layers": (3,)},
-    )
-    off = SpeculationOptions(never_slower=False)
-    assert while_paying(heads, off, **costs) is heads  # type: ignore[arg-type]  # by name
-    assert isinstance(while_paying(heads, SpeculationOptions(), **costs), WhilePaying)  # type: ignore[arg-type]  # by name
-
-
 # Behind text already seen
 
 
@@ -195,10 +180,9 @@ EAGER = {"exit": "layers=2/5,threshold=0.05", "prices": "row=0.08"}
 
 
 @pytest.mark.parametrize("drafter", ["exit", "draft-model"])
-def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str) -> None:
-    model = make_model("llama", torch.float64)
+def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str, exact: Any) -> None:
     second = make_model("llama", torch.float64, num_hidden_layers=2)
-    speculator = wrap(model, heads="logit-lens", draft_model=second, drafter=drafter)
+    speculator = wrap(exact, heads="logit-lens", draft_model=second, drafter=drafter)
     speculator.options = speculator.options.updated(EAGER)
     ids, count = random_ids(13), 120
     plain = speculator.generate(ids, max_new_tokens=count, speculate=False)
@@ -213,8 +197,8 @@ def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str) -> None:
     assert stats.rounds - stats.ended["off"] <= 11 + 4 + 2 * stats.accepted
 
 
-def test_dearer_heads_are_paused_earlier() -> None:
-    speculator = wrap(make_model("llama", torch.float64), heads="logit-lens")
+def test_dearer_heads_are_paused_earlier(exact: Any) -> None:
+    speculator = wrap(exact, heads="logit-lens")
     speculator.options = speculator.options.updated(EAGER)
     cheap, dear = (
         speculator.generate(random_ids(13), max_new_tokens=60, prices={"head": cost}).stats.drafted

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.drafters import Draft
+from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.prices import Costs, DraftCost, token_cost
 from selfspec.decoding.stats import Round
 from selfspec.model.backbone import Backbone
@@ -24,14 +24,14 @@ COSTS = Costs(
     round=0.05,
 )
 
-COST = DraftCost(rows=(0.08,), head=0.05, num_layers=12)
-
 
 # Seconds
 
 
 def test_a_plain_step_is_layers_logits_and_bookkeeping() -> None:
     assert COSTS.plain_step() == pytest.approx(1.15)
+    for rows in (1, 2):
+        assert COSTS.seconds([(rows, 1, 10)], [(rows, 1)], 0) == pytest.approx(COSTS.step(rows))
 
 
 def test_shares_of_a_plain_step_add_up_to_the_widest_verification() -> None:
@@ -58,12 +58,6 @@ def test_a_pass_has_a_start_and_layers_that_all_cost_the_same(
     layers: int, rows: int, seconds: float
 ) -> None:
     assert COSTS.seconds([(rows, 1, layers)], [], 0) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_round_without_drafts_is_a_pass_through_all_layers_and_its_verdict(rows: int) -> None:
-    found = COSTS.seconds([(rows, 1, 10)], [(rows, 1)], 0)
-    assert found == pytest.approx(COSTS.step(rows))
 
 
 def test_counts_may_be_expected_ones_or_arrays() -> None:
@@ -105,26 +99,23 @@ def test_rounds_cost_their_passes_their_verdicts_and_the_heads_asked() -> None:
 # What drafting adds, as a share of a plain step
 
 
-def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_were_asked() -> None:
-    draft = Draft(tokens=[1, 2], exit_layers=[3, 6], heads=3)
-    assert COST.of(draft) == pytest.approx(9 / 12 + 2 * 0.08 + 3 * 0.05)
-
-
-def test_a_difficult_token_costs_all_heads_and_no_layers() -> None:
-    assert COST.of(Draft(heads=2)) == pytest.approx(2 * 0.05)
-    draft = Draft(tokens=[1], exit_layers=[3], heads=3)
-    assert COST.of(draft) == pytest.approx(3 / 12 + 0.08 + 3 * 0.05)
-
-
-def test_the_second_row_may_cost_more_than_the_others() -> None:
-    cost = DraftCost(rows=(0.8, 0.1))
-    drafts = [Draft(tokens=[1] * count, sources=["draft-model"] * count) for count in (0, 1, 3)]
-    assert [cost.of(draft) for draft in drafts] == pytest.approx([0.0, 0.8, 1.0])
-
-
-def test_text_already_seen_is_no_cost_of_heads() -> None:
-    draft = Draft(tokens=[1, 2, 3], sources=["ngram", "ngram", "exit"], heads=1)
-    assert DraftCost(rows=(0.8, 0.1, 0.2), head=0.05).of(draft) == pytest.approx(0.25)
+@pytest.mark.parametrize(
+    ("rows", "draft", "cost"),
+    [
+        ((0.08,), Draft(tokens=[1, 2], exit_layers=[3, 6], heads=3), 9 / 12 + 0.16 + 0.15),
+        ((0.08,), Draft(tokens=[1], exit_layers=[3], heads=3), 3 / 12 + 0.08 + 0.15),
+        ((0.08,), Draft(heads=2), 0.1),  # a difficult token: all heads and no layers
+        ((0.8, 0.1), Draft(), 0.0),
+        ((0.8, 0.1), Draft(tokens=[1], sources=["draft-model"]), 0.8),
+        ((0.8, 0.1), Draft(tokens=[1] * 3, sources=["draft-model"] * 3), 1.0),
+        # text already seen is no cost of heads
+        ((0.8, 0.1, 0.2), Draft(tokens=[1] * 3, sources=["ngram"] * 2 + ["exit"], heads=1), 0.25),
+    ],
+)
+def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_were_asked(
+    rows: tuple[float, ...], draft: Draft, cost: float
+) -> None:
+    assert DraftCost(rows=rows, head=0.05, num_layers=12).of(draft) == pytest.approx(cost)
 
 
 def test_a_draft_model_costs_its_share_of_the_weights() -> None:

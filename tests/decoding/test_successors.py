@@ -10,7 +10,9 @@ import torch
 
 from selfspec.api.speculator import wrap
 from selfspec.decoding.acceptance import Proposed, Target, Verdict
-from selfspec.decoding.drafters import ROOT, Draft, successors
+from selfspec.decoding.drafters import successors
+from selfspec.decoding.drafters.base import Draft
+from selfspec.decoding.drafters.heads import ROOT
 from selfspec.decoding.drafters.successors import Remembering, SuccessorGuesser, Successors
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import alone

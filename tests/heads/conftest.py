@@ -1,4 +1,4 @@
-"""Fixtures of the heads' tests: a model that a test may change, its unembedding, and states."""
+"""Fixtures of the heads' tests: the tiny Llama's unembedding, one that may change, and states."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from selfspec.model.parts import Unembedding
 from tests.models import make_model
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def backbone() -> Backbone:
-    """A tiny Llama of this test's own, which it may change."""
+    """A tiny Llama of these tests, which they share; do not change it."""
     return Backbone(make_model("llama"), executor="generic")
 
 
 @pytest.fixture
 def unembedding(backbone: Backbone) -> Unembedding:
     return backbone.unembedding
+
+
+@pytest.fixture
+def own() -> Unembedding:
+    """Of a test that changes it."""
+    return Backbone(make_model("llama"), executor="generic").unembedding
 
 
 @pytest.fixture

@@ -43,7 +43,6 @@ def make_config(**values: Any) -> HeadsConfig:
 
 
 def make_heads(kind: str, unembedding: Unembedding, **values: Any) -> ExitHeads:
-    """Untrained heads of `kind`."""
     config = make_config(**KINDS[kind] | values)
     return ExitHeads(config, unembedding, DRAFT_IDS if config.draft_vocab_size else None)
 

@@ -24,15 +24,14 @@ from tests.models import FAMILIES, VOCAB_SIZE, make_model, random_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["linear", "translator", "low-rank", "mlp", "logit-lens"])
 @torch.inference_mode()
-def test_untrained_heads_read_the_last_state_as_the_model_does(family: str, kind: str) -> None:
+def test_untrained_heads_read_the_last_state_as_the_model_does(family: str) -> None:
     backbone = Backbone(make_model(family), executor="generic")
-    heads = make_heads(kind, backbone.unembedding)
     hidden = backbone.embed(random_ids(3)[0])
-    found = heads[4](hidden)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, backbone.logits(hidden))
+    for kind in ("linear", "translator", "low-rank", "mlp", "logit-lens"):
+        found = make_heads(kind, backbone.unembedding)[4](hidden)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, backbone.logits(hidden)), kind
 
 
 def test_an_untrained_deep_fused_head_foretells_nothing(
@@ -42,14 +41,14 @@ def test_an_untrained_deep_fused_head_foretells_nothing(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_heads_are_in_the_models_dtype_and_give_float32(kind: str, dtype: torch.dtype) -> None:
+def test_heads_are_in_the_models_dtype_and_give_float32(dtype: torch.dtype) -> None:
     backbone = Backbone(make_model("llama", dtype), executor="generic")
-    head = make_heads(kind, backbone.unembedding)[2]
     hidden = backbone.embed(random_ids(3)[0])
     assert hidden.dtype == dtype
-    assert head(hidden).dtype == torch.float32
-    assert {weight.dtype for weight in head.parameters()} <= {dtype}
+    for kind in KINDS:
+        head = make_heads(kind, backbone.unembedding)[2]
+        assert head(hidden).dtype == torch.float32
+        assert {weight.dtype for weight in head.parameters()} <= {dtype}
 
 
 def test_a_linear_head_is_a_norm_and_a_matrix(unembedding: Unembedding, hidden: Tensor) -> None:
@@ -99,11 +98,10 @@ def test_training_heads_leaves_the_model_alone(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_copied_norm_carries_none_of_accelerates_hooks(unembedding: Unembedding) -> None:
-    add_hook_to_module(unembedding.norm, ModelHook())
-    head = make_heads("linear", unembedding)[2]
-    assert not hasattr(head.norm, "_hf_hook")
-    assert hasattr(unembedding.norm, "_hf_hook")
+def test_a_copied_norm_carries_none_of_accelerates_hooks(own: Unembedding) -> None:
+    add_hook_to_module(own.norm, ModelHook())
+    assert not hasattr(make_heads("linear", own)[2].norm, "_hf_hook")
+    assert hasattr(own.norm, "_hf_hook")
 
 
 @pytest.mark.parametrize("kind", ["linear", "translator", "logit-lens"])
@@ -155,22 +153,18 @@ def test_all_heads_of_a_model_share_the_rows_of_their_draft_vocabulary(
     assert heads[2]._shared[0] is heads[4]._shared[0]
 
 
-@pytest.mark.parametrize("kind", ["translator", "low-rank", "logit-lens"])
-def test_the_unembedding_is_the_models_own_storage(
-    kind: str, unembedding: Unembedding, hidden: Tensor
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [("translator", True), ("low-rank", True), ("logit-lens", True), ("linear", False)],
+)
+def test_the_unembedding_is_the_models_own_storage_unless_a_head_has_a_matrix(
+    kind: str, shared: bool, own: Unembedding, hidden: Tensor
 ) -> None:
-    head = make_heads(kind, unembedding)[2]
-    with torch.no_grad():
-        unembedding.weight.zero_()
-    assert not head(hidden).any()
-
-
-def test_a_linear_head_has_a_matrix_of_its_own(unembedding: Unembedding, hidden: Tensor) -> None:
-    head = make_heads("linear", unembedding)[2]
+    head = make_heads(kind, own)[2]
     before = head(hidden)
     with torch.no_grad():
-        unembedding.weight.zero_()
-    assert torch.equal(head(hidden), before)
+        own.weight.zero_()
+    assert torch.equal(head(hidden), torch.zeros_like(before) if shared else before)
 
 
 @pytest.mark.parametrize(
@@ -200,14 +194,6 @@ def test_a_file_holds_exactly_what_was_trained(
     assert found == {f"by_layer.{layer}.{name}" for layer in (2, 4) for name in names}
 
 
-def test_a_translators_file_is_smaller_than_one_unembedding(
-    unembedding: Unembedding, tmp_path: Path
-) -> None:
-    make_heads("low-rank", unembedding).save(tmp_path)
-    unembedding_bytes = unembedding.weight.numel() * 4
-    assert (tmp_path / WEIGHTS_FILE).stat().st_size < unembedding_bytes / 2
-
-
 # Draft vocabularies
 
 
@@ -224,12 +210,6 @@ def test_draft_logits_are_the_full_heads_logits_of_the_chosen_tokens(
     assert (found - expected).abs().max() < 1e-6
 
 
-def test_draft_ids_map_to_target_ids_in_any_shape(unembedding: Unembedding) -> None:
-    head = make_heads("linear-draft", unembedding)[2]
-    assert head.to_target_ids(torch.tensor([[4, 0], [2, 2]])).tolist() == [[95, 0], [17, 17]]
-    assert head.to_target_ids(torch.tensor(1)).item() == 3
-
-
 def test_draft_logits_widen_to_the_vocabulary_without_the_other_tokens(
     unembedding: Unembedding, hidden: Tensor
 ) -> None:
@@ -240,6 +220,7 @@ def test_draft_logits_widen_to_the_vocabulary_without_the_other_tokens(
     assert torch.equal(wide[..., DRAFT_IDS], logits)
     assert wide.isneginf().sum(-1).tolist() == [[VOCAB_SIZE - 5] * 3]
     assert torch.equal(wide.argmax(-1), head.to_target_ids(logits.argmax(-1)))
+    assert head.to_target_ids(torch.tensor([[4, 0], [2, 2]])).tolist() == [[95, 0], [17, 17]]
 
 
 def test_without_a_draft_vocabulary_ids_and_logits_pass_through(unembedding: Unembedding) -> None:
@@ -257,60 +238,32 @@ def test_a_draft_vocabulary_needs_its_ids(unembedding: Unembedding) -> None:
 # Logit lens
 
 
-def test_the_logit_lens_has_a_head_at_every_layer_and_uses_one(unembedding: Unembedding) -> None:
+def test_the_logit_lens_has_a_head_at_every_layer_uses_one_and_takes_no_memory(
+    unembedding: Unembedding,
+) -> None:
     heads = logit_lens(unembedding, 6, "tiny")
     assert heads.config.exit_layers == (1, 2, 3, 4, 5)
     assert heads.config.defaults == {"drafter": "exit:layers=4"}
     assert (heads.config.vocab_size, heads.config.hidden_size) == (VOCAB_SIZE, 32)
-
-
-def test_the_logit_lens_of_a_model_with_two_layers_exits_after_the_first(
-    unembedding: Unembedding,
-) -> None:
-    assert logit_lens(unembedding, 2, "tiny").config.defaults == {"drafter": "exit:layers=1"}
-
-
-def test_the_logit_lens_takes_no_memory(unembedding: Unembedding) -> None:
-    heads = logit_lens(unembedding, 6, "tiny")
     assert not heads.state_dict()
+    assert logit_lens(unembedding, 2, "tiny").config.defaults == {"drafter": "exit:layers=1"}
 
 
 # Names and bounds
 
 
-@pytest.mark.parametrize(("layers", "bad"), [((0, 2), 0), ((2, 6), 6), ((2, -1), -1)])
-def test_exit_layers_lie_between_the_first_and_the_last_but_one(
-    layers: tuple[int, ...], bad: int
-) -> None:
-    with pytest.raises(InvalidOption, match=f"exit layer {bad} is not among"):
-        make_config(exit_layers=layers)
-
-
-def test_the_first_and_the_last_but_one_layer_are_allowed() -> None:
+def test_layers_that_may_be_exits() -> None:
+    check_exit_layers([2, 6], [2, 4, 6])
     assert make_config(exit_layers=(1, 5)).exit_layers == (1, 5)
-
-
-def test_a_long_choice_of_layers_is_shortened_in_the_message() -> None:
+    assert make_config(head_type="deep-fused", exit_layers=(0, 2)).exit_layers == (0, 2)
     with pytest.raises(InvalidOption) as caught:
         check_exit_layers([30], range(1, 30))
     assert str(caught.value) == "exit layer 30 is not among 1..29. Give one that is"
 
 
-def test_a_selection_of_fitted_layers_passes() -> None:
-    check_exit_layers([2, 6], [2, 4, 6])
-
-
-def test_only_heads_that_read_deep_states_exit_at_the_embedding() -> None:
-    assert make_config(head_type="deep-fused", exit_layers=(0, 2)).exit_layers == (0, 2)
-    assert [name for name, kind in HEAD_TYPES.items() if kind.reads_deep] == ["deep-fused"]
-
-
 def test_head_types_are_what_the_format_names() -> None:
-    assert list(HEAD_TYPES) == [
-        "linear",
-        "translator",
-        "low-rank",
-        "mlp",
-        "deep-fused",
-        "logit-lens",
-    ]
+    shallow = dict.fromkeys(["linear", "translator", "low-rank", "mlp", "logit-lens"], False)
+    assert {name: kind.reads_deep for name, kind in HEAD_TYPES.items()} == {
+        **shallow,
+        "deep-fused": True,
+    }

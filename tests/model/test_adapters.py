@@ -72,25 +72,16 @@ def each(change: Callable[[Adapted], object]) -> Callable[[Any], None]:
 
 
 def _unload(model: Any) -> None:
-    """The plain layers take their place again."""
     for layer in model.model.layers:
         layer.mlp.down_proj = layer.mlp.down_proj.base_layer
         layer.self_attn.q_proj = layer.self_attn.q_proj.base_layer
 
 
-def _switch(layer: Adapted) -> None:
-    layer._active_adapter = ["second"]
-
-
-def _disable(layer: Adapted) -> None:
-    layer._disable_adapters = True
-
-
 CHANGES: dict[str, Callable[[Any], None]] = {
-    "switched": each(_switch),
+    "switched": each(lambda layer: setattr(layer, "_active_adapter", ["second"])),
     "joined": each(lambda layer: layer._active_adapter.append("second")),
     "merged": each(Adapted.merge),
-    "disabled": each(_disable),
+    "disabled": each(lambda layer: setattr(layer, "_disable_adapters", True)),
     "scaled": each(lambda layer: layer.scaling.update(first=3.0)),
     "removed": each(lambda layer: layer.lora_A.pop("second")),
     "fitted": each(lambda layer: layer.lora_B["first"].weight.data.mul_(2)),
@@ -99,7 +90,6 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 def texts(model: Any, speculator: Any) -> tuple[list[int], list[int]]:
-    """Hugging Face's and ours."""
     ids = random_ids(9)
     expected = model.generate(ids, max_new_tokens=30, do_sample=False)[0, 9:].tolist()
     answer = speculator.generate(ids, max_new_tokens=30, never_slower=False)

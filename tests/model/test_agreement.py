@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from transformers import Ministral3Config, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -77,49 +78,9 @@ def branches(self: Any, x: Tensor) -> Tensor:
     return Gated.forward(self, x)
 
 
-def _parameter(model: Any) -> None:
-    model.model.layers[3].self_attn.sinks = nn.Parameter(torch.zeros(4))
-
-
-def _buffer(model: Any) -> None:
-    model.model.layers[3].mlp.register_buffer("scale", torch.ones(1))
-
-
 def _replaced(model: Any) -> None:
     own = model.model.layers[3].mlp
     own.forward = lambda hidden: LlamaMLP.forward(own, hidden)
-
-
-def _subclass(model: Any) -> None:
-    model.model.layers[3].mlp.__class__ = Gated
-
-
-def _kind(model: Any) -> None:
-    model.model.layers[3].mlp.up_proj.__class__ = Doubling
-
-
-def _dtype(model: Any) -> None:
-    model.model.layers[3].mlp.double()
-
-
-def _hook(model: Any) -> None:
-    model.lm_head.register_forward_pre_hook(lambda _, args: None)
-
-
-def _norm_hook(model: Any) -> None:
-    model.model.norm.register_forward_hook(lambda *_: None)
-
-
-def _weight_norm(model: Any) -> None:
-    torch.nn.utils.parametrizations.weight_norm(model.model.layers[3].mlp.up_proj)
-
-
-def _causal(model: Any) -> None:
-    model.config.is_causal = False
-
-
-def _clipped(model: Any) -> None:
-    model.config.clip_qkv = 1e3
 
 
 def _capped(model: Any) -> None:
@@ -127,31 +88,38 @@ def _capped(model: Any) -> None:
     model.model.layers[3].self_attn.attn_logit_softcapping = 1e3
 
 
-def _bounded(model: Any) -> None:
-    model.model.layers[3].mlp.act_fn = nn.ReLU6()
+def mlp(model: Any) -> Any:
+    return model.model.layers[3].mlp
+
+
+def _sinks(model: Any) -> None:
+    model.model.layers[3].self_attn.sinks = nn.Parameter(torch.zeros(4))
+
+
+CHANGES: list[tuple[Callable[[Any], object], str]] = [
+    (_sinks, "layer 4: self_attn has sinks"),
+    (lambda m: mlp(m).register_buffer("scale", torch.ones(1)), "layer 4: mlp has scale"),
+    (_replaced, "the forward of layers.3.mlp was replaced"),
+    (lambda m: setattr(mlp(m), "__class__", Gated), r"3.mlp \(Gated\) runs code of tests.model"),
+    (
+        lambda m: setattr(mlp(m).up_proj, "__class__", Doubling),
+        "layer 4: up_proj is tests.model.test_agreement.Doubling",
+    ),
+    (lambda m: mlp(m).double(), "layer 4: .*torch.float64"),
+    (lambda m: m.lm_head.register_forward_pre_hook(lambda _, args: None), "lm_head has hooks"),
+    (lambda m: m.model.norm.register_forward_hook(lambda *_: None), "norm has hooks"),
+    (lambda m: parametrizations.weight_norm(mlp(m).up_proj), "layer 4: .*up_proj"),
+    (lambda m: setattr(m.config, "is_causal", False), "attention is not causal"),
+    (lambda m: setattr(m.config, "clip_qkv", 1e3), "queries, keys and values are clipped"),
+    (_capped, "layer 4: attention may cap its scores"),
+    (lambda m: setattr(mlp(m), "act_fn", nn.ReLU6()), "the activation is ReLU6"),
+]
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (_parameter, "layer 4: self_attn has sinks"),
-        (_buffer, "layer 4: mlp has scale"),
-        (_replaced, "the forward of layers.3.mlp was replaced"),
-        (_subclass, r"layers.3.mlp \(Gated\) runs code of tests.model"),
-        (_kind, "layer 4: up_proj is tests.model.test_agreement.Doubling"),
-        (_dtype, "layer 4: .*torch.float64"),
-        (_hook, "lm_head has hooks"),
-        (_norm_hook, "norm has hooks"),
-        (_weight_norm, "layer 4: .*up_proj"),
-        (_causal, "attention is not causal"),
-        (_clipped, "queries, keys and values are clipped"),
-        (_capped, "layer 4: attention may cap its scores"),
-        (_bounded, "the activation is ReLU6"),
-    ],
-)
+@pytest.mark.parametrize(("change", "found"), CHANGES)
 def test_what_numbers_may_not_show_is_refused_by_name(
-    change: Callable[[Any], None], found: str
+    change: Callable[[Any], object], found: str
 ) -> None:
     model: Any = make_model("llama")
     FusedExecutor(parts_of(model), model.lm_head)

@@ -26,6 +26,7 @@ from tests.models import BREADTH, FAMILIES, VOCAB_SIZE, make_model, random_ids
 def test_segments_give_the_bits_of_the_whole(family: str, dtype: torch.dtype, attn: str) -> None:
     model = make_model(family, dtype, attn)
     backbone = Backbone(model, executor="generic")
+    assert backbone.mixing is None
     ids = random_ids(30)  # longer than the sliding windows
     hidden = HiddenCache(backbone, Lease(backbone.num_layers), (2, 3))
     with torch.inference_mode(), captured_outputs(list(backbone.layers)) as outputs:
@@ -105,54 +106,32 @@ def test_a_model_with_hidden_logit_scaling_is_refused_at_the_logits() -> None:
         Backbone(model)
 
 
+ROPE: dict[str, Any] = {"rope_theta": 10000.0, "factor": 2.0}
+ROPE["original_max_position_embeddings"] = 128
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_rope_that_depends_on_the_longest_position_is_refused() -> None:
+    for kind, more in (("dynamic", {}), ("longrope", LONG)):
+        with pytest.raises(UnsupportedModel, match=kind):
+            Backbone(make_model("llama", rope_parameters=ROPE | more | {"rope_type": kind}))
+    # not refused: the bits are forward's own
+    Backbone(make_model("llama", rope_parameters=ROPE | LLAMA3 | {"rope_type": "llama3"}))
+
+
 @pytest.mark.parametrize(
-    ("rope", "name"),
+    ("field", "value", "words"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, "dynamic"),
-        (
-            {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "factor": 2.0,
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-                "original_max_position_embeddings": 128,
-            },
-            "longrope",
-        ),
+        ("layer_types", ["full_attention", "linear_attention"] * 3, "linear_attention"),
+        ("num_kv_shared_layers", 2, "shares keys and values"),
+        ("num_hidden_layers", 12, "has 6 layers, expected the 12 of its config"),
     ],
 )
-def test_rope_that_depends_on_the_longest_position_is_refused(
-    rope: dict[str, Any], name: str
-) -> None:
-    with pytest.raises(UnsupportedModel, match=name):
-        Backbone(make_model("llama", rope_parameters=rope))
-
-
-def test_llama3_rope_runs() -> None:
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 2.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 128,
-    }
-    model = make_model("llama", rope_parameters=rope)
-    assert Backbone(model).model is model  # it was not refused: the bits are forward's own
-
-
-def test_layers_that_cannot_be_rewound_are_refused() -> None:
+def test_what_a_config_says_of_its_layers_is_refused(field: str, value: Any, words: str) -> None:
     model = make_model("qwen2")
-    model.config.layer_types = ["full_attention", "linear_attention"] * 3
-    with pytest.raises(UnsupportedModel, match="linear_attention"):
-        Backbone(model)
-
-
-def test_shared_keys_and_values_are_refused() -> None:
-    model = make_model("llama")
-    model.config.num_kv_shared_layers = 2
-    with pytest.raises(UnsupportedModel, match="shares keys and values"):
+    setattr(model.config, field, value)
+    with pytest.raises(UnsupportedModel, match=words):
         Backbone(model)
 
 

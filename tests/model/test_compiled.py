@@ -55,7 +55,6 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def prebuild(source: Path, target: Target, **constants: int) -> Path:
-    """A library beside `source`, as a wheel has it."""
     library = source.parent / "prebuilt" / library_name(source, constants, target)
     library.parent.mkdir(exist_ok=True)
     make_library(library, source, constants, target)

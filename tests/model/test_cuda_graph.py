@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from selfspec.api.speculator import wrap
-from selfspec.decoding.drafters import NoDrafter
+from selfspec.decoding.drafters.base import NoDrafter
 from selfspec.errors import UnsupportedModel
 from selfspec.model import cuda_graph
 from selfspec.model.backbone import Backbone
@@ -45,7 +45,6 @@ def behind(lease: Lease, layer: int, count: int) -> Rows:
 
 
 def copied(kv: Lease) -> Lease:
-    """Another cache with the same keys and values."""
     copy = Lease(kv.num_layers)
     copy.extend(kv.length(0), 0, kv.num_layers)
     buffers = [[held.clone() for held in every] for every in (kv._keys, kv._values)]  # type: ignore[union-attr]
@@ -189,23 +188,15 @@ def test_padding_behind_the_last_slot_makes_room_for_itself() -> None:
     assert executor._slots.slots == 320
 
 
-def test_with_fixed_slots_a_pass_always_looks_at_as_many() -> None:
+def test_with_fixed_slots_a_pass_always_looks_at_as_many_and_never_beyond() -> None:
     executor = executor_of(recorded())
     kv, hidden, before = Lease(6, slots=250), torch.ones(240, 32), {*executor._replays._graphs}
     with torch.inference_mode():
         for count in (4, 240, 4):
             executor.run(hidden[:count], 0, 6, behind(kv, 0, count))
-    assert executor._replays._graphs.keys() - before == {(0, 6, 4, 320)}
-
-
-def test_fixed_slots_are_never_overrun() -> None:
-    backbone = recorded()
-    kv = Lease(6, slots=16)
-    with torch.inference_mode():
-        hidden = backbone.embed(random_ids(17)[0])
-        backbone.run(hidden[:15], 0, 6, behind(kv, 0, 15))
-        with pytest.raises(IndexError, match="17 positions do not fit 16"):
-            backbone.run(hidden[15:], 0, 6, behind(kv, 0, 2))
+        assert executor._replays._graphs.keys() - before == {(0, 6, 4, 320)}
+        with pytest.raises(IndexError, match="251 positions do not fit 250"):
+            executor.run(hidden[:3], 0, 6, behind(kv, 0, 3))
 
 
 def test_answers_in_two_threads_are_those_of_one() -> None:
@@ -282,10 +273,11 @@ def test_the_graph_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch
 def test_on_a_cpu_it_has_to_be_asked_for_and_says_that_it_gains_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    model = make_model("gemma2")
     with caplog.at_level(logging.WARNING):
-        assert Backbone(make_model("gemma2")).executor_name in ("fused", "generic")
+        assert Backbone(model).executor_name in ("fused", "generic")
         assert not caplog.records
-        backbone = Backbone(make_model("gemma2"), executor="cuda-graph")
+        backbone = Backbone(model, executor="cuda-graph")
     assert backbone.executor_name == "cuda-graph"
     assert not executor_of(backbone).captures
     assert "no CUDA device" in caplog.text

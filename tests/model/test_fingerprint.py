@@ -28,7 +28,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def moved(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """The same model with one number of one weight changed."""
     with torch.no_grad():
         model.get_parameter(name).view(-1)[0].add_(0.5)
     return model
@@ -47,9 +46,10 @@ def names_of(model: PreTrainedModel) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-@pytest.mark.parametrize("name", names_of(make_model("qwen3")))
-def test_every_weight_counts(name: str) -> None:
-    assert fingerprint.of(moved(make_model("qwen3"), name)) != fingerprint.of(make_model("qwen3"))
+def test_every_weight_counts() -> None:
+    model = make_model("qwen3")
+    found = [fingerprint.of(moved(model, name)) for name in names_of(model)]
+    assert len({fingerprint.of(make_model("qwen3")), *found}) == len(found) + 1
 
 
 def test_kept_buffers_count_and_others_do_not() -> None:
@@ -60,7 +60,7 @@ def test_kept_buffers_count_and_others_do_not() -> None:
     assert fingerprint.of(same) == fingerprint.of(make_model("llama"))
 
 
-def test_tied_weights_count_once() -> None:
+def test_tied_weights_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tied = make_model("llama", tie_word_embeddings=True)
     seen: list[int] = []
     original = fingerprint._of_tensor
@@ -69,9 +69,8 @@ def test_tied_weights_count_once() -> None:
         seen.append(weight.data_ptr())
         return original(weight)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fingerprint, "_of_tensor", watched)
-        fingerprint.of(tied)
+    monkeypatch.setattr(fingerprint, "_of_tensor", watched)
+    fingerprint.of(tied)
     assert len(seen) == len(set(seen)) == len(names_of(tied))
 
 
@@ -128,7 +127,6 @@ def folder(tmp_path: Path, empty_cache: Path) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was hashed."""
     found: list[str] = []
     original = fingerprint.of
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from selfspec.errors import InvalidOption, UnsupportedModel
+from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor, Operation, Program
 from selfspec.model.kv import POSITIONS, Lease, PageLayout, Rows, Span
@@ -369,31 +368,28 @@ def test_norms_in_another_dtype_are_left_to_others() -> None:
 
 
 @needs_compiler
-def test_a_broken_library_is_no_reason_to_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
+def test_a_broken_library_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> ctypes.CDLL:
         raise OSError("failed to map segment from shared object")
 
     monkeypatch.setattr(ctypes, "CDLL", broken)
-    assert Backbone(make_model("llama")).executor_name == "generic"
+    backbone = Backbone(make_model("llama"))
+    assert "failed to map segment" in backbone.refused["fused"]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "persimmon", "gptj", "llama4"])
-def test_other_families_keep_their_own_layers(family: str) -> None:
-    model = make_model(family)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *[(family, torch.float32) for family in ("gpt2", "persimmon", "gptj", "llama4")],
+        ("llama", torch.float64),
+    ],
+    ids=str,
+)
+def test_other_families_and_dtypes_keep_their_own_layers(family: str, dtype: torch.dtype) -> None:
+    model = make_model(family, dtype)
     assert Backbone(model).executor_name == "generic"
     with pytest.raises(UnsupportedModel, match="the fused executor cannot run it"):
         Backbone(model, executor="fused")
-
-
-def test_float64_and_hooked_layers_keep_their_own() -> None:
-    assert Backbone(make_model("llama", torch.float64)).executor_name == "generic"
-    hooked: Any = make_model("llama")
-    hooked.model.layers[2].mlp.register_forward_hook(lambda *_: None)
-    assert Backbone(hooked).executor_name == "generic"
 
 
 @needs_compiler
@@ -405,11 +401,6 @@ def test_an_executor_that_computes_something_else_is_not_chosen(
     backbone = Backbone(make_model("llama"))
     assert backbone.executor_name == "generic"
     assert "the logits come out differently" in backbone.refused["fused"]
-
-
-def test_an_unknown_executor_is_refused() -> None:
-    with pytest.raises(InvalidOption, match="auto, fused, cuda-graph, generic"):
-        Backbone(make_model("llama"), executor="packed")
 
 
 @needs_compiler

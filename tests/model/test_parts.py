@@ -1,7 +1,9 @@
-"""The parts of a decoder are found under any family's names, or it is said which one is missing."""
+"""A decoder's parts under any family's names, or which one is missing; outputs of its layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import setitem
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from transformers import (
     MptConfig,
     OPTConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -25,7 +28,7 @@ from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
 from selfspec.heads.heads import DraftVocabulary, LinearHead, LogitLensHead
 from selfspec.model.backbone import Backbone
-from selfspec.model.parts import CACHE, parts_of
+from selfspec.model.parts import CACHE, captured_outputs, parts_of
 from tests.models import BREADTH, MAX_POSITIONS, make_model, random_ids
 
 NEW = [*BREADTH, "gpt_neox"]
@@ -65,46 +68,36 @@ def test_layers_are_found_under_the_names_of_each_family() -> None:
 
 def tiny(config: PreTrainedConfig) -> Any:
     with torch.random.fork_rng():
+        if isinstance(config, T5Config):
+            return T5ForConditionalGeneration(config)
         return AutoModelForCausalLM.from_config(config).eval()
 
 
-_GPT2: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32}
+WIDE: dict[str, Any] = {"hidden_size": 16, "vocab_size": 32}
+ATTENDING = {"num_hidden_layers": 1, "num_attention_heads": 2, **WIDE}
+SHORT: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32}
+T5: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=32),
-            "that take alibi",
-        ),
+        (BloomConfig(n_layer=1, n_head=2, **WIDE), "that take alibi"),
         (
             MptConfig(n_layers=1, d_model=16, n_heads=2, vocab_size=32),
             "has layers that take position_bias",
         ),
+        (FalconConfig(**ATTENDING), "that take alibi"),
+        (MambaConfig(num_hidden_layers=1, **WIDE), "has linear_attention layers, which cannot be"),
         (
-            FalconConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32),
-            "that take alibi",
-        ),
-        (
-            MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=32),
-            "has linear_attention layers, which cannot be rewound",
-        ),
-        (
-            CTRLConfig(n_layer=1, n_embd=16, n_head=2, dff=16, vocab_size=32, n_positions=16),
+            CTRLConfig(**SHORT, dff=16, n_positions=16),
             "has no final norm named norm, final_layer_norm",
         ),
         (
-            OPTConfig(
-                num_hidden_layers=1,
-                hidden_size=16,
-                num_attention_heads=2,
-                vocab_size=32,
-                ffn_dim=16,
-                word_embed_proj_dim=8,
-            ),
+            OPTConfig(**ATTENDING, ffn_dim=16, word_embed_proj_dim=8),
             "has a decoder with project_out, a part that is not known",
         ),
+        (T5Config(**T5, vocab_size=32), "has an encoder, expected a decoder alone"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )
@@ -113,52 +106,29 @@ def test_what_cannot_run_is_refused_with_its_reason(config: PreTrainedConfig, wo
         Backbone(tiny(config))
 
 
-def test_an_encoder_is_refused() -> None:
-    config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
-    model: Any = T5ForConditionalGeneration(config)
-    with pytest.raises(UnsupportedModel, match="has an encoder, expected a decoder alone"):
-        Backbone(model)
+class Scaled(nn.Module):
+    def forward(
+        self, hidden: Tensor, past_key_values: object, attention_scaling: Tensor | None = None
+    ) -> Tensor:
+        return hidden
 
 
-def test_a_model_without_lm_head_a_list_of_layers_or_an_embedding_is_refused() -> None:
-    model = tiny(GPT2Config(**_GPT2))
-    model.get_output_embeddings = lambda: None
-    with pytest.raises(UnsupportedModel, match="has no lm_head to read tokens from"):
-        parts_of(model)
-    model = tiny(GPT2Config(**_GPT2))
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(m, "get_output_embeddings", lambda: None), "has no lm_head to read"),
+        (lambda m: delattr(m.transformer, "wte"), "has no embedding named embed_tokens"),
+        (lambda m: delattr(m.transformer, "h"), "has no list of layers named layers, h"),
+        (lambda m: setitem(m.transformer.h, 0, Scaled()), "has layers that take attention_scaling"),
+        # hidden states in, hidden states out
+        (lambda m: setitem(m.transformer.h, 0, nn.Linear(16, 16)), "that take no keys and values"),
+    ],
+)
+def test_a_missing_or_unknown_part_is_named(change: Callable[[Any], None], words: str) -> None:
+    model = tiny(GPT2Config(**SHORT))
     model.get_output_embeddings = lambda: model.lm_head
-    del model.transformer.wte
-    with pytest.raises(UnsupportedModel, match="has no embedding named embed_tokens"):
-        parts_of(model)
-    del model.transformer.h
-    with pytest.raises(UnsupportedModel, match="has no list of layers named layers, h"):
-        parts_of(model)
-
-
-def test_layers_that_may_be_given_what_is_not_known_are_refused() -> None:
-    class Scaled(nn.Module):
-        def forward(
-            self, hidden: Tensor, past_key_values: object, attention_scaling: Tensor | None = None
-        ) -> Tensor:
-            return hidden
-
-    model = tiny(GPT2Config(**_GPT2))
-    model.transformer.h[0] = Scaled()
-    with pytest.raises(UnsupportedModel, match="has layers that take attention_scaling"):
-        parts_of(model)
-
-
-def test_fewer_layers_than_the_config_says_are_refused() -> None:
-    model = make_model("llama")
-    model.config.num_hidden_layers = 12
-    with pytest.raises(UnsupportedModel, match="has 6 layers, expected the 12 of its config"):
-        parts_of(model)
-
-
-def test_layers_without_a_cache_are_refused() -> None:
-    model = tiny(GPT2Config(**_GPT2))
-    model.transformer.h[0] = nn.Linear(16, 16)  # hidden states in, hidden states out
-    with pytest.raises(UnsupportedModel, match="layers that take no keys and values"):
+    change(model)
+    with pytest.raises(UnsupportedModel, match=words):
         parts_of(model)
 
 
@@ -173,3 +143,54 @@ def test_heads_add_the_bias_of_lm_head(ids: Tensor | None) -> None:
     for kind in (LogitLensHead, LinearHead):
         vocabulary = DraftVocabulary.of(unembedding, ids)
         torch.testing.assert_close(kind(unembedding, vocabulary)(hidden), expected)
+
+
+# --- outputs of a normal pass
+
+
+class Pair(nn.Module):
+    """Returns a tuple, as decoder layers of some families do."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, str]:
+        """[..] -> twice that, and something else."""
+        return 2 * hidden, "other"
+
+
+def hook_count(modules: list[nn.Module]) -> int:
+    return sum(len(module._forward_hooks) for module in modules)
+
+
+@torch.inference_mode()
+def test_each_layers_output_is_its_hidden_state(model: PreTrainedModel, backbone: Backbone) -> None:
+    with captured_outputs(list(backbone.layers)) as outputs:
+        expected = model(random_ids(9), output_hidden_states=True).hidden_states
+    assert sorted(outputs) == list(range(backbone.num_layers))
+    # transformers' last entry is behind the final norm, ours is in front of it
+    for layer in range(1, backbone.num_layers):
+        assert torch.equal(outputs[layer - 1], expected[layer])
+    assert torch.equal(model.get_decoder().norm(outputs[backbone.num_layers - 1]), expected[-1])
+
+
+def test_the_newest_first_part_of_each_given_module_is_kept_and_the_pass_not_changed() -> None:
+    modules = [Pair(), nn.Identity(), nn.Identity()]
+    modules[0].register_forward_hook(lambda *_: None)
+    with captured_outputs([modules[2], modules[0]]) as outputs:
+        assert hook_count(modules) == 3
+        modules[0](torch.tensor(1.0))
+        modules[1](torch.tensor(6.0))
+        modules[2](torch.tensor(7.0))
+        assert modules[0](torch.tensor(3.0)) == (torch.tensor(6.0), "other")
+    assert {key: value.item() for key, value in outputs.items()} == {0: 7.0, 1: 6.0}
+    modules[2](torch.tensor(1.0))
+    assert outputs[0].item() == 7.0
+    assert hook_count(modules) == 1  # of others
+
+
+def test_no_hook_is_left_behind_by_an_error_or_if_a_later_module_takes_none() -> None:
+    first = nn.Identity()
+    with pytest.raises(RuntimeError, match="in the middle"), captured_outputs([first]):
+        raise RuntimeError("in the middle")
+    assert hook_count([first]) == 0
+    with pytest.raises(AttributeError), captured_outputs([first, "no module"]):  # type: ignore[list-item]  # the mistake
+        raise AssertionError("not reached")
+    assert hook_count([first]) == 0

@@ -116,12 +116,6 @@ def test_layers_side_by_side_in_another_order() -> None:
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match="no-such-compiler"):
-        CompiledLinear(torch.randn(20, 8))
-
-
 @pytest.mark.parametrize("target", PROCESSORS, ids=lambda target: target.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_compiles_for_every_processor_and_runs_where_it_is_one(

@@ -81,7 +81,6 @@ def test_compiled_code_runs_the_family(family: str) -> None:
 
 
 def made(family: str) -> tuple[Any, Any]:
-    """A model's parts, and its layers' recipes."""
     model = tiny_model(family, torch.float32)
     parts = parts_of(model)
     kinds = attention_types(parts.config)

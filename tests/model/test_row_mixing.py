@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from selfspec.api.speculator import wrap
 from selfspec.eval.scripted import planted
 from selfspec.model.backbone import Backbone
-from tests.models import FAMILIES, make_model, random_ids
+from tests.models import make_model, random_ids
 
 
 class OneScale(nn.Linear):
@@ -35,12 +35,6 @@ def quantised(kind: type[nn.Linear], dtype: torch.dtype = torch.float32, layer: 
     model: Any = make_model("llama", dtype)
     model.model.layers[layer].mlp.down_proj.__class__ = kind
     return model
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_family_mixes_rows(family: str, dtype: torch.dtype) -> None:
-    assert Backbone(make_model(family, dtype), executor="generic").mixing is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

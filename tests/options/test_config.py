@@ -42,93 +42,69 @@ from selfspec.typed import annotations_of, check_keys
 from tests.bad_input import patience
 from tests.models import make_model
 
+OUT_OF_RANGE: list[tuple[type, str, list[Any]]] = [
+    (Exit, "threshold", [0.0, 1.001, math.nan, (0.5, -0.1), ()]),
+    (Exit, "anneal_strength", [-0.01, math.nan]),
+    (Exit, "max_tokens", [0]),
+    (Ngram, "size", [0]),
+    (Ngram, "max_tokens", [0]),
+    (DraftModel, "max_tokens", [0]),
+    (Threshold, "threshold", [-0.1]),
+    (GammaTune, "rate", [0.0]),
+    (GammaTune, "step", [-1.0]),
+    (CmAsdLength, "scale", [1.5]),
+    (CmAsdLength, "margin_scale", [0.0]),
+    (CmAsd, "weights", [(0.5, 0.25, 0.2)]),
+    (CmAsd, "top_beta", [0]),
+    (CmAsd, "tolerance", [-0.1]),
+    (CmAsd, "tolerance_gain", [-1]),
+    (CmAsd, "reading", ["text"]),
+    (Easd, "entropy", [-1.0]),
+    (Easd, "overlap", [1.1]),
+    (Easd, "tokens", [0]),
+    (Lenient, "lenience", [0.0, 1.5]),
+    (Prices, "row", [-0.1, (0.1, 2.0), ()]),
+    (Prices, "head", [-0.1]),
+]
 
-def test_the_defaults_are_valid_and_lossless() -> None:
-    options = SpeculationOptions()
-    assert options.speculate
-    assert options.loss is None
+
+@pytest.mark.parametrize(("made", "name", "values"), OUT_OF_RANGE)
+def test_values_out_of_range_are_named(made: type, name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InvalidOption, match=rf"^[\w-]+:{name} is .*, expected"):
+            made(**{name: value})
+
+
+EIGHT = DraftModel(max_tokens=8)
 
 
 @pytest.mark.parametrize(
-    ("made", "values", "message"),
+    ("made", "values", "words"),
     [
-        (Exit, {"threshold": 0.0}, "exit:threshold is 0.0, expected a value in (0, 1]"),
-        (Exit, {"threshold": 1.001}, "exit:threshold is 1.001, expected a value in (0, 1]"),
-        (
-            Exit,
-            {"threshold": math.nan},
-            "exit:threshold is nan, expected a finite number or a list of finite numbers",
-        ),
-        (Exit, {"threshold": (0.5, -0.1)}, "exit:threshold is -0.1, expected a value in (0, 1]"),
-        (Exit, {"threshold": ()}, "exit:threshold is empty, expected at least one value"),
-        (Exit, {"anneal_strength": -0.01}, "exit:anneal_strength is -0.01, expected a value in"),
-        (Exit, {"anneal_strength": math.nan}, "exit:anneal_strength is nan, expected a finite"),
-        (Exit, {"max_tokens": 0}, "exit:max_tokens is 0, expected a value in [1, 64]"),
-        (Ngram, {"size": 0}, "ngram:size is 0, expected a value in [1, 16]"),
-        (Ngram, {"max_tokens": 0}, "ngram:max_tokens is 0, expected a value in [1, 64]"),
-        (DraftModel, {"max_tokens": 0}, "draft-model:max_tokens is 0, expected a value in [1, 64]"),
-        (Threshold, {"threshold": -0.1}, "threshold:threshold is -0.1, expected a value in [0, 1]"),
-        (GammaTune, {"rate": 0.0}, "gammatune:rate is 0.0, expected a value in (0, 1]"),
-        (GammaTune, {"step": -1.0}, "gammatune:step is -1.0, expected a value in [0, 1000]"),
-        (CmAsdLength, {"scale": 1.5}, "cm-asd:scale is 1.5, expected a value in (0, 1]"),
-        (CmAsdLength, {"margin_scale": 0.0}, "cm-asd:margin_scale is 0.0, expected a value in (0"),
-        (
-            CmAsd,
-            {"weights": (0.5, 0.25, 0.2)},
-            "cm-asd:weights is (0.5, 0.25, 0.2), "
-            "expected a value of three weights, at least 0, that sum to 1",
-        ),
-        (
-            Heuristic,
-            {"shortest": 11},
-            "heuristic:shortest 11 exceeds heuristic:longest 10. Lower the one or raise the other",
-        ),
-        (CmAsd, {"top_beta": 0}, "cm-asd:top_beta is 0, expected a value in [1, 1024]"),
-        (CmAsd, {"tolerance": -0.1}, "cm-asd:tolerance is -0.1, expected a value in [0, 1000]"),
-        (
-            CmAsd,
-            {"tolerance_gain": -1},
-            "cm-asd:tolerance_gain is -1, expected a value in [0, 1000]",
-        ),
-        (CmAsd, {"reading": "text"}, "cm-asd:reading is text, expected a value intent or paper"),
-        (Easd, {"entropy": -1.0}, "easd:entropy is -1.0, expected a value in [0, 1000]"),
-        (Easd, {"overlap": 1.1}, "easd:overlap is 1.1, expected a value in [0, 1]"),
-        (Easd, {"tokens": 0}, "easd:tokens is 0, expected a value in [1, 1024]"),
-        (Lenient, {"lenience": 0.0}, "lenient:lenience is 0.0, expected a value in (0, 1]"),
-        (Lenient, {"lenience": 1.5}, "lenient:lenience is 1.5, expected a value in (0, 1]"),
-        (Prices, {"row": -0.1}, "prices:row is -0.1, expected a value in [0, 1]"),
-        (Prices, {"head": -0.1}, "prices:head is -0.1, expected a value in [0, 1000]"),
-        (Prices, {"row": (0.1, 2.0)}, "prices:row is 2.0, expected a value in [0, 1]"),
-        (Prices, {"row": ()}, "prices:row is empty, expected at least one value"),
-        (SpeculationOptions, {"drafter": "exits"}, "unknown drafter 'exits'. Did you mean exit?"),
-        (
-            SpeculationOptions,
-            {"acceptance": Easd(), "require_lossless": True},
-            "acceptance easd is lossy, but require_lossless is set. Leave one out",
-        ),
+        (Heuristic, {"shortest": 11}, "heuristic:shortest 11 exceeds heuristic:longest 10"),
+        (SpeculationOptions, {"acceptance": Easd(), "require_lossless": True}, "easd is lossy"),
         (
             SpeculationOptions,
             {"acceptance": Lenient(lenience=0.5), "require_lossless": True},
-            "lenience 0.5 is lossy, but require_lossless is set. Leave one out",
+            "lenience 0.5 is lossy",
         ),
         (
             SpeculationOptions,
             {"controller": Heuristic(shortest=8), "pinned": True},
-            "pinned_rows is 8, but heuristic:shortest 8 needs at least 9 rows. "
-            "Raise the one or lower the other",
+            "pinned_rows is 8, but heuristic:shortest 8 needs at least 9 rows",
         ),
         (
             SpeculationOptions,
-            {"drafter": "draft-model", "draft_model": DraftModel(max_tokens=8), "pinned": True},
-            "pinned_rows is 8, but draft-model:max_tokens 8 needs at least 9 rows. "
-            "Raise the one or lower the other",
+            {"drafter": "draft-model", "draft_model": EIGHT, "pinned": True},
+            "pinned_rows is 8, but draft-model:max_tokens 8 needs at least 9 rows",
         ),
     ],
 )
-def test_values_out_of_range_are_named(made: type, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidOption) as caught:
+def test_values_that_exclude_each_other_are_named(
+    made: type, values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidOption, match=words):
         made(**values)
-    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +225,7 @@ def test_one_threshold_and_several_read_as_a_tuple() -> None:
 @pytest.mark.parametrize(
     ("acceptance", "loss"),
     [
+        (SpeculationOptions().acceptance, None),
         (Lossless(), None),
         (Lenient(lenience=1.0), None),
         (Lenient(lenience=0.5), "lenience 0.5"),
@@ -286,13 +263,10 @@ def test_an_unknown_option_names_the_nearest_known_one() -> None:
 
 
 def test_a_key_like_no_other_lists_all_known_ones() -> None:
+    check_keys(["alpha"], ["beta", "alpha"], "key")
     with pytest.raises(InvalidOption) as caught:
         check_keys(["zzz"], {"beta", "alpha"}, "key")
     assert str(caught.value) == "unknown key 'zzz'. Known: alpha, beta"
-
-
-def test_known_keys_pass() -> None:
-    check_keys(["alpha"], ["beta", "alpha"], "key")
 
 
 def test_every_speculation_option_can_be_given_per_call() -> None:
@@ -313,9 +287,6 @@ def test_every_speculation_option_can_be_given_per_call() -> None:
     ],
 )
 def test_what_no_model_could_take_is_refused_before_one_is_loaded(values: dict[str, Any]) -> None:
+    check({"pinned": True, "pinned_rows": 3})  # enough for heads that draft two tokens
     with pytest.raises(InvalidOption):
         check(values)
-
-
-def test_what_depends_on_the_heads_is_left_for_later() -> None:
-    check({"pinned": True, "pinned_rows": 3})  # enough for heads that draft two tokens

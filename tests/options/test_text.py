@@ -59,7 +59,6 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 def some(made: type[Part]) -> st.SearchStrategy[Part]:
-    """Objects of a kind."""
     strategies = {
         entry.name: VALUES.get(entry.name, SHARES)
         for entry in fields(made)  # type: ignore[arg-type]  # all parts are dataclasses
@@ -195,15 +194,10 @@ def test_easd_as_text_starts_where_the_heads_say() -> None:
         ({"drafter": "exit+ngram"}, "unknown drafter 'exit+ngram'. Did you mean ngram?"),
         ({"drafter": "exit:treshold=1"}, "unknown setting of exit: 'treshold'. Did you mean"),
         ({"drafter": "exit:threshold=high"}, "exit:threshold is 'high', expected a number or a"),
-        ({"drafter": "exit:max_tokens=2.5"}, "exit:max_tokens is '2.5', expected a whole number"),
-        ({"drafter": "exit:threshold=2"}, "exit:threshold is 2.0, expected a value in (0, 1]"),
         ({"drafter": "exit:0.5"}, "exit is followed by '0.5', expected KEY=VALUE,.."),
-        ({"drafter": "exit:"}, "exit is followed by '', expected KEY=VALUE,.."),
         ({"drafter": "ngram:size=2,size=3"}, "ngram:size is given twice. Leave one out"),
         ({"drafter": "none:size=2"}, "none has no settings, found 'size=2'. Leave them out"),
         ({"drafter": {"exit": 5}}, "exit is 5, expected KEY=VALUE,.. or a mapping"),
-        ({"drafter": 5}, "drafter is 5, expected text like KIND:KEY=VALUE,.."),
-        ({"drafter": []}, "drafter is [], expected text like KIND:KEY=VALUE,.."),
         (
             {"drafter": Fixed()},
             "drafter is Fixed(), expected one of exit, ngram, draft-model, successors",

@@ -1,4 +1,4 @@
-"""Keys and values of many texts: what they share is kept once, and the budget holds."""
+"""Keys and values: per layer what comes back, and of many texts what they share within a budget."""
 
 from __future__ import annotations
 
@@ -9,9 +9,122 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from selfspec.errors import InvalidOption
-from selfspec.model.kv import POSITIONS, KVStore, PageLayout, PooledLease
+from selfspec.model.kv import POSITIONS, KVStore, Lease, PageLayout, PooledLease, fixed_slots
+
+
+def block(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Random keys [1, 2, rows, 4] and values, one wider."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(1, 2, rows, width, generator=generator) for width in (4, 5))
+    return keys.to(dtype), values.to(dtype)
+
+
+def test_update_returns_all_blocks_in_order() -> None:
+    cache = Lease(2)
+    first, second = (block(rows, rows, torch.bfloat16) for rows in (3, 2))
+    cache.update(*first, 0)
+    keys, values = cache.update(*second, 0)
+    assert torch.equal(keys, torch.cat([first[0], second[0]], dim=-2))
+    assert torch.equal(values, torch.cat([first[1], second[1]], dim=-2))
+    assert keys.dtype == torch.bfloat16
+
+
+def test_layers_have_contents_lengths_and_masks_of_their_own() -> None:
+    cache = Lease(3)
+    shallow, deep = block(5, seed=1), block(2, seed=2)
+    cache.update(*shallow, 0, {"sin": 1}, cache_position=torch.arange(5))  # what others read
+    keys, _ = cache.update(*deep, 2)
+    assert torch.equal(keys, deep[0])
+    for length in (cache.length, cache.get_seq_length, cache.get_query_offset):
+        assert [length(layer) for layer in range(3)] == [5, 0, 2]
+    assert (cache.get_mask_sizes(3, 0), cache.get_mask_sizes(3, 2)) == ((8, 0), (5, 0))
+    cache.truncate(4)
+    assert [cache.length(layer) for layer in range(3)] == [4, 0, 2]  # none is lengthened
+
+
+def test_truncation_forgets_the_newest_and_later_rows_take_their_place() -> None:
+    cache = Lease(1)
+    first, second = block(6, seed=1), block(2, seed=2)
+    before, _ = cache.update(*first, 0)
+    cache.truncate(4)
+    keys, values = cache.update(*second, 0)
+    assert torch.equal(keys, torch.cat([first[0][..., :4, :], second[0]], dim=-2))
+    assert torch.equal(values, torch.cat([first[1][..., :4, :], second[1]], dim=-2))
+    assert keys.data_ptr() == before.data_ptr()  # no data moved
+
+
+def test_truncation_of_a_range_leaves_the_other_layers() -> None:
+    cache = Lease(4)
+    for layer in range(4):
+        cache.update(*block(5), layer)
+    cache.truncate(3, 1, 3)
+    assert [cache.length(layer) for layer in range(4)] == [5, 3, 3, 5]
+    cache.truncate(2, first=3)
+    assert [cache.length(layer) for layer in range(4)] == [5, 3, 3, 2]
+
+
+def test_two_thousand_single_rows_move_buffers_a_few_times() -> None:
+    cache = Lease(1)
+    sizes, written = [], []
+    for step in range(2000):
+        keys, values = block(1, seed=step)
+        written.append(keys)
+        all_keys, all_values = cache.update(keys, values, 0)
+        sizes.append(all_keys.untyped_storage().nbytes() // (4 * 2 * 4))
+    assert sorted(set(sizes)) == [256, 384, 512, 704, 896, 1152, 1472, 1856, 2368]
+    assert all_values.untyped_storage().nbytes() == 2368 * 4 * 2 * 5
+    assert torch.equal(all_keys, torch.cat(written, dim=-2))
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(1, 256), (204, 256), (256, 320), (1024, 1280)])
+def test_a_first_block_gets_a_quarter_more_slots_than_it_needs(rows: int, slots: int) -> None:
+    keys, _ = Lease(1).update(*block(rows), 0)
+    assert keys.untyped_storage().nbytes() == slots * 4 * 2 * 4
+
+
+def test_fixed_slots_always_return_whole_buffers_with_zeros_behind() -> None:
+    cache = Lease(1, slots=64)
+    assert cache.is_compileable  # asks for a mask in every pass
+    assert not Lease(1).is_compileable
+    assert cache.get_mask_sizes(3, 0) == (64, 0)
+    first = block(3)
+    keys, values = cache.update(*first, 0)
+    assert (keys.shape[-2], values.shape[-2], cache.length(0)) == (64, 64, 3)
+    assert torch.equal(keys[..., :3, :], first[0])
+    assert torch.equal(values[..., :3, :], first[1])
+    assert not keys[..., 3:, :].any()
+    assert not values[..., 3:, :].any()
+    assert keys.untyped_storage().nbytes() == 64 * 4 * 2 * 4
+    assert cache.get_mask_sizes(1, 0) == (64, 0)
+    assert cache.update(*block(61), 0)[0].data_ptr() == keys.data_ptr()
+
+
+def test_raising_the_slots_keeps_what_a_layer_holds_and_not_what_was_truncated() -> None:
+    cache = Lease(1, slots=64)
+    first, second = block(60, seed=1), block(10, seed=2)
+    cache.update(*first, 0)
+    cache.slots = 128
+    keys, _ = cache.update(*second, 0)
+    assert keys.shape[-2] == 128
+    assert torch.equal(keys[..., :70, :], torch.cat([first[0], second[0]], dim=-2))
+    assert not keys[..., 70:, :].any()
+    keys, values = block(50)
+    cache.update(keys * torch.nan, values * torch.nan, 0)
+    cache.truncate(0)
+    cache.slots = 192
+    assert not any(part.isnan().any() for part in cache.update(*block(2), 0))
+
+
+@pytest.mark.parametrize(("length", "slots"), [(1, 64), (64, 64), (65, 128), (128, 128)])
+def test_fixed_slots_are_the_next_multiple_of_64(length: int, slots: int) -> None:
+    assert fixed_slots(length) == slots
+
+
+# --- of many texts
+
 
 LAYOUT = PageLayout(torch.float32, ((1, 16),))
 
@@ -31,7 +144,6 @@ def fill(lease: PooledLease, ids: Sequence[int]) -> None:
 
 
 def shown(lease: PooledLease) -> list[int]:
-    """The ids that were written."""
     pages = lease.pages(0, 0, LAYOUT)
     every = [LAYOUT.values(page.numbers, 0)[0, :, 0] for page in pages]
     return torch.cat(every)[: lease.length(0)].int().tolist() if every else []

@@ -1,0 +1,28 @@
+"""The model and the speculators that tests of decoding share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec.api.speculator import Speculator, wrap
+from tests.conftest import TinyModel
+from tests.models import make_model
+
+
+@pytest.fixture(scope="session")
+def exact(tiny_model: TinyModel) -> Any:
+    """The tiny Llama in float64, where equal tokens are no matter of luck; do not change it."""
+    return tiny_model("llama", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def eager(exact: Any) -> Speculator:
+    """Whatever drafts, drafts all the time, mostly wrongly; text already seen in full."""
+    second = make_model("llama", torch.float64, num_hidden_layers=2)
+    exits = "exit:layers=2/5,threshold=0.05,max_tokens=3"
+    found = wrap(exact, heads="logit-lens", draft_model=second, drafter=exits, prices="row=0")
+    found.options = found.options.updated({"draft_model": "max_tokens=3"})
+    return found
