@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 35133,
+    "tests/": 35124,
     "model": 7364,
     "eval/": 5102,
     "eval": 4756,
