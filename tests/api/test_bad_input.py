@@ -312,34 +312,23 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 CONFIGS: list[dict[str, Any]] = [
-    {"max_new_tokens": "5"},
-    {"max_new_tokens": 2.5},
-    {"temperature": "hot", "do_sample": True},
-    {"top_k": "x", "do_sample": True},
-    {"stop_strings": ["x", ""]},
-    {"stop_strings": 5},
-    {"num_return_sequences": 3},
-    {"eos_token_id": "x"},
-    {"bad_words_ids": "x"},
-    {"guidance_scale": "x"},
-    {"num_beams": 3},
-    {"cache_implementation": "static"},
-    {"output_scores": True},
+    *options("max_new_tokens", "5", 2.5),
+    *options("temperature", "hot", do_sample=True),
+    *options("top_k", "x", do_sample=True),
+    *options("stop_strings", ["x", ""], 5),
+    *({name: "x"} for name in ("eos_token_id", "bad_words_ids", "guidance_scale")),
+    *({name: 3} for name in ("num_return_sequences", "num_beams")),
+    *({"cache_implementation": "static"}, {"output_scores": True}),
 ]
 
 
 # --- what holds for a whole speculator
 
 LOOPS: list[dict[str, Any]] = [
-    {"streamer": 5},  # it is for `generate` itself
-    {"strings": 5},
-    {"strings": [5]},
-    {"strings": [""]},
-    {"drafter": "exit:max_tokens=six"},
-    {"drafter": "exit:treshold=0.5"},
-    {"exit_threshold": 0.5},
-    {"drafter": "fast"},
-    {"temperature": 0.5},
+    *options("streamer", 5),  # it is for `generate` itself
+    *options("strings", 5, [5], [""]),
+    *options("drafter", "exit:max_tokens=six", "exit:treshold=0.5", "fast"),
+    *({"exit_threshold": 0.5}, {"temperature": 0.5}),
 ]
 
 

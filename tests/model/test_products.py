@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from selfspec.files import cache_folder
 from selfspec.model import compiled, weights
-from selfspec.model.compiler import TARGETS, Target, make_library
+from selfspec.model.compiler import TARGETS, Target, library_name, make_library
 from selfspec.model.weights import CompiledLinear
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
@@ -121,10 +122,15 @@ def test_layers_side_by_side_in_another_order() -> None:
 def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
     target: Target, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, runs = tmp_path / "products.so", target.needs <= compiled._features()
+    runs = target.needs <= compiled._features()
+    constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
     quickly = "" if runs else " -O0"
     strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror{quickly}")
-    make_library(library, weights._PRODUCTS, {"BFLOAT16": int(dtype == torch.bfloat16)}, strict)
+    # kept like all that is compiled: its name has a digest of source and flags
+    library = cache_folder() / "compiled" / library_name(weights._PRODUCTS, constants, strict)
+    if not library.exists():
+        make_library(tmp_path / library.name, weights._PRODUCTS, constants, strict)
+        shutil.move(tmp_path / library.name, library)
     if not runs:
         pytest.skip(f"compiled; this processor does not run {target.name}")
     monkeypatch.setattr(weights, "compiled", lambda *_, **__: compiled._load(library))
