@@ -64,11 +64,11 @@ class SpeculationOptions:
     """Draft at all; without drafts it is plain decoding on the same runtime."""
 
     drafter: str = "exit"
-    """What proposes tokens: exit (heads), ngram (text already seen), successors (of tokens, as
-    verified before), draft-model, ngram+exit, ngram+successors, ngram+draft-model, none.
+    """What proposes tokens: exit (heads), ngram (text already seen), successors, draft-model,
+    ngram+OTHER, none.
 
-    Of two the one that promises more drafts; heads on the embedding, and successors, draft around
-    text already seen.
+    Successors are what verification found likely behind the same tokens before. Of two the one that
+    promises more drafts; heads on the embedding, and successors, draft around text already seen.
     """
 
     controller: Controller = field(default_factory=Fixed)

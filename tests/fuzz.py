@@ -321,6 +321,10 @@ def speculations(
         },
         "ngram": {"max_tokens": draw(st.integers(1, most)), **draw(tuning(size=st.integers(1, 5)))},
         "draft-model": {"max_tokens": draw(st.integers(1, most))},
+        "successors": {
+            "max_tokens": draw(st.integers(1, most)),
+            **draw(tuning(guesses=st.integers(1, 8), max_rows=st.integers(1, 16))),
+        },
         "none": {},
     }
     bounds = {"longest": longest, "shortest": draw(st.integers(1, longest))}

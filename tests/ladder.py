@@ -63,7 +63,10 @@ NEW_TOKENS = 20
 
 EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
-TREES = ("exits with siblings", "trees", "trees around seen text")
+TREES = (
+    *("exits with siblings", "trees", "trees around seen text"),
+    *("successors", "attending trees", "attending trees around seen text"),
+)
 
 FEW = ("oracle", "wrong", "random", "eager exits", "attending", "trees around seen text")
 """Drafts of every width, for where a step takes long."""

@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 35073,
+    "tests/": 35080,
     "model": 7369,
     "eval/": 4003,
     "eval": 4554,
