@@ -23,13 +23,13 @@ KEPT = 8
 """Successors of an entry."""
 
 _MOST = 1 << 16
-"""Entries of each order; the oldest make room. 20 MB."""
+"""Entries of each order; the oldest make room."""
 
 _PRIOR = (
     (0.5, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01),
     (0.25, 0.08, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02),
 )
-"""How often each rank was right: behind two known tokens, and where the last alone was known
+"""About how often each rank was right: behind two known tokens, and where the last alone was known
 (SmolLM2-135M, 48 Spec-Bench questions)."""
 
 _CREDIT = 100.0
