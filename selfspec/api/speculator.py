@@ -48,9 +48,8 @@ from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import common
 from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads import known
-from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.attending import heads_of
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
-from selfspec.heads.folder import attends
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
@@ -503,10 +502,7 @@ def find_heads(
     if heads == hub.LOGIT_LENS:
         return logit_lens(backbone.unembedding, backbone.num_layers, label)
     folder = hub.resolve_heads(heads)
-    kind = AttendingHeads if attends(folder) else ExitHeads
-    return kind.from_pretrained(
-        folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers
-    )
+    return heads_of(folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers)
 
 
 def without_heads(

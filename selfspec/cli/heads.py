@@ -105,7 +105,7 @@ def check(
     from selfspec.api import speculator as generate  # imports torch
 
     # what others publish has no card of ours
-    problems = [] if attends(found) else incomplete(found)
+    problems = [] if attends(found) and not is_heads_folder(found) else incomplete(found)
     try:
         speculator = generate.load(model, heads=found)
     except (InvalidHeads, HeadsMismatch, InvalidOption) as error:

@@ -29,7 +29,7 @@ from selfspec.cli.base import (
 )
 from selfspec.config import SpeculationOptions
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
-from selfspec.heads.folder import CONFIG_FILE, FILES_OF_A_FIT, is_heads_folder, read_config
+from selfspec.heads.folder import CONFIG_FILE, EAGLE3, FILES_OF_A_FIT, is_heads_folder, read_config
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
 from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions
@@ -675,7 +675,8 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
         if asked.get("max_tokens"):
             train = train.limited(asked["max_tokens"])
         found = source.spec.layers
-        if options.exit_layers is None and (options.head_type != "deep-fused" or 0 not in found):
+        own = options.head_type == EAGLE3 or (options.head_type == "deep-fused" and 0 in found)
+        if options.exit_layers is None and not own:
             options = replace(options, exit_layers=found)
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
     else:  # features are made from conversations while they are needed
@@ -753,10 +754,10 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
 
 def _heads_of(folder: Path, model: Base) -> ExitHeads:
     """Raises HeadsMismatch for those of another model."""
-    from selfspec.heads.exit_heads import ExitHeads
+    from selfspec.heads.attending import heads_of
 
-    backbone = model.backbone
-    return ExitHeads.from_pretrained(folder, backbone.unembedding, backbone.fingerprint, model.name)
+    own = model.backbone
+    return heads_of(folder, own.unembedding, own.fingerprint, model.name, own.num_layers)
 
 
 def _calibrate(asked: Asked, folder: Path, *, stored: bool) -> Calibration:
@@ -768,7 +769,7 @@ def _calibrate(asked: Asked, folder: Path, *, stored: bool) -> Calibration:
     from selfspec.training.features import FeatureSpec, whole
 
     heads = _heads_of(folder, model)
-    needed = FeatureSpec(heads.config.exit_layers, heads.reads_deep, 1)
+    needed = FeatureSpec.read_by(heads)
     limit = asked.get("max_tokens")
     if "cache" in asked:
         source = _cached(asked["cache"], model)

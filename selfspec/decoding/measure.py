@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import alone
+from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import ExitJudge, answer
+from selfspec.heads.heads import ExitHead, ExitJudge, answer
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows
 
@@ -237,7 +238,7 @@ class _Bench:
         """Fill a cache, and begin a plain decoding beside it."""
         backbone = self.backbone
         exit_layers = () if self.heads is None else self.heads.config.exit_layers
-        self._lease = Lease(backbone.num_layers)
+        self._lease, self._read = Lease(backbone.num_layers), Lease(1)
         block = torch.zeros(self.context, dtype=torch.int64, device=backbone.device)
         self._token = block[:1]
         self._embedded = backbone.embed(block)
@@ -298,9 +299,14 @@ class _Bench:
 
     def _judge_one(self, heads: ExitHeads) -> None:
         """What the exit drafter does for one token at one exit layer, layers left out."""
-        layer = next(self._layers)
-        head = heads[layer]
-        self.backbone.embed(self._token)
-        newest = self._outputs[-1:]
+        layer, newest = next(self._layers), self._outputs[-1:]
+        head = cast("ExitHead", heads.by_layer[str(layer)])
+        embedded = self.backbone.embed(self._token)
+        if isinstance(heads, AttendingHeads):
+            held = self._read.length(0)
+            if not held:
+                heads.run(self._embedded, self._outputs, self._read)
+            newest = heads.run(embedded, newest, self._read)
+            self._read.truncate(max(held, self.context))
         deep = newest if heads.reads_deep else None
         answer(head, newest, deep, temperature=self._judge.temperature(layer), count=1)

@@ -1,13 +1,14 @@
-"""Heads that attend: EAGLE-3's architecture, read from the folders in which others publish it.
+"""Heads that attend: EAGLE-3's architecture, as others publish it and as `fit` makes it.
 
     states of three layers ─norms─fc─▶ state ┐
                                              ├─▶ a decoder layer over the text ─▶ norm, lm_head
     embedding of the token behind them ──────┘        └─▶ the state of the next draft
 
 Come in: a folder in the speculators format or the original one (`midlayer.*`), safetensors only.
-Goes out: AttendingHeads, and for each text an Attention: what its layer has read. Layers, positions
-and norms are as in the reference package: tests/heads/eagle3/make.py has what was found there.
-Called by `api.finding`, the sequence, which reads what verification passes by, and the drafter.
+Goes out: AttendingHeads, and for each text an Attention: what its layer has read. Ours are written
+in the speculators format. Layers, positions and norms are as in the reference package:
+tests/heads/eagle3/make.py has what was found there. Called by `api.speculator`, `training`, the
+sequence, which reads what verification passes by, and the drafter.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, first_line
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
-from selfspec.heads.folder import attends
+from selfspec.heads.folder import EAGLE3, METADATA, SWITCHES, attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
 from selfspec.model.kv import Lease
 from selfspec.model.parts import CACHE, Unembedding
@@ -66,6 +67,27 @@ class AttendingConfig(HeadsConfig):
     def __post_init__(self) -> None:
         """`heads.folder` has checked all; `num_layers` is 0 until there is a model."""
 
+    def record(self) -> dict[str, Any]:
+        """In the speculators format; what only selfspec reads stands under one key of its own."""
+        ours = {name: getattr(self, name) for name in _OURS}
+        return {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": EAGLE3,
+            "draft_vocab_size": self.draft_vocab_size,
+            "eagle_aux_hidden_state_layer_ids": list(self.state_layers or ()),
+            **{name: getattr(self, name) for name in SWITCHES},
+            "target_hidden_size": self.hidden_size,
+            "tie_word_embeddings": False,
+            "transformer_layer_config": {**self.layer, "num_hidden_layers": 1},
+            "speculators_config": {
+                "algorithm": EAGLE3,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+                "verifier": {"architectures": [], "name_or_path": self.base_model},
+            },
+            METADATA: ours,
+        }
+
     def of_model(self, folder: Path, weight: Tensor, name: str, layers: int) -> AttendingConfig:
         """With what a model of so many layers and this unembedding adds. Raises HeadsMismatch."""
         if self.hidden_size != weight.shape[1] or self.vocab_size > weight.shape[0]:
@@ -85,9 +107,23 @@ class AttendingConfig(HeadsConfig):
         )
 
 
+_OURS = (
+    *("base_fingerprint", "num_layers", "temperatures", "defaults", "training", "chat_template"),
+    "weights",
+)
+
+
 def config_of(folder: Path) -> HeadsConfig:
-    """Of heads of any kind. Raises HeadsNotFound or InvalidHeads."""
+    """The config of heads of any kind. Raises HeadsNotFound or InvalidHeads."""
     return (AttendingConfig if attends(folder) else HeadsConfig).read(folder)
+
+
+def heads_of(
+    folder: Path, unembedding: Unembedding, fingerprint: str, name: str, num_layers: int
+) -> ExitHeads:
+    """Heads of any kind for the model called `name`; raises what `from_pretrained` raises."""
+    kind = AttendingHeads if attends(folder) else ExitHeads
+    return kind.from_pretrained(folder, unembedding, fingerprint, name, num_layers)
 
 
 class AttendingHeads(ExitHeads):
@@ -136,18 +172,48 @@ class AttendingHeads(ExitHeads):
         """They do, in a way of their own."""
         return False
 
+    @property
+    def feeds_itself(self) -> bool:
+        """The layer's output, in place of the states that are not known yet."""
+        return True
+
+    @classmethod
+    def fresh(
+        cls, config: AttendingConfig, unembedding: Unembedding, draft_ids: Tensor | None
+    ) -> AttendingHeads:
+        """Heads to fit, in the dtype and on the device of the unembedding.
+
+        Both branches of the layer begin at zero, the draft logits at the model's own norm and rows.
+        """
+        parts = unfilled(config, embeddings=False).to_empty(device="cpu")
+        for module in parts.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+            elif isinstance(module, LlamaRMSNorm):
+                nn.init.ones_(module.weight)
+        for branch in (parts["layers"][0].self_attn.o_proj, parts["layers"][0].mlp.down_proj):
+            nn.init.zeros_(branch.weight)
+        tensors = parts.state_dict()
+        rows = DraftVocabulary.of(unembedding, draft_ids).rows
+        tensors["lm_head.weight"] = rows.clone()
+        tensors["norm.weight"] = _scale(unembedding.norm, config.hidden_size)
+        return cls(config, unembedding, tensors | _offsets(draft_ids))
+
     @classmethod
     def from_pretrained(
         cls,
         folder: Path,
         unembedding: Unembedding,
-        base_fingerprint: str,  # noqa: ARG003  # such folders know none
+        base_fingerprint: str,
         base_model: str,
         num_layers: int | None = None,
     ) -> AttendingHeads:
         """As ExitHeads' own."""
         config = AttendingConfig.read(folder)
-        config = config.of_model(folder, unembedding.weight, base_model, num_layers or 0)
+        weight = unembedding.weight
+        if config.base_fingerprint:  # others' folders know none
+            config.require_model(folder, weight, base_fingerprint, base_model, num_layers)
+        config = config.of_model(folder, weight, base_model, num_layers or 0)
         try:
             heads = cls(config, unembedding, _tensors(folder))
         except Exception as error:  # an odd config makes transformers fail anywhere
@@ -182,21 +248,31 @@ class AttendingHeads(ExitHeads):
         Their keys and values join `lease`. In a tree `positions` differ from the rows' places, and
         `sees` [n, rows held + n] says what each row attends to.
         """
-        layer, seen, count = self.parts["layers"][0], lease.length(0), len(states)
+        seen, count = lease.length(0), len(states)
         places = range(seen + 1, seen + 1 + count) if positions is None else positions
         if sees is None and count > 1:
             sees = states.new_ones(count, seen + count, dtype=torch.bool).tril(seen)
+        at = torch.tensor([*places], device=states.device)
+        return self.layer(embeddings[None], states[None], at, lease, sees)[0]
+
+    def layer(
+        self, embeddings: Tensor, states: Tensor, positions: Tensor, keys: Any, sees: Tensor | None
+    ) -> Tensor:
+        """Its output for rows of texts side by side: [B, n, d] twice, [n] -> [B, n, d].
+
+        `keys` is a cache of transformers or a Lease; `sees` [n, rows held + n], None: everything.
+        """
+        layer = self.parts["layers"][0]
         normed = layer.hidden_norm(states)
         residual = normed if self.config.norm_before_residual else states
-        inputs = torch.cat([layer.input_layernorm(embeddings.to(states)), normed], -1)[None]
-        rotary = self.rotary(inputs, torch.tensor([[*places]], device=states.device))
+        inputs = torch.cat([layer.input_layernorm(embeddings.to(states)), normed], -1)
         attended, _ = layer.self_attn(
             hidden_states=inputs,
-            position_embeddings=rotary,
+            position_embeddings=self.rotary(inputs, positions[None]),
             attention_mask=None if sees is None else sees[None, None],
-            **{CACHE: lease},
+            **{CACHE: keys},
         )
-        hidden = residual + attended[0]
+        hidden = residual + attended
         output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return output
 
@@ -222,14 +298,19 @@ class AttendingHeads(ExitHeads):
         """Of the texts that are remembered the one that shares most of its rows with `ids`."""
         return max(list(self._texts), key=lambda one: one.shared(ids), default=None)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Named as in the speculators format."""
+        own = {"norm.weight": self.head.norm.weight, "lm_head.weight": self.head.rows}
+        return {**self.parts.state_dict(), **own, **_offsets(self.head.draft_ids)}
+
+    def part(self, layer: int) -> nn.Module:  # noqa: ARG002  # the base's; there is one
+        """All of them."""
+        return self
+
     def twin(self, unembedding: Unembedding) -> AttendingHeads:
         """The same heads beside the same model in another dtype."""
-        own = {"norm.weight": self.head.norm.weight, "lm_head.weight": self.head.rows}
-        tensors = self.parts.state_dict() | own
-        if self.head.draft_ids is not None:
-            ids = self.head.draft_ids
-            tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-        return AttendingHeads(self.config, unembedding, tensors).eval().requires_grad_(False)
+        copied = {name: one.detach().clone() for name, one in self.tensors().items()}
+        return AttendingHeads(self.config, unembedding, copied).eval().requires_grad_(False)
 
 
 class Attention:
@@ -341,6 +422,25 @@ def unfilled(config: AttendingConfig, *, embeddings: bool) -> Any:
         return nn.ModuleDict(parts)
 
 
+def layer_like(model: Any, vocab_size: int, inner_size: int | None) -> dict[str, Any]:
+    """The config of a decoder layer as a model's are, by its config; `inner_size`: of its MLP."""
+    width = model.hidden_size
+    heads = getattr(model, "num_attention_heads", None) or max(1, width // 64)
+    rope = getattr(model, "rope_parameters", None) or {}
+    eps = getattr(model, "rms_norm_eps", None)
+    return {
+        "model_type": "qwen3" if model.model_type.startswith("qwen3") else "llama",
+        "hidden_size": width,
+        "intermediate_size": inner_size or getattr(model, "intermediate_size", None) or 4 * width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(model, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(model, "head_dim", None) or width // heads,
+        "vocab_size": vocab_size,
+        "rms_norm_eps": eps if isinstance(eps, float) and 0.0 < eps < 1.0 else 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+    }
+
+
 def _layer_config(config: AttendingConfig) -> Any:
     """As transformers has it."""
     known = {name: value for name, value in config.layer.items() if name != "model_type"}
@@ -349,7 +449,20 @@ def _layer_config(config: AttendingConfig) -> Any:
     return layer
 
 
+def _scale(norm: nn.Module, width: int) -> Tensor:
+    """[d]: what a norm multiplies by: its answer to a vector of mean 0 and variance 1."""
+    signs = 1.0 - 2.0 * (torch.arange(width) % 2)
+    with torch.no_grad():
+        found: Tensor = norm(signs[None].to(next(norm.parameters()).device))
+    return found[0].abs()
+
+
 # --- files ----------------------------------------------------------------------------------------
+
+
+def _offsets(ids: Tensor | None) -> dict[str, Tensor]:
+    """`d2t` of a draft vocabulary that is not the whole one."""
+    return {} if ids is None else {"d2t": ids - torch.arange(len(ids), device=ids.device)}
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

@@ -90,9 +90,13 @@ class HeadsConfig:
             path = Path(folder) / CONFIG_FILE
             raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
 
+    def record(self) -> dict[str, Any]:
+        """Ready for `config.json`."""
+        return asdict(self)
+
     def write(self, folder: Path) -> None:
         """Replace `config.json`; the weights stay. Raises CannotWrite."""
-        files.write(Path(folder) / CONFIG_FILE, as_json(asdict(self)))
+        files.write(Path(folder) / CONFIG_FILE, as_json(self.record()))
 
     def require_model(
         self, folder: Path, weight: Tensor, fingerprint: str, name: str, num_layers: int | None
@@ -200,6 +204,11 @@ class ExitHeads(nn.Module):
         """Whether the heads look at the output of layer L one position earlier."""
         return HEAD_TYPES[self.config.head_type].reads_deep
 
+    @property
+    def feeds_itself(self) -> bool:
+        """Whether later drafts of a round read what the heads made of the token before."""
+        return self.reads_deep
+
     def save(self, folder: Path, others: Mapping[str, bytes | str] | None = None) -> None:
         """Write `config.json`, `model.safetensors` and the files `others` by name.
 
@@ -207,15 +216,23 @@ class ExitHeads(nn.Module):
         config and the others. The weights repeat the config, so that a kill at any moment leaves
         the heads from before or these. Raises CannotWrite.
         """
-        tensors = _shared_ids_once({k: t.contiguous() for k, t in self.state_dict().items()})
+        tensors = {name: one.contiguous() for name, one in self.tensors().items()}
         self.config = replace(self.config, weights=_hash(tensors))
-        config = as_json(asdict(self.config))
+        config = as_json(self.config.record())
         with ExitStack() as written:  # which closes in reverse order
             for name, content in (dict(others or {}) | {CONFIG_FILE: config}).items():
                 new = written.enter_context(files.replacing(Path(folder) / name))
                 new.write_bytes(content.encode() if isinstance(content, str) else content)
             new = written.enter_context(files.replacing(Path(folder) / WEIGHTS_FILE))
             save_file(tensors, new, {METADATA: config})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `model.safetensors` holds."""
+        return _shared_ids_once(self.state_dict())
+
+    def part(self, layer: int) -> nn.Module:
+        """All that learns for the drafts of an exit layer."""
+        return self.by_layer[str(layer)]
 
     def twin(self, unembedding: Unembedding) -> ExitHeads:
         """The same heads beside the same model in another dtype."""

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ FORMAT_VERSION = 2
 """1: `base_fingerprint` is that of the unembedding alone."""
 
 METADATA = "selfspec"
-"""Name of the config in the header of the weights."""
+"""Name of the config in the header of the weights, and of our part of a config of EAGLE-3's."""
 
 _MOST_LAYERS = 4096
 _MOST_CONFIG_BYTES = 1 << 20
@@ -52,7 +52,8 @@ _MAY_BE_NONE = ("inner_size", "draft_vocab_size", "base_revision", "weights")
 _REQUIRED = ("base_model", "base_fingerprint", "hidden_size", "num_layers", "vocab_size")
 
 EAGLE3 = "eagle3"
-"""Head type of heads that attend, in folders that others publish."""
+"""Head type of heads that attend, ours and those that others publish. Ours say what only selfspec
+reads under one more key of the config, METADATA."""
 
 _EAGLE3_DEFAULTS = {"drafter": "ngram+exit:threshold=0.3,anneal_strength=0,max_tokens=5"}
 """They bring no settings. Not measured: with 0.3 a third draft is right as often as not where each
@@ -73,7 +74,7 @@ _LAYER_SIZES = {
 }
 """Whether a size must be there."""
 
-_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 logger = logging.getLogger(__name__)
 
@@ -88,22 +89,30 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise HeadsNotFound(f"no {CONFIG_FILE} in {folder}. Expected a folder of exit heads")
     try:
-        values = read_json(path, _MOST_CONFIG_BYTES)
-        if _is_eagle3(values):
-            return eagle3(values)
-        found = checked(values)
+        found = _config_of(read_json(path, _MOST_CONFIG_BYTES))
     except (InvalidData, InvalidHeads) as error:
         raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
     repeated = repeated_config(Path(folder) / WEIGHTS_FILE)
-    if repeated is not None and repeated.get("weights") != found.get("weights"):
+    if repeated is not None and _weights_of(repeated) != found.get("weights"):
         logger.warning("%s is not that of the weights beside it, which is used instead", path)
         try:
-            return checked(repeated)
+            return _config_of(repeated)
         except InvalidHeads as error:
             raise InvalidHeads(
                 f"{Path(folder) / WEIGHTS_FILE} repeats no config: {error}"
             ) from error
     return found
+
+
+def _weights_of(config: Mapping[str, Any]) -> Any:
+    """The hash in a config of either kind."""
+    own = config.get(METADATA)
+    return (own if isinstance(own, dict) else config).get("weights")
+
+
+def _config_of(values: Any) -> dict[str, Any]:
+    """The config of heads of any kind. Raises InvalidHeads with the reason alone."""
+    return eagle3(values) if _is_eagle3(values) else checked(values)
 
 
 def attends(folder: Path) -> bool:
@@ -123,7 +132,8 @@ def is_heads_folder(folder: Path) -> bool:
         values = read_json(config, _MOST_CONFIG_BYTES)
     except InvalidData:
         return False
-    return isinstance(values, dict) and values.keys() >= {*_REQUIRED, "exit_layers", "head_type"}
+    ours = {*_REQUIRED, "exit_layers", "head_type"}
+    return isinstance(values, dict) and (values.keys() >= ours or METADATA in values)
 
 
 def repeated_config(weights: Path) -> dict[str, Any] | None:
@@ -149,11 +159,7 @@ def checked(values: Any) -> dict[str, Any]:
         )
     for name in (*_REQUIRED, "exit_layers", "head_type"):
         _require(name in values, name, None, "a value")
-    for name in _TEXTS:
-        if not _missing(values, name):
-            text = values[name]
-            fits = isinstance(text, str) and len(text) <= 1000 and text.isprintable()
-            _require(fits, name, text, "a line of text")
+    _check_texts(values, _TEXTS)
     for name, (low, high) in _SIZES.items():
         if not _missing(values, name):
             size = values[name]
@@ -164,15 +170,30 @@ def checked(values: Any) -> dict[str, Any]:
     fits = isinstance(layers, list) and len(layers) <= _MOST_LAYERS
     fits = fits and all(type(layer) is int for layer in layers)
     _require(fits, "exit_layers", layers, "a list of whole numbers")
-    for name in ("temperatures", "defaults", "training"):
+    return {**values, **_of_a_fit(values, layers), "exit_layers": tuple(layers)}
+
+
+_OF_A_FIT = ("temperatures", "defaults", "training")
+
+
+def _of_a_fit(values: Mapping[str, Any], layers: list[int]) -> dict[str, Any]:
+    """What a fit to these exit layers adds to sizes and kind, as far as it is said."""
+    for name in _OF_A_FIT:
         _require(isinstance(values.get(name, {}), dict), name, values.get(name), "an object")
     if (template := values.get("chat_template")) is not None:
         fits = isinstance(template, str) and len(template) <= MOST_TEMPLATE_CHARACTERS
         _require(fits, "chat_template", template, "the text of a chat template")
     _check_temperatures(values.get("temperatures", {}), layers)
-    defaults = values.get("defaults", {})
-    _check_defaults(defaults, layers)
-    return values | {"exit_layers": tuple(layers), "defaults": defaults}
+    _check_defaults(values.get("defaults", {}), layers)
+    return {name: values[name] for name in (*_OF_A_FIT, "chat_template") if name in values}
+
+
+def _check_texts(values: Mapping[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        if not _missing(values, name):
+            text = values[name]
+            fits = isinstance(text, str) and len(text) <= 1000 and text.isprintable()
+            _require(fits, name, text, "a line of text")
 
 
 def _missing(values: Mapping[str, Any], name: str) -> bool:
@@ -219,7 +240,7 @@ def eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
     _require(kind in (None, EAGLE3), "speculators_model_type", kind, EAGLE3)
     own = values if kind is None else _object(values, "transformer_layer_config")
     layer = _layer(own)
-    switches = {name: values.get(name) or False for name in _SWITCHES}
+    switches = {name: values.get(name) or False for name in SWITCHES}
     for name, value in switches.items():
         _require(type(value) is bool, name, value, "true or false")
     both = switches["norm_before_fc"] and switches["fc_norm"]
@@ -234,11 +255,15 @@ def eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
     verifier = _object(_object(values, "speculators_config"), "verifier")
     base = verifier.get("name_or_path")
     known = isinstance(base, str) and len(base) <= 1000 and base.isprintable()
-    return switches | {
+    ours = {"base_fingerprint": "", **_object(values, METADATA)}
+    _check_texts(ours, ours.keys() & set(_TEXTS))
+    return {
+        **switches,
         "base_model": base if known else "not said",
-        "base_fingerprint": "",
+        "base_fingerprint": ours["base_fingerprint"],
+        "weights": ours.get("weights"),
         "hidden_size": _size("target_hidden_size", values, layer["hidden_size"]),
-        "num_layers": 0,
+        "num_layers": _size("num_layers", ours) if "num_layers" in ours else 0,
         "vocab_size": layer["vocab_size"],
         "draft_vocab_size": _size("draft_vocab_size", values, layer["vocab_size"]),
         "exit_layers": (0,),
@@ -247,6 +272,7 @@ def eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
         "format": "original" if kind is None else "speculators",
         "state_layers": None if layers is None else tuple(layers),
         "layer": layer,
+        **_of_a_fit(ours, [0]),
     }
 
 

@@ -79,12 +79,12 @@ def score(
     later: dict[int, list[Scores]] = {layer: [] for layer in layers}
     for batch in batches:
         for layer in layers:
-            first[layer].append(_scores(judges, layer, judged(heads, layer, batch)))
-            if heads.reads_deep:
-                found = judged(heads, layer, batch, second=True)
-                later[layer].append(_scores(judges, layer, found))
-    firsts = {layer: _joined(parts) for layer, parts in first.items()}
-    return firsts, {layer: _joined(p) for layer, p in later.items()} if heads.reads_deep else firsts
+            once, *again = [
+                _scores(judges, layer, found) for found in judged(heads, layer, batch, drafts=2)
+            ]
+            first[layer].append(once)
+            later[layer] += again or [once]
+    return _by_layer(first), _by_layer(later)
 
 
 def reliability(scores: Scores) -> Reliability:
@@ -124,6 +124,10 @@ def threshold(confidence: Tensor, right: Tensor, precision: float) -> float | No
 def _scores(judges: list[ExitJudge], layer: int, found: Judged) -> Scores:
     confidence = torch.stack([judge.confidence(found.logits, layer) for judge in judges])
     return Scores(confidence.cpu(), found.right.cpu())
+
+
+def _by_layer(found: dict[int, list[Scores]]) -> dict[int, Scores]:
+    return {layer: _joined(parts) for layer, parts in found.items()}
 
 
 def _joined(parts: list[Scores]) -> Scores:
@@ -358,7 +362,7 @@ def calibrate(
         coverage=coverage(heads, text.batches()),
         reliabilities=found,
         second={layer: entry.right.double().mean().item() for layer, entry in later.items()}
-        if heads.reads_deep
+        if heads.feeds_itself
         else None,
         thresholds=thresholds,
         setting=replace(setting, exit_threshold=rounded),

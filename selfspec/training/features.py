@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
+from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.training.text import Batch, Conversation, padded, planned
 from selfspec.untrusted import read_json
@@ -47,6 +49,13 @@ class FeatureSpec:
     everywhere: bool = False
     """From all positions that have a token behind them, not only those that predict an answer's:
     the model's own next token teaches there, too."""
+
+    @classmethod
+    def read_by(cls, heads: ExitHeads) -> FeatureSpec:
+        """What heads are measured on."""
+        if isinstance(heads, AttendingHeads):
+            return cls((0, *heads.layers), top_k=1, everywhere=True)
+        return cls(heads.config.exit_layers, heads.reads_deep, top_k=1)
 
     @property
     def to_the_end(self) -> bool:

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption
+from selfspec.heads.attending import AttendingConfig, layer_like
 from selfspec.heads.exit_heads import (
     ExitHeads,
     HeadsConfig,
     check_exit_layers,
     possible_exit_layers,
 )
+from selfspec.heads.folder import EAGLE3
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED
 from selfspec.training import checkpoint
@@ -158,13 +160,27 @@ def fit(
 
 def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> FeatureSpec:
     """What a fit needs to know about each position, or what is `measured` at answers alone."""
-    deep = options.head_type == "deep-fused"
+    attends = options.head_type == EAGLE3
+    layers = exit_layers(backbone, options)
+    if attends:
+        layers = (0, *state_layers(backbone, options))
     return FeatureSpec(
-        exit_layers(backbone, options),
-        deep,
+        layers,
+        options.head_type == "deep-fused",
         top_k=1 if measured or options.ce_share == 1.0 else TOP_K,
-        everywhere=not measured and options.answer_share != 1.0,
+        everywhere=attends or (not measured and options.answer_share != 1.0),
     )
+
+
+def state_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
+    """Whose states heads that attend read. Raises InvalidOption where the model has no such."""
+    most = backbone.num_layers - 1
+    layers = options.state_layers
+    if layers is None:
+        usual = (2, (most + 1) // 2, most - 2)
+        layers = tuple(sorted({min(max(1, layer), most) for layer in usual}))
+    check_exit_layers(layers, range(1, most + 1))
+    return layers
 
 
 TOP_K = 32
@@ -181,11 +197,14 @@ def answer_weights(text: Selection, share: float | None) -> tuple[float, float]:
 
 def exit_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     """Those asked for, or the default ones. Raises InvalidOption where the model has no such."""
-    layers = options.exit_layers
+    layers, kind = options.exit_layers, options.head_type
     if layers is None:
-        deep = options.head_type == "deep-fused"
-        layers = (0,) if deep else default_exit_layers(backbone.num_layers)
-    check_exit_layers(layers, possible_exit_layers(options.head_type, backbone.num_layers))
+        from_embedding = kind in ("deep-fused", EAGLE3)
+        layers = (0,) if from_embedding else default_exit_layers(backbone.num_layers)
+    if kind == EAGLE3:
+        check_exit_layers(layers, (0,))
+    else:
+        check_exit_layers(layers, possible_exit_layers(kind, backbone.num_layers))
     return layers
 
 
@@ -288,7 +307,7 @@ class _Fit:
             course.entries.append(entry)
             if layer not in course.best or _better(entry, course.best[layer]):
                 course.best[layer] = entry
-                self._best[layer].load_state_dict(heads[layer].state_dict())
+                self._best.part(layer).load_state_dict(heads.part(layer).state_dict())
         course.sums, course.positions = dict.fromkeys(self._layers, 0.0), 0
         self._watch.lap("validation")
 
@@ -375,19 +394,30 @@ def _draft_ids(job: Job) -> Tensor | None:
 
 def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> HeadsConfig:
     backbone, options = job.backbone, job.options
-    return HeadsConfig(
-        base_model=job.base_model,
-        base_fingerprint=backbone.fingerprint,
-        hidden_size=backbone.hidden_size,
-        num_layers=backbone.num_layers,
-        vocab_size=backbone.vocab_size,
-        exit_layers=exit_layers(backbone, options),
-        head_type=options.head_type,
-        inner_size=options.inner_size,
-        draft_vocab_size=None if draft_ids is None else len(draft_ids),
-        chat_template=job.chat_template,
-        defaults={"drafter": FITTED},
-        training=record,
+    common: dict[str, Any] = {
+        "base_model": job.base_model,
+        "base_fingerprint": backbone.fingerprint,
+        "hidden_size": backbone.hidden_size,
+        "num_layers": backbone.num_layers,
+        "vocab_size": backbone.vocab_size,
+        "exit_layers": exit_layers(backbone, options),
+        "head_type": options.head_type,
+        "draft_vocab_size": None if draft_ids is None else len(draft_ids),
+        "chat_template": job.chat_template,
+        "defaults": {"drafter": FITTED},
+        "training": record,
+    }
+    if options.head_type != EAGLE3:
+        return HeadsConfig(inner_size=options.inner_size, **common)
+    common["draft_vocab_size"] = backbone.vocab_size if draft_ids is None else len(draft_ids)
+    return AttendingConfig(
+        format="speculators",
+        state_layers=state_layers(backbone, options),
+        fc_norm=True,
+        layer=layer_like(
+            backbone.model.config.get_text_config(), backbone.vocab_size, options.inner_size
+        ),
+        **common,
     )
 
 

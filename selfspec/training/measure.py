@@ -6,16 +6,19 @@ draft counts against them. Called by `fit` and `calibrate`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
 
 from selfspec.errors import InvalidData
+from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import ExitJudge
+from selfspec.heads.heads import ExitHead, ExitJudge
 from selfspec.training.features import Features
 
 
@@ -32,8 +35,8 @@ class Agreement:
     agreement_top_10: float
     """The same among the 10 %."""
     agreement_second: float | None = None
-    """For heads that read deep states: the share for the second draft of a round, which reads
-    features of the head itself instead. Behind a right first draft."""
+    """The share for the second draft of a round, where it reads what the heads made of the first:
+    behind a right first draft."""
 
 
 class Judged(NamedTuple):
@@ -47,24 +50,77 @@ class Judged(NamedTuple):
     """[N] bool: it is the model's."""
 
 
+def unrolled(
+    heads: ExitHeads, layer: int, batch: Features, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features of the first, the second, ... draft at each position, and where there is one.
+
+    [N, d] and [N] bool each. From the second on heads that read what the model made of the token
+    before read what they made of it themselves, as they will when they draft; other heads have the
+    first only.
+    """
+    if isinstance(heads, AttendingHeads):
+        yield from _attended(heads, batch, steps)
+        return
+    head, hidden, deep = heads[layer], batch.hidden[layer], batch.deep
+    valid = torch.ones_like(batch.continues)
+    for _ in range(steps if head.reads_deep else 1):
+        features = head.features(hidden, deep)
+        yield features, valid
+        deep, valid = features.roll(1, dims=0), batch.continues & valid.roll(1)
+
+
+def _attended(
+    heads: AttendingHeads, batch: Features, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """All texts of a batch side by side; a row attends to what it will when it drafts.
+
+    The row of the s-th draft attends to first rows at least s - 1 places before it, and to the rows
+    of the drafts in between (EAGLE-3's training-time test).
+    """
+    starts = (~batch.continues).nonzero()[:, 0]
+    lengths = starts.diff(append=starts.new_tensor([len(batch)])).tolist()
+
+    def padded(rows: Tensor) -> Tensor:
+        """[N, ...] -> [B, T, ...], T at least 2."""
+        texts = pad_sequence(rows.split(lengths), batch_first=True)
+        short = max(0, 2 - texts.shape[1])
+        return nn.functional.pad(texts, (*(0, 0) * (rows.dim() - 1), 0, short))
+
+    inside = padded(torch.ones_like(batch.continues))
+    embeddings = padded(batch.hidden[0])[:, 1:]
+    states = torch.cat([batch.hidden[layer] for layer in heads.layers], -1)
+    states = heads.fuse(padded(states)[:, :-1])
+    count = embeddings.shape[1]
+    places = torch.arange(1, count + 1, device=states.device)
+    keys, own = DynamicCache(), torch.eye(count, dtype=torch.bool, device=states.device)
+    for step in range(steps):
+        earlier = torch.ones_like(own).tril(-step)
+        drafts = [own.roll(step - before, 0) for before in range(1, step + 1)]
+        sees = torch.cat([earlier, *drafts], -1)
+        output = heads.layer(embeddings, states, places, keys, sees)
+        features = nn.functional.pad(heads.head.features(output), (0, 0, 1, 0))
+        valid = nn.functional.pad(places > step, (1, 0))
+        yield features[inside], valid.expand_as(inside)[inside]
+        states = heads.fed(output).roll(1, 1)
+
+
 @torch.no_grad()
-def judged(heads: ExitHeads, layer: int, batch: Features, *, second: bool = False) -> Judged:
-    """A head's answers where the text answers. `second`: as second drafts, within an answer."""
+def judged(heads: ExitHeads, layer: int, batch: Features, drafts: int = 1) -> list[Judged]:
+    """A head's answers where the text answers: as first drafts, as second ones, ...
+
+    Of later drafts those whose tokens before belong to the answer, too.
+    """
     if batch.top_ids is None:
         raise InvalidData("these features hold no targets. Ask for them: top_k of at least 1")
-    head, hidden, deep = heads[layer], batch.hidden[layer], batch.deep
-    rows = batch.answers.nonzero()[:, 0]
-    if second:
-        before = batch.continues & batch.answers.roll(1)
-        rows = rows[before[rows] & (rows > 0)]
-        before_deep = None if deep is None else deep[rows - 1]
-        deep = head.features(hidden[rows - 1], before_deep)
-    elif deep is not None:
-        deep = deep[rows]
-    top = batch.top_ids[rows, 0]
-    logits = head(hidden[rows], deep)
-    tokens = head.to_target_ids(logits.argmax(-1))
-    return Judged(logits, tokens, tokens == top)
+    head, answers, found = cast("ExitHead", heads.by_layer[str(layer)]), batch.answers, []
+    for features, valid in unrolled(heads, layer, batch, drafts):
+        rows = (answers & valid).nonzero()[:, 0]
+        logits = head.unembed(features[rows])
+        tokens = head.to_target_ids(logits.argmax(-1))
+        found.append(Judged(logits, tokens, tokens == batch.top_ids[rows, 0]))
+        answers = batch.answers & answers.roll(1)
+    return found
 
 
 @torch.no_grad()
@@ -76,10 +132,9 @@ def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agree
     second: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for batch in batches:
         for layer in layers:
-            found = judged(heads, layer, batch)
+            found, *later = judged(heads, layer, batch, drafts=2)
             seen[layer].append((judge.confidence(found.logits, layer).cpu(), found.right.cpu()))
-            if heads.reads_deep:
-                second[layer].append(judged(heads, layer, batch, second=True).right.cpu())
+            second[layer] += [draft.right.cpu() for draft in later]
     shares = {}
     for layer in layers:
         confidence, right = map(torch.cat, zip(*seen[layer], strict=True))
@@ -89,7 +144,7 @@ def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agree
 
 def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
     """Share of positions where the model's next token is one that heads can draft."""
-    ids = heads[heads.config.exit_layers[0]].draft_ids
+    ids = cast("ExitHead", next(iter(heads.by_layer.values()))).draft_ids
     tops = torch.cat([b.top_ids[b.answers, 0] for b in batches if b.top_ids is not None])
     return 1.0 if ids is None else torch.isin(tops, ids).float().mean().item()
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec.errors import InvalidOption
+from selfspec.heads.folder import EAGLE3
 
-FITTED_HEAD_TYPES = ("linear", "translator", "low-rank", "mlp", "deep-fused")
+FITTED_HEAD_TYPES = ("linear", "translator", "low-rank", "mlp", "deep-fused", EAGLE3)
 
 PRESETS: dict[str, dict[str, Any]] = {
     "specbound": {
@@ -147,11 +148,16 @@ class FitOptions:
     head_type: str = "deep-fused"
     """deep-fused (mlp that also reads the model's last state of the token before: no layer runs
     for a draft), linear (norm and an LM head of its own), translator (norm, an affine map, the
-    model's own unembedding), low-rank (the same, narrow), or mlp."""
+    model's own unembedding), low-rank (the same, narrow), mlp, or eagle3 (a decoder layer that
+    attends to the whole text, with an LM head of its own; other runtimes read its files, too)."""
+
+    state_layers: tuple[int, ...] | None = None
+    """Layers whose states eagle3 heads read, rising, 1 to the model's last but one. None: 2, the
+    middle one and the last but three."""
 
     inner_size: int | None = None
-    """Rank of a low-rank head, hidden units of an mlp or deep-fused one, at least 1. None: the
-    type's own choice."""
+    """Rank of a low-rank head, hidden units of another type's MLP, at least 1. None: the type's own
+    choice."""
 
     draft_vocab_size: int | None = 8192
     """Tokens that heads can draft: all special ones, the most frequent of the training answers,
@@ -167,8 +173,11 @@ class FitOptions:
     positions count alike."""
 
     draft_steps: int = 2
-    """Tokens ahead that deep-fused heads learn, at least 1: from the second on they read the
+    """Tokens ahead that deep-fused and eagle3 heads learn, at least 1: from the second on they read
     features of the head itself, as they will when they draft."""
+
+    step_decay: float = 1.0
+    """What each further token ahead weighs of the one before, above 0, at most 1."""
 
     epochs: int = 2
     """Passes over the training text, at least 1."""
@@ -217,6 +226,7 @@ class FitOptions:
         require(0.0 <= self.ce_share <= 1.0, "ce_share", self.ce_share, "in [0, 1]")
         share = self.answer_share
         require(share is None or 0.0 < share <= 1.0, "answer_share", share, "in (0, 1]")
+        require(0.0 < self.step_decay <= 1.0, "step_decay", self.step_decay, "in (0, 1]")
         require(0.0 <= self.warmup < 1.0, "warmup", self.warmup, "in [0, 1)")
         require(self.weight_decay >= 0.0, "weight_decay", self.weight_decay, "at least 0")
 

@@ -21,6 +21,7 @@ import yaml
 from selfspec import files
 from selfspec.api.chat_template import name_of
 from selfspec.errors import InvalidData
+from selfspec.heads.attending import config_of
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.hub.models import HUB_ID
@@ -255,7 +256,7 @@ def card_of(folder: Path, licence: str | None = None) -> str:
     metrics, calibration = folder / METRICS, folder / CALIBRATION
     try:
         return card(
-            HeadsConfig.read(folder),
+            config_of(folder),
             read_json(metrics),
             read_json(calibration) if calibration.is_file() else None,
             licence,

@@ -9,18 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.errors import SelfspecError
+from selfspec.heads.attending import AttendingConfig, AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.heads.heads import ExitHead
 from selfspec.hub.models import fast_products
 from selfspec.model.backbone import Backbone
+from selfspec.model.parts import Unembedding
 from selfspec.training import checkpoint
 from selfspec.training.features import Features, Processes
 from selfspec.training.losses import Targets, cross_entropy, draft_index, targets
+from selfspec.training.measure import unrolled
 from selfspec.training.options import FitOptions
 
 _HEAD_ROWS = 1024
@@ -44,7 +49,6 @@ class Trainer:
         """Heads as they begin, for `steps` steps in all; weights of positions as `targets` has."""
         self._answer_weights = answer_weights
         self._backbone = backbone
-        self._draft_ids = draft_ids
         self._options = options
         self._processes = processes
         self._steps = steps
@@ -53,7 +57,7 @@ class Trainer:
         self._mixed = backbone.dtype == torch.bfloat16 and fast_products(torch.bfloat16, device)
         weight = own.weight if self._mixed else own.weight.float()
         torch.manual_seed(options.seed)  # inner layers begin with random numbers
-        self.heads = ExitHeads(config, own._replace(weight=weight), draft_ids).float()
+        self.heads = _fresh(config, own._replace(weight=weight), draft_ids).float()
         self._index = draft_index(draft_ids, backbone.vocab_size).to(own.weight.device)
         self._optimizer = torch.optim.AdamW(_groups(self.heads, options.weight_decay))
 
@@ -70,7 +74,7 @@ class Trainer:
                 totals[layer] += self._backward(layer, batch, wanted, positions)
         losses = self._processes.total(totals)
         for layer, loss in losses.items():
-            parameters = list(self.heads[layer].parameters())
+            parameters = list(self.heads.part(layer).parameters())
             self._processes.add_up(parameters)
             norm = nn.utils.clip_grad_norm_(parameters, self._options.max_grad_norm)
             if not (math.isfinite(loss) and bool(norm.isfinite())):
@@ -86,9 +90,7 @@ class Trainer:
 
     def finished(self) -> ExitHeads:
         """A copy in the model's dtype, on the model's own unembedding, no longer learning."""
-        heads = ExitHeads(self.heads.config, self._backbone.unembedding, self._draft_ids)
-        heads.load_state_dict(self.heads.state_dict())
-        return heads.eval().requires_grad_(False)
+        return self.heads.twin(self._backbone.unembedding)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that `restore` needs."""
@@ -109,30 +111,31 @@ class Trainer:
             checkpoint.restore_optimizer(self._optimizer, self.heads, tensors, step)
 
     def _backward(self, layer: int, batch: Features, wanted: Targets, positions: int) -> float:
-        """Add the gradients of one head; its part of the loss per position."""
-        total = torch.zeros((), device=batch.following.device)
-        for start in range(0, len(batch), _HEAD_ROWS):
-            rows = slice(start, start + _HEAD_ROWS)
-            with self._autocast(batch.following.device):
-                losses = self._losses(layer, batch, rows, wanted.rows(rows))
-            torch.stack(losses).sum().div(positions).backward()
-            total += losses[0].detach()
-        return float(total) / positions
+        """Add the gradients of one exit layer's drafts; the first's part of the loss per position.
 
-    def _losses(self, layer: int, batch: Features, rows: slice, wanted: Targets) -> list[Tensor]:
-        """Of the first draft, then of those that would follow it; summed over positions."""
-        head = self.heads[layer]
-        hidden = batch.hidden[layer][rows].float()
-        deep = None if batch.deep is None else batch.deep[rows].float()
-        features = head.features(hidden, deep)
-        losses = [cross_entropy(head.unembed(features), wanted)]
-        valid = torch.ones_like(batch.continues[rows])
-        for _ in range(1, self._options.draft_steps if head.reads_deep else 1):
-            valid = batch.continues[rows] & valid.roll(1)
-            valid[0] = False  # the row before it is in another block
-            features = head.features(hidden, features.roll(1, dims=0))
-            losses.append(cross_entropy(head.unembed(features), wanted.where(valid)))
-        return losses
+        Draft logits exist for some rows at a time: each piece goes back as far as the features.
+        """
+        head = cast("ExitHead", self.heads.by_layer[str(layer)])
+        floats = {layer: hidden.float() for layer, hidden in batch.hidden.items()}
+        deep = None if batch.deep is None else batch.deep.float()
+        batch = replace(batch, hidden=floats, deep=deep)
+        with self._autocast(batch.following.device):
+            drafts = list(unrolled(self.heads, layer, batch, self._options.draft_steps))
+        weight, first, gradients = 1.0 / positions, 0.0, []
+        for features, valid in drafts:
+            leaf, losses = features.detach().requires_grad_(), []
+            chosen = wanted.where(valid)
+            for start in range(0, len(batch), _HEAD_ROWS):
+                rows = slice(start, start + _HEAD_ROWS)
+                with self._autocast(batch.following.device):
+                    loss = cross_entropy(head.unembed(leaf[rows]), chosen.rows(rows))
+                (loss * weight).backward()
+                losses.append(loss.detach())
+            gradients.append(leaf.grad)
+            first = first or float(torch.stack(losses).sum()) / positions
+            weight *= self._options.step_decay
+        torch.autograd.backward([features for features, _ in drafts], gradients)
+        return first
 
     def _rate(self, step: int) -> float:
         """Share of the highest learning rate at `step`, from 0: a ramp, then a cosine to 0."""
@@ -144,6 +147,13 @@ class Trainer:
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Matrix products in bfloat16 where the model has them too: that is how heads will run."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self._mixed)
+
+
+def _fresh(config: HeadsConfig, unembedding: Unembedding, draft_ids: Tensor | None) -> ExitHeads:
+    """Heads that have not learnt yet."""
+    if isinstance(config, AttendingConfig):
+        return AttendingHeads.fresh(config, unembedding, draft_ids)
+    return ExitHeads(config, unembedding, draft_ids)
 
 
 def _groups(heads: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
