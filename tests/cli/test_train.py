@@ -22,7 +22,9 @@ from selfspec.cli import train
 from selfspec.cli.base import bar
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
+from selfspec.heads.attending import AttendingConfig
 from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.heads.folder import attends
 from selfspec.training import features as store
 from selfspec.training import selfgen
 from selfspec.training.selfgen import Counts
@@ -366,6 +368,28 @@ def test_two_processes_take_the_steps_of_one(workplace: Path) -> None:
     for ours, theirs in zip(one, two, strict=True):
         # float32 sums in another order; largest relative difference measured: 4e-7
         assert theirs["train_loss"] == pytest.approx(ours["train_loss"], rel=1e-5)
+
+
+def test_heads_that_attend_are_fitted_calibrated_and_draft(
+    workplace: Path, capsys: Capture
+) -> None:
+    shared = ["fit", *MODEL, "--head-type", "eagle3", "--draft-vocab-size", "90", "--epochs", "20"]
+    shared += ["--learning-rate", "0.03", "--step-decay", "0.8"]
+    assert main([*CACHE, "--exit-layers", "0,2,3"]) == 0
+    assert main([*shared, "--cache", "features", "--output", "a"]) == 0
+    assert main([*shared, "--data", "talks.jsonl", "--batch-tokens", "64", "--output", "b"]) == 0
+    assert main(["calibrate", *MODEL, "--heads", "a", "--cache", "features"]) == 0
+    assert attends(workplace / "a")
+    assert "0" in AttendingConfig.read(workplace / "a").temperatures
+    assert main(["heads", "check", "a", "--model", "model"]) == 0
+    capsys.readouterr()
+    asked = ["generate", *MODEL, "--max-new-tokens", "12", "--json", "a b"]
+    texts = []
+    for drafts in (["--heads", "a", "--drafter", "exit:threshold=0.01"], ["--no-speculate"]):
+        assert main([*asked, *drafts]) == 0
+        texts.append(json.loads(capsys.readouterr().out))
+    assert texts[0]["token_ids"] == texts[1]["token_ids"]
+    assert texts[0]["stats"]["drafted_by_layer"]["0"] > 0
 
 
 # --- calibrate

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidOption, SelfspecError
-from selfspec.heads.attending import heads_of
+from selfspec.heads.attending import AttendingConfig, heads_of
 from selfspec.heads.folder import read_config
 from selfspec.heads.heads import DraftVocabulary, TranslatorHead
 from selfspec.model.backbone import Backbone
@@ -155,11 +155,14 @@ def test_fitted_heads_that_attend_come_back_from_their_folder(
     backbone: Backbone, talks: list[Conversation], tmp_path: Path
 ) -> None:
     result = fitted(backbone, talks, head_type="eagle3", exit_layers=(0,), draft_vocab_size=20)
-    config = replace(result.heads.config, temperatures={"0": 1.5}, defaults={"drafter": "exit"})
+    changes: dict[str, Any] = {"temperatures": {"0": 1.5}, "defaults": {"drafter": "exit"}}
+    config = cast("AttendingConfig", replace(result.heads.config, **changes))
     result.heads.config = config
     records.write(tmp_path / "heads", result, {})
     found = heads_of(tmp_path / "heads", backbone.unembedding, backbone.fingerprint, "tiny", 6)
-    assert replace(found.config, weights=None, layer=config.layer) == config
+    assert (
+        replace(cast("AttendingConfig", found.config), weights=None, layer=config.layer) == config
+    )
     for name, tensor in result.heads.tensors().items():
         assert torch.equal(tensor, found.tensors()[name])
     with pytest.raises(HeadsMismatch, match="Fit heads for it"):
