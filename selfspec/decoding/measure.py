@@ -26,8 +26,8 @@ from selfspec.decoding.prices import Costs
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache
 from selfspec.decoding.stats import Stopwatch
-from selfspec.decoding.work import alone
-from selfspec.heads.attending import AttendingHeads
+from selfspec.decoding.work import alone, done_alone
+from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitHead, ExitJudge, answer
 from selfspec.model.backbone import Backbone
@@ -238,7 +238,8 @@ class _Bench:
         """Fill a cache, and begin a plain decoding beside it."""
         backbone = self.backbone
         exit_layers = () if self.heads is None else self.heads.config.exit_layers
-        self._lease, self._read = Lease(backbone.num_layers), Lease(1)
+        self._lease = Lease(backbone.num_layers)
+        self._text: Attention | None = None
         block = torch.zeros(self.context, dtype=torch.int64, device=backbone.device)
         self._token = block[:1]
         self._embedded = backbone.embed(block)
@@ -301,12 +302,12 @@ class _Bench:
         """What the exit drafter does for one token at one exit layer, layers left out."""
         layer, newest = next(self._layers), self._outputs[-1:]
         head = cast("ExitHead", heads.by_layer[str(layer)])
-        embedded = self.backbone.embed(self._token)
+        self.backbone.embed(self._token)
         if isinstance(heads, AttendingHeads):
-            held = self._read.length(0)
-            if not held:
-                heads.run(self._embedded, self._outputs, self._read)
-            newest = heads.run(embedded, newest, self._read)
-            self._read.truncate(max(held, self.context))
+            if self._text is None:
+                self._text = Attention(heads, self.backbone.embed)
+                self._text.add(self._outputs.repeat(1, len(heads.layers)))
+            if (read := alone(self._text.read([0] * (self.context + 1)))) is not None:
+                newest = done_alone(self._text.draft([0], read, [-1]))
         deep = newest if heads.reads_deep else None
         answer(head, newest, deep, temperature=self._judge.temperature(layer), count=1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.acceptance import Target
-from selfspec.decoding.work import Run, Steps, Unembed
+from selfspec.decoding.work import Run, Steps, Unembed, alone
 from selfspec.errors import InvalidDraft
 from selfspec.heads.attending import AttendingHeads
 from selfspec.model.backbone import Backbone
@@ -312,7 +312,7 @@ class DecodeState:
         finally:
             self._rewind(newest)
         if self.attention is not None and self.attention.waiting > _MOST_UNREAD:
-            self.attention.read(self._committed)
+            alone(self.attention.read(self._committed))
 
     @torch.inference_mode()  # also where a round is dropped between two of its works
     def _rewind(self, newest: int) -> None:

@@ -14,7 +14,7 @@ sequence, which reads what verification passes by, and the drafter.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -35,7 +36,7 @@ from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.folder import EAGLE3, METADATA, SWITCHES, attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
 from selfspec.model.kv import Lease
-from selfspec.model.parts import CACHE, Unembedding
+from selfspec.model.parts import Unembedding
 from selfspec.untrusted import check_safetensors
 
 _LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}
@@ -235,44 +236,46 @@ class AttendingHeads(ExitHeads):
         fused: Tensor = self.parts["fc"](states)
         return fused
 
-    def run(
+    def run(self, rows: Sequence[TextRows]) -> list[Tensor]:
+        """The layer's output for rows of many texts, [n, d] of each; its weights are read once."""
+        counts = [len(one.tokens) for one in rows]
+        states = torch.cat([one.states for one in rows])
+        tokens = torch.tensor([token for one in rows for token in one.tokens])
+        places = torch.tensor([place for one in rows for place in one.positions])
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            queries, keys, values = (one.split(counts, 1) for one in (query, key, value))
+            each = zip(rows, queries, keys, values, strict=True)
+            return torch.cat([text.attend(q, k, v) for text, q, k, v in each], 1)
+
+        embedded = rows[0].text.embed(tokens)
+        output = self.layer(embedded[None], states[None], places.to(states.device), attend)
+        return list(output[0].split(counts))
+
+    def layer(
         self,
         embeddings: Tensor,
         states: Tensor,
-        lease: Lease,
-        positions: Sequence[int] | None = None,
-        sees: Tensor | None = None,
+        positions: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """The layer's output for more rows of a text, [n, d] each; the first row is position 1's.
+        """Its output, [B, n, d] twice, [n] -> [B, n, d].
 
-        Their keys and values join `lease`. In a tree `positions` differ from the rows' places, and
-        `sees` [n, rows held + n] says what each row attends to.
+        `attend`: queries, keys and values of the rows, [B, n, heads, head_dim], turned for their
+        positions -> what they find in the text, as queries are.
         """
-        seen, count = lease.length(0), len(states)
-        places = range(seen + 1, seen + 1 + count) if positions is None else positions
-        if sees is None and count > 1:
-            sees = states.new_ones(count, seen + count, dtype=torch.bool).tril(seen)
-        at = torch.tensor([*places], device=states.device)
-        return self.layer(embeddings[None], states[None], at, lease, sees)[0]
-
-    def layer(
-        self, embeddings: Tensor, states: Tensor, positions: Tensor, keys: Any, sees: Tensor | None
-    ) -> Tensor:
-        """Its output for rows of texts side by side: [B, n, d] twice, [n] -> [B, n, d].
-
-        `keys` is a cache of transformers or a Lease; `sees` [n, rows held + n], None: everything.
-        """
-        layer = self.parts["layers"][0]
+        layer: Any = self.parts["layers"][0]
+        own = layer.self_attn
         normed = layer.hidden_norm(states)
         residual = normed if self.config.norm_before_residual else states
         inputs = torch.cat([layer.input_layernorm(embeddings.to(states)), normed], -1)
-        attended, _ = layer.self_attn(
-            hidden_states=inputs,
-            position_embeddings=self.rotary(inputs, positions[None]),
-            attention_mask=None if sees is None else sees[None, None],
-            **{CACHE: keys},
-        )
-        hidden = residual + attended
+        linears = (own.q_proj, own.k_proj, own.v_proj)
+        query, key, value = (one(inputs).unflatten(-1, (-1, own.head_dim)) for one in linears)
+        if self.config.layer["model_type"] == "qwen3":
+            query, key = own.q_norm(query), own.k_norm(key)
+        turns = self.rotary(inputs, positions[None])
+        query, key = apply_rotary_pos_emb(query, key, *turns, unsqueeze_dim=-2)
+        hidden = residual + own.o_proj(attend(query, key, value).flatten(-2))
         output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return output
 
@@ -313,12 +316,51 @@ class AttendingHeads(ExitHeads):
         return AttendingHeads(self.config, unembedding, copied).eval().requires_grad_(False)
 
 
+def attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor | None) -> Tensor:
+    """[B, n, heads, head_dim], keys and values [B, kv heads, m, head_dim] -> as the first.
+
+    `sees` [n, m] says what each row attends to; None: all.
+    """
+    found: Tensor = nn.functional.scaled_dot_product_attention(
+        query.transpose(1, 2), key, value, attn_mask=sees, enable_gqa=True
+    )
+    return found.transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class TextRows:
+    """Rows of one text that the layer is to run: work of the engine, which joins that of many."""
+
+    text: Attention
+    tokens: Sequence[int]
+    states: Tensor
+    """[n, d]: what stands beside the tokens."""
+    positions: Sequence[int]
+    sees: Tensor | None
+    """[n, rows held + n]: what each row attends to; None: everything."""
+    turn = (0, 0, 0)
+
+    @property
+    def likeness(self) -> Hashable:
+        """All texts of these heads."""
+        return TextRows, id(self.text.heads)
+
+    def done(self, alike: Sequence[TextRows], _others: object) -> list[Tensor]:
+        """The layer's output for each, [n, d]."""
+        return self.text.heads.run(alike)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[1, n, heads, head_dim]: to what the text holds and to themselves; they join it."""
+        held = self.text.lease.update(key.transpose(1, 2), value.transpose(1, 2), 0)
+        return attention(query, *held, self.sees)
+
+
 class Attention:
     """What the layer has read of one text: row p is token p beside the state of position p - 1."""
 
     def __init__(self, heads: AttendingHeads, embed: Callable[[Tensor], Tensor]) -> None:
-        """Made by `AttendingHeads.attention`."""
-        self._heads, self._embed = heads, embed
+        """Made by `AttendingHeads.attention`; `embed`: ids [n] -> [n, d]."""
+        self.heads, self.embed = heads, embed
         self.ids: list[int] = []
         """Tokens of its rows, from position 1 on."""
         self.lease = Lease(1)
@@ -346,7 +388,7 @@ class Attention:
         """
         if self.ids:
             return min(len(self.ids), held)
-        other = self._heads.longest(ids[1:])
+        other = self.heads.longest(ids[1:])
         rows = 0 if other is None else min(other.shared(ids[1:]), held)
         if rows and other is not None:
             self.lease.update(*other.lease.first(rows, 0), 0)
@@ -355,23 +397,26 @@ class Attention:
 
     def add(self, states: Tensor) -> None:
         """States of positions that are committed now, [n, layers * d]."""
-        self._waiting.append(self._heads.fuse(states))
+        self._waiting.append(self.heads.fuse(states))
 
-    def read(self, ids: Sequence[int]) -> Tensor | None:
+    def read(self, ids: Sequence[int]) -> Generator[TextRows, Tensor, Tensor | None]:
         """All rows whose states are known, `ids` being the text's; the output at the newest."""
         self.lease.truncate(len(self.ids))  # without the drafts of the round before
         self._paths = []
         waiting, self._waiting = self._waiting, []
         for states in waiting:
             for piece in states.split(_PIECE):
-                start = len(self.ids) + 1
-                tokens = list(ids[start : start + len(piece)])
-                self.output = self._run(tokens, piece)[-1:]
+                held, count = len(self.ids), len(piece)
+                tokens = list(ids[held + 1 : held + 1 + count])
+                sees = piece.new_ones(count, held + count, dtype=torch.bool).tril(held)
+                places = range(held + 1, held + 1 + count)
+                rows = TextRows(self, tokens, piece, places, sees if count > 1 else None)
+                self.output = (yield rows)[-1:]
                 self.ids += tokens
         return self.output
 
-    def draft(self, tokens: Sequence[int], outputs: Tensor, parents: Sequence[int]) -> Tensor:
-        """The layer's output behind more draft tokens, [n, d], of which none follows another.
+    def draft(self, tokens: Sequence[int], outputs: Tensor, parents: Sequence[int]) -> TextRows:
+        """More draft tokens, of which none follows another.
 
         `parents`: the draft token in front of each, counted in the order in which they were read
         this round, -1: the text; `outputs` [n, d]: the layer's there.
@@ -386,10 +431,7 @@ class Attention:
             for row, path in zip(sees, paths, strict=True):
                 row[[held + number for number in path]] = True
         positions = [held + len(path) for path in paths]
-        return self._run(tokens, self._heads.fed(outputs), positions, sees)
-
-    def _run(self, tokens: Sequence[int], states: Tensor, *tree: Any) -> Tensor:
-        return self._heads.run(self._embed(torch.tensor(tokens)), states, self.lease, *tree)
+        return TextRows(self, tokens, self.heads.fed(outputs), positions, sees)
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -444,9 +486,7 @@ def layer_like(model: Any, vocab_size: int, inner_size: int | None) -> dict[str,
 def _layer_config(config: AttendingConfig) -> Any:
     """As transformers has it."""
     known = {name: value for name, value in config.layer.items() if name != "model_type"}
-    layer = _LAYERS[config.layer["model_type"]][0](**known, num_hidden_layers=1)
-    layer._attn_implementation = "sdpa"
-    return layer
+    return _LAYERS[config.layer["model_type"]][0](**known, num_hidden_layers=1)
 
 
 def _scale(norm: nn.Module, width: int) -> Tensor:

@@ -13,10 +13,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
 
 from selfspec.errors import InvalidData
-from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.attending import AttendingHeads, attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitHead, ExitJudge
 from selfspec.training.features import Features
@@ -93,12 +92,19 @@ def _attended(
     states = heads.fuse(padded(states)[:, :-1])
     count = embeddings.shape[1]
     places = torch.arange(1, count + 1, device=states.device)
-    keys, own = DynamicCache(), torch.eye(count, dtype=torch.bool, device=states.device)
+    own = torch.eye(count, dtype=torch.bool, device=states.device)
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
     for step in range(steps):
-        earlier = torch.ones_like(own).tril(-step)
         drafts = [own.roll(step - before, 0) for before in range(1, step + 1)]
-        sees = torch.cat([earlier, *drafts], -1)
-        output = heads.layer(embeddings, states, places, keys, sees)
+        sees = torch.cat([torch.ones_like(own).tril(-step), *drafts], -1)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, sees: Tensor = sees) -> Tensor:
+            keys.append(key.transpose(1, 2))
+            values.append(value.transpose(1, 2))
+            return attention(query, torch.cat(keys, 2), torch.cat(values, 2), sees)
+
+        output = heads.layer(embeddings, states, places, attend)
         features = nn.functional.pad(heads.head.features(output), (0, 0, 1, 0))
         valid = nn.functional.pad(places > step, (1, 0))
         yield features[inside], valid.expand_as(inside)[inside]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from selfspec.decoding.engine import Asked, Engine, Runtime
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch
-from selfspec.decoding.work import Run, Steps
+from selfspec.decoding.work import Run, Steps, alone
 from selfspec.eval.scripted import OracleDrafter
-from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.attending import AttendingHeads, TextRows
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from tests import ladder
@@ -100,9 +101,17 @@ def drafts(entries: list[Round]) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("patience", [None, 0.5], ids=["", "in pieces"])
 def test_a_text_has_the_drafts_that_it_has_alone(
-    backbone: Backbone, patience: float | None
+    backbone: Backbone, patience: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a batch, with prompts that begin alike, and behind prompts that were written before."""
+    """In a batch, whose rows run together, with prompts that begin alike or were written before."""
+    texts: list[int] = []
+    run = AttendingHeads.run
+
+    def counted(heads: AttendingHeads, rows: Sequence[TextRows]) -> list[Tensor]:
+        texts.append(len(rows))
+        return run(heads, rows)
+
+    monkeypatch.setattr(AttendingHeads, "run", counted)
     common = random_ids(90, seed=9)
     prompts = [torch.cat([common, random_ids(3 + n, seed=n)], 1) for n in range(5)]
     prompts += [random_ids(4, seed=20), random_ids(40, seed=21), prompts[0]]
@@ -115,11 +124,13 @@ def test_a_text_has_the_drafts_that_it_has_alone(
         written = Engine(runtime(backbone)).add(asked(prompt), plain)
         assert tokens == [token for entry in written for token in entry.tokens]
     assert sum(len(tokens) > 1 for entries in alone for _, tokens in entries)
+    assert set(texts) == {1}
     engine = Engine(runtime(backbone), most=4, patience=patience)
     running = [engine.add(asked(prompt), OPTIONS) for prompt in prompts]
     while engine.texts:
         engine.step()
     again = engine.add(asked(prompts[2]), OPTIONS)
+    assert max(texts) == 4
     assert [drafts(one.take()) for one in running] == alone
     for one in running:
         reading = one.state.attention
@@ -177,7 +188,7 @@ def test_rows_that_stay_are_read_and_no_others(backbone: Backbone, drafter: Any)
         kept = [len(entry.kept) for entry in rounds(state, one, rule, stop, Stopwatch())]
         assert state.attention is not None
         with torch.inference_mode():
-            state.attention.read(state.committed(0))
+            alone(state.attention.read(state.committed(0)))
         found.append(state.attention.lease.first(30 + ladder.NEW_TOKENS - 2, 0)[0])
     assert sum(kept) > 5
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -195,7 +206,7 @@ def test_what_broke_in_the_middle_of_a_round_is_read_again(
     for at in range(4, 16):
         drafter = AttendingDrafter(heads, judge, ladder.greedy(), Fixed(4))
         state = DecodeState(backbone, ids, reader=ladder.attending_heads(backbone))
-        drafter.heads = state.attention._heads if state.attention else heads
+        drafter.heads = state.attention.heads if state.attention else heads
         entries: list[Round] = []
         passes = 0
         own = Run.done

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.decoding.packed_heads import pack
+from selfspec.decoding.work import alone
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import HEAD_TYPES
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease
 from tests.heads.kinds import make_heads, train
 from tests.ladder import attending_heads
 from tests.models import make_model, needs_compiler, random_ids
@@ -51,9 +51,11 @@ def test_the_layer_of_heads_that_attend_is_packed_too(dtype: torch.dtype) -> Non
 
     def answers() -> list[Tensor]:
         with torch.no_grad():
-            fused = heads.fuse(states)
-            output = heads.run(backbone.embed(random_ids(6)[0]), fused, Lease(1))
-            return [fused, output, heads.head(output)]
+            reading = heads.attention(backbone.embed)
+            reading.add(states)
+            output = alone(reading.read(random_ids(7)[0].tolist()))
+            assert output is not None
+            return [heads.fuse(states), output, heads.head(output)]
 
     whole, nbytes = answers(), heads.nbytes
     pack(heads)

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from selfspec.decoding.work import alone, done_alone
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
-from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.attending import AttendingHeads, TextRows
 from selfspec.heads.folder import attends
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease
 from selfspec.model.parts import Unembedding
 from tests.bad_input import DEEP, NAN, Change, one_line, snapshot
 from tests.heads.eagle3.make import (
@@ -53,8 +53,10 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) 
     expected = load_file(HERE / f"{name}.expected.safetensors")
     seen = states(family, list(heads.layers), ids)[0]
     embed = target(family).get_input_embeddings()
-    table = dict(heads.parts.items()).get("embed_tokens", embed)
-    rows = heads.head(heads.run(table(ids[0, 1:]), heads.fuse(seen[:-1]), Lease(1)))
+    whole = torch.ones(LENGTH - 1, LENGTH - 1, dtype=torch.bool).tril()
+    tokens, fused = ids[0, 1:].tolist(), heads.fuse(seen[:-1])
+    whole_text = TextRows(heads.attention(embed), tokens, fused, range(1, LENGTH), whole)
+    rows = heads.head(done_alone(whole_text))
     first = expected["logits"][0]
     torch.testing.assert_close(rows[FIRST : FIRST + SHOWN], first, rtol=1e-5, atol=1e-5)
     for shown in range(SHOWN):
@@ -64,7 +66,7 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) 
             reading.add(piece)
         tokens = ids[0].tolist()
         for forced in (True, False):
-            output = reading.read(tokens)
+            output = alone(reading.read(tokens))
             for step in range(STEPS):
                 assert output is not None
                 logits = heads.head(output)[0]
@@ -78,7 +80,7 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) 
                 token, place = follows[0] if follows else best, (2 * step - 1 if tree else step - 1)
                 beside = [token ^ 1, token] if tree else [token]
                 before = output.expand(len(beside), -1)
-                output = reading.draft(beside, before, [place] * len(beside))[-1:]
+                output = done_alone(reading.draft(beside, before, [place] * len(beside)))[-1:]
 
 
 @pytest.mark.parametrize("name", ["llama", "original-qwen3"])
@@ -89,7 +91,7 @@ def test_a_model_s_vocabulary_may_be_padded(name: str) -> None:
     heads = AttendingHeads.from_pretrained(HERE / name, unembedding, "", "tiny", 8)
     reading = heads.attention(model.get_input_embeddings())
     reading.add(torch.randn(2, 3 * WIDTH))
-    output = reading.read([0, 1, VOCABULARY + 7])
+    output = alone(reading.read([0, 1, VOCABULARY + 7]))
     assert output is not None
     wide = heads.head.to_target_logits(heads.head(output))
     assert wide.shape == (1, VOCABULARY + 8)
@@ -249,7 +251,7 @@ def test_heads_run_in_the_model_s_dtype() -> None:
     )
     reading = heads.attention(model.embed)
     reading.add(torch.randn(5, 3 * WIDTH, dtype=torch.bfloat16))
-    output = reading.read(list(range(6)))
+    output = alone(reading.read(list(range(6))))
     assert output is not None
     assert output.dtype == torch.bfloat16
     assert heads.head(output).shape == (1, DRAFTED)

@@ -46,7 +46,7 @@ class AttendingDrafter(PacedDrafter):
         ids = state.ids
         if text is None or not writer.room:
             return writer.draft
-        output = text.read(state.committed(0))
+        output = yield from text.read(state.committed(0))
         while output is not None:
             writer.draft.heads += 1
             said: Answer = yield Ask(
@@ -71,7 +71,7 @@ class AttendingDrafter(PacedDrafter):
             if not writer.room:
                 break
             ids = torch.cat([ids, ids.new_tensor([[choice.token]])], dim=1)
-            output = text.draft([choice.token], output, [len(writer.draft.tokens) - 2])
+            output = yield text.draft([choice.token], output, [len(writer.draft.tokens) - 2])
         return writer.draft
 
 
@@ -83,15 +83,18 @@ class AttendingGuesser(HeadGuesser):
     """
 
     def begin(self, state: DecodeState) -> None:
-        """A round begins: what was verified since is read."""
+        """A round begins."""
         super().begin(state)
-        root = None if state.attention is None else state.attention.read(state.committed(0))
         self._places = {ROOT: -1}
         """By token: the how many-th the layer has read this round."""
-        self._outputs = {} if root is None else {ROOT: root}
+        self._outputs: dict[int, Tensor] = {}
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        """Nothing, where the layer has read nothing yet."""
+        """Nothing, where the layer has read nothing yet; what was verified since is read first."""
+        text = self._state.attention
+        if not self._outputs and text is not None:
+            root = yield from text.read(self._state.committed(0))
+            self._outputs = {} if root is None else {ROOT: root}
         if not self._outputs:
             return [Known([], []) for _ in asked]
         return (yield from super().ask(draft, asked, watch))
@@ -102,9 +105,8 @@ class AttendingGuesser(HeadGuesser):
             parents = [(draft.parents or [])[node] for node in asked]
             before = torch.cat([self._outputs[parent] for parent in parents])
             places = [self._places[parent] for parent in parents]
-            outputs = text.draft([draft.tokens[node] for node in asked], before, places)
+            outputs = yield text.draft([draft.tokens[node] for node in asked], before, places)
             for node, output in zip(asked, outputs.split(1), strict=True):
                 self._places[node] = len(self._places) - 1
                 self._outputs[node] = output
         return torch.cat([self._outputs[node] for node in asked]), None
-        yield  # a generator, as the other one
