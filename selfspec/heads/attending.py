@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, first_line
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
@@ -144,7 +144,7 @@ class AttendingHeads(ExitHeads):
         self.layers: Sequence[int] = config.state_layers or ()
         weight, ids = unembedding.weight, _draft_ids(tensors, config)
         self.parts: Any = unfilled(config, embeddings="embed_tokens.weight" in tensors)
-        held = {name: one for name, one in tensors.items() if name != "d2t"}
+        held = {name: one for name, one in tensors.items() if name not in ("d2t", "t2d")}
         _check(held, {name: tuple(one.shape) for name, one in self.parts.state_dict().items()})
         held = {name: one.to(weight.device, weight.dtype) for name, one in held.items()}
         self.parts.load_state_dict(held, assign=True)
@@ -190,7 +190,7 @@ class AttendingHeads(ExitHeads):
         for module in parts.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
-            elif isinstance(module, LlamaRMSNorm):
+            elif isinstance(module, LlamaRMSNorm | Qwen3RMSNorm):
                 nn.init.ones_(module.weight)
         for branch in (parts["layers"][0].self_attn.o_proj, parts["layers"][0].mlp.down_proj):
             nn.init.zeros_(branch.weight)
@@ -198,7 +198,7 @@ class AttendingHeads(ExitHeads):
         rows = DraftVocabulary.of(unembedding, draft_ids).rows
         tensors["lm_head.weight"] = rows.clone()
         tensors["norm.weight"] = _scale(unembedding.norm, config.hidden_size)
-        return cls(config, unembedding, tensors | _offsets(draft_ids))
+        return cls(config, unembedding, tensors | _vocabulary(draft_ids, config.vocab_size))
 
     @classmethod
     def from_pretrained(
@@ -304,7 +304,8 @@ class AttendingHeads(ExitHeads):
     def tensors(self) -> dict[str, Tensor]:
         """Named as in the speculators format."""
         own = {"norm.weight": self.head.norm.weight, "lm_head.weight": self.head.rows}
-        return {**self.parts.state_dict(), **own, **_offsets(self.head.draft_ids)}
+        ids = _vocabulary(self.head.draft_ids, self.config.layer["vocab_size"])
+        return {**self.parts.state_dict(), **own, **ids}
 
     def part(self, layer: int) -> nn.Module:  # noqa: ARG002  # the base's; there is one
         """All of them."""
@@ -500,9 +501,13 @@ def _scale(norm: nn.Module, width: int) -> Tensor:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _offsets(ids: Tensor | None) -> dict[str, Tensor]:
-    """`d2t` of a draft vocabulary that is not the whole one."""
-    return {} if ids is None else {"d2t": ids - torch.arange(len(ids), device=ids.device)}
+def _vocabulary(ids: Tensor | None, count: int) -> dict[str, Tensor]:
+    """`d2t` and `t2d` of a draft vocabulary that is not the whole one, of `count` tokens."""
+    if ids is None:
+        return {}
+    drafted = torch.zeros(count, dtype=torch.bool, device=ids.device)
+    drafted[ids] = True
+    return {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": drafted}
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

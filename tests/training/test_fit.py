@@ -151,10 +151,13 @@ def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> 
         torch.testing.assert_close(heads.head.unembed(rows), expected[step], rtol=1e-5, atol=1e-5)
 
 
-def test_fitted_heads_that_attend_come_back_from_their_folder(
-    backbone: Backbone, talks: list[Conversation], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_path: Path) -> None:
+    backbone = Backbone(make_model(family), executor="generic")
+    talks = make_talks(backbone.model)
     result = fitted(backbone, talks, head_type="eagle3", exit_layers=(0,), draft_vocab_size=20)
+    config = cast("AttendingConfig", result.heads.config)
+    assert config.layer["model_type"] == family
     changes: dict[str, Any] = {"temperatures": {"0": 1.5}, "defaults": {"drafter": "exit"}}
     config = cast("AttendingConfig", replace(result.heads.config, **changes))
     result.heads.config = config
