@@ -71,13 +71,14 @@ def make_job(
     batch_tokens: int = BATCH_TOKENS,
     workplace: Path | None = None,
     special_ids: Any = (),
+    base_model: str = "tiny",
     **changes: Any,
 ) -> Job:
     options = replace(OPTIONS, **changes)
     text = selected(backbone, talks, options, batch_tokens)
     return Job(
         backbone=backbone,
-        base_model="tiny",
+        base_model=base_model,
         train=text,
         validation=text,
         options=options,
