@@ -25,7 +25,7 @@ _MOST_NESTED = 4
 
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of each type of value that is a number or a bool, by its code in the file."""
-_U32, _STRING, _ARRAY = 4, 8, 9
+_STRING, _ARRAY = 8, 9
 _WHOLE = (4, 5, 10, 11)
 
 _SIZES = ("block_count", "embedding_length")
@@ -35,7 +35,8 @@ _WIDEST = 8
 _SMALLEST = 24
 """Bytes of a file without values and tensors."""
 
-_MOST_ALIGNMENT = 1 << 20
+_ARCHITECTURE, _ALIGNMENT = "general.architecture", "general.alignment"
+_ALIGNMENTS = {1 << power for power in range(21)}
 
 
 class GgufTensor(NamedTuple):
@@ -79,7 +80,7 @@ class _Header:
         self._data = data
         self._size = len(data)
         self._at = 0
-        self._alignment = 32
+        self._alignment = 0
         self._known: dict[str, int | str] = {}
         self._lengths: set[int] = set()
 
@@ -95,6 +96,10 @@ class _Header:
         keys: set[str] = set()
         for _ in range(values):
             self._pair(keys)
+        alignment = self._known.get(_ALIGNMENT, 32)
+        if not isinstance(alignment, int) or alignment not in _ALIGNMENTS:
+            raise InvalidData(f"its alignment is {alignment}, expected a power of two")
+        self._alignment = alignment
         found = dict(self._tensor(keys) for _ in range(tensors))
         self._check_sizes(tensors)
         begin = -(-self._at // self._alignment) * self._alignment
@@ -102,13 +107,13 @@ class _Header:
         end = max(one.first + one.nbytes for one in placed.values())
         if end > self._size:
             raise InvalidData(f"its tensors end at byte {end} of {self._size}")
-        return GgufHeader(str(self._known.get("general.architecture")), placed)
+        return GgufHeader(str(self._known.get(_ARCHITECTURE)), placed)
 
     def _check_sizes(self, tensors: int) -> None:
         """Hold what the model is said to be against its tensors: what is missing is made up."""
         if not tensors:
             raise InvalidData("it holds no tensors")
-        name = self._known.get("general.architecture")
+        name = self._known.get(_ARCHITECTURE)
         layers, width = (self._known.get(f"{name}.{key}") for key in _SIZES)
         if not isinstance(layers, int) or not isinstance(width, int):
             raise InvalidData(f"it does not say {' and '.join(_SIZES)} of its architecture {name}")
@@ -122,44 +127,33 @@ class _Header:
         """A key and its value."""
         key = self._name(keys)
         (kind,) = self._numbers("I")
-        if key != "general.alignment":
-            begin = self._at
-            self._skip_value(kind)
-            if kind in _WHOLE:
-                self._known[key] = int.from_bytes(self._data[begin : self._at], "little")
-            elif kind == _STRING and key == "general.architecture":
-                self._known[key] = self._data[begin + 8 : self._at].decode("utf-8")
-            return
-        if kind != _U32:
-            raise InvalidData("its alignment is no whole number")
-        (self._alignment,) = self._numbers("I")
-        power = self._alignment & (self._alignment - 1) == 0
-        if not power or not 0 < self._alignment <= _MOST_ALIGNMENT:
-            raise InvalidData(f"its alignment is {self._alignment}, expected a power of two")
+        begin = self._at
+        self._skip_value(kind)
+        if kind in _WHOLE:
+            self._known[key] = int.from_bytes(self._data[begin : self._at], "little")
+        elif kind == _STRING and key in (_ARCHITECTURE, _ALIGNMENT):
+            self._known[key] = self._data[begin + 8 : self._at].decode("utf-8")
 
     def _skip_value(self, kind: int, depth: int = 0) -> None:
         if kind in _NUMBERS:
             self._skip(_NUMBERS[kind])
         elif kind == _STRING:
             self._skip(*self._numbers("Q"))
-        elif kind == _ARRAY:
-            self._skip_array(depth + 1)
-        else:
+        elif kind != _ARRAY:
             raise InvalidData(f"it has a value of the unknown type {kind}")
-
-    def _skip_array(self, depth: int) -> None:
-        if depth > _MOST_NESTED:
+        elif depth == _MOST_NESTED:
             raise InvalidData("it has arrays that are nested too deeply")
-        kind, count = self._numbers("IQ")
-        if kind in _NUMBERS:
-            self._skip(count * _NUMBERS[kind])
-            return
-        self._require_room(count, 8, "entries of an array")
-        if kind == _STRING:
-            self._skip_strings(count)
-            return
-        for _ in range(count):
-            self._skip_value(kind, depth)
+        else:
+            inner, count = self._numbers("IQ")
+            if inner in _NUMBERS:
+                self._skip(count * _NUMBERS[inner])
+                return
+            self._require_room(count, 8, "entries of an array")
+            if inner == _STRING:
+                self._skip_strings(count)
+                return
+            for _ in range(count):
+                self._skip_value(inner, depth + 1)
 
     def _tensor(self, names: set[str]) -> tuple[str, GgufTensor]:
         """Its name, and what is said of it; places count from the first tensor's begin."""
@@ -194,11 +188,10 @@ class _Header:
         """As `_skip_value` for each, ten times as fast: a vocabulary has 100,000."""
         data, at, last = self._data, self._at, self._size - 8
         length_at = struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            if at > last:
-                raise InvalidData("it has a list of strings that does not end in the file")
+        while count and at <= last:
             at += 8 + length_at(data, at)[0]
-        if at > self._size:
+            count -= 1
+        if count or at > self._size:
             raise InvalidData("it has a list of strings that does not end in the file")
         self._at = at
 

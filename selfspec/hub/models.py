@@ -66,7 +66,7 @@ class ModelFiles:
     label: str
     """The name for people: file stem, folder name or hub id."""
     is_default: bool
-    """True for the bundled model, which has heads under `DEFAULT_HEADS`."""
+    """Whether it is the bundled model, which has heads under `DEFAULT_HEADS`."""
     stamps: tuple[weight_files.FileStamp, ...] = ()
     """Of the weights' files before they were read; none where they are not known."""
 
@@ -103,13 +103,24 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
         return ModelFiles(str(folder), gguf.stem, is_default=name is None)
     path = files.local_path(str(name))
     if path.is_dir():
-        return _from_folder(path)
+        _require_whole(path)
+        return ModelFiles(str(path), path.resolve().name, is_default=False)
     if path.exists() or not HUB_ID.fullmatch(str(name)) or path.suffix == ".gguf":
         found = "not a model" if path.exists() else "not there"
         raise ModelNotFound(
             f"{str(name)!r} is {found}. Give a folder with config.json, a .gguf file or a hub id"
         )
-    return _from_hub(str(name))
+    if _hub_answers():
+        return ModelFiles(str(name), str(name), is_default=False)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(str(name), "config.json")
+    if not isinstance(config, str):
+        raise ModelNotFound(
+            f"{name!r} is no local folder, and the hub cannot be reached. Give a folder with "
+            "config.json or a .gguf file, or go online"
+        )
+    return ModelFiles(str(Path(config).parent), str(name), is_default=False)
 
 
 def require_model(name: str | Path) -> None:
@@ -133,34 +144,41 @@ def load_model(
     GGUF file stay as they are where they can, and None is float32 where products from blocks are
     faster in it. Raises ModelNotFound, InvalidOption.
     """
-    target_dtype = _torch_dtype("bfloat16" if dtype is None else dtype)
-    target_device = _torch_device(device)
+    import torch
+
+    target = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.bfloat16
+    if not isinstance(target, torch.dtype) or not target.is_floating_point or target.itemsize < 2:
+        raise InvalidOption(f"dtype is {dtype!r}, expected float32, bfloat16, float16 or float64")
+    place = _torch_device(device)
     free = dtype is None
+    found: tuple[Any, Any] | None
     if blocks and (gguf := _gguf_file(name)) is not None:
         found = quantised_files.from_gguf(
-            gguf, target_dtype, attn_implementation, free=free, device=target_device
+            gguf, target, attn_implementation, free=free, device=place
         )
         if found is not None:
-            return *found, ModelFiles(
-                str(gguf), gguf.stem, is_default=name is None, stamps=weight_files.stamps([gguf])
-            )
-    files = resolve_model(name, str(target_dtype).removeprefix("torch."))
-    stamps = weight_files.of_folder(Path(files.source))
-    if target_device is not None:
-        blocks = blocks and target_device.type == "cpu"
+            stamps = weight_files.stamps([gguf])
+            return *found, ModelFiles(str(gguf), gguf.stem, name is None, stamps)
+    files = resolve_model(name, str(target).removeprefix("torch."))
+    stamps, found = weight_files.of_folder(Path(files.source)), None
+    if place is not None:
+        blocks = blocks and place.type == "cpu"
         found = quantised_files.from_folder(
-            files.source, target_dtype, attn_implementation, free=free, blocks=blocks
+            files.source, target, attn_implementation, free=free, blocks=blocks
         )
-        if found is not None:
-            return _moved(found[0], target_device), found[1], replace(files, stamps=stamps)
-    model, tokenizer = pretrained.load(
+    model, tokenizer = found or pretrained.load(
         files.source,
-        dtype=target_dtype,
+        dtype=target,
         attn_implementation=attn_implementation,
-        device_map="auto" if target_device is None else None,
+        device_map="auto" if place is None else None,
     )
-    model = model if target_device is None else _moved(model, target_device)
-    stamps = stamps or weight_files.of_snapshot(files.source, model.config)
+    if place is not None:
+        try:
+            model.to(place)  # type: ignore[arg-type]  # annotated otherwise upstream
+        except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+            raise InvalidOption(f"cannot use device {place}: {first_line(error)}") from error
+    if found is None:
+        stamps = stamps or weight_files.of_snapshot(files.source, model.config)
     return model.eval(), tokenizer, replace(files, stamps=stamps)
 
 
@@ -197,34 +215,19 @@ _NEEDED = {
 """Beside config.json, by what it is."""
 
 
-def _from_folder(path: Path) -> ModelFiles:
-    if (path / "config.json").is_file():
-        for what, patterns in _NEEDED.items():
-            if any(any(path.glob(pattern)) for pattern in patterns):
-                continue
+def _require_whole(folder: Path) -> None:
+    """Raise ModelNotFound for a folder that lacks a model's config, weights or tokenizer."""
+    if not (folder / "config.json").is_file():
+        inside = sorted(file.name for file in folder.glob("*.gguf"))
+        hint = f"It holds {inside[0]}: name that file" if inside else "Is it the right folder?"
+        raise ModelNotFound(f"the folder {folder} has no config.json. {hint}")
+    for what, patterns in _NEEDED.items():
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
             then = "Copy all files of the model there"
-            if what == "weights" and any(path.glob("*.bin")):
+            if what == "weights" and any(folder.glob("*.bin")):
                 then = "Its .bin files are pickles: convert them"
-            raise ModelNotFound(f"the folder {path} has no {what} ({', '.join(patterns)}). {then}")
-        return ModelFiles(str(path), path.resolve().name, is_default=False)
-    inside = sorted(file.name for file in path.glob("*.gguf"))
-    hint = f"It holds {inside[0]}: name that file" if inside else "Is it the right folder?"
-    raise ModelNotFound(f"the folder {path} has no config.json. {hint}")
-
-
-def _from_hub(name: str) -> ModelFiles:
-    """The hub id itself, or the local snapshot of it where the hub cannot be reached."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if _hub_answers():
-        return ModelFiles(name, name, is_default=False)
-    config = try_to_load_from_cache(name, "config.json")
-    if not isinstance(config, str):
-        raise ModelNotFound(
-            f"{name!r} is no local folder, and the hub cannot be reached. Give a folder with "
-            "config.json or a .gguf file, or go online"
-        )
-    return ModelFiles(str(Path(config).parent), name, is_default=False)
+            names = ", ".join(patterns)
+            raise ModelNotFound(f"the folder {folder} has no {what} ({names}). {then}")
 
 
 def _hub_answers() -> bool:
@@ -244,15 +247,6 @@ def _hub_answers() -> bool:
     return True
 
 
-def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    import torch
-
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
-        raise InvalidOption(f"dtype is {dtype!r}, expected float32, bfloat16, float16 or float64")
-    return found
-
-
 def _torch_device(device: str | None) -> torch.device | None:
     """None stands for a spread over all devices. Raises InvalidOption for names torch lacks."""
     import torch
@@ -268,13 +262,6 @@ def _torch_device(device: str | None) -> torch.device | None:
     if found.type == "meta":
         raise InvalidOption("device is meta, where nothing is computed. Give cpu, cuda or auto")
     return found
-
-
-def _moved(model: Any, device: torch.device) -> Any:
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        raise InvalidOption(f"cannot use device {device}: {first_line(error)}") from error
 
 
 # --- heads ----------------------------------------------------------------------------------------

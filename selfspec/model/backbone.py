@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from selfspec.model.cuda_graph import CudaGraphExecutor
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
 from selfspec.model.kv import POSITIONS, Rows
-from selfspec.model.parts import check_model
+from selfspec.model.parts import INSTEAD, check_model
 from selfspec.model.watch import ModelWatch
 from selfspec.model.weights import FilePages, keep_numbers
 
@@ -48,16 +48,6 @@ from selfspec.model.weights import FilePages, keep_numbers
 
 
 logger = logging.getLogger(__name__)
-
-
-class Kind(NamedTuple):
-    """One way to run layers."""
-
-    device: str | None
-    """Where auto tries it; None: it is what is left."""
-    make: Callable[[Decoder, Sequence[Passage], bool], Executor]
-    """For a model, what it computes, and whether it was asked for by name. Raises where it cannot
-    run the model, or computes something else."""
 
 
 @dataclass
@@ -70,15 +60,6 @@ class Chosen:
     """Why others that were tried do not run this model, by name."""
 
 
-def check_name(name: object) -> None:
-    """Raise InvalidOption unless it is an executor's, or auto."""
-    if name not in (AUTO, *EXECUTORS):
-        raise InvalidOption(
-            f"executor is {name!r}, expected one of {', '.join((AUTO, *EXECUTORS))}. Leave it out "
-            "for the best that runs"
-        )
-
-
 def choose(decoder: Decoder, name: str, passages: Sequence[Passage]) -> Chosen:
     """The executor called `name`; for auto the best that runs.
 
@@ -87,20 +68,20 @@ def choose(decoder: Decoder, name: str, passages: Sequence[Passage]) -> Chosen:
     """
     if name != AUTO:
         try:
-            return Chosen(name, EXECUTORS[name].make(decoder, passages, True))
+            return Chosen(name, EXECUTORS[name](decoder, passages, True))
         except Exception as error:  # whatever fails here
             raise UnsupportedModel(
                 f"the {name} executor cannot run it: {first_line(error)}. Leave the executor out, "
                 "or choose generic"
             ) from error
     refused: dict[str, str] = {}
-    for other, kind in EXECUTORS.items():
-        if kind.device == decoder.device.type:
-            try:
-                return Chosen(other, kind.make(decoder, passages, False), refused)
-            except Exception as error:  # noqa: BLE001  # whatever fails: the next one runs
-                refused[other] = first_line(error)
-                logger.debug("no %s executor: %s", other, refused[other])
+    best = {"cpu": "fused", "cuda": "cuda-graph"}.get(decoder.device.type)
+    if best is not None:
+        try:
+            return Chosen(best, EXECUTORS[best](decoder, passages, False))
+        except Exception as error:  # noqa: BLE001  # whatever fails: the model's own modules run
+            refused[best] = first_line(error)
+            logger.debug("no %s executor: %s", best, refused[best])
     return Chosen("generic", decoder.own, refused)
 
 
@@ -134,12 +115,13 @@ def _graphs(decoder: Decoder, passages: Sequence[Passage], asked: bool) -> Execu
 
 AUTO = "auto"
 
-EXECUTORS = {
-    "fused": Kind("cpu", _compiled),
-    "cuda-graph": Kind("cuda", _graphs),
-    "generic": Kind(None, lambda decoder, *_: decoder.own),
+EXECUTORS: dict[str, Callable[[Decoder, Sequence[Passage], bool], Executor]] = {
+    "fused": _compiled,
+    "cuda-graph": _graphs,
+    "generic": lambda decoder, *_: decoder.own,
 }
-"""By name, the best first."""
+"""What makes each, for a model, what it computes, and whether the executor was asked for by name.
+Raises where it cannot run the model, or computes something else."""
 
 
 # --- the backbone ---------------------------------------------------------------------------------
@@ -154,11 +136,15 @@ class Backbone(Decoder):
     def __init__(
         self, model: PreTrainedModel, *, executor: str = "auto", fingerprint: str | None = None
     ) -> None:
-        """`executor`: a name from `choosing.EXECUTORS`, or auto, the best of those that run.
+        """`executor`: a name from EXECUTORS, or auto, the best of those that run.
 
         `fingerprint`: of `model`, from a caller who knows it.
         """
-        check_name(executor)
+        if executor not in (AUTO, *EXECUTORS):
+            raise InvalidOption(
+                f"executor is {executor!r}, expected one of {', '.join((AUTO, *EXECUTORS))}. Leave "
+                "it out for the best that runs"
+            )
         check_model(model)
         refuse_unsupported(model)
         super().__init__(model)
@@ -295,24 +281,18 @@ class Backbone(Decoder):
 
         Raises UnsupportedModel, also for whatever the model's own modules raise.
         """
-        try:
-            with torch.inference_mode():
-                return check_conformance(self)
-        except UnsupportedModel:
-            raise
-        except Exception as error:  # noqa: BLE001  # any module's own; what follows decides
-            logger.debug("not in inference mode: %s", error)
-            self.mode = without_gradients
-            return self._conform_without(error)
-
-    def _conform_without(self, error: Exception) -> list[Passage]:
-        try:
-            with torch.no_grad():
-                return check_conformance(self)
-        except UnsupportedModel:
-            raise
-        except Exception:  # noqa: BLE001  # as above
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} does not run layer by layer: {first_line(error)}. "
-                "Use transformers' own generate for it"
-            ) from error
+        errors: list[Exception] = []
+        for mode in (torch.inference_mode, torch.no_grad):
+            try:
+                with mode():
+                    return check_conformance(self)
+            except UnsupportedModel:
+                raise
+            except Exception as error:  # noqa: BLE001  # any module's own
+                logger.debug("not in %s: %s", mode.__name__, error)
+                errors.append(error)
+                self.mode = without_gradients
+        raise UnsupportedModel(
+            f"{type(self.model).__name__} does not run layer by layer: {first_line(errors[0])}. "
+            f"{INSTEAD}"
+        ) from errors[0]

@@ -79,15 +79,12 @@ def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that a file of the model would hold."""
-    yield from model.named_parameters()
+    """Parameters, and the buffers that a file of the model would hold; shared ones once."""
     seen = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
-            if kept and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield name, buffer
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if isinstance(weight, Tensor) and id(weight) not in seen:
+            seen.add(id(weight))
+            yield name, weight
 
 
 def _unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:

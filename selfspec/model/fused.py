@@ -44,8 +44,7 @@ from selfspec.model.weights import (
     Stripes,
     blocks_pay,
     in_panels,
-    tiles,
-    wide_vectors,
+    library,
 )
 
 # --- operations that compiled code runs in one call -----------------------------------------------
@@ -69,17 +68,10 @@ class Heads(ctypes.Structure):
     """The struct of `attention.hpp` by this name, which says what the fields mean."""
 
     _fields_ = (
-        ("size", Long),
-        ("group", Long),
-        ("kv", Long),
-        ("rotated", Long),
+        *((name, Long) for name in ("size", "group", "kv", "rotated")),
         ("norms", Pointer),
-        ("centred", Long),
-        ("norms_last", Long),
-        ("window", Long),
-        ("eps", Float),
-        ("scaling", Float),
-        ("softcap", Float),
+        *((name, Long) for name in ("centred", "norms_last", "window")),
+        *((name, Float) for name in ("eps", "scaling", "softcap")),
     )
 
 
@@ -87,20 +79,11 @@ class ExpertsStruct(ctypes.Structure):
     """The struct `Experts` of `experts.hpp`, which says what the fields mean."""
 
     _fields_ = (
-        ("count", Long),
-        ("each", Long),
-        ("normalised", Long),
-        ("rounds", Long),
-        ("inner", Long),
+        *((name, Long) for name in ("count", "each", "normalised", "rounds", "inner")),
         ("activation", Long),
-        ("into", Pointer),
-        ("down", Pointer),
-        ("into_size", Long),
-        ("down_size", Long),
-        ("gathered", Long),
-        ("opened", Long),
-        ("activated", Long),
-        ("closed", Long),
+        *((name, Pointer) for name in ("into", "down")),
+        *((name, Long) for name in ("into_size", "down_size")),
+        *((name, Long) for name in ("gathered", "opened", "activated", "closed")),
     )
 
 
@@ -108,23 +91,11 @@ class Operation(ctypes.Structure):
     """The struct of `layers.cpp` by this name, which says what the fields mean."""
 
     _fields_ = (
-        ("kind", Long),
-        ("source", Long),
-        ("target", Long),
-        ("inputs", Long),
-        ("outputs", Long),
-        ("weight", Pointer),
-        ("bias", Pointer),
-        ("adds", Float),
-        ("eps", Float),
-        ("at", Long),
-        ("row", Long),
-        ("centred", Long),
-        ("rounds", Long),
-        ("activation", Long),
-        ("gated", Long),
-        ("keys", Long),
-        ("rotation", Long),
+        *((name, Long) for name in ("kind", "source", "target", "inputs", "outputs")),
+        *((name, Pointer) for name in ("weight", "bias")),
+        *((name, Float) for name in ("adds", "eps")),
+        *((name, Long) for name in ("at", "row", "centred", "rounds", "activation", "gated")),
+        *((name, Long) for name in ("keys", "rotation")),
         ("heads", Heads),
         ("logits", Long),
         ("experts", ExpertsStruct),
@@ -222,8 +193,8 @@ class Program:
             source=source,
             target=target,
             inputs=width,
-            weight=self._pointer(norm.weight),
-            bias=None if norm.bias is None else self._pointer(norm.bias),
+            weight=self._address(norm.weight),
+            bias=self._address(norm.bias),
             adds=adds,
             eps=norm.eps,
             at=at,
@@ -245,8 +216,8 @@ class Program:
             target=target,
             inputs=linear.in_features,
             outputs=linear.out_features,
-            weight=self._stripes(linear),
-            bias=None if linear.bias is None else self._pointer(linear.bias),
+            weight=self._address(linear.stripes),
+            bias=self._address(linear.bias),
             adds=adds,
         )
 
@@ -271,7 +242,7 @@ class Program:
             norms_last=attention.norms_last,
         )
         if norms is not None:
-            heads.norms, heads.eps = self._pointer(norms.weight), norms.eps
+            heads.norms, heads.eps = self._address(norms.weight), norms.eps
             heads.centred = norms.centred
         return Operation(
             kind=Kind.ATTEND,
@@ -319,8 +290,8 @@ class Program:
             rounds=experts.shares.rounds,
             inner=inner,
             activation=activation,
-            into=self._pointer(into),
-            down=self._pointer(down),
+            into=self._address(into),
+            down=self._address(down),
             into_size=into.shape[1],
             down_size=down.shape[1],
             gathered=self.buffer("gathered", width),
@@ -426,13 +397,12 @@ class Program:
         if width != self._widths[buffer]:
             raise ValueError(f"layers differ in width: {width} and {self._widths[buffer]}")
 
-    def _pointer(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
-        return tensor.data_ptr()
-
-    def _stripes(self, linear: CompiledLinear) -> int:
-        self._kept.append(linear.stripes)
-        return linear.stripes.address
+    def _address(self, held: Tensor | Stripes | None) -> int | None:
+        """Where an operation finds it; it is kept as long as the program."""
+        if held is None:
+            return None
+        self._kept.append(held)
+        return held.address if isinstance(held, Stripes) else held.data_ptr()
 
 
 # --- the executor ---------------------------------------------------------------------------------
@@ -505,11 +475,11 @@ _TILES = _Costs((0.04,), 0.15)
 
 def _costs(linear: CompiledLinear) -> _Costs:
     """By the unembedding's weights, and what this processor computes with."""
-    if tiles(linear.dtype):
+    if library(linear.dtype).tiles():
         return _TILES
     light = linear.dtype == torch.bfloat16 and blocks_pay(linear.dtype)
     name = ("light " if light else "") + ("blocks" if any(linear.stripes.forms) else "numbers")
-    return (_WIDE if wide_vectors(linear.dtype) else _NARROW)[name]
+    return (_WIDE if library(linear.dtype).wide_vectors() else _NARROW)[name]
 
 
 class FusedExecutor:

@@ -86,25 +86,19 @@ MASKS = {
 """Attention types whose layers keep one key and value per position, and who makes their masks."""
 
 
-def tree_mask(
-    kind: str,
-    config: PreTrainedConfig,
-    positions: Tensor,
-    parents: Sequence[int],
-    start: int,
-    width: int,
-    like: Tensor,
-) -> Tensor:
-    """The mask for rows of a tree at `positions` [T], [1, 1, T, width].
+def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like: Tensor) -> Tensor:
+    """The mask for rows of one tree in layer+1, [1, 1, T, width].
 
-    The first `start` slots hold a position each; behind them lie the rows, in order.
+    The slots that the layer holds have a position each; behind them lie the rows, in order.
     """
-    count = len(parents)
-    slots = torch.arange(width, device=positions.device)
-    slots[start : start + count] = positions  # siblings share a position
+    span, positions = rows.only, rows.positions
+    parents = span.parents or ()
+    start, end = span.lease.length(layer), span.lease.length(layer) + span.count
+    slots = torch.arange(span.lease.get_mask_sizes(span.count, layer)[0], device=positions.device)
+    slots[start:end] = positions  # siblings share a position
     unseen = torch.tensor(held_behind(parents), device=positions.device)
     visible = slots < start - unseen[:, None]
-    visible[:, start : start + count] = ancestors(parents, positions.device)
+    visible[:, start:end] = ancestors(parents, positions.device)
     if kind == SLIDING:
         visible &= positions[:, None] - slots < config.sliding_window
     elif kind == CHUNKED:
@@ -124,13 +118,6 @@ def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
 # --- the model's own layers -----------------------------------------------------------------------
 
 
-class LayerCache(Protocol):
-    """What a decoder layer asks of a cache."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Append [B, heads, T, head_dim] to `layer`; what its queries see, [B, heads, S, ..]."""
-
-
 class GenericExecutor:
     """Calls `decoder.layers[i]` directly, with masks sized by the layers that are run."""
 
@@ -140,7 +127,6 @@ class GenericExecutor:
         self.decoder = decoder
         self._lm_head = lm_head
         self.layer_types = attention_types(decoder.config)
-        self._rotates_by_kind = decoder.rotates_by_kind
 
     @property
     def weight_bytes(self) -> int:
@@ -155,13 +141,8 @@ class GenericExecutor:
         if span.parents is None:
             masks = self.masks(kinds, block, first, positions, span.lease)
         else:
-            start = span.lease.length(first)
-            width = span.lease.get_mask_sizes(span.count, first)[0]
             masks = {
-                kind: tree_mask(
-                    kind, self.decoder.config, rows.positions, span.parents, start, width, hidden
-                )
-                for kind in kinds
+                kind: tree_mask(kind, self.decoder.config, rows, first, hidden) for kind in kinds
             }
         return self.run_layers(block, first, last, positions, span.lease, masks)[0]
 
@@ -171,13 +152,16 @@ class GenericExecutor:
         first: int,
         last: int,
         positions: Tensor,
-        kv: LayerCache,
+        kv: Any,
         masks: Mapping[str, Any],
     ) -> Tensor:
-        """Layers first+1..last on [B, T, d], with a mask for each attention type among them."""
+        """Layers first+1..last on [B, T, d], with a mask for each attention type among them.
+
+        `kv`: a Lease, or what has its `update`.
+        """
         if first == 0:
             hidden = self.decoder.with_positions(hidden, positions)
-        rotations = self._rotations(hidden, positions, masks.keys())
+        rotations = self._rotations(hidden, positions, list(masks))
         for layer in range(first, last):
             kind = self.layer_types[layer]
             output = self.decoder.layers[layer](
@@ -216,13 +200,13 @@ class GenericExecutor:
         }
 
     def _rotations(
-        self, hidden: Tensor, positions: Tensor, types: Iterable[str]
+        self, hidden: Tensor, positions: Tensor, kinds: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
         """What layers of each type are given of positions, as keywords."""
-        decoder, kinds = self.decoder, list(types)
+        decoder = self.decoder
         if decoder.rotary_emb is None:
             return {kind: {} for kind in kinds}
-        if self._rotates_by_kind:
+        if decoder.rotates_by_kind:
             made = {kind: decoder.rotations(hidden, positions, kind) for kind in kinds}
         else:
             made = dict.fromkeys(kinds, decoder.rotations(hidden, positions, kinds[0]))

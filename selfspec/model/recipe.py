@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +137,12 @@ def rotation_of(
     positions = torch.tensor([[1, 5, 60]])
     like = torch.zeros(1, 3, decoder.config.hidden_size, dtype=dtype)
     cos, sin = decoder.rotations(like, positions, kind)
-    if not _rotates(attention, like, cos, sin):
+    rows = torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    here, nowhere = (
+        attention(hidden_states=rows, position_embeddings=given, attention_mask=None)[0]
+        for given in ((cos, sin), (torch.ones_like(cos), torch.zeros_like(sin)))
+    )
+    if torch.equal(here, nowhere):  # it does not ask where it is
         return None
     turn = vars(sys.modules[type(attention).__module__]).get("apply_rotary_pos_emb")
     size = cos.shape[-1]
@@ -157,17 +162,6 @@ def rotation_of(
         if _near(found, queries) and _near(found, keys):
             return way
     raise ValueError("positions are rotated in an unknown way")
-
-
-def _rotates(attention: nn.Module, like: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether attention asks where it is."""
-    rows = torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(like.dtype)
-    still = torch.ones_like(cos), torch.zeros_like(sin)
-    here, nowhere = (
-        attention(hidden_states=rows, position_embeddings=given, attention_mask=None)[0]
-        for given in ((cos, sin), still)
-    )
-    return not torch.equal(here, nowhere)
 
 
 def _near(found: Tensor, answer: Tensor) -> bool:
@@ -206,11 +200,8 @@ def shares_of(router: Any, dtype: torch.dtype) -> Shares:
             way = Shares(chosen.shape[-1], normalised, rounds)
             mine, where = way(logits)
             same = torch.equal(logits, expected) and torch.equal(where, chosen)
-            if (
-                same
-                and shares.dtype == (dtype if rounds else torch.float32)
-                and _near(mine, shares)
-            ):
+            rounded = shares.dtype == (dtype if rounds else torch.float32)
+            if same and rounded and _near(mine, shares):
                 return way
     raise ValueError(f"{type(router).__name__} shares rows out in an unknown way")
 
@@ -280,25 +271,17 @@ class Recipe:
     """What is added is multiplied by it."""
 
 
-class _Places(NamedTuple):
-    """A layer's norms by name: before and behind attention, before and behind the MLP."""
-
-    before_attention: str | None
-    behind_attention: str | None
-    before_mlp: str | None
-    behind_mlp: str | None
-
-
 _IN, _POST = "input_layernorm", "post_attention_layernorm"
 _PLACES = (
-    _Places(_IN, None, _POST, None),  # Llama and most others
-    _Places(_IN, None, None, None),  # Cohere, Phi: one for both, which run side by side
-    _Places(_IN, None, "pre_feedforward_layernorm", None),  # VaultGemma
-    _Places(None, _POST, None, "post_feedforward_layernorm"),  # OLMo 2 and 3, EXAONE 4
-    _Places(_IN, _POST, "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma 2, 3
-    _Places(_IN, "post_self_attn_layernorm", _POST, "post_mlp_layernorm"),  # GLM 4
-    _Places(_IN, "post_norm1", _POST, "post_norm2"),  # HyperCLOVA X
+    (_IN, None, _POST, None),  # Llama and most others
+    (_IN, None, None, None),  # Cohere, Phi: one for both, which run side by side
+    (_IN, None, "pre_feedforward_layernorm", None),  # VaultGemma
+    (None, _POST, None, "post_feedforward_layernorm"),  # OLMo 2 and 3, EXAONE 4
+    (_IN, _POST, "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma 2, 3
+    (_IN, "post_self_attn_layernorm", _POST, "post_mlp_layernorm"),  # GLM 4
+    (_IN, "post_norm1", _POST, "post_norm2"),  # HyperCLOVA X
 )
+"""A layer's norms by name: before and behind attention, before and behind the MLP."""
 
 _ATTENTIONS = ("self_attn", "attention")
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))
@@ -323,7 +306,12 @@ _CAPPED = ("gemma2", "vaultgemma")
 def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) -> Recipe:
     """What `layer`, with attention of `kind`, is made of. Raises ValueError for other layers."""
     for name, part in layer.named_modules():
-        _require_read(name, part)
+        allowed = {"weight", "bias"} if not [*part.children()] else set()
+        if name == "mlp.experts":
+            allowed = {"gate_up_proj", "down_proj"}
+        own = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
+        if more := own.keys() - allowed:  # which may act on few rows only
+            raise ValueError(f"{name or 'the layer'} has {', '.join(sorted(more))}")
     children = _names_of_children(layer)
     attention = _only(_ATTENTIONS, children, "attention")
     names = children - {attention, "mlp"}
@@ -334,7 +322,7 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
         None if name is None else norm_of(getattr(layer, name), decoder.config.hidden_size, dtype)
         for name in places
     ]
-    parallel = places.before_mlp is None and places.behind_mlp is None
+    parallel = places[2:] == (None, None)
     return Recipe(
         attention=_attention(decoder, getattr(layer, attention), kind, dtype),
         mlp=_mlp(layer.mlp, dtype),
@@ -343,18 +331,6 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
         parallel=bool(getattr(layer, "use_parallel_residual", parallel)),
         times=float(getattr(layer, "residual_multiplier", 1.0)),
     )
-
-
-def _require_read(name: str, part: nn.Module) -> None:
-    """Raise ValueError for weights that a recipe does not read: they may act on few rows only."""
-    allowed: set[str] = set()
-    if name == "mlp.experts":
-        allowed = {"gate_up_proj", "down_proj"}
-    elif not [*part.children()]:
-        allowed = {"weight", "bias"}
-    own = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
-    if more := own.keys() - allowed:
-        raise ValueError(f"{name or 'the layer'} has {', '.join(sorted(more))}")
 
 
 def plain_linear(found: Any, name: str, dtype: torch.dtype) -> nn.Linear:

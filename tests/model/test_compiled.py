@@ -78,7 +78,7 @@ def test_a_missing_compiler_is_said_once(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -pipe")
     monkeypatch.setattr(compiled_module, "_prebuilt", lambda *_: None)
-    compiled_module._say_missing.cache_clear()
+    compiled_module._log_once.cache_clear()
     for _ in range(2):
         with pytest.raises(ValueError, match="compiler no-such-compiler"):
             compiled(source, NUMBER=42)
@@ -130,7 +130,7 @@ def test_code_that_others_can_change_is_not_loaded(
     library.chmod(0o600)
     assert compiled(source, NUMBER=42).answer() == 13  # nobody else can have put it there
     UNSAFE[kind](library)
-    compiled_module._warn.cache_clear()
+    compiled_module._log_once.cache_clear()
     before = snapshot(cache_folder())
     for _ in range(2):
         assert compiled(source, NUMBER=42).answer() == 42
