@@ -34,22 +34,17 @@ _AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 class Grouped(NamedTuple):
     """The weights of one linear layer."""
 
-    quants: Tensor
-    """[out, in], uint8."""
-    scales: Tensor
-    """[out, groups]."""
-    zeros: Tensor
-    """[out, groups], int16: the quant that stands for 0."""
-    group_of: Tensor
-    """[in]: the group of each input."""
+    quants: Tensor  # [out, in], uint8
+    scales: Tensor  # [out, groups]
+    zeros: Tensor  # [out, groups], int16: the quant that stands for 0
+    group_of: Tensor  # [in]: the group of each input
 
 
 class Method(NamedTuple):
     """How a folder's weights are kept."""
 
     bits: int
-    mark: str
-    """Ends the name of a tensor that every quantised layer has."""
+    mark: str  # ends the name of a tensor that every quantised layer has
     read: Callable[[Tensors, str, tuple[int, int]], Grouped]
     """From the folder's tensors, a layer's name, and [out, in]. Raises InvalidData."""
 

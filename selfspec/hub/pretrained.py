@@ -26,15 +26,11 @@ _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
-_MOST = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 20,
-    "head_dim": 1 << 20,
-    "intermediate_size": 1 << 24,
-}
-"""Beyond every model there is; some of what depends on them is built in memory at once."""
-
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_SIZES = (*_LAYERS, "vocab_size", "hidden_size", "head_dim", "intermediate_size")
+_MOST = 1 << 24
+"""Beyond every model there is; some of what depends on sizes is built in memory at once."""
+
 _WIDEST = 8
 """Times the longest side of any weight: packed weights have shorter sides than a config says."""
 
@@ -84,14 +80,10 @@ def check_sizes(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
     missing would be built at its default size, with random weights.
     """
     lengths = {length for shape in shapes.values() for length in shape}
+    longest = min(_MOST, _WIDEST * max(lengths, default=_MOST))
     for name, value in _numbers(config):
-        if name in _LAYERS:
-            most = len(shapes) or None
-        elif name in ("intermediate_size", "vocab_size"):
-            most = min(_MOST[name], _WIDEST * max(lengths, default=_MOST[name]))
-        else:
-            most = _MOST.get(name)
-        if name in (*_LAYERS, *_MOST) and (value < 1 or (most is not None and value > most)):
+        most = longest if name not in _LAYERS else len(shapes) or _MOST
+        if name in _SIZES and not 1 <= value <= most:
             raise ModelNotFound(
                 f"cannot load {folder}: its config has {name} {value}, which its weights have not"
             )

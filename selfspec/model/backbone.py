@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn
 
@@ -48,41 +47,6 @@ from selfspec.model.weights import FilePages, keep_numbers
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Chosen:
-    """An executor by name, never auto."""
-
-    name: str
-    executor: Executor
-    refused: dict[str, str] = field(default_factory=dict)
-    """Why others that were tried do not run this model, by name."""
-
-
-def choose(decoder: Decoder, name: str, passages: Sequence[Passage]) -> Chosen:
-    """The executor called `name`; for auto the best that runs.
-
-    `passages`: of the conformance check. Raises UnsupportedModel where one that was asked for does
-    not run the model.
-    """
-    if name != AUTO:
-        try:
-            return Chosen(name, EXECUTORS[name](decoder, passages, True))
-        except Exception as error:  # whatever fails here
-            raise UnsupportedModel(
-                f"the {name} executor cannot run it: {first_line(error)}. Leave the executor out, "
-                "or choose generic"
-            ) from error
-    refused: dict[str, str] = {}
-    best = {"cpu": "fused", "cuda": "cuda-graph"}.get(decoder.device.type)
-    if best is not None:
-        try:
-            return Chosen(best, EXECUTORS[best](decoder, passages, False))
-        except Exception as error:  # noqa: BLE001  # whatever fails: the model's own modules run
-            refused[best] = first_line(error)
-            logger.debug("no %s executor: %s", best, refused[best])
-    return Chosen("generic", decoder.own, refused)
 
 
 def _compiled(decoder: Decoder, passages: Sequence[Passage], _asked: bool) -> Executor:
@@ -150,13 +114,11 @@ class Backbone(Decoder):
         super().__init__(model)
         if fingerprint is not None:
             self.fingerprint = fingerprint
-        self._executor: Executor = self.own
-        chosen = choose(self, executor, self._conform())
-        self._executor, self.executor_name = chosen.executor, chosen.name
-        if chosen.name != "fused":
-            keep_numbers(model)
-        self.refused = chosen.refused
+        self.refused: dict[str, str] = {}
         """Why other executors that were tried do not run this model, by name."""
+        self.executor_name, self._executor = self._choose(executor, self._conform())
+        if self.executor_name != "fused":
+            keep_numbers(model)
         self.mixing = None if self.claims.steady else find_mixing(self)
         """How the rows of a pass change each other, in words; None where they do not."""
         if self.mixing is not None:
@@ -167,7 +129,6 @@ class Backbone(Decoder):
                 self.mixing,
             )
         self._watch = ModelWatch(model)
-        self._trees_checked = False
 
     def __reduce__(self) -> NoReturn:
         """A copy is refused: compiled code knows the addresses of this one. Raises TypeError."""
@@ -208,8 +169,8 @@ class Backbone(Decoder):
         Raises InvalidDraft or UnsupportedModel for a tree where executor or model runs no trees.
         """
         executor = self._executor
-        if not rows.are_chains:
-            self._require_trees()
+        if not rows.are_chains and self._no_trees is not None:
+            raise self._no_trees
         together = len(rows.spans) == 1 or self.runs_many
         with self.mode():
             if together and len(rows.spans) <= executor.claims.spans:
@@ -241,14 +202,23 @@ class Backbone(Decoder):
                 "selfspec.wrap(model, ...)"
             )
 
-    @cached_property
+    @property
     def runs_trees(self) -> bool:
-        """Whether executor and model run rows that have siblings, which is tried here."""
+        """Whether executor and model run rows that have siblings."""
+        return self._no_trees is None
+
+    @cached_property
+    def _no_trees(self) -> InvalidDraft | UnsupportedModel | None:
+        """Why they do not; what the executor claims of it is tested when somebody asks."""
+        if not self.claims.trees:
+            return InvalidDraft(
+                f"the {self.executor_name} executor runs chains of drafts. Choose generic for trees"
+            )
         try:
-            self._require_trees()
-        except (InvalidDraft, UnsupportedModel):
-            return False
-        return True
+            check_trees(self, self._executor)
+        except UnsupportedModel as error:
+            return error
+        return None
 
     @cached_property
     def runs_many(self) -> bool:
@@ -266,15 +236,25 @@ class Backbone(Decoder):
             )
         return apart
 
-    def _require_trees(self) -> None:
-        """What the executor claims of trees is tested when the first one comes."""
-        if not self.claims.trees:
-            raise InvalidDraft(
-                f"the {self.executor_name} executor runs chains of drafts. Choose generic for trees"
-            )
-        if not self._trees_checked:
-            check_trees(self, self._executor)
-            self._trees_checked = True
+    def _choose(self, name: str, passages: Sequence[Passage]) -> tuple[str, Executor]:
+        """The executor called `name`, for auto the best that runs, and what it is called.
+
+        Raises UnsupportedModel where one that was asked for does not run the model.
+        """
+        asked = name != AUTO
+        tried = name if asked else {"cpu": "fused", "cuda": "cuda-graph"}.get(self.device.type)
+        if tried is not None:
+            try:
+                return tried, EXECUTORS[tried](self, passages, asked)
+            except Exception as error:  # whatever fails: the model's own modules run
+                self.refused[tried] = first_line(error)
+                if asked:
+                    raise UnsupportedModel(
+                        f"the {name} executor cannot run it: {self.refused[tried]}. Leave the "
+                        "executor out, or choose generic"
+                    ) from error
+                logger.debug("no %s executor: %s", tried, self.refused[tried])
+        return "generic", self.own
 
     def _conform(self) -> list[Passage]:
         """What the check came to, in inference mode or, where layers cannot run in it, without it.

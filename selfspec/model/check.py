@@ -73,14 +73,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 class Passage(NamedTuple):
     """What the model's own modules made of a block of random ids."""
 
-    start: int
-    """The first row's position."""
+    start: int  # the first row's position
     held: int | None
     """Slots in front that are said to be filled; None: it goes on from the passage before."""
-    hidden: tuple[Tensor, ...]
-    """[T, d] each: before the first layer, and behind each."""
-    logits: Tensor
-    """[T, V], as the unembedding gives them."""
+    hidden: tuple[Tensor, ...]  # [T, d] each: before the first layer, and behind each
+    logits: Tensor  # [T, V], as the unembedding gives them
 
 
 def check_conformance(decoder: Decoder) -> list[Passage]:

@@ -35,8 +35,7 @@ class Target(NamedTuple):
     """Processors that one library is for."""
 
     name: str
-    flags: str
-    """Of the compiler."""
+    flags: str  # of the compiler
     needs: frozenset[str] = frozenset()
     """Features of a processor, as Linux calls them in /proc/cpuinfo."""
 
@@ -109,7 +108,6 @@ def command() -> list[str]:
 
 
 def _run(*arguments: str) -> bytes:
-    """Runs the compiler; returns what it prints."""
     done = subprocess.run(
         [*command(), *arguments], check=True, capture_output=True, timeout=_PATIENCE
     )

@@ -112,8 +112,7 @@ class SpanStruct(ctypes.Structure):
         ("parents", ctypes.POINTER(Long)),
         ("pages", ctypes.POINTER(Pointer)),
     )
-    memory: list[Page]
-    """A lease may forget them while they are read."""
+    memory: list[Page]  # A lease may forget them while they are read
 
 
 class Pass(ctypes.Structure):
@@ -189,9 +188,7 @@ class Program:
         if at + width > row:
             raise ValueError(f"a norm of {width} numbers does not fit {row}")
         return Operation(
-            kind=Kind.NORM,
-            source=source,
-            target=target,
+            *(Kind.NORM, source, target),
             inputs=width,
             weight=self._address(norm.weight),
             bias=self._address(norm.bias),
@@ -211,9 +208,7 @@ class Program:
         self._need(target, linear.out_features)
         self._widest = max(self._widest, linear.in_features)
         return Operation(
-            kind=Kind.PRODUCT,
-            source=source,
-            target=target,
+            *(Kind.PRODUCT, source, target),
             inputs=linear.in_features,
             outputs=linear.out_features,
             weight=self._address(linear.stripes),
@@ -244,14 +239,8 @@ class Program:
         if norms is not None:
             heads.norms, heads.eps = self._address(norms.weight), norms.eps
             heads.centred = norms.centred
-        return Operation(
-            kind=Kind.ATTEND,
-            source=source,
-            target=target,
-            keys=self.layout.places[-2],
-            rotation=rotation,
-            heads=heads,
-        )
+        keys = self.layout.places[-2]
+        return Operation(Kind.ATTEND, source, target, keys=keys, rotation=rotation, heads=heads)
 
     def activate(
         self, source: int, target: int, activation: Activation, *, gated: bool
@@ -260,12 +249,7 @@ class Program:
         width = self._widths[target]
         self._need(source, 2 * width if gated else width)
         return Operation(
-            kind=Kind.ACTIVATE,
-            source=source,
-            target=target,
-            outputs=width,
-            activation=activation,
-            gated=gated,
+            Kind.ACTIVATE, source, target, outputs=width, activation=activation, gated=gated
         )
 
     def experts(
@@ -299,20 +283,13 @@ class Program:
             activated=self.buffer("activated", inner),
             closed=self.buffer("closed", width),
         )
-        return Operation(
-            kind=Kind.EXPERTS,
-            source=source,
-            target=target,
-            inputs=width,
-            logits=logits,
-            experts=made,
-        )
+        return Operation(Kind.EXPERTS, source, target, inputs=width, logits=logits, experts=made)
 
     def add(self, source: int, target: int, times: float) -> Operation:
         """What a buffer holds, so many times, to another."""
         width = self._widths[target]
         self._need(source, width)
-        return Operation(kind=Kind.ADD, source=source, target=target, inputs=width, adds=times)
+        return Operation(Kind.ADD, source, target, inputs=width, adds=times)
 
     def only(self, kinds: Collection[Kind]) -> Program:
         """Its operations of some kinds alone: what comes out means nothing, the time may."""
@@ -544,27 +521,23 @@ class FusedExecutor:
         if len(hidden) > _BLOCK_ROWS and len(rows.spans) > 1:
             parts = [self.run(part, first, last, one) for part, one in rows.each(hidden)]
             return torch.cat(parts)
-        done = []
-        for block, part in self._blocks(hidden, rows):
-            newest = part.spans[0]
-            unseen = 0 if newest.parents is None else -1 - newest.parents[0]
-            turns = self._rotations.at(block, part.positions, newest.lease.length(first) - unseen)
-            done.append(self._program.run(block, first, last, turns, part.spans))
-        return torch.cat(done) if len(done) > 1 else done[0]
-
-    @staticmethod
-    def _blocks(hidden: Tensor, rows: Rows) -> Iterator[tuple[Tensor, Rows]]:
-        """A long chain in pieces, one behind the other; all else as it is."""
         if len(hidden) <= _BLOCK_ROWS or not rows.are_chains:
-            yield hidden, rows
-            return
-        lease = rows.only.lease
+            return self._run(hidden, first, last, rows)
+        lease, done = rows.only.lease, []
         pieces = zip(hidden.split(_BLOCK_ROWS), rows.positions.split(_BLOCK_ROWS), strict=True)
-        for block, positions in pieces:
-            yield block, Rows(positions, (Span(lease, len(block)),))
+        for block, positions in pieces:  # one behind the other
+            part = Rows(positions, (Span(lease, len(block)),))
+            done.append(self._run(block, first, last, part))
+        return torch.cat(done)
+
+    def _run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        newest = rows.spans[0]
+        unseen = 0 if newest.parents is None else -1 - newest.parents[0]
+        held = newest.lease.length(first) - unseen
+        turns = self._rotations.at(hidden, rows.positions, held)
+        return self._program.run(hidden, first, last, turns, rows.spans)
 
     def _operations(self, recipe: Recipe, rotation: int) -> Iterator[Operation]:
-        """One layer, from its input to its output."""
         output, mlp = recipe.attention.output, recipe.mlp
         seen = yield from self._attend(recipe, rotation)
         if not recipe.parallel:
@@ -621,13 +594,13 @@ class FusedExecutor:
 
     def _activate(self, recipe: Recipe, mlp: Mlp) -> Generator[Operation, None, int]:
         """To the buffer that the MLP's last product reads."""
-        program = self._program
+        program, function = self._program, activation_of(mlp.activation)
         source = yield from self._open(recipe, 1)
         into = self._product(*mlp.into)
         opened = program.buffer("opened", into.out_features)
         activated = program.buffer("activated", mlp.down.in_features)
         yield program.product(source, opened, into)
-        yield program.activate(opened, activated, activation_of(mlp.activation), gated=mlp.gated)
+        yield program.activate(opened, activated, function, gated=mlp.gated)
         return activated
 
     def _mix(self, recipe: Recipe, experts: Experts) -> Generator[Operation, None, int]:

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -46,17 +45,13 @@ class Claims:
 
     steady: bool = False
     """Whether a row's bits are its own, in a prompt as in a pass of one row; the probe tests it."""
-    trees: bool = False
-    """Runs rows that have siblings."""
+    trees: bool = False  # runs rows that have siblings
     row_costs: tuple[float, ...] = (0.08,)
     """What a pass's second row adds, its third and so on, as shares of a pass of one, where nobody
     measured it; the last value holds for all beyond."""
-    head_cost: float = 0.08
-    """What asking an exit head takes, likewise."""
-    spans: int = 1
-    """Sequences of one pass at most; the backbone splits what has more."""
-    pages: PageLayout | None = None
-    """Of keys and values, where texts can share them."""
+    head_cost: float = 0.08  # what asking an exit head takes, likewise
+    spans: int = 1  # sequences of one pass at most; the backbone splits what has more
+    pages: PageLayout | None = None  # of keys and values, where texts can share them
 
 
 class Executor(Protocol):
@@ -202,7 +197,6 @@ class GenericExecutor:
     def _rotations(
         self, hidden: Tensor, positions: Tensor, kinds: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """What layers of each type are given of positions, as keywords."""
         decoder = self.decoder
         if decoder.rotary_emb is None:
             return {kind: {} for kind in kinds}
@@ -224,21 +218,14 @@ class Decoder:
         self.model = model
         self.parts = parts_of(model)
         self.config: Any = self.parts.config
+        self.num_layers = int(self.config.num_hidden_layers)
+        self.hidden_size = int(self.config.hidden_size)
+        self.layers = self.parts.layers
         self.lm_head: Any = model.get_output_embeddings()
         self.own = GenericExecutor(self.parts, self.lm_head)
         """Runs the model's own modules."""
         self.mode: Callable[[], AbstractContextManager[object]] = nullcontext
         """What layers run in; else inference mode, where the caller sees to it."""
-
-    @cached_property
-    def num_layers(self) -> int:
-        """L, the number of decoder layers."""
-        return int(self.config.num_hidden_layers)
-
-    @property
-    def hidden_size(self) -> int:
-        """d, the width of a hidden state."""
-        return int(self.config.hidden_size)
 
     @property
     def vocab_size(self) -> int:
@@ -284,30 +271,22 @@ class Decoder:
         return embedding.weight.device  # type: ignore[no-any-return]  # untyped module attribute
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """The decoder layers, for hooks."""
-        return self.parts.layers
-
-    @property
     def unembedding(self) -> Unembedding:
         """The model's own way from a hidden state to logits, shared with exit heads.
 
         Raises UnsupportedModel where lm_head keeps its weight in another form.
         """
         weight = self.lm_head.weight
-        if (
-            type(weight) not in (Tensor, nn.Parameter, QuantisedWeight)
-            or not weight.is_floating_point()
-        ):
+        kinds, reason = (Tensor, nn.Parameter, QuantisedWeight), None
+        if type(weight) not in kinds or not weight.is_floating_point():
             kind = type(getattr(weight, "data", weight)).__name__
+            reason = f"quantised ({kind}). Leave lm_head as it was when quantising"
+        elif weight.is_meta:
+            reason = "offloaded. Keep lm_head on a device"
+        if reason is not None:
             raise UnsupportedModel(
-                f"exit heads read lm_head's weight, which is quantised ({kind}). Leave lm_head as "
-                "it was when quantising, or draft without heads: drafter='ngram'"
-            )
-        if weight.is_meta:
-            raise UnsupportedModel(
-                "exit heads read lm_head's weight, which is offloaded. Keep lm_head on a device, "
-                "or draft without heads: drafter='ngram'"
+                f"exit heads read lm_head's weight, which is {reason}, or draft without heads: "
+                "drafter='ngram'"
             )
         bias = getattr(self.lm_head, "bias", None)
         return Unembedding(weight, self.parts.norm, self.finish, bias)

@@ -284,10 +284,8 @@ class Span:
 class Rows:
     """The rows of one pass."""
 
-    positions: Tensor
-    """[T] int64"""
-    spans: tuple[Span, ...]
-    """In the order of the block."""
+    positions: Tensor  # [T] int64
+    spans: tuple[Span, ...]  # in the order of the block
 
     @classmethod
     def of(
@@ -363,30 +361,24 @@ Ids = tuple[int, ...]
 class Memory(NamedTuple):
     """In bytes."""
 
-    used: int
-    """By texts that are being written."""
-    promised: int
-    """What these may still grow to."""
+    used: int  # by texts that are being written
+    promised: int  # what these may still grow to
     kept: int
     """Of texts that have ended, for others that begin alike; it makes room for what is promised."""
-    most: int
-    """The budget."""
+    most: int  # the budget
 
 
 @dataclass(eq=False)
 class _Node:
     """A page of held text behind those of its parents."""
 
-    ids: Ids
-    """Up to 64; only a leaf has fewer."""
+    ids: Ids  # up to 64; only a leaf has fewer
     parent: _Node | None = None
-    page: Page | None = None
-    """None: the root, which stands before all texts."""
+    page: Page | None = None  # None: the root, which stands before all texts
     children: dict[Ids, _Node] = field(default_factory=dict)
     order: list[Ids] = field(default_factory=list)
     """Of the children, sorted: those that share most with some ids are next to them."""
-    used: int = 0
-    """When it was needed last."""
+    used: int = 0  # when it was needed last
 
     def add(self, child: _Node) -> None:
         self.children[child.ids] = child

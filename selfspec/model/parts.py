@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,14 +27,11 @@ from selfspec.errors import InvalidOption, UnsupportedModel
 class Unembedding(NamedTuple):
     """A model's own way from a hidden state to logits; its tensors are shared, never copied."""
 
-    weight: Tensor
-    """[V, d]"""
-    norm: nn.Module
-    """The final norm."""
+    weight: Tensor  # [V, d]
+    norm: nn.Module  # the final norm
     finish: Callable[[Tensor], Tensor]
     """What the model does behind the matrix product (scaling, soft-capping); gives float32."""
-    bias: Tensor | None = None
-    """[V], added to the matrix product where lm_head has one."""
+    bias: Tensor | None = None  # [V], added to the matrix product where lm_head has one
 
 
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
@@ -77,22 +74,18 @@ INSTEAD = "Use transformers' own generate for it"
 class DecoderParts:
     """A decoder's modules, the model's own, under the names that most families use."""
 
-    module: nn.Module
-    """The decoder that holds them."""
+    module: nn.Module  # the decoder that holds them
     config: PreTrainedConfig
     embed_tokens: nn.Module
     layers: nn.ModuleList
-    norm: nn.Module
-    """From the output of layer L to what lm_head reads."""
+    norm: nn.Module  # from the output of layer L to what lm_head reads
     rotary_emb: nn.Module | None
     """From positions to the rotations that each layer gets; None: a layer needs none."""
     learned_positions: Callable[[Tensor], Tensor] | None
     """From positions to embeddings that are added where layers begin."""
     norms_embeddings: bool
-    logits_divisor: float | None
-    """Logits are divided by it behind lm_head."""
-    cache_keyword: str
-    """The keyword under which layers take keys and values."""
+    logits_divisor: float | None  # logits are divided by it behind lm_head
+    cache_keyword: str  # the keyword under which layers take keys and values
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [B, T, d] hidden states at boundary 0, without learned positions."""
@@ -205,7 +198,6 @@ def _decoder(model: PreTrainedModel, name: str) -> tuple[nn.Module, nn.ModuleLis
 
 
 def _part(decoder: Any, names: tuple[str, ...]) -> nn.Module | None:
-    """The first of the decoder's modules that has one of these names."""
     found = (getattr(decoder, name, None) for name in names)
     return next((part for part in found if isinstance(part, nn.Module)), None)
 
@@ -288,14 +280,11 @@ def captured_outputs(
 
         return hook
 
-    handles = []
-    try:
+    with ExitStack() as stack:
         for index, module in enumerate(modules):
-            handles.append(module.register_forward_hook(store(index)))  # type: ignore[arg-type]  # torch types hooks as Callable[..., Any]
+            handle = module.register_forward_hook(store(index))  # type: ignore[arg-type]  # torch types hooks as Callable[..., Any]
+            stack.enter_context(handle)
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def foreign_hooks(part: nn.Module) -> list[Any]:

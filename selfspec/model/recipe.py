@@ -30,13 +30,11 @@ _ERROR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02, torch.
 class Norm:
     """RMSNorm, or LayerNorm where a mean is taken off, over the last dimension."""
 
-    weight: Tensor
-    """[d] or [heads, d], float32; what families add to theirs is in it."""
+    weight: Tensor  # [d] or [heads, d], float32; what families add to theirs is in it
     bias: Tensor | None
     eps: float
     centred: bool
-    rounds: bool
-    """Whether what is normed is rounded to the model's dtype before the weight."""
+    rounds: bool  # whether what is normed is rounded to the model's dtype before the weight
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., d] -> [.., d], in the dtype of `rows`."""
@@ -111,12 +109,9 @@ def activation_of(module: Callable[[Tensor], Tensor]) -> Activation:
 class Rotation:
     """How positions turn the first numbers of a query or key, in pairs."""
 
-    size: int
-    """Of the numbers that are turned."""
-    halves: bool
-    """Whether j and j + size / 2 are a pair, else neighbours are."""
-    angles: slice
-    """Where each pair's angle is among the `size` that the model gives for a position."""
+    size: int  # of the numbers that are turned
+    halves: bool  # whether j and j + size / 2 are a pair, else neighbours are
+    angles: slice  # where each pair's angle is among the `size` that the model gives for a position
 
     def pairs(self, head_size: int) -> Tensor:
         """[head_size]: the numbers of a head in the order that makes pairs neighbours."""
@@ -173,12 +168,9 @@ def _near(found: Tensor, answer: Tensor) -> bool:
 class Shares:
     """How a router shares a row out: a softmax over all experts, of which it takes the largest."""
 
-    each: int
-    """Experts that a row takes."""
-    normalised: bool
-    """Whether the shares of those sum up to 1."""
-    rounds: bool
-    """Whether shares are rounded to the model's dtype."""
+    each: int  # experts that a row takes
+    normalised: bool  # whether the shares of those sum up to 1
+    rounds: bool  # whether shares are rounded to the model's dtype
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[T, experts] -> shares and experts, [T, each]."""
@@ -216,15 +208,11 @@ class Attention:
     What a rotation turns together are neighbours."""
     heads: int
     kv_heads: int
-    size: int
-    """Of a head."""
+    size: int  # of a head
     rotation: Rotation | None
-    row_norms: tuple[Norm, Norm] | None
-    """Of all queries of a row together, and of its keys."""
-    head_norms: Norm | None
-    """Of each query and key: weight [heads + kv, size]."""
-    norms_last: bool
-    """Whether these come behind the rotation."""
+    row_norms: tuple[Norm, Norm] | None  # of all queries of a row together, and of its keys
+    head_norms: Norm | None  # of each query and key: weight [heads + kv, size]
+    norms_last: bool  # whether these come behind the rotation
     scaling: float
     softcap: float | None
     window: int | None
@@ -235,8 +223,7 @@ class Attention:
 class Mlp:
     """From normed rows to what is added."""
 
-    into: tuple[nn.Linear, ...]
-    """Gate and up, side by side, or up alone."""
+    into: tuple[nn.Linear, ...]  # gate and up, side by side, or up alone
     gated: bool
     activation: nn.Module
     down: nn.Linear
@@ -246,14 +233,11 @@ class Mlp:
 class Experts:
     """Several MLPs, of which each row takes a few."""
 
-    router: Tensor
-    """[experts, d]: gives the logits that choose."""
+    router: Tensor  # [experts, d]: gives the logits that choose
     shares: Shares
-    into: Tensor
-    """[experts, 2 * inner, d]: gate and up, side by side."""
+    into: Tensor  # [experts, 2 * inner, d]: gate and up, side by side
     activation: nn.Module
-    down: Tensor
-    """[experts, d, inner]"""
+    down: Tensor  # [experts, d, inner]
 
 
 @dataclass(frozen=True)
@@ -262,13 +246,11 @@ class Recipe:
 
     attention: Attention
     mlp: Mlp | Experts
-    before: tuple[Norm | None, Norm | None]
-    """In front of attention, and of the MLP."""
+    before: tuple[Norm | None, Norm | None]  # in front of attention, and of the MLP
     behind: tuple[Norm | None, Norm | None]
     parallel: bool
     """Whether the MLP reads what attention reads: its rows, or with one norm for both, its norm."""
-    times: float
-    """What is added is multiplied by it."""
+    times: float  # what is added is multiplied by it
 
 
 _IN, _POST = "input_layernorm", "post_attention_layernorm"
@@ -457,7 +439,6 @@ def _mlp(part: Any, dtype: torch.dtype) -> Mlp | Experts:
 
 
 def _only(names: tuple[str, ...], children: set[str], what: str) -> str:
-    """The one of `names` that is there."""
     found = [name for name in names if name in children]
     if len(found) != 1:
         raise ValueError(f"{what}: found {', '.join(sorted(children))}")

@@ -204,7 +204,6 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
-    """All that the modules hold, and that these hold."""
     found: dict[int, tuple[str, PreTrainedConfig]] = {}
 
     def look(path: str, owner: object) -> None:

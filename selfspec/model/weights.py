@@ -124,14 +124,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
 class Format(NamedTuple):
     """How ggml keeps weights: whole numbers, in blocks of neighbours of a row."""
 
-    number: int
-    """Its place in FORMATS of `gguf.hpp`."""
-    inputs: int
-    """Of a block."""
-    nbytes: int
-    """Of a block."""
-    scales: tuple[int, ...]
-    """Where float16 numbers lie in a block, in bytes."""
+    number: int  # its place in FORMATS of `gguf.hpp`
+    inputs: int  # of a block
+    nbytes: int  # of a block
+    scales: tuple[int, ...]  # where float16 numbers lie in a block, in bytes
 
 
 FORMATS: Mapping[str, Format] = {
@@ -162,19 +158,14 @@ class QuantisedWeight(Tensor):
     Each has the value that de-quantising gives, rounded to the dtype.
     """
 
-    blocks: Tensor
-    """[rows, bytes], uint8."""
+    blocks: Tensor  # [rows, bytes], uint8
     format: Format
-    rows: Tensor
-    """[out], int64: which of the blocks' rows each output is."""
-    kept: Tensor | None
-    """Its numbers, after `keep`."""
+    rows: Tensor  # [out], int64: which of the blocks' rows each output is
+    kept: Tensor | None  # its numbers, after `keep`
     inputs: int
     """Its second length: asking such a tensor for its shape is dispatched, which takes longer."""
-    numbers: torch.dtype
-    """Its dtype, for the same reason."""
-    expander: Any
-    """The compiled function."""
+    numbers: torch.dtype  # its dtype, for the same reason
+    expander: Any  # the compiled function
 
     @staticmethod
     def __new__(
@@ -251,16 +242,13 @@ class QuantisedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What selects rows expands those; any other operator gets plain numbers."""
-        weight, *others = args
+        """Any operator gets plain numbers."""
+        weight = args[0]
         if func in _SAME and isinstance(weight, QuantisedWeight):
             with torch.inference_mode(False):  # autograd counts changes of what it hands out
                 made = QuantisedWeight(weight.blocks, weight.format, weight.dtype, weight.rows)
                 made.kept = weight.kept
                 return made
-        if func in _ROWS and isinstance(weight, QuantisedWeight):
-            rows = _ROWS[func](len(weight), *others)
-            return func(weight.expanded(), *others) if rows is None else weight.expanded(rows)
         if func._schema.is_mutable and isinstance(weight, QuantisedWeight):
             raise RuntimeError(_UNCHANGEABLE)
         return func(*_expanded(args), **_expanded(dict(kwargs or {})))
@@ -313,25 +301,8 @@ def _expanded(values: Any) -> Any:
     return tree_map_only(QuantisedWeight, QuantisedWeight.expanded, values)
 
 
-def _of_slice(
-    count: int, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Tensor | None:
-    return torch.arange(count)[start:end:step] if dim == 0 else None
-
-
-def _of_index(count: int, indices: Sequence[Tensor | None]) -> Tensor | None:
-    (index,) = indices if len(indices) == 1 else (None,)
-    return None if index is None else torch.arange(count)[index]
-
-
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default}
-_ROWS: Mapping[Any, Callable[..., Tensor | None]] = {
-    _aten.slice.Tensor: _of_slice,
-    _aten.index.Tensor: _of_index,
-    _aten.index_select.default: lambda count, dim, index: _of_index(count, [index][dim:]),
-}
-"""Operators that read rows: which ones, or None where they read something else."""
 
 
 # --- panels of outputs, by stripes that are kept in one form --------------------------------------
@@ -460,7 +431,6 @@ def in_panels(weights: Tensor) -> Tensor:
 
 
 def _blocks_in_panels(weight: QuantisedWeight) -> tuple[int, Tensor]:
-    """Their form, and bytes."""
     functions, number, inner = library(weight.dtype), weight.format.number, weight.inputs
     size = -(-len(weight) // PANEL) * functions.panel_bytes(number, inner)
     panels = torch.empty(size, dtype=torch.uint8)
