@@ -2,7 +2,7 @@
 
 Comes in: a path. Goes out: text, or plain values of JSON and YAML. A file that is too large, too
 deep, or expands to too much (YAML's aliases) is refused before it is built. Called by everything
-that reads configs, records, lists and weights (GGUF files: `gguf_header.py`).
+that reads configs, records, lists and weights (GGUF files: `hub/gguf.py`).
 """
 
 from __future__ import annotations

@@ -33,8 +33,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from selfspec.model.kv import POSITIONS, PageLayout
-from selfspec.model.weights import PANEL
 from selfspec.options import Prices
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
@@ -176,10 +174,3 @@ def _fill(model: PreTrainedModel) -> None:
         else:
             values = noise * 1.7 * weight.shape[1] ** -0.5
         weight.copy_(values.bfloat16())
-
-
-def keys_of(layout: PageLayout, page: Tensor) -> Tensor:
-    """Of the first layer, [kv heads, 64, width]: they lie in panels of positions."""
-    kv, width = layout.heads[0]
-    panels = page[: kv * POSITIONS * width].view(kv, POSITIONS // PANEL, width, PANEL)
-    return panels.transpose(2, 3).reshape(kv, POSITIONS, width)

@@ -17,7 +17,6 @@ from selfspec.cli.base import AsJson
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
 from selfspec.heads.folder import attends, is_heads_folder, read_config
 from selfspec.hub import models as hub
-from selfspec.hub import publish
 from selfspec.untrusted import open_bytes
 
 app = typer.Typer()
@@ -188,9 +187,7 @@ def push(
         raise InvalidHeads(f"{found} is not complete: {problems[0]}. See: selfspec heads check")
     from selfspec.training import records
 
-    address = publish.push(
-        records.for_others(found, licence), name, private=private, message=message
-    )
+    address = hub.push(records.for_others(found, licence), name, private=private, message=message)
     base.emit(f"{address}\n")
 
 

@@ -18,8 +18,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.errors import InvalidData, LacksWeights, first_line
 from selfspec.hub.pretrained import indexed
 
-_ONE = "model.safetensors"
-
 
 class Tensors:
     """By name."""
@@ -29,7 +27,9 @@ class Tensors:
         from safetensors import safe_open
 
         self._file_of: dict[str, Any] = {}
-        for file in _files(folder):
+        one = folder / "model.safetensors"
+        named = [one] if one.is_file() else indexed(folder)  # as transformers finds them
+        for file in named or sorted(folder.glob("*.safetensors")):
             try:
                 opened = safe_open(file, framework="pt")
             except Exception as error:  # of its own kinds
@@ -49,25 +49,16 @@ class Tensors:
         if name not in self:
             raise InvalidData(f"it lacks {name}")
         found: Tensor = self._file_of[name].get_tensor(name)
-        if shape is not None and not _fits(tuple(found.shape), shape):
-            asked = ", ".join("any" if length is None else str(length) for length in shape)
-            raise InvalidData(f"{name} is {list(found.shape)}, expected [{asked}]")
+        if shape is not None:
+            filled = [
+                has if want is None else want for want, has in zip(shape, found.shape, strict=False)
+            ]
+            if filled != list(found.shape) or len(shape) != found.dim():
+                asked = ", ".join("any" if length is None else str(length) for length in shape)
+                raise InvalidData(f"{name} is {list(found.shape)}, expected [{asked}]")
         if dtype is not None and found.dtype != dtype:
             raise InvalidData(f"{name} holds {found.dtype}, expected {dtype}")
         return found
-
-
-def _files(folder: Path) -> list[Path]:
-    """As transformers finds them: one file, or those that an index names."""
-    if (folder / _ONE).is_file():
-        return [folder / _ONE]
-    return indexed(folder) or sorted(folder.glob("*.safetensors"))
-
-
-def _fits(found: tuple[int, ...], asked: tuple[int | None, ...]) -> bool:
-    return len(found) == len(asked) and all(
-        want in (None, has) for has, want in zip(found, asked, strict=True)
-    )
 
 
 Weight = Callable[[str, tuple[int, ...]], Tensor | None]
@@ -83,7 +74,16 @@ def assembled(
 
     And LacksWeights, which is one, where nobody brings a weight.
     """
-    model = _without_weights(config, dtype, attention)
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    make: Any = AutoModelForCausalLM.from_config  # untyped
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            model: PreTrainedModel = make(config, dtype=dtype, attn_implementation=attention)
+    except Exception as error:  # an odd config makes transformers fail anywhere, with anything
+        raise InvalidData(f"what it says makes no model: {first_line(error)}") from error
     missing = []
     for name, shape in [(name, tuple(empty.shape)) for name, empty in model.named_parameters()]:
         if (found := weight(name, shape)) is None:
@@ -97,23 +97,6 @@ def assembled(
     if missing:
         raise LacksWeights(f"it lacks {len(missing)} weights, {missing[0]} among them")
     model.eval()
-    return model
-
-
-def _without_weights(
-    config: PreTrainedConfig, dtype: torch.dtype, attention: str
-) -> PreTrainedModel:
-    """The model that a config describes; its parameters are nowhere yet."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    make: Any = AutoModelForCausalLM.from_config  # untyped
-    try:
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            model: PreTrainedModel = make(config, dtype=dtype, attn_implementation=attention)
-    except Exception as error:  # an odd config makes transformers fail anywhere, with anything
-        raise InvalidData(f"what it says makes no model: {first_line(error)}") from error
     return model
 
 

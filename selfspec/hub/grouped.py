@@ -34,22 +34,17 @@ _AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 class Grouped(NamedTuple):
     """The weights of one linear layer."""
 
-    quants: Tensor
-    """[out, in], uint8."""
-    scales: Tensor
-    """[out, groups]."""
-    zeros: Tensor
-    """[out, groups], int16: the quant that stands for 0."""
-    group_of: Tensor
-    """[in]: the group of each input."""
+    quants: Tensor  # [out, in], uint8
+    scales: Tensor  # [out, groups]
+    zeros: Tensor  # [out, groups], int16: the quant that stands for 0
+    group_of: Tensor  # [in]: the group of each input
 
 
 class Method(NamedTuple):
     """How a folder's weights are kept."""
 
     bits: int
-    mark: str
-    """Ends the name of a tensor that every quantised layer has."""
+    mark: str  # ends the name of a tensor that every quantised layer has
     read: Callable[[Tensors, str, tuple[int, int]], Grouped]
     """From the folder's tensors, a layer's name, and [out, in]. Raises InvalidData."""
 
@@ -89,7 +84,7 @@ def load(
             _check(found, layer)
             quantised.append(layer)
             kept = _as_blocks(found, method.bits, dtype) if blocks else None
-            return as_numbers(found, dtype) if kept is None else kept
+            return _as_numbers(found, dtype) if kept is None else kept
         if name not in tensors:
             return None
         plain = tensors.get(name, shape)
@@ -103,7 +98,7 @@ def load(
     return model
 
 
-def as_numbers(found: Grouped, dtype: torch.dtype) -> Tensor:
+def _as_numbers(found: Grouped, dtype: torch.dtype) -> Tensor:
     """[out, in] in `dtype`. The products are exact in float32: 11 bits by 8."""
     counted = found.quants.to(torch.int16) - found.zeros[:, found.group_of]
     return (counted.float() * found.scales.float()[:, found.group_of]).to(dtype)
@@ -163,7 +158,9 @@ def _compressed(said: Mapping[str, Any]) -> Method:
     bits: set[Any] = {kept.get("num_bits") for kept in weights}
     formats = {scheme.get("format") or said.get("format") for scheme in schemes}
     changed = [said.get("kv_cache_scheme"), said.get("transform_config")]
-    changed += [scheme.get(f"{where}_activations") for scheme in schemes for where in _ROUNDED]
+    changed += [
+        scheme.get(f"{where}_activations") for scheme in schemes for where in ("input", "output")
+    ]
     sparse = _fields(said.get("sparsity_config") or {}).get("format", "dense")
     if any(changed) or sparse != "dense":
         raise ValueError("it rounds or turns more than weights")
@@ -179,48 +176,38 @@ def _compressed(said: Mapping[str, Any]) -> Method:
     raise ValueError(f"weights of {kept_bits} bits as {form} are not read here")
 
 
-_ROUNDED = ("input", "output")
-
-
 def _read_packed(tensors: Tensors, layer: str, shape: tuple[int, int], *, bits: int) -> Grouped:
     """Inputs lie side by side in words, and zeros of outputs do."""
     out, inner = shape
     words = tensors.get(f"{layer}.weight_packed", (out, -(-inner * bits // 32)), torch.int32)
-    scales = _scales(tensors, layer, out)
-    count = scales.shape[1]
-    zeros = torch.full((out, count), 1 << (bits - 1), dtype=torch.int16)
+    scales, groups = _scales(tensors, layer, shape)
+    zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int16)
     if (name := f"{layer}.weight_zero_point") in tensors:
-        packed = tensors.get(name, (-(-out * bits // 32), count), torch.int32)
+        packed = tensors.get(name, (-(-out * bits // 32), scales.shape[1]), torch.int32)
         zeros = _unpacked(packed.T, bits)[:, :out].T.to(torch.int16)
-    return Grouped(
-        _unpacked(words, bits)[:, :inner], scales, zeros, _groups(tensors, layer, inner, count)
-    )
+    return Grouped(_unpacked(words, bits)[:, :inner], scales, zeros, groups)
 
 
 def _read_bytes(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
-    out, inner = shape
     signed = tensors.get(f"{layer}.weight", shape, torch.int8)
-    scales = _scales(tensors, layer, out)
-    count = scales.shape[1]
-    zeros = torch.full((out, count), 128, dtype=torch.int16)
+    scales, groups = _scales(tensors, layer, shape)
+    zeros = torch.full(scales.shape, 128, dtype=torch.int16)
     if (name := f"{layer}.weight_zero_point") in tensors:
         zeros = zeros + tensors.get(name, (None,) * 2, torch.int8).to(torch.int16)
-    quants = signed.view(torch.uint8) ^ 128
-    return Grouped(quants, scales, zeros, _groups(tensors, layer, inner, count))
+    return Grouped(signed.view(torch.uint8) ^ 128, scales, zeros, groups)
 
 
-def _scales(tensors: Tensors, layer: str, out: int) -> Tensor:
-    """[out, groups]; one scale may stand for all outputs."""
+def _scales(tensors: Tensors, layer: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """[out, groups], and [in]: the group of each input; one scale may stand for all outputs."""
+    out, inner = shape
     scales = tensors.get(name := f"{layer}.weight_scale")
-    if scales.numel() != 1 and scales.dim() != 2:
+    if scales.numel() == 1:
+        scales = scales.view(1, 1).expand(out, 1)
+    elif scales.dim() != 2:
         raise InvalidData(f"{name} is {list(scales.shape)}, expected [{out}, any]")
-    return scales.view(1, 1).expand(out, 1) if scales.numel() == 1 else scales
-
-
-def _groups(tensors: Tensors, layer: str, inner: int, count: int) -> Tensor:
     if (name := f"{layer}.weight_g_idx") in tensors:
-        return tensors.get(name, (inner,), torch.int32).long()
-    return _equal_groups(layer, inner, count)
+        return scales, tensors.get(name, (inner,), torch.int32).long()
+    return scales, _equal_groups(layer, inner, scales.shape[1])
 
 
 def _equal_groups(layer: str, inner: int, count: int) -> Tensor:

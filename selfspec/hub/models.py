@@ -6,11 +6,15 @@ and transformers are imported on first use, so that looking for a file stays che
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import re
 import ssl
+import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -18,17 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec import files
 from selfspec.errors import (
+    CannotWrite,
     HeadsNotFound,
+    InvalidData,
     InvalidOption,
+    LacksWeights,
     ModelNotFound,
     first_line,
 )
-from selfspec.hub import pretrained, quantised_files
-from selfspec.model import weight_files
+from selfspec.hub import pretrained
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from selfspec.model.fingerprint import FileStamp
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +69,10 @@ _HUB_TIMEOUT_S = 5.0
 class ModelFiles:
     """Where a model is loaded from."""
 
-    source: str
-    """What `from_pretrained` gets: a folder, or a hub id."""
-    label: str
-    """The name for people: file stem, folder name or hub id."""
-    is_default: bool
-    """True for the bundled model, which has heads under `DEFAULT_HEADS`."""
-    stamps: tuple[weight_files.FileStamp, ...] = ()
+    source: str  # what `from_pretrained` gets: a folder, or a hub id
+    label: str  # the name for people: file stem, folder name or hub id
+    is_default: bool  # whether it is the bundled model, which has heads under `DEFAULT_HEADS`
+    stamps: tuple[FileStamp, ...] = ()
     """Of the weights' files before they were read; none where they are not known."""
 
 
@@ -99,17 +104,28 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
     that needs no conversion is mapped, not read. Raises ModelNotFound.
     """
     if (gguf := _gguf_file(name)) is not None:
-        folder = quantised_files.de_quantised(gguf, dtype)
+        folder = _de_quantised(gguf, dtype)
         return ModelFiles(str(folder), gguf.stem, is_default=name is None)
     path = files.local_path(str(name))
     if path.is_dir():
-        return _from_folder(path)
+        _require_whole(path)
+        return ModelFiles(str(path), path.resolve().name, is_default=False)
     if path.exists() or not HUB_ID.fullmatch(str(name)) or path.suffix == ".gguf":
         found = "not a model" if path.exists() else "not there"
         raise ModelNotFound(
             f"{str(name)!r} is {found}. Give a folder with config.json, a .gguf file or a hub id"
         )
-    return _from_hub(str(name))
+    if _hub_answers():
+        return ModelFiles(str(name), str(name), is_default=False)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(str(name), "config.json")
+    if not isinstance(config, str):
+        raise ModelNotFound(
+            f"{name!r} is no local folder, and the hub cannot be reached. Give a folder with "
+            "config.json or a .gguf file, or go online"
+        )
+    return ModelFiles(str(Path(config).parent), str(name), is_default=False)
 
 
 def require_model(name: str | Path) -> None:
@@ -133,34 +149,39 @@ def load_model(
     GGUF file stay as they are where they can, and None is float32 where products from blocks are
     faster in it. Raises ModelNotFound, InvalidOption.
     """
-    target_dtype = _torch_dtype("bfloat16" if dtype is None else dtype)
-    target_device = _torch_device(device)
+    import torch
+
+    from selfspec.model import fingerprint
+
+    target = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.bfloat16
+    if not isinstance(target, torch.dtype) or not target.is_floating_point or target.itemsize < 2:
+        raise InvalidOption(f"dtype is {dtype!r}, expected float32, bfloat16, float16 or float64")
+    place = _torch_device(device)
     free = dtype is None
+    found: tuple[Any, Any] | None
     if blocks and (gguf := _gguf_file(name)) is not None:
-        found = quantised_files.from_gguf(
-            gguf, target_dtype, attn_implementation, free=free, device=target_device
-        )
+        found = _from_gguf(gguf, target, attn_implementation, free=free, device=place)
         if found is not None:
-            return *found, ModelFiles(
-                str(gguf), gguf.stem, is_default=name is None, stamps=weight_files.stamps([gguf])
-            )
-    files = resolve_model(name, str(target_dtype).removeprefix("torch."))
-    stamps = weight_files.of_folder(Path(files.source))
-    if target_device is not None:
-        blocks = blocks and target_device.type == "cpu"
-        found = quantised_files.from_folder(
-            files.source, target_dtype, attn_implementation, free=free, blocks=blocks
-        )
-        if found is not None:
-            return _moved(found[0], target_device), found[1], replace(files, stamps=stamps)
-    model, tokenizer = pretrained.load(
+            stamps = fingerprint.stamps([gguf])
+            return *found, ModelFiles(str(gguf), gguf.stem, name is None, stamps)
+    files = resolve_model(name, str(target).removeprefix("torch."))
+    stamps, found = fingerprint.of_folder(Path(files.source)), None
+    if place is not None:
+        blocks = blocks and place.type == "cpu"
+        found = _from_folder(files.source, target, attn_implementation, free=free, blocks=blocks)
+    model, tokenizer = found or pretrained.load(
         files.source,
-        dtype=target_dtype,
+        dtype=target,
         attn_implementation=attn_implementation,
-        device_map="auto" if target_device is None else None,
+        device_map="auto" if place is None else None,
     )
-    model = model if target_device is None else _moved(model, target_device)
-    stamps = stamps or weight_files.of_snapshot(files.source, model.config)
+    if place is not None:
+        try:
+            model.to(place)  # type: ignore[arg-type]  # annotated otherwise upstream
+        except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+            raise InvalidOption(f"cannot use device {place}: {first_line(error)}") from error
+    if found is None:
+        stamps = stamps or fingerprint.of_snapshot(files.source, model.config)
     return model.eval(), tokenizer, replace(files, stamps=stamps)
 
 
@@ -185,7 +206,6 @@ def training_dtype(device: str | None) -> str:
 
 
 def _gguf_file(name: str | Path | None) -> Path | None:
-    """The GGUF file that `name` stands for, if it does."""
     path = default_model_file() if name is None else files.local_path(name)
     return path if path.suffix == ".gguf" and path.is_file() else None
 
@@ -197,34 +217,19 @@ _NEEDED = {
 """Beside config.json, by what it is."""
 
 
-def _from_folder(path: Path) -> ModelFiles:
-    if (path / "config.json").is_file():
-        for what, patterns in _NEEDED.items():
-            if any(any(path.glob(pattern)) for pattern in patterns):
-                continue
+def _require_whole(folder: Path) -> None:
+    """Raise ModelNotFound for a folder that lacks a model's config, weights or tokenizer."""
+    if not (folder / "config.json").is_file():
+        inside = sorted(file.name for file in folder.glob("*.gguf"))
+        hint = f"It holds {inside[0]}: name that file" if inside else "Is it the right folder?"
+        raise ModelNotFound(f"the folder {folder} has no config.json. {hint}")
+    for what, patterns in _NEEDED.items():
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
             then = "Copy all files of the model there"
-            if what == "weights" and any(path.glob("*.bin")):
+            if what == "weights" and any(folder.glob("*.bin")):
                 then = "Its .bin files are pickles: convert them"
-            raise ModelNotFound(f"the folder {path} has no {what} ({', '.join(patterns)}). {then}")
-        return ModelFiles(str(path), path.resolve().name, is_default=False)
-    inside = sorted(file.name for file in path.glob("*.gguf"))
-    hint = f"It holds {inside[0]}: name that file" if inside else "Is it the right folder?"
-    raise ModelNotFound(f"the folder {path} has no config.json. {hint}")
-
-
-def _from_hub(name: str) -> ModelFiles:
-    """The hub id itself, or the local snapshot of it where the hub cannot be reached."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if _hub_answers():
-        return ModelFiles(name, name, is_default=False)
-    config = try_to_load_from_cache(name, "config.json")
-    if not isinstance(config, str):
-        raise ModelNotFound(
-            f"{name!r} is no local folder, and the hub cannot be reached. Give a folder with "
-            "config.json or a .gguf file, or go online"
-        )
-    return ModelFiles(str(Path(config).parent), name, is_default=False)
+            names = ", ".join(patterns)
+            raise ModelNotFound(f"the folder {folder} has no {what} ({names}). {then}")
 
 
 def _hub_answers() -> bool:
@@ -244,15 +249,6 @@ def _hub_answers() -> bool:
     return True
 
 
-def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    import torch
-
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
-        raise InvalidOption(f"dtype is {dtype!r}, expected float32, bfloat16, float16 or float64")
-    return found
-
-
 def _torch_device(device: str | None) -> torch.device | None:
     """None stands for a spread over all devices. Raises InvalidOption for names torch lacks."""
     import torch
@@ -270,11 +266,146 @@ def _torch_device(device: str | None) -> torch.device | None:
     return found
 
 
-def _moved(model: Any, device: torch.device) -> Any:
+# --- quantised files: weights as they lie there, or de-quantised once ----------------------------
+
+
+_STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
+_CONVERSION = b"1"  # raise it when _made_once writes other files: old cache entries are then unused
+
+
+def _from_folder(
+    source: str, dtype: torch.dtype, attention: str, *, free: bool, blocks: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
+    """Model and tokenizer of a folder or hub id that a known method quantised, else None.
+
+    `free`: whether another dtype may be taken. `blocks`: whether weights may stay as they are.
+    Raises ModelNotFound for damaged files.
+    """
+    if not isinstance(said := pretrained.quantisation_of(source), dict):
+        return None
+    import torch
+
+    from selfspec.hub import grouped
+    from selfspec.model.weights import DTYPES, blocks_pay, can_compile
+
     try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        raise InvalidOption(f"cannot use device {device}: {first_line(error)}") from error
+        method = grouped.method_of(said)
+    except ValueError as why:
+        logger.info("%s is left to transformers: %s", source, why)
+        return None
+    blocks = blocks and dtype in DTYPES and can_compile(dtype)
+    if blocks and free and not blocks_pay(dtype):
+        dtype = torch.float32
+    folder, config, tokenizer, generation = pretrained.load_parts(source)
+    del config.quantization_config  # to transformers, these are linear layers like any others
+    try:
+        model = grouped.load(folder, config, method, dtype, attention, blocks=blocks)
+    except LacksWeights as error:
+        logger.info("%s is left to transformers: %s", source, error)
+        return None
+    except InvalidData as error:
+        raise ModelNotFound(f"cannot load {folder}: {error}") from error
+    model.generation_config = generation or model.generation_config
+    kept = "as blocks" if blocks else "as numbers"
+    logger.debug("%s: weights are kept %s, products in %s", source, kept, dtype)
+    return model, tokenizer
+
+
+def _from_gguf(
+    gguf: Path, dtype: torch.dtype, attention: str, *, free: bool, device: torch.device | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
+    """Model and tokenizer, its weights as they lie in the file; None where that cannot be had.
+
+    `free`: whether another dtype may be taken. Raises ModelNotFound for damaged files.
+    """
+    import torch
+
+    from selfspec.hub import gguf as gguf_files
+    from selfspec.model.weights import blocks_pay
+
+    with _naming(gguf):
+        header = gguf_files.read_header(gguf)
+        if (why := gguf_files.why_not(header, dtype, device)) is not None:
+            logger.info("%s is de-quantised: %s", gguf.name, why)
+            return None
+        if free and not blocks_pay(dtype):
+            dtype = torch.float32
+        gguf_files.check_scales(gguf, header)  # before the tokenizer is read, which takes long
+        description = _made_once(gguf, "description", pretrained.describe_gguf)
+        config, tokenizer = pretrained.load_description(description)
+        model = gguf_files.load(gguf, header, config, dtype, attention)
+    logger.debug("%s: weights stay as blocks of the file, products in %s", gguf.name, dtype)
+    return model, tokenizer
+
+
+def _de_quantised(path: Path, dtype: str) -> Path:
+    """The de-quantised copy of a GGUF file, made now unless the cache folder has it.
+
+    Raises ModelNotFound for damaged files, and where there is no room.
+    """
+    stored = dtype if dtype in _STORED else "float32"
+
+    def make(gguf: Path, new: Path) -> None:
+        logger.info(
+            "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
+            gguf.name,
+            stored,
+            new.parent,
+        )
+        _convert(gguf, new, stored)
+
+    with _naming(path):
+        return _made_once(path, stored, make)
+
+
+def _digest(path: Path) -> str:
+    """Sha256 of the file: 0.05 s for the default model, and the same in every environment."""
+    digest = hashlib.sha256(_CONVERSION)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _made_once(gguf: Path, kind: str, make: Callable[[Path, Path], None]) -> Path:
+    """A folder of the cache that `make` fills: whole or not at all, by the first of several."""
+    target = files.cache_folder() / "models" / f"{gguf.stem}-{_digest(gguf)[:12]}-{kind}"
+    if (target / "config.json").is_file():
+        return target
+    from selfspec.hub.gguf import read_header
+
+    read_header(gguf)
+    with files.locked(target, wait=True):
+        if not (target / "config.json").is_file():
+            with files.replacing_folder(target) as new:
+                make(gguf, new)
+    return target
+
+
+@contextlib.contextmanager
+def _naming(gguf: Path) -> Iterator[None]:
+    """What goes wrong inside, in one line about this file: ModelNotFound."""
+    try:
+        yield
+    except InvalidData as error:
+        raise ModelNotFound(f"cannot load {gguf}: {error}") from error
+    except CannotWrite as error:
+        raise ModelNotFound(
+            f"cannot write the de-quantised model: {first_line(error.__cause__ or error)}. "
+            "Set XDG_CACHE_HOME to a folder with room for it"
+        ) from error
+
+
+def _convert(gguf: Path, out: Path, dtype: str) -> None:
+    import torch
+
+    model, tokenizer = pretrained.load_gguf(gguf)
+    with pretrained.quiet():
+        model.to(getattr(torch, dtype)).save_pretrained(out)
+        tokenizer.save_pretrained(out)
 
 
 # --- heads ----------------------------------------------------------------------------------------
@@ -335,7 +466,6 @@ def heads_name(folder: Path) -> str:
 
 
 def _named_heads() -> dict[str, Path]:
-    """Those of the hub as OWNER/NAME."""
     package = Path(__file__).parents[1]
     roots = (pulled_heads(), package / "checkpoints", package.parent / "checkpoints")
     found = {file.parent.name: file.parent for root in roots for file in root.glob("*/config.json")}
@@ -372,3 +502,27 @@ def _heads_from_hub(name: str) -> Path:
     if not (Path(folder) / "config.json").is_file():
         raise HeadsNotFound(f"{name!r} on the hub has no config.json. {_known_heads()}")
     return Path(folder)
+
+
+def push(content: Mapping[str, str | bytes], name: str, *, private: bool, message: str) -> str:
+    """Put files at a repository on the hub, made where there is none; gives its address.
+
+    Raises CannotWrite with what the hub says.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    api = HfApi()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for file, data in content.items():
+                data = data.encode() if isinstance(data, str) else data
+                (Path(folder) / file).write_bytes(data)
+            address = api.create_repo(name, private=private, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
+    except (OSError, HFValidationError) as error:  # those of the hub are OSErrors
+        raise CannotWrite(
+            f"cannot put heads at {name}: {first_line(error)}. Is the id yours, and are you logged "
+            "in (hf auth login)?"
+        ) from error
+    return str(address)

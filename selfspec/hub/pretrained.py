@@ -8,7 +8,7 @@ weights that are there. No pickles, no code of a model's author; errors in one l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,13 @@ _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
-_MOST = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 20,
-    "head_dim": 1 << 20,
-    "intermediate_size": 1 << 24,
-}
-"""Beyond every model there is; some of what depends on them is built in memory at once."""
-
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_SIZES = {*_LAYERS, *_MOST}
+_SIZES = (*_LAYERS, "vocab_size", "hidden_size", "head_dim", "intermediate_size")
+_MOST = 1 << 24
+"""Beyond every model there is; some of what depends on sizes is built in memory at once."""
+
 _WIDEST = 8
 """Times the longest side of any weight: packed weights have shorter sides than a config says."""
-
 
 INDEX = "model.safetensors.index.json"
 
@@ -53,22 +47,21 @@ Shapes = dict[str, list[int]]
 
 def check_model_folder(folder: Path) -> Shapes:
     """Shapes of the weights. Raises ModelNotFound, with the reason, unless they may be loaded."""
-    shapes: Shapes = {}
     try:
-        for file in _small_files(folder):
+        for file in (file for kind in _SMALL for file in folder.glob(kind)):
             if not file.is_file():
                 raise InvalidData(f"{file} is no file")
             if file.stat().st_size > _MOST_BYTES:
                 raise InvalidData(f"{file} has more than {_MOST_BYTES} bytes")
-        configs = {name: _object(folder / name) for name in _OBJECTS if (folder / name).exists()}
+        configs = {name: read_json(folder / name) for name in _OBJECTS if (folder / name).exists()}
+        for name, values in configs.items():
+            if not isinstance(values, dict):
+                kind = type(values).__name__
+                raise InvalidData(f"{folder / name} holds a {kind}, expected an object")
         plain = configs["config.json"].get("quantization_config") is None
         indexed(folder)
         weights = sorted(folder.glob("*.safetensors"))
-        for file in weights:
-            tensors = check_safetensors(file)
-            if plain:
-                _require_numbers(file, tensors)
-            shapes |= {name: shape for name, (_, shape) in tensors.items()}
+        shapes = {name: shape for file in weights for name, shape in _shapes(file, plain)}
     except InvalidData as error:
         raise ModelNotFound(f"cannot load {folder}: {error}") from error
     if not weights and any(file for kind in _PICKLED for file in folder.glob(kind)):
@@ -87,15 +80,10 @@ def check_sizes(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
     missing would be built at its default size, with random weights.
     """
     lengths = {length for shape in shapes.values() for length in shape}
+    longest = min(_MOST, _WIDEST * max(lengths, default=_MOST))
     for name, value in _numbers(config):
-        if name in _LAYERS:
-            most = len(shapes) or None
-        elif name in ("intermediate_size", "vocab_size"):
-            most = min(_MOST[name], _WIDEST * max(lengths, default=_MOST[name]))
-        else:
-            most = _MOST.get(name)
-        wrong = name in _SIZES and (value < 1 or (most is not None and value > most))
-        if wrong:
+        most = longest if name not in _LAYERS else len(shapes) or _MOST
+        if name in _SIZES and not 1 <= value <= most:
             raise ModelNotFound(
                 f"cannot load {folder}: its config has {name} {value}, which its weights have not"
             )
@@ -123,27 +111,16 @@ def indexed(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(names.values()))]
 
 
-def _require_numbers(file: Path, tensors: Mapping[str, tuple[str, list[int]]]) -> None:
-    """Raise InvalidData for whole numbers where a model that nobody quantised has weights.
+def _shapes(file: Path, plain: bool) -> Iterator[tuple[str, list[int]]]:
+    """Of all tensors; `plain`: nobody quantised them, so that whole numbers are no weights.
 
-    Read as another type, the bytes of a weight would be other numbers.
+    Read as another type, their bytes would be other numbers.
     """
-    for name, (dtype, _) in tensors.items():
+    for name, (dtype, shape) in check_safetensors(file).items():
         known = dtype in _NUMBERS or name.rpartition(".")[2] in _WHOLE
-        if not known and (name.endswith("weight") or dtype not in _MASKS):
+        if plain and not known and (name.endswith("weight") or dtype not in _MASKS):
             raise InvalidData(f"{file}: {name} holds {dtype}, expected {', '.join(_NUMBERS)}")
-
-
-def _small_files(folder: Path) -> Iterator[Path]:
-    for kind in _SMALL:
-        yield from folder.glob(kind)
-
-
-def _object(file: Path) -> dict[str, Any]:
-    values = read_json(file)
-    if not isinstance(values, dict):
-        raise InvalidData(f"{file} holds a {type(values).__name__}, expected an object")
-    return values
+        yield name, shape
 
 
 def _numbers(config: Any) -> Iterator[tuple[str, int]]:
@@ -171,29 +148,34 @@ def load(source: str, **options: Any) -> tuple[Any, Any]:
 
     read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
     folder = Path(source)
-    try:
-        with quiet(bars=not folder.is_dir()):
-            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-            _require_known_method(source, getattr(config, "quantization_config", None))
-            if folder.is_dir():
-                check_sizes(folder, config.to_dict(), check_model_folder(folder))
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            model, found = read(
-                source,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                **options,
-            )
-    except ModelNotFound:
-        raise
-    except Exception as error:  # an odd config makes transformers fail anywhere, with anything
-        raise ModelNotFound(f"cannot load {source}: {_reason(error)}") from error
+    with _reading(f"cannot load {source}", bars=not folder.is_dir()):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        _require_known_method(source, getattr(config, "quantization_config", None))
+        if folder.is_dir():
+            check_sizes(folder, config.to_dict(), check_model_folder(folder))
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        safe = {"use_safetensors": True, "trust_remote_code": False}
+        model, found = read(source, output_loading_info=True, **safe, **options)
     if missing := sorted(found["missing_keys"]):
         raise ModelNotFound(
             f"{source} lacks {len(missing)} weights, {missing[0]} among them. Is the file whole?"
         )
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
+    """Quietly; an odd config makes transformers fail anywhere, with anything: ModelNotFound."""
+    try:
+        with quiet(bars=bars):
+            yield
+    except ModelNotFound:
+        raise
+    except Exception as error:
+        reason = first_line(error)
+        if _SHAPES_DIFFER in str(error):
+            reason = "its weights have other shapes than its config says"
+        raise ModelNotFound(f"{failed}: {reason}") from error
 
 
 def _require_known_method(source: str, said: Any) -> None:
@@ -214,30 +196,23 @@ def load_gguf(gguf: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    folder, name = str(gguf.parent), gguf.name
+    where: dict[str, Any] = {"gguf_file": gguf.name}
     # dequantize=True drops the quantiser, which otherwise forbids save_pretrained
     options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
-    try:
-        with quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, gguf_file=name, dtype=torch.float32, **options
-            )
-            return model, AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    except Exception as error:  # as above: the file says what is built
-        raise ModelNotFound(f"cannot read {gguf} as GGUF: {_reason(error)}") from error
+    with _reading(f"cannot read {gguf} as GGUF"):
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.float32, **where, **options
+        )
+        return model, AutoTokenizer.from_pretrained(gguf.parent, **where)
 
 
 def describe_gguf(gguf: Path, out: Path) -> None:
     """Write the config and the tokenizer of a file. Raises ModelNotFound with the reason."""
     from transformers import AutoConfig, AutoTokenizer
 
-    folder, name = str(gguf.parent), gguf.name
-    try:
-        with quiet():
-            AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(out)
-            AutoConfig.from_pretrained(folder, gguf_file=name).save_pretrained(out)
-    except Exception as error:  # as above
-        raise ModelNotFound(f"cannot read {gguf} as GGUF: {_reason(error)}") from error
+    with _reading(f"cannot read {gguf} as GGUF"):
+        for kind in (AutoTokenizer, AutoConfig):
+            kind.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
 
 def load_description(folder: Path) -> tuple[Any, Any]:
@@ -269,28 +244,18 @@ def load_parts(source: str) -> tuple[Path, Any, Any, Any]:
     Raises ModelNotFound with the reason.
     """
     from huggingface_hub import snapshot_download
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig
 
-    try:
-        folder = Path(source)
+    folder = Path(source)
+    with _reading(f"cannot load {source}"):
         if not folder.is_dir():
             folder = Path(snapshot_download(source, allow_patterns=list(_FILES)))
-        with quiet():
-            shapes = check_model_folder(folder)
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            check_sizes(folder, config.to_dict(), shapes)
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            said = (folder / "generation_config.json").is_file()
-            return (
-                folder,
-                config,
-                tokenizer,
-                GenerationConfig.from_pretrained(folder) if said else None,
-            )
-    except ModelNotFound:
-        raise
-    except Exception as error:  # as above
-        raise ModelNotFound(f"cannot load {source}: {_reason(error)}") from error
+        shapes = check_model_folder(folder)
+        config, tokenizer = load_description(folder)
+        check_sizes(folder, config.to_dict(), shapes)
+        said = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if said else None
+        return folder, config, tokenizer, generation
 
 
 @contextlib.contextmanager
@@ -309,10 +274,3 @@ def quiet(*, bars: bool = False) -> Iterator[None]:
         control.set_verbosity(level)
         if shown:
             control.enable_progress_bar()
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong; where transformers only names a switch, what it is about."""
-    if _SHAPES_DIFFER in str(error):
-        return "its weights have other shapes than its config says"
-    return first_line(error)

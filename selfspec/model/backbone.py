@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from selfspec.model.cuda_graph import CudaGraphExecutor
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
 from selfspec.model.kv import POSITIONS, Rows
-from selfspec.model.parts import check_model
+from selfspec.model.parts import INSTEAD, check_model
 from selfspec.model.watch import ModelWatch
 from selfspec.model.weights import FilePages, keep_numbers
 
@@ -48,60 +47,6 @@ from selfspec.model.weights import FilePages, keep_numbers
 
 
 logger = logging.getLogger(__name__)
-
-
-class Kind(NamedTuple):
-    """One way to run layers."""
-
-    device: str | None
-    """Where auto tries it; None: it is what is left."""
-    make: Callable[[Decoder, Sequence[Passage], bool], Executor]
-    """For a model, what it computes, and whether it was asked for by name. Raises where it cannot
-    run the model, or computes something else."""
-
-
-@dataclass
-class Chosen:
-    """An executor by name, never auto."""
-
-    name: str
-    executor: Executor
-    refused: dict[str, str] = field(default_factory=dict)
-    """Why others that were tried do not run this model, by name."""
-
-
-def check_name(name: object) -> None:
-    """Raise InvalidOption unless it is an executor's, or auto."""
-    if name not in (AUTO, *EXECUTORS):
-        raise InvalidOption(
-            f"executor is {name!r}, expected one of {', '.join((AUTO, *EXECUTORS))}. Leave it out "
-            "for the best that runs"
-        )
-
-
-def choose(decoder: Decoder, name: str, passages: Sequence[Passage]) -> Chosen:
-    """The executor called `name`; for auto the best that runs.
-
-    `passages`: of the conformance check. Raises UnsupportedModel where one that was asked for does
-    not run the model.
-    """
-    if name != AUTO:
-        try:
-            return Chosen(name, EXECUTORS[name].make(decoder, passages, True))
-        except Exception as error:  # whatever fails here
-            raise UnsupportedModel(
-                f"the {name} executor cannot run it: {first_line(error)}. Leave the executor out, "
-                "or choose generic"
-            ) from error
-    refused: dict[str, str] = {}
-    for other, kind in EXECUTORS.items():
-        if kind.device == decoder.device.type:
-            try:
-                return Chosen(other, kind.make(decoder, passages, False), refused)
-            except Exception as error:  # noqa: BLE001  # whatever fails: the next one runs
-                refused[other] = first_line(error)
-                logger.debug("no %s executor: %s", other, refused[other])
-    return Chosen("generic", decoder.own, refused)
 
 
 def _compiled(decoder: Decoder, passages: Sequence[Passage], _asked: bool) -> Executor:
@@ -134,12 +79,13 @@ def _graphs(decoder: Decoder, passages: Sequence[Passage], asked: bool) -> Execu
 
 AUTO = "auto"
 
-EXECUTORS = {
-    "fused": Kind("cpu", _compiled),
-    "cuda-graph": Kind("cuda", _graphs),
-    "generic": Kind(None, lambda decoder, *_: decoder.own),
+EXECUTORS: dict[str, Callable[[Decoder, Sequence[Passage], bool], Executor]] = {
+    "fused": _compiled,
+    "cuda-graph": _graphs,
+    "generic": lambda decoder, *_: decoder.own,
 }
-"""By name, the best first."""
+"""What makes each, for a model, what it computes, and whether the executor was asked for by name.
+Raises where it cannot run the model, or computes something else."""
 
 
 # --- the backbone ---------------------------------------------------------------------------------
@@ -154,23 +100,25 @@ class Backbone(Decoder):
     def __init__(
         self, model: PreTrainedModel, *, executor: str = "auto", fingerprint: str | None = None
     ) -> None:
-        """`executor`: a name from `choosing.EXECUTORS`, or auto, the best of those that run.
+        """`executor`: a name from EXECUTORS, or auto, the best of those that run.
 
         `fingerprint`: of `model`, from a caller who knows it.
         """
-        check_name(executor)
+        if executor not in (AUTO, *EXECUTORS):
+            raise InvalidOption(
+                f"executor is {executor!r}, expected one of {', '.join((AUTO, *EXECUTORS))}. Leave "
+                "it out for the best that runs"
+            )
         check_model(model)
         refuse_unsupported(model)
         super().__init__(model)
         if fingerprint is not None:
             self.fingerprint = fingerprint
-        self._executor: Executor = self.own
-        chosen = choose(self, executor, self._conform())
-        self._executor, self.executor_name = chosen.executor, chosen.name
-        if chosen.name != "fused":
-            keep_numbers(model)
-        self.refused = chosen.refused
+        self.refused: dict[str, str] = {}
         """Why other executors that were tried do not run this model, by name."""
+        self.executor_name, self._executor = self._choose(executor, self._conform())
+        if self.executor_name != "fused":
+            keep_numbers(model)
         self.mixing = None if self.claims.steady else find_mixing(self)
         """How the rows of a pass change each other, in words; None where they do not."""
         if self.mixing is not None:
@@ -181,7 +129,6 @@ class Backbone(Decoder):
                 self.mixing,
             )
         self._watch = ModelWatch(model)
-        self._trees_checked = False
 
     def __reduce__(self) -> NoReturn:
         """A copy is refused: compiled code knows the addresses of this one. Raises TypeError."""
@@ -222,8 +169,8 @@ class Backbone(Decoder):
         Raises InvalidDraft or UnsupportedModel for a tree where executor or model runs no trees.
         """
         executor = self._executor
-        if not rows.are_chains:
-            self._require_trees()
+        if not rows.are_chains and self._no_trees is not None:
+            raise self._no_trees
         together = len(rows.spans) == 1 or self.runs_many
         with self.mode():
             if together and len(rows.spans) <= executor.claims.spans:
@@ -255,14 +202,23 @@ class Backbone(Decoder):
                 "selfspec.wrap(model, ...)"
             )
 
-    @cached_property
+    @property
     def runs_trees(self) -> bool:
-        """Whether executor and model run rows that have siblings, which is tried here."""
+        """Whether executor and model run rows that have siblings."""
+        return self._no_trees is None
+
+    @cached_property
+    def _no_trees(self) -> InvalidDraft | UnsupportedModel | None:
+        """Why they do not; what the executor claims of it is tested when somebody asks."""
+        if not self.claims.trees:
+            return InvalidDraft(
+                f"the {self.executor_name} executor runs chains of drafts. Choose generic for trees"
+            )
         try:
-            self._require_trees()
-        except (InvalidDraft, UnsupportedModel):
-            return False
-        return True
+            check_trees(self, self._executor)
+        except UnsupportedModel as error:
+            return error
+        return None
 
     @cached_property
     def runs_many(self) -> bool:
@@ -280,39 +236,43 @@ class Backbone(Decoder):
             )
         return apart
 
-    def _require_trees(self) -> None:
-        """What the executor claims of trees is tested when the first one comes."""
-        if not self.claims.trees:
-            raise InvalidDraft(
-                f"the {self.executor_name} executor runs chains of drafts. Choose generic for trees"
-            )
-        if not self._trees_checked:
-            check_trees(self, self._executor)
-            self._trees_checked = True
+    def _choose(self, name: str, passages: Sequence[Passage]) -> tuple[str, Executor]:
+        """The executor called `name`, for auto the best that runs, and what it is called.
+
+        Raises UnsupportedModel where one that was asked for does not run the model.
+        """
+        asked = name != AUTO
+        tried = name if asked else {"cpu": "fused", "cuda": "cuda-graph"}.get(self.device.type)
+        if tried is not None:
+            try:
+                return tried, EXECUTORS[tried](self, passages, asked)
+            except Exception as error:  # whatever fails: the model's own modules run
+                self.refused[tried] = first_line(error)
+                if asked:
+                    raise UnsupportedModel(
+                        f"the {name} executor cannot run it: {self.refused[tried]}. Leave the "
+                        "executor out, or choose generic"
+                    ) from error
+                logger.debug("no %s executor: %s", tried, self.refused[tried])
+        return "generic", self.own
 
     def _conform(self) -> list[Passage]:
         """What the check came to, in inference mode or, where layers cannot run in it, without it.
 
         Raises UnsupportedModel, also for whatever the model's own modules raise.
         """
-        try:
-            with torch.inference_mode():
-                return check_conformance(self)
-        except UnsupportedModel:
-            raise
-        except Exception as error:  # noqa: BLE001  # any module's own; what follows decides
-            logger.debug("not in inference mode: %s", error)
-            self.mode = without_gradients
-            return self._conform_without(error)
-
-    def _conform_without(self, error: Exception) -> list[Passage]:
-        try:
-            with torch.no_grad():
-                return check_conformance(self)
-        except UnsupportedModel:
-            raise
-        except Exception:  # noqa: BLE001  # as above
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} does not run layer by layer: {first_line(error)}. "
-                "Use transformers' own generate for it"
-            ) from error
+        errors: list[Exception] = []
+        for mode in (torch.inference_mode, torch.no_grad):
+            try:
+                with mode():
+                    return check_conformance(self)
+            except UnsupportedModel:
+                raise
+            except Exception as error:  # noqa: BLE001  # any module's own
+                logger.debug("not in %s: %s", mode.__name__, error)
+                errors.append(error)
+                self.mode = without_gradients
+        raise UnsupportedModel(
+            f"{type(self.model).__name__} does not run layer by layer: {first_line(errors[0])}. "
+            f"{INSTEAD}"
+        ) from errors[0]

@@ -18,14 +18,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.errors import UnsupportedModel
 from selfspec.model.generic import MASKS, Decoder, Executor
-from selfspec.model.kv import POSITIONS, Lease, Page, PageLayout, Pages, Rows
-from selfspec.model.parts import CACHE, attention_types, captured_outputs, text_config
+from selfspec.model.kv import POSITIONS, Lease, Page, PageLayout, Rows
+from selfspec.model.parts import CACHE, INSTEAD, attention_types, captured_outputs, text_config
 from selfspec.model.weights import FilePages
 
 _CHECK_PREFIX, _CHECK_BLOCK = 7, 3
 """Rows of the conformance check: a first pass on an empty cache, then a block behind it."""
-
-_INSTEAD = "Use transformers' own generate for it"
 
 _NAMES_POSITIONS = re.compile(r"window(?!_layers)|position|chunk|context|seq|length|floor")
 """Names of config fields that count positions: sliding_window, original_max_position_embeddings."""
@@ -62,27 +60,24 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     }
     if found := rope_types & _POSITION_DEPENDENT_ROPE:
         raise UnsupportedModel(
-            f"{name} uses {found.pop()} RoPE, whose rotations depend on rejected drafts. {_INSTEAD}"
+            f"{name} uses {found.pop()} RoPE, whose rotations depend on rejected drafts. {INSTEAD}"
         )
     if others := set(attention_types(config)) - MASKS.keys():
         raise UnsupportedModel(
-            f"{name} has {sorted(others)[0]} layers, which cannot be rewound. {_INSTEAD}"
+            f"{name} has {sorted(others)[0]} layers, which cannot be rewound. {INSTEAD}"
         )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModel(f"{name} shares keys and values between layers. {_INSTEAD}")
+        raise UnsupportedModel(f"{name} shares keys and values between layers. {INSTEAD}")
 
 
 class Passage(NamedTuple):
     """What the model's own modules made of a block of random ids."""
 
-    start: int
-    """The first row's position."""
+    start: int  # the first row's position
     held: int | None
     """Slots in front that are said to be filled; None: it goes on from the passage before."""
-    hidden: tuple[Tensor, ...]
-    """[T, d] each: before the first layer, and behind each."""
-    logits: Tensor
-    """[T, V], as the unembedding gives them."""
+    hidden: tuple[Tensor, ...]  # [T, d] each: before the first layer, and behind each
+    logits: Tensor  # [T, V], as the unembedding gives them
 
 
 def check_conformance(decoder: Decoder) -> list[Passage]:
@@ -122,7 +117,7 @@ def _conform(
     if (found := output.logits.shape[1]) != len(ids):
         raise UnsupportedModel(
             f"{type(decoder.model).__name__} runs {found} rows for {len(ids)} tokens: it adds "
-            f"its own (prompt tuning does). {_INSTEAD}"
+            f"its own (prompt tuning does). {INSTEAD}"
         )
     hidden = [decoder.embed(ids)]
     for layer in range(decoder.num_layers):
@@ -151,8 +146,8 @@ def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passag
             rows = Rows.of(lease, start, len(logits), hidden[0].device)
             for layer, (before, ours) in enumerate(pairwise(hidden)):
                 theirs = other.run(before, layer, layer + 1, rows)
-                error = _usual_size if _has_experts(decoder.layers[layer]) else _size
-                if not error(theirs - ours) <= bound * _size(ours - before) + _rounding(ours):
+                error = _error(theirs - ours, decoder.layers[layer])
+                if not error <= bound * _size(ours - before) + _rounding(ours):
                     raise ValueError(f"layer {layer + 1} comes out differently at position {start}")
             if not _size(other.logits(hidden[-1]) - logits) <= bound * _size(logits):
                 raise ValueError("the logits come out differently")
@@ -239,50 +234,47 @@ class PlantedLease(Lease):
 
     def __init__(self, num_layers: int, held: int) -> None:
         super().__init__(num_layers)
-        self._held = held
+        self._planted = held
         self.extend(held, 0, num_layers)
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """As of any lease."""
-        self._plant(layer, keys, values)
+        """What any lease gives back, and nothing is kept of it."""
+        if self._keys[layer] is None:
+            self._keys[layer] = self._room(None, keys, 0, self._planted + 1)
+            self._values[layer] = planted = self._room(None, values, 0, self._planted + 1)
+            self._mark(planted)
         found = super().update(keys, values, layer)
         self._keys[layer] = self._values[layer] = None
         return found
 
-    def _new_pages(self, layout: PageLayout) -> Pages:
+    def pages(self, count: int, first: int, layout: PageLayout) -> list[Page]:
         """All that are said to be filled, but the first and the last, are one."""
-        pages, first, empty = Pages(layout), Page.new(layout), Page.new(layout)
-        for layer in range(len(layout.heads)):
-            self._mark(layout.values(first.numbers, layer))
-        if self._held:
-            pages.held = [first, *[empty] * (self._held // POSITIONS - 1)]
-        return pages
+        if self._planted and not self.held:
+            marked, empty = Page(layout), Page(layout)
+            for layer in range(len(layout.heads)):
+                self._mark(layout.values(marked.numbers, layer))
+            self.held = [marked, *[empty] * (self._planted // POSITIONS - 1)]
+        return super().pages(count, first, layout)
 
     def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """As of any lease."""
+        """What is said to be filled shows there, too."""
         super().move_to(keys, values)
         for buffer in values:
             self._mark(buffer)
 
-    def _plant(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Fill the slots that are said to be filled; the tensors show shape and dtype."""
-        if self._keys[layer] is None:
-            self._keys[layer] = self._room(None, keys, 0, self._held + 1)
-            planted = self._values[layer] = self._room(None, values, 0, self._held + 1)
-            self._mark(planted)
-
     def _mark(self, values: Tensor) -> None:
-        count = min(_MARKED, self._held)
+        count = min(_MARKED, self._planted)
         size = torch.arange(1, count + 1, dtype=values.dtype, device=values.device)
-        values[..., :count, :] = size[:, None] * (self._held / _MARKED**2)
+        values[..., :count, :] = size[:, None] * (self._planted / _MARKED**2)
 
 
-def _random_ids(decoder: Decoder, *, seed: int) -> Tensor:
-    """[rows] ids for a check."""
+def _random_ids(
+    decoder: Decoder, *, seed: int, count: int = _CHECK_PREFIX + _CHECK_BLOCK
+) -> Tensor:
+    """[count] ids for a check."""
     generator = torch.Generator().manual_seed(seed)
-    count = _CHECK_PREFIX + _CHECK_BLOCK
     return torch.randint(decoder.vocab_size, (count,), generator=generator).to(decoder.device)
 
 
@@ -300,13 +292,11 @@ def _size(values: Tensor) -> float:
     return float(values.float().square().mean().sqrt())
 
 
-def _usual_size(values: Tensor) -> float:
-    """Of the median row: rounding decides between two experts that are nearly as good."""
-    return float(values.float().square().mean(-1).sqrt().median())
-
-
-def _has_experts(layer: nn.Module) -> bool:
-    return any(name.endswith("experts") for name, _ in layer.named_modules())
+def _error(values: Tensor, layer: nn.Module) -> float:
+    """Of the median row where there are experts: rounding decides between two that are as good."""
+    if any(name.endswith("experts") for name, _ in layer.named_modules()):
+        return float(values.float().square().mean(-1).sqrt().median())
+    return _size(values)
 
 
 @contextmanager
@@ -326,7 +316,7 @@ def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder
         raise UnsupportedModel(
             f"{type(decoder.model).__name__} differs from its own forward at {where} "
             f"by up to {difference:.3g}: its decoder does more than embed, layers, norm, lm_head. "
-            f"{_INSTEAD}"
+            f"{INSTEAD}"
         )
 
 
@@ -359,9 +349,7 @@ def find_mixing(decoder: Decoder) -> str | None:
     rows = _BEHIND + 1 + _BESIDE
     if rows > decoder.max_positions:
         return None
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(decoder.vocab_size, (rows,), generator=generator).to(decoder.device)
-    lease = Lease(decoder.num_layers)
+    ids, lease = _random_ids(decoder, seed=2, count=rows), Lease(decoder.num_layers)
     with torch.inference_mode(), evaluation(decoder.model):
         behind, block = decoder.embed(ids).split([_BEHIND, 1 + _BESIDE])
         first = Rows.of(lease, 0, _BEHIND, ids.device)
@@ -386,7 +374,7 @@ def _change(usual: Tensor, outlying: Tensor, added: Tensor) -> str | None:
     """
     if torch.equal(usual, outlying):
         return None
-    change = _root_mean_square(outlying - usual) / _root_mean_square(added)
+    change = _size(outlying - usual) / _size(added)
     if change <= _ROUNDING.get(usual.dtype, 0.0):
         return None
     return f"by {change:.2g} of what it computes"
@@ -398,8 +386,3 @@ def _spiked(rows: Tensor) -> Tensor:
     for row in range(1, len(rows)):
         spiked[row, row::step] *= _SPIKE
     return spiked
-
-
-def _root_mean_square(values: Tensor) -> float:
-    """Root mean square."""
-    return float(values.float().square().mean().sqrt())

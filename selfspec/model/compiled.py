@@ -113,8 +113,18 @@ def compiled(source: Path, **constants: int) -> ctypes.CDLL:
         found = _prebuilt(source, constants)
         return _made_here(source, constants) if found is None else found[0]
     except (OSError, ValueError, subprocess.SubprocessError, CannotWrite) as error:
-        reason = _reason(error)
-        _say_missing(reason)
+        reason = f"no compiled library: {error}"
+        if isinstance(error, subprocess.CalledProcessError):
+            lines = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
+            reason = f"the compiler failed: {lines[-1]}"
+        elif isinstance(error, FileNotFoundError) and error.filename == compiler.command()[0]:
+            reason = f"no compiled library: there is no C++ compiler {error.filename}"
+        _log_once(
+            logging.WARNING,
+            "%s. The model's own modules run: slower, and where two tokens are nearly as likely "
+            "a draft may decide. Install a wheel that brings compiled code, or g++ 11 or newer",
+            reason,
+        )
         raise ValueError(reason) from error
 
 
@@ -160,32 +170,27 @@ def _made_here(source: Path, constants: Mapping[str, int]) -> ctypes.CDLL:
     folder = folder.resolve()  # what a link leads to is looked at, and no link again
     library = folder / name
     if (place := files.open_to_others(library)) is not None:
-        _warn(folder, place)
+        _log_once(
+            logging.WARNING,
+            "code in %s is not used but compiled anew for each process: others can change %s. Own "
+            "it, and take their right to write away: chmod go-w",
+            folder,
+            place,
+        )
         with tempfile.TemporaryDirectory() as own:
             compiler.make_library(Path(own) / name, source, constants, target)
             return _load(Path(own) / name)
     if not library.exists():
-        _announce(folder)
+        text = "compiling for this processor, once, into %s"  # however many libraries are made
+        _log_once(logging.INFO, text, folder)
         with files.replacing(library, private=True) as new:
             compiler.make_library(new, source, constants, target)
     return _load(library)
 
 
 @cache
-def _announce(folder: Path) -> None:
-    """Once, however many libraries are made."""
-    logger.info("compiling for this processor, once, into %s", folder)
-
-
-@cache
-def _warn(folder: Path, place: Path) -> None:
-    """Once, too."""
-    logger.warning(
-        "code in %s is not used but compiled anew for each process: others can change %s. Own it, "
-        "and take their right to write away: chmod go-w",
-        folder,
-        place,
-    )
+def _log_once(level: int, text: str, *values: object) -> None:
+    logger.log(level, text, *values)
 
 
 def _load(library: Path) -> ctypes.CDLL:
@@ -227,23 +232,3 @@ def _tiles_allowed() -> bool:
         return False
     system_call = ctypes.CDLL(None).syscall
     return bool(system_call(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
-
-
-@cache
-def _say_missing(reason: str) -> None:
-    """Warn, once, of what that means."""
-    logger.warning(
-        "%s. The model's own modules run: slower, and where two tokens are nearly as likely "
-        "a draft may decide. Install a wheel that brings compiled code, or g++ 11 or newer",
-        reason,
-    )
-
-
-def _reason(error: Exception) -> str:
-    """The last line that a compiler that failed had to say, or the error's own words."""
-    if isinstance(error, subprocess.CalledProcessError):
-        lines = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
-        return f"the compiler failed: {lines[-1]}"
-    if isinstance(error, FileNotFoundError) and error.filename == compiler.program():
-        return f"no compiled library: there is no C++ compiler {error.filename}"
-    return f"no compiled library: {error}"

@@ -35,8 +35,7 @@ class Target(NamedTuple):
     """Processors that one library is for."""
 
     name: str
-    flags: str
-    """Of the compiler."""
+    flags: str  # of the compiler
     needs: frozenset[str] = frozenset()
     """Features of a processor, as Linux calls them in /proc/cpuinfo."""
 
@@ -103,18 +102,13 @@ def _macros(constants: Mapping[str, int]) -> list[str]:
     return [f"-D{name}={value}" for name, value in sorted(constants.items())]
 
 
-def program() -> str:
+def command() -> list[str]:
     """What is run to compile: $CXX, or c++."""
-    return _command()[0]
-
-
-def _command() -> list[str]:
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
 def _run(*arguments: str) -> bytes:
-    """Runs the compiler; returns what it prints."""
     done = subprocess.run(
-        [*_command(), *arguments], check=True, capture_output=True, timeout=_PATIENCE
+        [*command(), *arguments], check=True, capture_output=True, timeout=_PATIENCE
     )
     return done.stdout

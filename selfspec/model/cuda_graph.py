@@ -3,7 +3,7 @@
 A graph replays kernels with the addresses and shapes that it was captured with. So inputs are
 copied into fixed buffers, rows are padded to a few counts, keys and values stay where they are, and
 which slots a row may see comes from slot numbers on the device. How work is captured is a strategy:
-nothing here needs a GPU but `GraphCapture`.
+nothing here needs a GPU but `graph_capture`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfspec.errors import first_line
 from selfspec.model.generic import Claims, GenericExecutor, as_mask
 from selfspec.model.kv import Lease, Rows
 from selfspec.model.parts import SLIDING, require_own_code
@@ -83,21 +84,6 @@ class SlotView:
         return all_keys[:, :, : self._seen], all_values[:, :, : self._seen]
 
 
-class SamplingLease(Lease):
-    """A lease that notes what each layer wants to keep."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers)
-        self.samples: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(
-        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
-        """As of any cache."""
-        self.samples[layer] = keys, values
-        return super().update(keys, values, layer)
-
-
 def _zeros(like: Tensor, slots: int) -> Tensor:
     """[1, heads, slots, head_dim] for a buffer of any number of slots."""
     return like.new_zeros(*like.shape[:-2], slots, like.shape[-1])
@@ -124,40 +110,35 @@ def uncaptured(work: Work) -> Work:
     return work
 
 
-class GraphCapture:
-    """Captures work as CUDA graphs that share one memory pool, as the documentation of torch does.
+def graph_capture(device: torch.device) -> Capture:
+    """Captures work on `device` as CUDA graphs that share one memory pool, as torch documents it.
 
     What graphs of one pool keep between replays may overlap, which is safe because they never run
-    at the same time and every output is copied before the next one runs.
+    at the same time and every output is copied before the next one runs. What it gives raises
+    RuntimeError where work cannot be captured.
     """
+    pool = torch.cuda.graph_pool_handle()
 
-    def __init__(self, device: torch.device) -> None:
-        """`device`: where the work runs."""
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Work) -> Work:
-        """Raises RuntimeError where the work cannot be captured."""
-        with torch.cuda.device(self._device):  # streams belong to the current device
-            return self._captured(work)
-
-    def _captured(self, work: Work) -> Work:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                work()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads do on the GPU meanwhile is no fault of this capture
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = work()
+    def capture(work: Work) -> Work:
+        with torch.cuda.device(device):  # streams belong to the current device
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    work()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: what other threads do on the GPU meanwhile is no fault of this capture
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                output = work()
 
         def replay() -> Tensor:
             graph.replay()
             return output
 
         return replay
+
+    return capture
 
 
 class Replays:
@@ -195,8 +176,9 @@ class Replays:
         try:
             return self._capture(work)
         except RuntimeError as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            logger.warning("no CUDA graphs (%s): segments run uncaptured from now on", reason)
+            logger.warning(
+                "no CUDA graphs (%s): segments run uncaptured from now on", first_line(error)
+            )
             self._capture = uncaptured
             return work
 
@@ -270,7 +252,7 @@ class CudaGraphExecutor:
 
         Raises ValueError if a replay does not compute what the segment does.
         """
-        strategy = strategy or (lambda: GraphCapture(self._hidden.device))
+        strategy = strategy or (lambda: graph_capture(self._hidden.device))
         expected = self._trial()
         self._replays = Replays(strategy)
         for found, right in zip(self._trial(), expected, strict=True):
@@ -358,11 +340,12 @@ class CudaGraphExecutor:
     @torch.no_grad()
     def _one_position(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of one token, per layer."""
-        lease, embed = SamplingLease(self._num_layers), self._decoder.embed_tokens
+        lease, embed = Lease(self._num_layers), self._decoder.embed_tokens
         device = embed.weight.device
         ids = torch.zeros(1, dtype=torch.int64, device=device)
         self._generic.run(embed(ids), 0, self._num_layers, Rows.of(lease, 0, 1, device))
-        return [lease.samples[layer] for layer in range(self._num_layers)]
+        held = [lease.first(1, layer) for layer in range(self._num_layers)]
+        return [(keys.clone(), values.clone()) for keys, values in held]  # not their buffers
 
     @torch.no_grad()
     def _trial(self) -> list[Tensor]:

@@ -1,9 +1,9 @@
 """The hash that tells one base model from another: of all its weights, whatever their dtype.
 
-Comes in: a model, and where it was just loaded the files that it came from. Goes out: 64 hex
-digits, or "" where the weights cannot be read. A file is hashed once: the cache folder keeps the
-result by path, size and time. Called by `Backbone` and by what loads one; heads, features and
-records carry it.
+Comes in: a model, and where it was just loaded stamps of the files that decide its weights. Goes
+out: 64 hex digits, or "" where the weights cannot be read. A file is hashed once: the cache folder
+keeps the result by path, size and time. Called by `Backbone` and by what loads one; heads, features
+and records carry it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +24,15 @@ from transformers import PreTrainedModel
 from selfspec import files
 from selfspec.errors import CannotWrite, InvalidData
 from selfspec.files import cache_folder
-from selfspec.model import weight_files
-from selfspec.model.weight_files import FileStamp
 from selfspec.model.weights import QuantisedWeight
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
+
+FileStamp = tuple[str, int, int]
+"""Real path, bytes, and time of the last change in nanoseconds."""
+
+_KINDS = ("config.json", "*.index.json", "*.safetensors")
 
 UNKNOWN = ""
 """In place of a fingerprint: the weights cannot be read, or there is no base model."""
@@ -61,37 +66,47 @@ def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str
     Looked up where the files were hashed before. Only for whoever loads: what a caller may have
     done to a model in the meantime cannot be seen.
     """
-    now = weight_files.stamps(Path(path) for path, _, _ in loaded_from)
+    now = stamps(Path(path) for path, _, _ in loaded_from)
     if not loaded_from or now != loaded_from:
         return of(model)  # not known, or replaced while they were read
     key = [
-        _FORMAT_VERSION,
-        metadata.version("transformers"),
-        str(model.dtype),
+        *(_FORMAT_VERSION, metadata.version("transformers"), str(model.dtype)),
         *map(list, loaded_from),
     ]
-    place = _place(key)
-    if (found := _kept(place, key)) is None:
-        found = of(model)
-        if found != UNKNOWN:
-            _keep(place, key, found)
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    place = cache_folder() / "fingerprints" / f"{name}.json"
+    if (known := _kept(place, key)) is not None:
+        return known
+    if (found := of(model)) != UNKNOWN:
+        try:
+            files.write(place, json.dumps({"selfspec": key, "fingerprint": found}) + "\n")
+        except CannotWrite as error:  # a folder that takes no files costs time, nothing else
+            logger.debug("the fingerprint is not kept: %s", error)
     return found
 
 
+def _kept(place: Path, key: list[object]) -> str | None:
+    """What an earlier run found; None where there is nothing that can be used."""
+    if not place.is_file():
+        return None
+    try:
+        found = read_json(place)
+        usable = found["selfspec"] == key and len(bytes.fromhex(found["fingerprint"])) == 32
+    except (InvalidData, LookupError, TypeError, ValueError):
+        return None
+    return str(found["fingerprint"]) if usable else None
+
+
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that a file of the model would hold."""
-    yield from model.named_parameters()
+    """Parameters, and the buffers that a file of the model would hold; shared ones once."""
     seen = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
-            if kept and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield name, buffer
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if isinstance(weight, Tensor) and id(weight) not in seen:
+            seen.add(id(weight))
+            yield name, weight
 
 
 def _unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
-    """Why the model cannot be hashed, if it cannot."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith(_PACKED_MODULES):
             return f"{name} is quantised ({type(module).__name__})"
@@ -124,29 +139,29 @@ def _blocks(weight: Tensor) -> Iterator[Tensor]:
         yield from weight.reshape(-1).split(_BLOCK)
 
 
-# --- what was hashed before -----------------------------------------------------------------------
+# --- the files that decide weights --------------------------------------------------------------
 
 
-def _place(key: list[object]) -> Path:
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    return cache_folder() / "fingerprints" / f"{name}.json"
-
-
-def _kept(place: Path, key: list[object]) -> str | None:
-    """What an earlier run found; None where there is nothing that can be used."""
-    if not place.is_file():
-        return None
+def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
+    """Of each file; nothing at all if one is missing."""
     try:
-        found = read_json(place)
-        usable = found["selfspec"] == key and len(bytes.fromhex(found["fingerprint"])) == 32
-    except (InvalidData, LookupError, TypeError, ValueError):
-        return None
-    return str(found["fingerprint"]) if usable else None
+        real = [Path(os.path.realpath(path)) for path in paths]
+        return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in real)
+    except OSError:
+        return ()
 
 
-def _keep(place: Path, key: list[object], found: str) -> None:
-    """For the next load. A folder that takes no files costs time, nothing else."""
-    try:
-        files.write(place, json.dumps({"selfspec": key, "fingerprint": found}) + "\n")
-    except CannotWrite as error:
-        logger.debug("the fingerprint is not kept: %s", error)
+def of_folder(folder: Path) -> tuple[FileStamp, ...]:
+    """Of a model's folder; nothing where an adapter brings in weights from elsewhere."""
+    if (folder / "adapter_config.json").exists():
+        return ()
+    return stamps(sorted({path for kind in _KINDS for path in folder.glob(kind)}))
+
+
+def of_snapshot(name: str, config: Any) -> tuple[FileStamp, ...]:
+    """Of what the hub's cache holds of a model with this config; its files never change."""
+    from huggingface_hub import try_to_load_from_cache
+
+    revision = getattr(config, "_commit_hash", None)
+    found = try_to_load_from_cache(name, "config.json", revision=revision) if revision else None
+    return of_folder(Path(found).parent) if isinstance(found, str) else ()

@@ -44,8 +44,7 @@ from selfspec.model.weights import (
     Stripes,
     blocks_pay,
     in_panels,
-    tiles,
-    wide_vectors,
+    library,
 )
 
 # --- operations that compiled code runs in one call -----------------------------------------------
@@ -69,17 +68,10 @@ class Heads(ctypes.Structure):
     """The struct of `attention.hpp` by this name, which says what the fields mean."""
 
     _fields_ = (
-        ("size", Long),
-        ("group", Long),
-        ("kv", Long),
-        ("rotated", Long),
+        *((name, Long) for name in ("size", "group", "kv", "rotated")),
         ("norms", Pointer),
-        ("centred", Long),
-        ("norms_last", Long),
-        ("window", Long),
-        ("eps", Float),
-        ("scaling", Float),
-        ("softcap", Float),
+        *((name, Long) for name in ("centred", "norms_last", "window")),
+        *((name, Float) for name in ("eps", "scaling", "softcap")),
     )
 
 
@@ -87,20 +79,11 @@ class ExpertsStruct(ctypes.Structure):
     """The struct `Experts` of `experts.hpp`, which says what the fields mean."""
 
     _fields_ = (
-        ("count", Long),
-        ("each", Long),
-        ("normalised", Long),
-        ("rounds", Long),
-        ("inner", Long),
+        *((name, Long) for name in ("count", "each", "normalised", "rounds", "inner")),
         ("activation", Long),
-        ("into", Pointer),
-        ("down", Pointer),
-        ("into_size", Long),
-        ("down_size", Long),
-        ("gathered", Long),
-        ("opened", Long),
-        ("activated", Long),
-        ("closed", Long),
+        *((name, Pointer) for name in ("into", "down")),
+        *((name, Long) for name in ("into_size", "down_size")),
+        *((name, Long) for name in ("gathered", "opened", "activated", "closed")),
     )
 
 
@@ -108,23 +91,11 @@ class Operation(ctypes.Structure):
     """The struct of `layers.cpp` by this name, which says what the fields mean."""
 
     _fields_ = (
-        ("kind", Long),
-        ("source", Long),
-        ("target", Long),
-        ("inputs", Long),
-        ("outputs", Long),
-        ("weight", Pointer),
-        ("bias", Pointer),
-        ("adds", Float),
-        ("eps", Float),
-        ("at", Long),
-        ("row", Long),
-        ("centred", Long),
-        ("rounds", Long),
-        ("activation", Long),
-        ("gated", Long),
-        ("keys", Long),
-        ("rotation", Long),
+        *((name, Long) for name in ("kind", "source", "target", "inputs", "outputs")),
+        *((name, Pointer) for name in ("weight", "bias")),
+        *((name, Float) for name in ("adds", "eps")),
+        *((name, Long) for name in ("at", "row", "centred", "rounds", "activation", "gated")),
+        *((name, Long) for name in ("keys", "rotation")),
         ("heads", Heads),
         ("logits", Long),
         ("experts", ExpertsStruct),
@@ -141,8 +112,7 @@ class SpanStruct(ctypes.Structure):
         ("parents", ctypes.POINTER(Long)),
         ("pages", ctypes.POINTER(Pointer)),
     )
-    memory: list[Page]
-    """A lease may forget them while they are read."""
+    memory: list[Page]  # A lease may forget them while they are read
 
 
 class Pass(ctypes.Structure):
@@ -218,12 +188,10 @@ class Program:
         if at + width > row:
             raise ValueError(f"a norm of {width} numbers does not fit {row}")
         return Operation(
-            kind=Kind.NORM,
-            source=source,
-            target=target,
+            *(Kind.NORM, source, target),
             inputs=width,
-            weight=self._pointer(norm.weight),
-            bias=None if norm.bias is None else self._pointer(norm.bias),
+            weight=self._address(norm.weight),
+            bias=self._address(norm.bias),
             adds=adds,
             eps=norm.eps,
             at=at,
@@ -240,13 +208,11 @@ class Program:
         self._need(target, linear.out_features)
         self._widest = max(self._widest, linear.in_features)
         return Operation(
-            kind=Kind.PRODUCT,
-            source=source,
-            target=target,
+            *(Kind.PRODUCT, source, target),
             inputs=linear.in_features,
             outputs=linear.out_features,
-            weight=self._stripes(linear),
-            bias=None if linear.bias is None else self._pointer(linear.bias),
+            weight=self._address(linear.stripes),
+            bias=self._address(linear.bias),
             adds=adds,
         )
 
@@ -271,16 +237,10 @@ class Program:
             norms_last=attention.norms_last,
         )
         if norms is not None:
-            heads.norms, heads.eps = self._pointer(norms.weight), norms.eps
+            heads.norms, heads.eps = self._address(norms.weight), norms.eps
             heads.centred = norms.centred
-        return Operation(
-            kind=Kind.ATTEND,
-            source=source,
-            target=target,
-            keys=self.layout.places[-2],
-            rotation=rotation,
-            heads=heads,
-        )
+        keys = self.layout.places[-2]
+        return Operation(Kind.ATTEND, source, target, keys=keys, rotation=rotation, heads=heads)
 
     def activate(
         self, source: int, target: int, activation: Activation, *, gated: bool
@@ -289,12 +249,7 @@ class Program:
         width = self._widths[target]
         self._need(source, 2 * width if gated else width)
         return Operation(
-            kind=Kind.ACTIVATE,
-            source=source,
-            target=target,
-            outputs=width,
-            activation=activation,
-            gated=gated,
+            Kind.ACTIVATE, source, target, outputs=width, activation=activation, gated=gated
         )
 
     def experts(
@@ -319,8 +274,8 @@ class Program:
             rounds=experts.shares.rounds,
             inner=inner,
             activation=activation,
-            into=self._pointer(into),
-            down=self._pointer(down),
+            into=self._address(into),
+            down=self._address(down),
             into_size=into.shape[1],
             down_size=down.shape[1],
             gathered=self.buffer("gathered", width),
@@ -328,20 +283,13 @@ class Program:
             activated=self.buffer("activated", inner),
             closed=self.buffer("closed", width),
         )
-        return Operation(
-            kind=Kind.EXPERTS,
-            source=source,
-            target=target,
-            inputs=width,
-            logits=logits,
-            experts=made,
-        )
+        return Operation(Kind.EXPERTS, source, target, inputs=width, logits=logits, experts=made)
 
     def add(self, source: int, target: int, times: float) -> Operation:
         """What a buffer holds, so many times, to another."""
         width = self._widths[target]
         self._need(source, width)
-        return Operation(kind=Kind.ADD, source=source, target=target, inputs=width, adds=times)
+        return Operation(Kind.ADD, source, target, inputs=width, adds=times)
 
     def only(self, kinds: Collection[Kind]) -> Program:
         """Its operations of some kinds alone: what comes out means nothing, the time may."""
@@ -426,13 +374,12 @@ class Program:
         if width != self._widths[buffer]:
             raise ValueError(f"layers differ in width: {width} and {self._widths[buffer]}")
 
-    def _pointer(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
-        return tensor.data_ptr()
-
-    def _stripes(self, linear: CompiledLinear) -> int:
-        self._kept.append(linear.stripes)
-        return linear.stripes.address
+    def _address(self, held: Tensor | Stripes | None) -> int | None:
+        """Where an operation finds it; it is kept as long as the program."""
+        if held is None:
+            return None
+        self._kept.append(held)
+        return held.address if isinstance(held, Stripes) else held.data_ptr()
 
 
 # --- the executor ---------------------------------------------------------------------------------
@@ -505,11 +452,11 @@ _TILES = _Costs((0.04,), 0.15)
 
 def _costs(linear: CompiledLinear) -> _Costs:
     """By the unembedding's weights, and what this processor computes with."""
-    if tiles(linear.dtype):
+    if library(linear.dtype).tiles():
         return _TILES
     light = linear.dtype == torch.bfloat16 and blocks_pay(linear.dtype)
     name = ("light " if light else "") + ("blocks" if any(linear.stripes.forms) else "numbers")
-    return (_WIDE if wide_vectors(linear.dtype) else _NARROW)[name]
+    return (_WIDE if library(linear.dtype).wide_vectors() else _NARROW)[name]
 
 
 class FusedExecutor:
@@ -574,27 +521,23 @@ class FusedExecutor:
         if len(hidden) > _BLOCK_ROWS and len(rows.spans) > 1:
             parts = [self.run(part, first, last, one) for part, one in rows.each(hidden)]
             return torch.cat(parts)
-        done = []
-        for block, part in self._blocks(hidden, rows):
-            newest = part.spans[0]
-            unseen = 0 if newest.parents is None else -1 - newest.parents[0]
-            turns = self._rotations.at(block, part.positions, newest.lease.length(first) - unseen)
-            done.append(self._program.run(block, first, last, turns, part.spans))
-        return torch.cat(done) if len(done) > 1 else done[0]
-
-    @staticmethod
-    def _blocks(hidden: Tensor, rows: Rows) -> Iterator[tuple[Tensor, Rows]]:
-        """A long chain in pieces, one behind the other; all else as it is."""
         if len(hidden) <= _BLOCK_ROWS or not rows.are_chains:
-            yield hidden, rows
-            return
-        lease = rows.only.lease
+            return self._run(hidden, first, last, rows)
+        lease, done = rows.only.lease, []
         pieces = zip(hidden.split(_BLOCK_ROWS), rows.positions.split(_BLOCK_ROWS), strict=True)
-        for block, positions in pieces:
-            yield block, Rows(positions, (Span(lease, len(block)),))
+        for block, positions in pieces:  # one behind the other
+            part = Rows(positions, (Span(lease, len(block)),))
+            done.append(self._run(block, first, last, part))
+        return torch.cat(done)
+
+    def _run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        newest = rows.spans[0]
+        unseen = 0 if newest.parents is None else -1 - newest.parents[0]
+        held = newest.lease.length(first) - unseen
+        turns = self._rotations.at(hidden, rows.positions, held)
+        return self._program.run(hidden, first, last, turns, rows.spans)
 
     def _operations(self, recipe: Recipe, rotation: int) -> Iterator[Operation]:
-        """One layer, from its input to its output."""
         output, mlp = recipe.attention.output, recipe.mlp
         seen = yield from self._attend(recipe, rotation)
         if not recipe.parallel:
@@ -651,13 +594,13 @@ class FusedExecutor:
 
     def _activate(self, recipe: Recipe, mlp: Mlp) -> Generator[Operation, None, int]:
         """To the buffer that the MLP's last product reads."""
-        program = self._program
+        program, function = self._program, activation_of(mlp.activation)
         source = yield from self._open(recipe, 1)
         into = self._product(*mlp.into)
         opened = program.buffer("opened", into.out_features)
         activated = program.buffer("activated", mlp.down.in_features)
         yield program.product(source, opened, into)
-        yield program.activate(opened, activated, activation_of(mlp.activation), gated=mlp.gated)
+        yield program.activate(opened, activated, function, gated=mlp.gated)
         return activated
 
     def _mix(self, recipe: Recipe, experts: Experts) -> Generator[Operation, None, int]:

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -46,17 +45,13 @@ class Claims:
 
     steady: bool = False
     """Whether a row's bits are its own, in a prompt as in a pass of one row; the probe tests it."""
-    trees: bool = False
-    """Runs rows that have siblings."""
+    trees: bool = False  # runs rows that have siblings
     row_costs: tuple[float, ...] = (0.08,)
     """What a pass's second row adds, its third and so on, as shares of a pass of one, where nobody
     measured it; the last value holds for all beyond."""
-    head_cost: float = 0.08
-    """What asking an exit head takes, likewise."""
-    spans: int = 1
-    """Sequences of one pass at most; the backbone splits what has more."""
-    pages: PageLayout | None = None
-    """Of keys and values, where texts can share them."""
+    head_cost: float = 0.08  # what asking an exit head takes, likewise
+    spans: int = 1  # sequences of one pass at most; the backbone splits what has more
+    pages: PageLayout | None = None  # of keys and values, where texts can share them
 
 
 class Executor(Protocol):
@@ -86,25 +81,19 @@ MASKS = {
 """Attention types whose layers keep one key and value per position, and who makes their masks."""
 
 
-def tree_mask(
-    kind: str,
-    config: PreTrainedConfig,
-    positions: Tensor,
-    parents: Sequence[int],
-    start: int,
-    width: int,
-    like: Tensor,
-) -> Tensor:
-    """The mask for rows of a tree at `positions` [T], [1, 1, T, width].
+def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like: Tensor) -> Tensor:
+    """The mask for rows of one tree in layer+1, [1, 1, T, width].
 
-    The first `start` slots hold a position each; behind them lie the rows, in order.
+    The slots that the layer holds have a position each; behind them lie the rows, in order.
     """
-    count = len(parents)
-    slots = torch.arange(width, device=positions.device)
-    slots[start : start + count] = positions  # siblings share a position
+    span, positions = rows.only, rows.positions
+    parents = span.parents or ()
+    start, end = span.lease.length(layer), span.lease.length(layer) + span.count
+    slots = torch.arange(span.lease.get_mask_sizes(span.count, layer)[0], device=positions.device)
+    slots[start:end] = positions  # siblings share a position
     unseen = torch.tensor(held_behind(parents), device=positions.device)
     visible = slots < start - unseen[:, None]
-    visible[:, start : start + count] = ancestors(parents, positions.device)
+    visible[:, start:end] = ancestors(parents, positions.device)
     if kind == SLIDING:
         visible &= positions[:, None] - slots < config.sliding_window
     elif kind == CHUNKED:
@@ -124,13 +113,6 @@ def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
 # --- the model's own layers -----------------------------------------------------------------------
 
 
-class LayerCache(Protocol):
-    """What a decoder layer asks of a cache."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Append [B, heads, T, head_dim] to `layer`; what its queries see, [B, heads, S, ..]."""
-
-
 class GenericExecutor:
     """Calls `decoder.layers[i]` directly, with masks sized by the layers that are run."""
 
@@ -140,7 +122,6 @@ class GenericExecutor:
         self.decoder = decoder
         self._lm_head = lm_head
         self.layer_types = attention_types(decoder.config)
-        self._rotates_by_kind = decoder.rotates_by_kind
 
     @property
     def weight_bytes(self) -> int:
@@ -155,13 +136,8 @@ class GenericExecutor:
         if span.parents is None:
             masks = self.masks(kinds, block, first, positions, span.lease)
         else:
-            start = span.lease.length(first)
-            width = span.lease.get_mask_sizes(span.count, first)[0]
             masks = {
-                kind: tree_mask(
-                    kind, self.decoder.config, rows.positions, span.parents, start, width, hidden
-                )
-                for kind in kinds
+                kind: tree_mask(kind, self.decoder.config, rows, first, hidden) for kind in kinds
             }
         return self.run_layers(block, first, last, positions, span.lease, masks)[0]
 
@@ -171,13 +147,16 @@ class GenericExecutor:
         first: int,
         last: int,
         positions: Tensor,
-        kv: LayerCache,
+        kv: Any,
         masks: Mapping[str, Any],
     ) -> Tensor:
-        """Layers first+1..last on [B, T, d], with a mask for each attention type among them."""
+        """Layers first+1..last on [B, T, d], with a mask for each attention type among them.
+
+        `kv`: a Lease, or what has its `update`.
+        """
         if first == 0:
             hidden = self.decoder.with_positions(hidden, positions)
-        rotations = self._rotations(hidden, positions, masks.keys())
+        rotations = self._rotations(hidden, positions, list(masks))
         for layer in range(first, last):
             kind = self.layer_types[layer]
             output = self.decoder.layers[layer](
@@ -216,13 +195,12 @@ class GenericExecutor:
         }
 
     def _rotations(
-        self, hidden: Tensor, positions: Tensor, types: Iterable[str]
+        self, hidden: Tensor, positions: Tensor, kinds: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """What layers of each type are given of positions, as keywords."""
-        decoder, kinds = self.decoder, list(types)
+        decoder = self.decoder
         if decoder.rotary_emb is None:
             return {kind: {} for kind in kinds}
-        if self._rotates_by_kind:
+        if decoder.rotates_by_kind:
             made = {kind: decoder.rotations(hidden, positions, kind) for kind in kinds}
         else:
             made = dict.fromkeys(kinds, decoder.rotations(hidden, positions, kinds[0]))
@@ -240,21 +218,14 @@ class Decoder:
         self.model = model
         self.parts = parts_of(model)
         self.config: Any = self.parts.config
+        self.num_layers = int(self.config.num_hidden_layers)
+        self.hidden_size = int(self.config.hidden_size)
+        self.layers = self.parts.layers
         self.lm_head: Any = model.get_output_embeddings()
         self.own = GenericExecutor(self.parts, self.lm_head)
         """Runs the model's own modules."""
         self.mode: Callable[[], AbstractContextManager[object]] = nullcontext
         """What layers run in; else inference mode, where the caller sees to it."""
-
-    @cached_property
-    def num_layers(self) -> int:
-        """L, the number of decoder layers."""
-        return int(self.config.num_hidden_layers)
-
-    @property
-    def hidden_size(self) -> int:
-        """d, the width of a hidden state."""
-        return int(self.config.hidden_size)
 
     @property
     def vocab_size(self) -> int:
@@ -300,30 +271,22 @@ class Decoder:
         return embedding.weight.device  # type: ignore[no-any-return]  # untyped module attribute
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """The decoder layers, for hooks."""
-        return self.parts.layers
-
-    @property
     def unembedding(self) -> Unembedding:
         """The model's own way from a hidden state to logits, shared with exit heads.
 
         Raises UnsupportedModel where lm_head keeps its weight in another form.
         """
         weight = self.lm_head.weight
-        if (
-            type(weight) not in (Tensor, nn.Parameter, QuantisedWeight)
-            or not weight.is_floating_point()
-        ):
+        kinds, reason = (Tensor, nn.Parameter, QuantisedWeight), None
+        if type(weight) not in kinds or not weight.is_floating_point():
             kind = type(getattr(weight, "data", weight)).__name__
+            reason = f"quantised ({kind}). Leave lm_head as it was when quantising"
+        elif weight.is_meta:
+            reason = "offloaded. Keep lm_head on a device"
+        if reason is not None:
             raise UnsupportedModel(
-                f"exit heads read lm_head's weight, which is quantised ({kind}). Leave lm_head as "
-                "it was when quantising, or draft without heads: drafter='ngram'"
-            )
-        if weight.is_meta:
-            raise UnsupportedModel(
-                "exit heads read lm_head's weight, which is offloaded. Keep lm_head on a device, "
-                "or draft without heads: drafter='ngram'"
+                f"exit heads read lm_head's weight, which is {reason}, or draft without heads: "
+                "drafter='ngram'"
             )
         bias = getattr(self.lm_head, "bias", None)
         return Unembedding(weight, self.parts.norm, self.finish, bias)

@@ -76,59 +76,13 @@ class PageLayout:
 class Page:
     """Numbers of one page, and who needs them as they are."""
 
-    def __init__(self, numbers: Tensor) -> None:
-        """[layout.places[-1]]."""
-        self.numbers = numbers
-        self.address = numbers.data_ptr()
+    def __init__(self, layout: PageLayout) -> None:
+        """Zeros: what is masked weighs nothing, but nothing times NaN is NaN."""
+        self.numbers = torch.zeros(layout.places[-1], dtype=layout.dtype)
+        self.address = self.numbers.data_ptr()
         self.leases = 0
         self.kept = False
         """Whether a store keeps it for texts to come."""
-
-    @classmethod
-    def new(cls, layout: PageLayout) -> Page:
-        """Zeros: what is masked weighs nothing, but nothing times NaN is NaN."""
-        return cls(torch.zeros(layout.places[-1], dtype=layout.dtype))
-
-
-class Pages:
-    """Those of one lease, in order."""
-
-    def __init__(self, layout: PageLayout) -> None:
-        self.layout = layout
-        self.held: list[Page] = []
-
-    def room(self, start: int, end: int) -> list[Page]:
-        """All pages, with room up to position `end`; those from `start` on may be written."""
-        while len(self.held) * POSITIONS < end:
-            self.hold(self.new())
-        for index in range(start // POSITIONS, -(-end // POSITIONS)):
-            page = self.held[index]
-            if page.kept or page.leases > 1:
-                self.held[index] = own = self.new()
-                own.numbers.copy_(page.numbers)
-                page.leases, own.leases = page.leases - 1, 1
-        return self.held
-
-    def hold(self, page: Page) -> None:
-        """One more page."""
-        page.leases += 1
-        self.held.append(page)
-
-    def new(self) -> Page:
-        """A page that nobody holds."""
-        return Page.new(self.layout)
-
-    def move(self, here: int, there: int) -> None:
-        """Copy what all layers hold of one position to an earlier one."""
-        old, new = (self.held[slot // POSITIONS].numbers for slot in (here, there))
-        torch._foreach_copy_(
-            self.layout.slots(new, there % POSITIONS), self.layout.slots(old, here % POSITIONS)
-        )
-
-    def nbytes(self, lengths: Sequence[int]) -> int:
-        """Of so many positions in each layer."""
-        each = (2 * kv * width * self.layout.dtype.itemsize for kv, width in self.layout.heads)
-        return sum(size * length for size, length in zip(each, lengths, strict=True))
 
 
 # --- one text: room to spare, and what is kept of a chain only moves a number ---------------------
@@ -156,8 +110,10 @@ class Lease:
     def __init__(self, num_layers: int, slots: int | None = None) -> None:
         self.num_layers = num_layers
         self.slots = slots
+        self.held: list[Page] = []
+        """Its pages, in order; none where the model's own layers fill buffers."""
+        self._layout: PageLayout | None = None
         self._lengths = [0] * num_layers
-        self._pages: Pages | None = None
         self._keys: list[Tensor | None] = [None] * num_layers  # [B, kv heads, slots, head_dim]
         self._values: list[Tensor | None] = [None] * num_layers
 
@@ -169,8 +125,9 @@ class Lease:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values of all positions that are held."""
-        if self._pages is not None:
-            return self._pages.nbytes(self._lengths)
+        if (layout := self._layout) is not None:
+            heads = zip(layout.heads, self._lengths, strict=True)
+            return sum(2 * kv * width * layout.dtype.itemsize * held for (kv, width), held in heads)
         return sum(
             buffer[..., :length, :].nbytes
             for buffers in (self._keys, self._values)
@@ -178,9 +135,11 @@ class Lease:
             if buffer is not None
         )
 
-    def length(self, layer: int) -> int:
-        """Positions held by `layer`, counted from 0."""
-        return self._lengths[layer]
+    def length(self, layer_idx: int = 0) -> int:
+        """Positions held by a layer, counted from 0: the position of its next row."""
+        return self._lengths[layer_idx]
+
+    get_seq_length = get_query_offset = length
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
@@ -213,13 +172,26 @@ class Lease:
         For code that writes there by itself and then calls `extend`.
         """
         start = self._lengths[first]
-        self.check_room(start + count)
-        if self._pages is None:
-            self._pages = self._new_pages(layout)
-        return self._pages.room(start, start + count)
+        end = start + count
+        self.check_room(end)
+        self._layout = layout
+        while len(self.held) * POSITIONS < end:
+            self.hold(self._new_page(layout))
+        for index in range(start // POSITIONS, -(-end // POSITIONS)):
+            page = self.held[index]
+            if page.kept or page.leases > 1:
+                self.held[index] = own = self._new_page(layout)
+                own.numbers.copy_(page.numbers)
+                page.leases, own.leases = page.leases - 1, 1
+        return self.held
 
-    def _new_pages(self, layout: PageLayout) -> Pages:
-        return Pages(layout)
+    def hold(self, page: Page) -> None:
+        """One more page behind the others."""
+        page.leases += 1
+        self.held.append(page)
+
+    def _new_page(self, _layout: PageLayout) -> Page:
+        return Page(_layout)
 
     def check_room(self, end: int) -> None:
         """Raise IndexError unless `end` positions fit the fixed slots, if there are any."""
@@ -259,23 +231,16 @@ class Lease:
 
     def _move(self, here: int, there: int) -> None:
         """Copy what all layers hold of one slot to another one, all buffers in one call."""
-        if self._pages is not None:
-            self._pages.move(here, there)
-            return
-        buffers = [one for one in (*self._keys, *self._values) if one is not None]
-        if buffers:
-            torch._foreach_copy_(
-                [buffer.select(-2, there) for buffer in buffers],
-                [buffer.select(-2, here) for buffer in buffers],
+        if (layout := self._layout) is not None:
+            old, new = (
+                layout.slots(self.held[slot // POSITIONS].numbers, slot % POSITIONS)
+                for slot in (here, there)
             )
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """What transformers calls `length`."""
-        return self._lengths[layer_idx]
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Position of the next row of a layer."""
-        return self._lengths[layer_idx]
+        else:
+            buffers = [one for one in (*self._keys, *self._values) if one is not None]
+            old, new = ([buffer.select(-2, slot) for buffer in buffers] for slot in (here, there))
+        if new:
+            torch._foreach_copy_(new, old)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Keys that a mask for `query_length` more rows covers, and the first key's position."""
@@ -319,10 +284,8 @@ class Span:
 class Rows:
     """The rows of one pass."""
 
-    positions: Tensor
-    """[T] int64"""
-    spans: tuple[Span, ...]
-    """In the order of the block."""
+    positions: Tensor  # [T] int64
+    spans: tuple[Span, ...]  # in the order of the block
 
     @classmethod
     def of(
@@ -398,30 +361,24 @@ Ids = tuple[int, ...]
 class Memory(NamedTuple):
     """In bytes."""
 
-    used: int
-    """By texts that are being written."""
-    promised: int
-    """What these may still grow to."""
+    used: int  # by texts that are being written
+    promised: int  # what these may still grow to
     kept: int
     """Of texts that have ended, for others that begin alike; it makes room for what is promised."""
-    most: int
-    """The budget."""
+    most: int  # the budget
 
 
 @dataclass(eq=False)
 class _Node:
     """A page of held text behind those of its parents."""
 
-    ids: Ids
-    """Up to 64; only a leaf has fewer."""
+    ids: Ids  # up to 64; only a leaf has fewer
     parent: _Node | None = None
-    page: Page | None = None
-    """None: the root, which stands before all texts."""
+    page: Page | None = None  # None: the root, which stands before all texts
     children: dict[Ids, _Node] = field(default_factory=dict)
     order: list[Ids] = field(default_factory=list)
     """Of the children, sorted: those that share most with some ids are next to them."""
-    used: int = 0
-    """When it was needed last."""
+    used: int = 0  # when it was needed last
 
     def add(self, child: _Node) -> None:
         self.children[child.ids] = child
@@ -435,7 +392,8 @@ class _Node:
         """The child that shares most of its first ids with `ids`, and how many."""
         place = bisect_left(self.order, ids)
         near = (self.children[one] for one in self.order[max(0, place - 1) : place + 1])
-        return max(((_shared(one.ids, ids), one) for one in near), default=(0, None), key=_first)
+        shared = ((_shared(one.ids, ids), one) for one in near)
+        return max(shared, default=(0, None), key=lambda pair: pair[0])
 
 
 class PooledLease(Lease):
@@ -446,39 +404,15 @@ class PooledLease(Lease):
         super().__init__(store.num_layers)
         self.store, self.most = store, most
 
-    def _new_pages(self, layout: PageLayout) -> Pages:
-        return _PooledPages(layout, self.store)
-
-    @property
-    def held(self) -> list[Page]:
-        """Its pages."""
-        return [] if self._pages is None else self._pages.held
+    def _new_page(self, _layout: PageLayout) -> Page:
+        return self.store.take()
 
     def start_from(self, pages: Sequence[Page], length: int, layout: PageLayout) -> None:
         """Hold what another text left."""
-        self._pages = self._new_pages(layout)
+        self._layout = layout
         for page in pages:
-            self._pages.hold(page)
+            self.hold(page)
         self.extend(length, 0, self.num_layers)
-
-    def go_on_within(self, page: Page) -> None:
-        """A copy of what others need as it is."""
-        if self._pages is not None:
-            own = self._pages.new()
-            own.numbers.copy_(page.numbers)
-            self._pages.hold(own)
-
-
-class _PooledPages(Pages):
-    """Pages that come from a store."""
-
-    def __init__(self, layout: PageLayout, store: KVStore) -> None:
-        super().__init__(layout)
-        self._store = store
-
-    def new(self) -> Page:
-        """A page that nobody holds."""
-        return self._store.take()
 
 
 class KVStore:
@@ -538,7 +472,9 @@ class KVStore:
             self._touch(nodes)
             if partial is not None and partial.page is not None:
                 self._touch([partial])
-                lease.go_on_within(partial.page)
+                own = self.take()
+                own.numbers.copy_(partial.page.numbers)
+                lease.hold(own)
         return True
 
     def held(self, ids: Sequence[int]) -> int:
@@ -547,8 +483,8 @@ class KVStore:
 
     def share(self, lease: Lease, ids: Sequence[int]) -> None:
         """Others may read the full pages of `ids`, which `lease` holds."""
-        full = len(ids) // POSITIONS * POSITIONS
-        self._keep(lease, tuple(ids[:full]))
+        if isinstance(lease, PooledLease):
+            self._keep(lease, tuple(ids[: len(ids) // POSITIONS * POSITIONS]))
 
     def done(self, lease: Lease, ids: Sequence[int]) -> None:
         """The text has ended with `ids`, of which the lease may lack the last."""
@@ -571,7 +507,7 @@ class KVStore:
         if self._free:
             return self._free.pop()
         self._made += 1
-        return Page.new(self._layout)
+        return Page(self._layout)
 
     def _in_use(self) -> tuple[int, int]:
         """Pages that texts hold, and how many more they may come to."""
@@ -592,10 +528,13 @@ class KVStore:
         more, partial = node.nearest(ids[length:][:POSITIONS])
         return nodes, partial if more else None, length + more
 
-    def _keep(self, lease: Lease, ids: Ids) -> None:
+    def _keep(self, lease: PooledLease, ids: Ids) -> None:
         """Hang the lease's pages with these ids into the tree, where they are not yet."""
-        node, pages = self._root, lease.held if isinstance(lease, PooledLease) else []
-        for page, part in zip(pages, _parts(ids), strict=False):
+        node = self._root
+        for index, page in enumerate(lease.held):
+            part = ids[index * POSITIONS :][:POSITIONS]
+            if not part:
+                return
             child = node.children.get(part)
             if child is None:
                 if page.kept:  # it holds more, or other, ids elsewhere
@@ -646,11 +585,6 @@ class KVStore:
         return False
 
 
-def _parts(ids: Ids) -> Iterator[Ids]:
-    for start in range(0, len(ids), POSITIONS):
-        yield ids[start : start + POSITIONS]
-
-
 def _pages(positions: int) -> int:
     """Pages for so many positions, and for the drafts behind them."""
     return -(-positions // POSITIONS) + 1
@@ -659,10 +593,6 @@ def _pages(positions: int) -> int:
 def _shared(one: Ids, other: Ids) -> int:
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _first(pair: tuple[int, object]) -> int:
-    return pair[0]
 
 
 def _size(count: int) -> str:

@@ -9,9 +9,10 @@ decoder's modules.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,20 +27,16 @@ from selfspec.errors import InvalidOption, UnsupportedModel
 class Unembedding(NamedTuple):
     """A model's own way from a hidden state to logits; its tensors are shared, never copied."""
 
-    weight: Tensor
-    """[V, d]"""
-    norm: nn.Module
-    """The final norm."""
+    weight: Tensor  # [V, d]
+    norm: nn.Module  # the final norm
     finish: Callable[[Tensor], Tensor]
     """What the model does behind the matrix product (scaling, soft-capping); gives float32."""
-    bias: Tensor | None = None
-    """[V], added to the matrix product where lm_head has one."""
+    bias: Tensor | None = None  # [V], added to the matrix product where lm_head has one
 
 
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
 _LAYERS = ("layers", "h", "blocks")
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm", "norm_f")
-_ROTARY = ("rotary_emb",)
 _LEARNED = ("wpe", "embed_positions")
 """What families call each part, in the order in which it is looked for."""
 
@@ -70,29 +67,25 @@ SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 """Attention types whose layers keep one key and value per position."""
 
-_INSTEAD = "Use transformers' own generate for it"
+INSTEAD = "Use transformers' own generate for it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderParts:
     """A decoder's modules, the model's own, under the names that most families use."""
 
-    module: nn.Module
-    """The decoder that holds them."""
+    module: nn.Module  # the decoder that holds them
     config: PreTrainedConfig
     embed_tokens: nn.Module
     layers: nn.ModuleList
-    norm: nn.Module
-    """From the output of layer L to what lm_head reads."""
+    norm: nn.Module  # from the output of layer L to what lm_head reads
     rotary_emb: nn.Module | None
     """From positions to the rotations that each layer gets; None: a layer needs none."""
     learned_positions: Callable[[Tensor], Tensor] | None
     """From positions to embeddings that are added where layers begin."""
     norms_embeddings: bool
-    logits_divisor: float | None
-    """Logits are divided by it behind lm_head."""
-    cache_keyword: str
-    """The keyword under which layers take keys and values."""
+    logits_divisor: float | None  # logits are divided by it behind lm_head
+    cache_keyword: str  # the keyword under which layers take keys and values
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [B, T, d] hidden states at boundary 0, without learned positions."""
@@ -101,16 +94,14 @@ class DecoderParts:
             hidden = hidden * scale
         return self.norm(hidden) if self.norms_embeddings else hidden
 
-    @property
+    @cached_property
     def rotates_by_kind(self) -> bool:
         """Whether layers of each attention type have rotations of their own, as Gemma 3's have."""
-        taken = (
-            {} if self.rotary_emb is None else inspect.signature(self.rotary_emb.forward).parameters
-        )
-        return "layer_type" in taken
+        module = self.rotary_emb
+        return module is not None and "layer_type" in inspect.signature(module.forward).parameters
 
     def rotations(self, hidden: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        """Of layers with attention of `kind`, whose module there is: for `positions` [B, T]."""
+        """What `rotary_emb`, which is there, gives layers of a kind for `positions` [B, T]."""
         by_kind = (kind,) if self.rotates_by_kind else ()
         return self.rotary_emb(hidden, positions, *by_kind)  # type: ignore[misc, no-any-return]  # callers know that it is there
 
@@ -156,34 +147,42 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
     """
     name, config = type(model).__name__, text_config(model)
     if model.config.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} has an encoder, expected a decoder alone. {_INSTEAD}")
+        raise UnsupportedModel(f"{name} has an encoder, expected a decoder alone. {INSTEAD}")
     if model.get_output_embeddings() is None:
-        raise UnsupportedModel(f"{name} has no lm_head to read tokens from. {_INSTEAD}")
+        raise UnsupportedModel(f"{name} has no lm_head to read tokens from. {INSTEAD}")
     decoder, layers = _decoder(model, name)
     if len(layers) < config.num_hidden_layers:  # LongCat: two sets of keys and values per layer
         raise UnsupportedModel(
             f"{name} has {len(layers)} layers, expected the {config.num_hidden_layers} of its "
-            f"config. {_INSTEAD}"
+            f"config. {INSTEAD}"
         )
     keyword = _cache_keyword(layers[0], name)
-    norm = _need(decoder, _NORMS, "final norm", name)
-    learned = _part(decoder, _LEARNED)
+    embedding, norm, learned, rotary = (
+        _part(decoder, names) for names in (_EMBEDDINGS, _NORMS, _LEARNED, ("rotary_emb",))
+    )
+    if norm is None or embedding is None:
+        what, names = ("final norm", _NORMS) if norm is None else ("embedding", _EMBEDDINGS)
+        raise UnsupportedModel(f"{name} has no {what} named {', '.join(names)}. {INSTEAD}")
+    for child, module in decoder.named_children():  # its forward may use it
+        known = module in (embedding, layers, norm, rotary, learned)
+        if not known and not isinstance(module, nn.Dropout):
+            raise UnsupportedModel(
+                f"{name} has a decoder with {child}, a part that is not known. {INSTEAD}"
+            )
     divisor: Any = getattr(config, "logits_scaling", None)
     before_head = config.model_type in _DIVIDES_BEFORE_HEAD
-    parts = DecoderParts(
+    return DecoderParts(
         module=decoder,
         config=config,
-        embed_tokens=_need(decoder, _EMBEDDINGS, "embedding", name),
+        embed_tokens=embedding,
         layers=layers,
         norm=DividedNorm(norm, divisor) if before_head else norm,
-        rotary_emb=_part(decoder, _ROTARY),
+        rotary_emb=rotary,
         learned_positions=None if learned is None else _by_position(learned),
         norms_embeddings=config.model_type in _NORMS_EMBEDDINGS,
         logits_divisor=None if before_head else divisor,
         cache_keyword=keyword,
     )
-    _refuse_unknown(decoder, {parts.embed_tokens, layers, norm, parts.rotary_emb, learned}, name)
-    return parts
 
 
 def _decoder(model: PreTrainedModel, name: str) -> tuple[nn.Module, nn.ModuleList]:
@@ -194,32 +193,25 @@ def _decoder(model: PreTrainedModel, name: str) -> tuple[nn.Module, nn.ModuleLis
         if isinstance(layers := _part(found, _LAYERS), nn.ModuleList):
             return found, layers
     raise UnsupportedModel(
-        f"{name} has no list of layers named {', '.join(_LAYERS)} to cut open. {_INSTEAD}"
+        f"{name} has no list of layers named {', '.join(_LAYERS)} to cut open. {INSTEAD}"
     )
 
 
 def _part(decoder: Any, names: tuple[str, ...]) -> nn.Module | None:
-    """The first of the decoder's modules that has one of these names."""
     found = (getattr(decoder, name, None) for name in names)
     return next((part for part in found if isinstance(part, nn.Module)), None)
-
-
-def _need(decoder: nn.Module, names: tuple[str, ...], what: str, model: str) -> nn.Module:
-    if (found := _part(decoder, names)) is None:
-        raise UnsupportedModel(f"{model} has no {what} named {', '.join(names)}. {_INSTEAD}")
-    return found
 
 
 def _cache_keyword(layer: nn.Module, name: str) -> str:
     """How a layer takes keys and values. Refuses layers that take what is never given here."""
     _hidden, *others = inspect.signature(layer.forward).parameters.values()
     taken = {entry.name for entry in others if entry.kind is not entry.VAR_KEYWORD}
-    keyword = next((word for word in CACHES if word in taken), None)
     if unknown := taken - _GIVEN - _IDLE - {*CACHES}:
-        raise UnsupportedModel(f"{name} has layers that take {sorted(unknown)[0]}. {_INSTEAD}")
-    if keyword is None:
-        raise UnsupportedModel(f"{name} has layers that take no keys and values. {_INSTEAD}")
-    return keyword
+        raise UnsupportedModel(f"{name} has layers that take {sorted(unknown)[0]}. {INSTEAD}")
+    for word in CACHES:
+        if word in taken:
+            return word
+    raise UnsupportedModel(f"{name} has layers that take no keys and values. {INSTEAD}")
 
 
 def _by_position(learned: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -228,15 +220,6 @@ def _by_position(learned: nn.Module) -> Callable[[Tensor], Tensor]:
     if first != "position_ids" and "position_ids" in others:
         return lambda positions: learned(None, position_ids=positions)
     return learned
-
-
-def _refuse_unknown(decoder: nn.Module, known: Container[nn.Module | None], name: str) -> None:
-    """Raise UnsupportedModel for a module beside the parts: its forward may use it."""
-    for child, module in decoder.named_children():
-        if module not in known and not isinstance(module, nn.Dropout):
-            raise UnsupportedModel(
-                f"{name} has a decoder with {child}, a part that is not known. {_INSTEAD}"
-            )
 
 
 # --- what a caller gave ---------------------------------------------------------------------------
@@ -251,21 +234,13 @@ def check_model(model: Any, name: str = "model") -> None:
             f"{name} is {kind_of(model)}, expected a causal language model of transformers. Load "
             "one by name with selfspec.load(...), or with AutoModelForCausalLM"
         )
-    if all(weight.is_meta and not _offloaded(part) for part, weight in _weights(model)):
+    weights = ((part, one) for part in model.modules() for one in part.parameters(recurse=False))
+    # with a hook, accelerate brings them when the module is called
+    if all(weight.is_meta and not hasattr(part, "_hf_hook") for part, weight in weights):
         raise InvalidOption(
             f"{name} has no weights (they are on the meta device), expected them in memory. Load "
             "it with from_pretrained, or with selfspec.load(...)"
         )
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Each weight with the module that has it."""
-    return ((part, weight) for part in model.modules() for weight in part.parameters(recurse=False))
-
-
-def _offloaded(part: nn.Module) -> bool:
-    """Whether accelerate brings the weights when the module is called."""
-    return hasattr(part, "_hf_hook")
 
 
 def kind_of(value: Any) -> str:
@@ -305,14 +280,11 @@ def captured_outputs(
 
         return hook
 
-    handles = []
-    try:
+    with ExitStack() as stack:
         for index, module in enumerate(modules):
-            handles.append(module.register_forward_hook(store(index)))  # type: ignore[arg-type]  # torch types hooks as Callable[..., Any]
+            handle = module.register_forward_hook(store(index))  # type: ignore[arg-type]  # torch types hooks as Callable[..., Any]
+            stack.enter_context(handle)
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def foreign_hooks(part: nn.Module) -> list[Any]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,11 @@ _ERROR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02, torch.
 class Norm:
     """RMSNorm, or LayerNorm where a mean is taken off, over the last dimension."""
 
-    weight: Tensor
-    """[d] or [heads, d], float32; what families add to theirs is in it."""
+    weight: Tensor  # [d] or [heads, d], float32; what families add to theirs is in it
     bias: Tensor | None
     eps: float
     centred: bool
-    rounds: bool
-    """Whether what is normed is rounded to the model's dtype before the weight."""
+    rounds: bool  # whether what is normed is rounded to the model's dtype before the weight
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., d] -> [.., d], in the dtype of `rows`."""
@@ -111,12 +109,9 @@ def activation_of(module: Callable[[Tensor], Tensor]) -> Activation:
 class Rotation:
     """How positions turn the first numbers of a query or key, in pairs."""
 
-    size: int
-    """Of the numbers that are turned."""
-    halves: bool
-    """Whether j and j + size / 2 are a pair, else neighbours are."""
-    angles: slice
-    """Where each pair's angle is among the `size` that the model gives for a position."""
+    size: int  # of the numbers that are turned
+    halves: bool  # whether j and j + size / 2 are a pair, else neighbours are
+    angles: slice  # where each pair's angle is among the `size` that the model gives for a position
 
     def pairs(self, head_size: int) -> Tensor:
         """[head_size]: the numbers of a head in the order that makes pairs neighbours."""
@@ -137,7 +132,12 @@ def rotation_of(
     positions = torch.tensor([[1, 5, 60]])
     like = torch.zeros(1, 3, decoder.config.hidden_size, dtype=dtype)
     cos, sin = decoder.rotations(like, positions, kind)
-    if not _rotates(attention, like, cos, sin):
+    rows = torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    here, nowhere = (
+        attention(hidden_states=rows, position_embeddings=given, attention_mask=None)[0]
+        for given in ((cos, sin), (torch.ones_like(cos), torch.zeros_like(sin)))
+    )
+    if torch.equal(here, nowhere):  # it does not ask where it is
         return None
     turn = vars(sys.modules[type(attention).__module__]).get("apply_rotary_pos_emb")
     size = cos.shape[-1]
@@ -159,17 +159,6 @@ def rotation_of(
     raise ValueError("positions are rotated in an unknown way")
 
 
-def _rotates(attention: nn.Module, like: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether attention asks where it is."""
-    rows = torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(like.dtype)
-    still = torch.ones_like(cos), torch.zeros_like(sin)
-    here, nowhere = (
-        attention(hidden_states=rows, position_embeddings=given, attention_mask=None)[0]
-        for given in ((cos, sin), still)
-    )
-    return not torch.equal(here, nowhere)
-
-
 def _near(found: Tensor, answer: Tensor) -> bool:
     error = (found.float() - answer.float()).abs().max()
     return bool(error <= _ERROR[answer.dtype] * answer.float().abs().max())
@@ -179,12 +168,9 @@ def _near(found: Tensor, answer: Tensor) -> bool:
 class Shares:
     """How a router shares a row out: a softmax over all experts, of which it takes the largest."""
 
-    each: int
-    """Experts that a row takes."""
-    normalised: bool
-    """Whether the shares of those sum up to 1."""
-    rounds: bool
-    """Whether shares are rounded to the model's dtype."""
+    each: int  # experts that a row takes
+    normalised: bool  # whether the shares of those sum up to 1
+    rounds: bool  # whether shares are rounded to the model's dtype
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[T, experts] -> shares and experts, [T, each]."""
@@ -206,11 +192,8 @@ def shares_of(router: Any, dtype: torch.dtype) -> Shares:
             way = Shares(chosen.shape[-1], normalised, rounds)
             mine, where = way(logits)
             same = torch.equal(logits, expected) and torch.equal(where, chosen)
-            if (
-                same
-                and shares.dtype == (dtype if rounds else torch.float32)
-                and _near(mine, shares)
-            ):
+            rounded = shares.dtype == (dtype if rounds else torch.float32)
+            if same and rounded and _near(mine, shares):
                 return way
     raise ValueError(f"{type(router).__name__} shares rows out in an unknown way")
 
@@ -225,15 +208,11 @@ class Attention:
     What a rotation turns together are neighbours."""
     heads: int
     kv_heads: int
-    size: int
-    """Of a head."""
+    size: int  # of a head
     rotation: Rotation | None
-    row_norms: tuple[Norm, Norm] | None
-    """Of all queries of a row together, and of its keys."""
-    head_norms: Norm | None
-    """Of each query and key: weight [heads + kv, size]."""
-    norms_last: bool
-    """Whether these come behind the rotation."""
+    row_norms: tuple[Norm, Norm] | None  # of all queries of a row together, and of its keys
+    head_norms: Norm | None  # of each query and key: weight [heads + kv, size]
+    norms_last: bool  # whether these come behind the rotation
     scaling: float
     softcap: float | None
     window: int | None
@@ -244,8 +223,7 @@ class Attention:
 class Mlp:
     """From normed rows to what is added."""
 
-    into: tuple[nn.Linear, ...]
-    """Gate and up, side by side, or up alone."""
+    into: tuple[nn.Linear, ...]  # gate and up, side by side, or up alone
     gated: bool
     activation: nn.Module
     down: nn.Linear
@@ -255,14 +233,11 @@ class Mlp:
 class Experts:
     """Several MLPs, of which each row takes a few."""
 
-    router: Tensor
-    """[experts, d]: gives the logits that choose."""
+    router: Tensor  # [experts, d]: gives the logits that choose
     shares: Shares
-    into: Tensor
-    """[experts, 2 * inner, d]: gate and up, side by side."""
+    into: Tensor  # [experts, 2 * inner, d]: gate and up, side by side
     activation: nn.Module
-    down: Tensor
-    """[experts, d, inner]"""
+    down: Tensor  # [experts, d, inner]
 
 
 @dataclass(frozen=True)
@@ -271,34 +246,24 @@ class Recipe:
 
     attention: Attention
     mlp: Mlp | Experts
-    before: tuple[Norm | None, Norm | None]
-    """In front of attention, and of the MLP."""
+    before: tuple[Norm | None, Norm | None]  # in front of attention, and of the MLP
     behind: tuple[Norm | None, Norm | None]
     parallel: bool
     """Whether the MLP reads what attention reads: its rows, or with one norm for both, its norm."""
-    times: float
-    """What is added is multiplied by it."""
-
-
-class _Places(NamedTuple):
-    """A layer's norms by name: before and behind attention, before and behind the MLP."""
-
-    before_attention: str | None
-    behind_attention: str | None
-    before_mlp: str | None
-    behind_mlp: str | None
+    times: float  # what is added is multiplied by it
 
 
 _IN, _POST = "input_layernorm", "post_attention_layernorm"
 _PLACES = (
-    _Places(_IN, None, _POST, None),  # Llama and most others
-    _Places(_IN, None, None, None),  # Cohere, Phi: one for both, which run side by side
-    _Places(_IN, None, "pre_feedforward_layernorm", None),  # VaultGemma
-    _Places(None, _POST, None, "post_feedforward_layernorm"),  # OLMo 2 and 3, EXAONE 4
-    _Places(_IN, _POST, "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma 2, 3
-    _Places(_IN, "post_self_attn_layernorm", _POST, "post_mlp_layernorm"),  # GLM 4
-    _Places(_IN, "post_norm1", _POST, "post_norm2"),  # HyperCLOVA X
+    (_IN, None, _POST, None),  # Llama and most others
+    (_IN, None, None, None),  # Cohere, Phi: one for both, which run side by side
+    (_IN, None, "pre_feedforward_layernorm", None),  # VaultGemma
+    (None, _POST, None, "post_feedforward_layernorm"),  # OLMo 2 and 3, EXAONE 4
+    (_IN, _POST, "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma 2, 3
+    (_IN, "post_self_attn_layernorm", _POST, "post_mlp_layernorm"),  # GLM 4
+    (_IN, "post_norm1", _POST, "post_norm2"),  # HyperCLOVA X
 )
+"""A layer's norms by name: before and behind attention, before and behind the MLP."""
 
 _ATTENTIONS = ("self_attn", "attention")
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))
@@ -323,7 +288,12 @@ _CAPPED = ("gemma2", "vaultgemma")
 def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) -> Recipe:
     """What `layer`, with attention of `kind`, is made of. Raises ValueError for other layers."""
     for name, part in layer.named_modules():
-        _require_read(name, part)
+        allowed = {"weight", "bias"} if not [*part.children()] else set()
+        if name == "mlp.experts":
+            allowed = {"gate_up_proj", "down_proj"}
+        own = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
+        if more := own.keys() - allowed:  # which may act on few rows only
+            raise ValueError(f"{name or 'the layer'} has {', '.join(sorted(more))}")
     children = _names_of_children(layer)
     attention = _only(_ATTENTIONS, children, "attention")
     names = children - {attention, "mlp"}
@@ -334,7 +304,7 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
         None if name is None else norm_of(getattr(layer, name), decoder.config.hidden_size, dtype)
         for name in places
     ]
-    parallel = places.before_mlp is None and places.behind_mlp is None
+    parallel = places[2:] == (None, None)
     return Recipe(
         attention=_attention(decoder, getattr(layer, attention), kind, dtype),
         mlp=_mlp(layer.mlp, dtype),
@@ -343,18 +313,6 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
         parallel=bool(getattr(layer, "use_parallel_residual", parallel)),
         times=float(getattr(layer, "residual_multiplier", 1.0)),
     )
-
-
-def _require_read(name: str, part: nn.Module) -> None:
-    """Raise ValueError for weights that a recipe does not read: they may act on few rows only."""
-    allowed: set[str] = set()
-    if name == "mlp.experts":
-        allowed = {"gate_up_proj", "down_proj"}
-    elif not [*part.children()]:
-        allowed = {"weight", "bias"}
-    own = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
-    if more := own.keys() - allowed:
-        raise ValueError(f"{name or 'the layer'} has {', '.join(sorted(more))}")
 
 
 def plain_linear(found: Any, name: str, dtype: torch.dtype) -> nn.Linear:
@@ -481,7 +439,6 @@ def _mlp(part: Any, dtype: torch.dtype) -> Mlp | Experts:
 
 
 def _only(names: tuple[str, ...], children: set[str], what: str) -> str:
-    """The one of `names` that is there."""
     found = [name for name in names if name in children]
     if len(found) != 1:
         raise ValueError(f"{what}: found {', '.join(sorted(children))}")

@@ -62,51 +62,23 @@ _dtype_of = attrgetter("dtype")
 _version_of = attrgetter("_version")
 
 
-class _Part(NamedTuple):
-    """One module, as it was."""
-
-    path: str
-    module: nn.Module
-    children: dict[str, nn.Module | None]
-    weights: set[str]
-    """Names of parameters and buffers that are there."""
-    hooks: list[Any]
-
-
-class _Owner(NamedTuple):
-    """What has attributes, a module or a config, as it was."""
-
-    path: str
-    object: Any
-    kind: type
-    own: dict[str, Any]
-    names: frozenset[str]
-
-
-class _Attribute(NamedTuple):
-    """One value that code may read, as it was."""
-
-    place: dict[str, Any]
-    name: str
-    path: str
-    value: Any
-    copy: Any
-    """What it held, of a list or the like; else the value itself."""
-
-
 class _Weight(NamedTuple):
-    """One parameter or buffer, or a tensor that is an attribute, as it was."""
+    """One parameter or buffer, or a tensor that is an attribute."""
 
     place: dict[str, Any]
     name: str
     path: str
     tensor: Tensor
-    dtype: torch.dtype
-    device: torch.device
-    version: int | None
-    """None for tensors that do not count changes."""
-    pointer: int | None
-    """None for tensors made of other tensors."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts changes; what is offloaded is another object after every pass."""
+        return not (self.tensor.is_meta or self.tensor.is_inference())
+
+    @property
+    def placed(self) -> bool:
+        """Whether it has an address: it is not made of other tensors."""
+        return type(self.tensor) in _PLAIN and not self.tensor.is_meta
 
 
 class ModelWatch:
@@ -114,57 +86,45 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         """Reads a few bytes of each row of the weights."""
-        named = [(path or "the model", module) for path, module in model.named_modules()]
-        self._parts = [
-            _Part(
-                *(path, module, dict(module._modules)),
-                *(_weight_names(module), foreign_hooks(module)),
-            )
-            for path, module in named
-        ]
-        owners = [*named, *_configs(named)]
-        self._owners = [
-            _Owner(path, one, type(one), vars(one), frozenset(vars(one))) for path, one in owners
-        ]
-        self._weights = [weight for path, module in named for weight in _weights(path, module)]
-        self._attributes = [one for owner in self._owners for one in _attributes(owner)]
-        self._numbers = _Numbers(self._weights)
+        self._model = model
+        self._facts = dict(_facts(model))
+        self._numbers = _Numbers(list(_weights(_modules(model))))
         self._note()
 
     def _note(self) -> None:
-        """The same as lists, each of which one call compares."""
-        self._objects = [owner.object for owner in self._owners]
-        self._kinds = [owner.kind for owner in self._owners]
-        self._owns = [owner.own for owner in self._owners]
-        self._sizes = [len(own) for own in self._owns]
-        held = [getattr(part.module, name) for part in self._parts for name in _HOLDERS]
+        """What decides the facts as lists, each of which one call compares."""
+        named = _modules(self._model)
+        weights, owners = list(_weights(named)), [*named, *_configs(named)]
+        self._objects = [one for _, one in owners]
+        self._kinds = list(map(type, self._objects))
+        self._owns = list(map(vars, self._objects))
+        self._sizes = list(map(len, self._owns))
+        held = [getattr(module, name) for _, module in named for name in _HOLDERS]
         self._empty = [one for one in held if not one]
         self._filled = [one for one in held if one]
-        self._contents = [dict(one) for one in self._filled]
-        values = [(one.place, one.name, one.value) for one in self._attributes]
-        values += [(one.place, one.name, one.tensor) for one in self._weights]
-        self._places, self._names, self._values = map(list, zip(*values, strict=True))
-        copied = [one for one in self._attributes if one.copy is not one.value]
-        self._containers = [one.value for one in copied]
-        self._copies = [one.copy for one in copied]
-        placed = [one for one in self._weights if one.pointer is not None]
-        self._placed = [one.tensor for one in placed]
-        self._pointers = [one.pointer for one in placed]
-        self._dtypes = [one.dtype for one in placed]
-        counting = [one for one in self._weights if one.version is not None]
-        self._counting = [one.tensor for one in counting]
-        self._versions = [one.version for one in counting]
+        self._contents = list(map(dict, self._filled))
+        values = [(vars(one), name) for one in self._objects for name in _watched(one)]
+        values += [(one.place, one.name) for one in weights]
+        self._places, self._names = map(list, zip(*values, strict=True))
+        self._values = list(map(dict.get, self._places, self._names))
+        self._containers = [one for one in self._values if type(one) in (dict, list, set)]
+        self._copies = list(map(_copied, self._containers))
+        self._placed = [one.tensor for one in weights if one.placed]
+        self._pointers = list(map(Tensor.data_ptr, self._placed))
+        self._dtypes = list(map(_dtype_of, self._placed))
+        self._counting = [one.tensor for one in weights if one.counts]
+        self._versions = self._counted()
 
     def change(self) -> str | None:
         """What is not as it was, or None."""
-        found = None
         if not self._looks_the_same():
-            found = self._changed_part() or self._changed_weight() or self._changed_attribute()
-            if found is None:
-                self._note()
-        if found is None and (path := self._numbers.changed()) is not None:
-            found = f"{path} was changed"
-        return found
+            now = dict(_facts(self._model))
+            for fact, was in self._facts.items():
+                if not _same(was, now.get(fact)):
+                    return _said(*fact, was, now.get(fact))
+            self._note()
+        path = self._numbers.changed()
+        return path and f"{path} was changed"
 
     def _looks_the_same(self) -> bool:
         """Whether nothing can have changed but numbers. False also where idle hooks came."""
@@ -187,59 +147,63 @@ class ModelWatch:
         with torch._C.DisableTorchFunctionSubclass():  # else each subclass takes a microsecond
             return list(map(_version_of, self._counting))
 
-    def _changed_part(self) -> str | None:
-        for path, owner, kind, own, names in self._owners:
-            if type(owner) is not kind:
-                return f"{path} is a {type(owner).__name__}, it was a {kind.__name__}"
-            added = {name for name in own.keys() - names - _IDLE if _is_read(name, kind)}
-            if "forward" in added or "_hf_hook" in added:
-                return f"the forward of {path} was replaced"
-            if added:
-                return f"{path} has {min(added)}, which it had not"
-        for path, module, children, weights, hooks in self._parts:
-            if module._modules != children:
-                return f"{path} has other modules"
-            if _weight_names(module) != weights:
-                return f"{path} has other weights"
-            if foreign_hooks(module) != hooks:
-                return f"{path} has other hooks"
-        return None
 
-    def _changed_weight(self) -> str | None:
-        for place, name, path, tensor, dtype, device, version, pointer in self._weights:
-            now = place.get(name)
-            if now is not tensor and (now is None or not (now.is_meta and tensor.is_meta)):
-                return f"{path} was replaced"
-            if now.dtype is not dtype:
-                return f"{path} was cast from {dtype} to {now.dtype}"
-            if pointer is not None and now.data_ptr() != pointer:
-                moved = now.device != device
-                return f"{path} was " + (f"moved to {now.device}" if moved else "replaced")
-            if version is not None and now._version != version:
-                return f"{path} was changed"
-        return None
-
-    def _changed_attribute(self) -> str | None:
-        for place, name, path, value, copy in self._attributes:
-            now = place.get(name)
-            same = now == copy if type(now) is type(value) in _VALUES else now is value
-            if name not in place or not same:
-                return f"{name} of {path} was changed"
-        return None
+def _facts(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """By path and aspect what must stay as it is: structure, then weights, then attributes."""
+    named = _modules(model)
+    owners = [*named, *_configs(named)]
+    for path, module in named:
+        weights = [*module._parameters.items(), *module._buffers.items()]
+        yield (path, "modules"), dict(module._modules)
+        yield (path, "weights"), {name for name, tensor in weights if tensor is not None}
+        yield (path, "hooks"), foreign_hooks(module)
+    for path, one in owners:
+        kind, names = type(one), vars(one).keys() - _IDLE
+        yield (path, "kind"), kind
+        yield (path, "names"), {name for name in names if _is_read(name, kind)}
+    for weight in _weights(named):
+        path, tensor = weight.path, weight.tensor
+        yield (path, "object"), None if tensor.is_meta else id(tensor)
+        yield (path, "dtype"), tensor.dtype
+        yield (path, "device"), tensor.device
+        yield (path, "pointer"), tensor.data_ptr() if weight.placed else None
+        yield (path, "version"), tensor._version if weight.counts else None
+    for path, one in owners:
+        for name in _watched(one):
+            value = vars(one)[name]
+            kept = (type(value), _copied(value)) if type(value) in _VALUES else id(value)
+            yield (f"{name} of {path}", "value"), kept
 
 
-def _is_read(name: str, kind: type) -> bool:
-    """Whether code may look for an attribute that a module of this kind had not."""
-    return name == "_hf_hook" or not name.startswith("_") or hasattr(kind, name)
+def _same(was: object, now: object) -> bool:
+    try:
+        return bool(was == now)
+    except Exception:  # noqa: BLE001  # tensors in a list that are not the same
+        return False
 
 
-def _weight_names(module: nn.Module) -> set[str]:
-    both = [*module._parameters.items(), *module._buffers.items()]
-    return {name for name, tensor in both if tensor is not None}
+def _said(path: str, aspect: str, was: Any, now: Any) -> str:
+    """How a change of one fact is told; `now` is None where its owner has gone."""
+    if aspect == "kind" and now is not None:
+        return f"{path} is a {now.__name__}, it was a {was.__name__}"
+    if aspect == "names" and (added := (now or set()) - was):
+        if added & {"forward", "_hf_hook"}:
+            return f"the forward of {path} was replaced"
+        return f"{path} has {min(added)}, which it had not"
+    if aspect in ("modules", "weights", "hooks"):
+        return f"{path} has other {aspect}"
+    if aspect == "dtype" and now is not None:
+        return f"{path} was cast from {was} to {now}"
+    if aspect == "device" and now is not None:
+        return f"{path} was moved to {now}"
+    return f"{path} was {'replaced' if aspect in ('object', 'pointer') else 'changed'}"
 
 
-def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, PreTrainedConfig]]:
-    """All that the modules hold, and that these hold."""
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(path or "the model", module) for path, module in model.named_modules()]
+
+
+def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
     found: dict[int, tuple[str, PreTrainedConfig]] = {}
 
     def look(path: str, owner: object) -> None:
@@ -253,19 +217,22 @@ def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, PreTrain
     return list(found.values())
 
 
-def _attributes(owner: _Owner) -> Iterator[_Attribute]:
-    path, one, kind, own, names = owner
-    for name in names - _IDLE - (_LINEAR if kind is nn.Linear else set()):
-        if not isinstance(own[name], Tensor):
-            yield _Attribute(own, name, path, own[name], _copied(own[name]))
+def _is_read(name: str, kind: type) -> bool:
+    """Whether code may look for an attribute that a module of this kind had not."""
+    return name == "_hf_hook" or not name.startswith("_") or hasattr(kind, name)
+
+
+def _watched(one: Any) -> set[str]:
+    """Attributes that code may read, but for tensors."""
+    found = vars(one).keys() - _IDLE - (_LINEAR if type(one) is nn.Linear else set())
     parts = (one, *one.children()) if isinstance(one, nn.Module) else ()
-    if any(_drops(name, value) for part in parts for name, value in vars(part).items()):
-        yield _Attribute(own, "training", path, own["training"], own["training"])
-
-
-def _drops(name: str, value: object) -> bool:
-    """Whether it is a share that is dropped out in training."""
-    return (name == "p" or "drop" in name) and isinstance(value, float) and value > 0
+    held = [(name, value) for part in parts for name, value in vars(part).items()]
+    if any(
+        (name == "p" or "drop" in name) and isinstance(value, float) and value > 0
+        for name, value in held
+    ):
+        found |= {"training"}  # shares are dropped out
+    return {name for name in found if not isinstance(vars(one)[name], Tensor)}
 
 
 def _copied(value: Any) -> Any:
@@ -277,19 +244,13 @@ def _copied(value: Any) -> Any:
     return set(value) if isinstance(value, set) else value
 
 
-def _weights(path: str, module: nn.Module) -> Iterator[_Weight]:
-    for place in (module._parameters, module._buffers, vars(module)):
-        for name, tensor in place.items():
-            if isinstance(tensor, Tensor):
-                where = name if path == "the model" else f"{path}.{name}"
-                offloaded = tensor.is_meta  # another object after every pass
-                counts = not (offloaded or tensor.is_inference())
-                plain = type(tensor) in _PLAIN and not offloaded
-                yield _Weight(
-                    *(place, name, where, tensor, tensor.dtype, tensor.device),
-                    tensor._version if counts else None,
-                    tensor.data_ptr() if plain else None,
-                )
+def _weights(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
+    for path, module in named:
+        for place in (module._parameters, module._buffers, vars(module)):
+            for name, tensor in place.items():
+                if isinstance(tensor, Tensor):
+                    where = name if path == "the model" else f"{path}.{name}"
+                    yield _Weight(place, name, where, tensor)
 
 
 class _Numbers:

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,15 +100,13 @@ def _let_go(start: int, end: int) -> None:
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
     if size > 0:
-        _madvise()(first, size, mmap.MADV_DONTNEED)
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 @cache
-def _madvise() -> Callable[[int, int, int], int]:
-    """The C library's; looked up once, for it is called for each weight."""
-    found = ctypes.CDLL(None).madvise
-    found.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    return found
+def _libc() -> ctypes.CDLL:
+    """Looked up once, for it is called for each weight."""
+    return ctypes.CDLL(None)
 
 
 # --- weights as blocks of a file, numbers wherever somebody reads them ----------------------------
@@ -126,14 +124,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
 class Format(NamedTuple):
     """How ggml keeps weights: whole numbers, in blocks of neighbours of a row."""
 
-    number: int
-    """Its place in FORMATS of `gguf.hpp`."""
-    inputs: int
-    """Of a block."""
-    nbytes: int
-    """Of a block."""
-    scales: tuple[int, ...]
-    """Where float16 numbers lie in a block, in bytes."""
+    number: int  # its place in FORMATS of `gguf.hpp`
+    inputs: int  # of a block
+    nbytes: int  # of a block
+    scales: tuple[int, ...]  # where float16 numbers lie in a block, in bytes
 
 
 FORMATS: Mapping[str, Format] = {
@@ -164,19 +158,14 @@ class QuantisedWeight(Tensor):
     Each has the value that de-quantising gives, rounded to the dtype.
     """
 
-    blocks: Tensor
-    """[rows, bytes], uint8."""
+    blocks: Tensor  # [rows, bytes], uint8
     format: Format
-    rows: Tensor
-    """[out], int64: which of the blocks' rows each output is."""
-    kept: Tensor | None
-    """Its numbers, after `keep`."""
+    rows: Tensor  # [out], int64: which of the blocks' rows each output is
+    kept: Tensor | None  # its numbers, after `keep`
     inputs: int
     """Its second length: asking such a tensor for its shape is dispatched, which takes longer."""
-    numbers: torch.dtype
-    """Its dtype, for the same reason."""
-    expander: Any
-    """The compiled function."""
+    numbers: torch.dtype  # its dtype, for the same reason
+    expander: Any  # the compiled function
 
     @staticmethod
     def __new__(
@@ -188,7 +177,7 @@ class QuantisedWeight(Tensor):
         made: QuantisedWeight = Tensor._make_wrapper_subclass(cls, (len(rows), inner), dtype=dtype)
         made.blocks, made.format, made.rows, made.kept = blocks, kind, rows, None
         made.inputs, made.numbers = inner, dtype
-        made.expander = _expander(dtype, os.environ.get("CXX"))
+        made.expander = library(dtype).expand_blocks
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]  # tensors take an option for contents
@@ -253,16 +242,13 @@ class QuantisedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What selects rows expands those; any other operator gets plain numbers."""
-        weight, *others = args
+        """Any operator gets plain numbers."""
+        weight = args[0]
         if func in _SAME and isinstance(weight, QuantisedWeight):
             with torch.inference_mode(False):  # autograd counts changes of what it hands out
                 made = QuantisedWeight(weight.blocks, weight.format, weight.dtype, weight.rows)
                 made.kept = weight.kept
                 return made
-        if func in _ROWS and isinstance(weight, QuantisedWeight):
-            rows = _ROWS[func](len(weight), *others)
-            return func(weight.expanded(), *others) if rows is None else weight.expanded(rows)
         if func._schema.is_mutable and isinstance(weight, QuantisedWeight):
             raise RuntimeError(_UNCHANGEABLE)
         return func(*_expanded(args), **_expanded(dict(kwargs or {})))
@@ -315,34 +301,8 @@ def _expanded(values: Any) -> Any:
     return tree_map_only(QuantisedWeight, QuantisedWeight.expanded, values)
 
 
-def _of_slice(
-    count: int, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Tensor | None:
-    return torch.arange(count)[start:end:step] if dim == 0 else None
-
-
-def _of_index(count: int, indices: Sequence[Tensor | None]) -> Tensor | None:
-    (index,) = indices if len(indices) == 1 else (None,)
-    return None if index is None else torch.arange(count)[index]
-
-
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default}
-_ROWS: Mapping[Any, Callable[..., Tensor | None]] = {
-    _aten.slice.Tensor: _of_slice,
-    _aten.index.Tensor: _of_index,
-    _aten.index_select.default: lambda count, dim, index: _of_index(count, [index][dim:]),
-}
-"""Operators that read rows: which ones, or None where they read something else."""
-
-
-@cache
-def _expander(dtype: torch.dtype, _compiler: str | None) -> Any:
-    """Of `products.cpp`. Raises ValueError, with the reason, where there is none."""
-    found = compiled(_PRODUCTS, BFLOAT16=int(dtype == torch.bfloat16)).expand_blocks
-    found.argtypes = (*(ctypes.c_long,) * 3, *(ctypes.c_void_p,) * 3)
-    found.restype = None
-    return found
 
 
 # --- panels of outputs, by stripes that are kept in one form --------------------------------------
@@ -351,31 +311,20 @@ def _expander(dtype: torch.dtype, _compiler: str | None) -> Any:
 PANEL = 16
 """Outputs side by side, as in `panels.hpp`."""
 
-_PLAIN = 0
-"""The form of panels of plain numbers, as in `blocks.hpp`."""
-
-
-class Stripe(NamedTuple):
-    """Panels side by side that are kept in one form."""
-
-    panels: int
-    form: int
-    """Its number in `blocks.hpp`."""
-    weights: Tensor
-
 
 class _Stripe(ctypes.Structure):
-    """The struct `Stripe` of `linear.hpp`."""
+    """The struct `Stripe` of `linear.hpp`: panels side by side that are kept in one form."""
 
-    _fields_ = (
-        ("panels", ctypes.c_long),
-        ("form", ctypes.c_long),
-        ("weights", ctypes.c_void_p),
-    )
+    _fields_ = (("panels", ctypes.c_long), ("form", ctypes.c_long), ("weights", ctypes.c_void_p))
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The functions of `products.cpp`. Raises ValueError, with the reason, if there are none."""
+    """The functions of `products.cpp`. Raises ValueError, with the reason, if there are none.
+
+    Of this processor they say: `wide_vectors`, 16 numbers at once (AVX-512); `tiles`, matrix
+    registers (AMX); `as_they_are`, whether weights of a format are multiplied without being rounded
+    to `dtype` first: sums are then nearer to those of the file's own weights, and not the same.
+    """
     return _library(dtype, os.environ.get("CXX"))
 
 
@@ -386,11 +335,13 @@ def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
     found.pack.argtypes = (*(whole,) * 2, *(pointer,) * 2)
     found.product.argtypes = (*(whole,) * 3, *(pointer,) * 4)
     found.pack_blocks.argtypes = (*(whole,) * 3, *(pointer,) * 3)
+    found.expand_blocks.argtypes = (*(whole,) * 3, *(pointer,) * 3)
     found.panel_bytes.argtypes = whole, whole
     found.form_of.argtypes = found.as_they_are.argtypes = (whole,)
     found.panel_bytes.restype = found.form_of.restype = found.blocks_pay.restype = whole
     found.wide_vectors.restype = found.tiles.restype = found.as_they_are.restype = whole
-    found.pack.restype = found.product.restype = found.pack_blocks.restype = None
+    for function in (found.pack, found.product, found.pack_blocks, found.expand_blocks):
+        function.restype = None
     return found
 
 
@@ -401,25 +352,6 @@ def blocks_pay(dtype: torch.dtype) -> bool:
     as numbers (AVX2, 1 to 4 rows); in float32 2 to 3 times. Raises ValueError without a compiler.
     """
     return bool(library(dtype).blocks_pay())
-
-
-def as_they_are(number: int, dtype: torch.dtype) -> bool:
-    """Whether weights of a format are multiplied without being rounded to `dtype` first.
-
-    Then sums are nearer to those of the file's own weights than sums of rounded numbers are, and
-    not the same. Raises ValueError without a compiler.
-    """
-    return bool(library(dtype).as_they_are(number))
-
-
-def wide_vectors(dtype: torch.dtype) -> bool:
-    """Whether products compute 16 numbers at once: AVX-512. ValueError without a compiler."""
-    return bool(library(dtype).wide_vectors())
-
-
-def tiles(dtype: torch.dtype) -> bool:
-    """Whether products compute with matrix registers: AMX. ValueError without a compiler."""
-    return bool(library(dtype).tiles())
 
 
 def can_compile(dtype: torch.dtype) -> bool:
@@ -440,20 +372,47 @@ class Stripes:
         Blocks stay blocks where whole panels have one format. Raises ValueError, with the reason,
         where nothing compiles.
         """
-        self._stripes = list(_stripes(weights, order))
-        self.nbytes = sum(stripe.weights.nbytes for stripe in self._stripes)
-        entries = [_Stripe(panels, form, kept.data_ptr()) for panels, form, kept in self._stripes]
+        self._kept: list[Tensor] = []
+        self.forms: list[int] = []
+        """Of each stripe, as in `blocks.hpp`; 0 is that of plain numbers."""
+        entries = []
+        for part in _in_stripes(weights, order):
+            if isinstance(part, QuantisedWeight):
+                form, panels = _blocks_in_panels(part)
+            else:
+                form, (panels,) = 0, in_panels(part[None])
+            self._kept.append(panels)
+            self.forms.append(form)
+            entries.append(_Stripe(-(-len(part) // PANEL), form, panels.data_ptr()))
+        self.nbytes = sum(panels.nbytes for panels in self._kept)
         self._table = (_Stripe * len(entries))(*entries)
-
-    @property
-    def forms(self) -> list[int]:
-        """Of each stripe; 0 is that of plain numbers."""
-        return [stripe.form for stripe in self._stripes]
 
     @property
     def address(self) -> int:
         """Of a table for `linear.hpp`; this object keeps it."""
         return ctypes.addressof(self._table)
+
+
+def _in_stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Tensor]:
+    """What lies side by side: rows of one weight each, as blocks where they can, or all numbers."""
+    blocks = any(isinstance(weight, QuantisedWeight) for weight in weights)
+    if blocks and blocks_pay(weights[0].dtype):
+        ends = torch.tensor([len(weight) for weight in weights]).cumsum(0)
+        places = torch.arange(int(ends[-1])) if order is None else order
+        owners = torch.bucketize(places, ends, right=True).tolist()
+        runs = [(owner, len(list(run))) for owner, run in groupby(owners)]
+        if not any(length % PANEL for _, length in runs[:-1]):
+            found, first = [], 0
+            for owner, length in runs:
+                weight = weights[owner]
+                rows = places[first : first + length] - (ends[owner] - len(weight))
+                quantised = isinstance(weight, QuantisedWeight)
+                found.append(weight.part(rows) if quantised else weight[rows])
+                first += length
+            return found
+    plain = [_expanded(weight) for weight in weights]
+    whole = torch.cat(plain) if len(plain) > 1 else plain[0]
+    return [whole if order is None else whole[order]]
 
 
 def in_panels(weights: Tensor) -> Tensor:
@@ -471,54 +430,15 @@ def in_panels(weights: Tensor) -> Tensor:
     return panels
 
 
-def side_by_side(weights: Sequence[Tensor], order: Tensor | None) -> Tensor:
-    """Weights [out, in] as one of plain numbers, its outputs rearranged by `order` [out]."""
-    plain = [
-        weight.expanded() if isinstance(weight, QuantisedWeight) else weight for weight in weights
-    ]
-    whole = torch.cat(plain) if len(plain) > 1 else plain[0]
-    return whole if order is None else whole[order]
-
-
-def _stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Stripe]:
-    ends = torch.tensor([len(weight) for weight in weights]).cumsum(0)
-    places = torch.arange(int(ends[-1])) if order is None else order
-    owners = torch.bucketize(places, ends, right=True).tolist()
-    lengths = [len(list(run)) for _, run in groupby(owners)]
-    blocks = any(isinstance(weight, QuantisedWeight) for weight in weights)
-    blocks = blocks and blocks_pay(weights[0].dtype)
-    if not blocks or any(length % PANEL for length in lengths[:-1]):
-        return [_as_numbers(side_by_side(weights, order))]
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    found = []
-    for first, last in pairwise(starts):
-        owner = owners[first]
-        rows = places[first:last] - (ends[owner] - len(weights[owner]))
-        found.append(_stripe(weights[owner], rows))
-    return found
-
-
-def _stripe(weight: Tensor, rows: Tensor) -> Stripe:
-    """These rows of one weight."""
-    if isinstance(weight, QuantisedWeight):
-        return _as_blocks(weight, rows)
-    return _as_numbers(weight[rows])
-
-
-def _as_numbers(weight: Tensor) -> Stripe:
-    (panels,) = in_panels(weight[None])
-    return Stripe(-(-len(weight) // PANEL), _PLAIN, panels)
-
-
-def _as_blocks(weight: QuantisedWeight, rows: Tensor) -> Stripe:
-    functions, number = library(weight.dtype), weight.format.number
-    count, inner = -(-len(rows) // PANEL), weight.shape[1]
-    panels = torch.empty(count * functions.panel_bytes(number, inner), dtype=torch.uint8)
-    places = weight.places(rows)
+def _blocks_in_panels(weight: QuantisedWeight) -> tuple[int, Tensor]:
+    functions, number, inner = library(weight.dtype), weight.format.number, weight.inputs
+    size = -(-len(weight) // PANEL) * functions.panel_bytes(number, inner)
+    panels = torch.empty(size, dtype=torch.uint8)
+    rows, blocks = weight.rows, weight.blocks
     functions.pack_blocks(
-        number, inner, len(places), places.data_ptr(), weight.blocks.data_ptr(), panels.data_ptr()
+        *(number, inner, len(rows), rows.data_ptr(), blocks.data_ptr(), panels.data_ptr())
     )
-    return Stripe(count, functions.form_of(number), panels)
+    return functions.form_of(number), panels
 
 
 # --- linear layers --------------------------------------------------------------------------------
@@ -538,9 +458,25 @@ def why_unusual(weight: Tensor) -> str | None:
 class CompiledLinear:
     """A linear layer by `products.cpp`, its weight laid out in panels: a copy."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """[out, in] and [out]. Raises ValueError, with the reason, where nothing compiles."""
-        self._set([weight], bias, None)
+    def __init__(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        bias: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        """[out, in] and [out]; several weights lie side by side, `order` [out] rearranges outputs.
+
+        Raises ValueError, with the reason, where nothing compiles.
+        """
+        weights = [weight] if isinstance(weight, Tensor) else weight
+        self.dtype, self.in_features = weights[0].dtype, weights[0].shape[1]
+        self.out_features = sum(map(len, weights)) if order is None else len(order)
+        self.stripes = Stripes(weights, order)
+        self.nbytes = self.stripes.nbytes
+        if bias is not None and order is not None:
+            bias = bias[order]
+        self.bias = None if bias is None else bias.contiguous()
+        self._product = library(self.dtype).product
 
     @classmethod
     def of(cls, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
@@ -552,18 +488,7 @@ class CompiledLinear:
                 for part in parts
             ]
             bias = torch.cat(biases).detach()
-            bias = bias if order is None else bias[order]
-        made = cls.__new__(cls)
-        made._set([part.weight.detach() for part in parts], bias, order)
-        return made
-
-    def _set(self, weights: Sequence[Tensor], bias: Tensor | None, order: Tensor | None) -> None:
-        self.dtype, self.in_features = weights[0].dtype, weights[0].shape[1]
-        self.out_features = sum(len(weight) for weight in weights) if order is None else len(order)
-        self.stripes = Stripes(weights, order)
-        self.nbytes = self.stripes.nbytes
-        self.bias = None if bias is None else bias.contiguous()
-        self._product = library(self.dtype).product
+        return cls([part.weight.detach() for part in parts], bias, order)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., in] -> [.., out], both in the weight's dtype; ValueError for anything else."""

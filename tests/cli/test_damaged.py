@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from selfspec.cli.main import main
 from selfspec.errors import InvalidData
-from selfspec.hub.gguf_header import read_header
+from selfspec.hub.gguf import read_header
 from tests.bad_input import furnish, refused
 from tests.gguf_files import header, tensor, text, tiny, value
 from tests.test_untrusted import BOMB

@@ -92,7 +92,7 @@ def test_without_compiled_code_own_modules_run_and_a_line_says_what_to_install(
     """Drafts may decide near ties then; passes of one shape keep bits."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(compiled, "_prebuilt", lambda *_: None)
-    compiled._say_missing.cache_clear()
+    compiled._log_once.cache_clear()
     speculator = wrapped(make_model("llama", dtype), "auto")
     assert speculator.backbone.executor_name == "generic"
     (line,) = caplog.messages

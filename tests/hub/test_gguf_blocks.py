@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 import selfspec
 from selfspec.errors import ModelNotFound
-from selfspec.hub import gguf_blocks, pretrained, quantised_files
+from selfspec.hub import gguf as gguf_files
 from selfspec.hub import models as hub
-from selfspec.hub.gguf_header import read_header
+from selfspec.hub import pretrained
+from selfspec.hub.gguf import read_header
 from selfspec.model import fingerprint, weights
 from selfspec.model.backbone import Backbone
 from selfspec.model.weights import FORMATS, QuantisedWeight
@@ -36,7 +37,7 @@ def both(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     name = {"gguf_file": path.name}
     config = AutoConfig.from_pretrained(path.parent, **name)
     attention = "eager" if config.model_type == "gemma2" else "sdpa"  # the only one it has
-    blocks = gguf_blocks.load(path, read_header(path), config, dtype, attention)
+    blocks = gguf_files.load(path, read_header(path), config, dtype, attention)
     numbers: Any = AutoModelForCausalLM.from_pretrained(
         path.parent,
         **name,
@@ -99,7 +100,7 @@ def test_an_embedding_may_be_the_unembedding_too(tmp_path: Path) -> None:
 def test_other_formats_are_de_quantised_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_blocks, "FORMATS", {"Q4_1": FORMATS["Q4_1"]})
+    monkeypatch.setattr(gguf_files, "FORMATS", {"Q4_1": FORMATS["Q4_1"]})
     write_model(tmp_path / "it.gguf", kinds={"ffn": "Q8_0"})
     with caplog.at_level(logging.DEBUG, "selfspec"):
         blocks, numbers = both(tmp_path / "it.gguf")
@@ -124,9 +125,8 @@ def test_what_cannot_stay_is_de_quantised_with_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
-    monkeypatch.setattr(
-        quantised_files, "_convert", lambda _gguf, out, _dtype: (out / "config.json").touch()
-    )
+    done = lambda _gguf, out, _dtype: (out / "config.json").touch()  # noqa: E731
+    monkeypatch.setattr(hub, "_convert", done)
     write_model(tmp_path / "it.gguf", **options)
     with caplog.at_level(logging.INFO):
         hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
@@ -159,10 +159,6 @@ def write_bytes(path: Path, tensor: str, place: int, value: bytes) -> None:
         file.write(value)
 
 
-def rename(path: Path, old: bytes, new: bytes) -> None:
-    path.write_bytes(path.read_bytes().replace(old, new))
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -174,7 +170,10 @@ def rename(path: Path, old: bytes, new: bytes) -> None:
             lambda path: write_bytes(path, "blk.0.attn_norm.weight", 0, b"\0\0\xc0\x7f"),
             "blk.0.attn_norm.weight holds numbers that are not finite",
         ),
-        (lambda path: rename(path, b"blk.1.attn_k.", b"blk.1.attn_x."), "it lacks 1 weights"),
+        (
+            lambda it: it.write_bytes(it.read_bytes().replace(b"blk.1.attn_k.", b"blk.1.attn_x.")),
+            "it lacks 1 weights",
+        ),
         (lambda path: path.write_bytes(path.read_bytes()[:-40]), "its tensors end at byte"),
     ],
 )

@@ -17,7 +17,6 @@ import selfspec
 from selfspec.errors import ModelNotFound
 from selfspec.hub import models as hub
 from selfspec.hub import pretrained
-from selfspec.hub.assembled import Tensors
 from selfspec.model import weights
 from selfspec.model.backbone import Backbone
 from selfspec.model.weights import QuantisedWeight
@@ -91,19 +90,22 @@ def test_transformers_de_quantises_to_the_same(
         assert torch.equal(weight.clone(), expected[name]), name
 
 
+def loaded(folder: Path, dtype: str) -> dict[str, Tensor]:
+    model = hub.load_model(folder, dtype=dtype, device="cpu", blocks=True)[0]
+    return {name: weight.clone() for name, weight in model.named_parameters()}
+
+
 def test_version_2_of_gptq_takes_nothing_off_its_zeros(tmp_path: Path) -> None:
     expected = write_folder(tmp_path, "gptq", said={"checkpoint_format": "gptq_v2"})
-    model = hub.load_model(tmp_path, dtype="float32", device="cpu", blocks=True)[0]
     name = "model.layers.1.mlp.up_proj.weight"
-    found = dict(model.named_parameters())[name].clone()
+    found = loaded(tmp_path, "float32")[name]
     assert bool((found > expected[name]).all())  # counted from one less
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_other_dtypes_get_numbers(tmp_path: Path, dtype: str) -> None:
     expected = write_folder(tmp_path, "awq")
-    model = hub.load_model(tmp_path, dtype=dtype, device="cpu", blocks=True)[0]
-    for name, weight in model.named_parameters():
+    for name, weight in loaded(tmp_path, dtype).items():
         assert torch.equal(weight, expected[name].to(getattr(torch, dtype))), name
 
 
@@ -118,9 +120,8 @@ def test_several_files_are_one_model(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "model.safetensors").unlink()
-    model = hub.load_model(tmp_path, dtype="float32", device="cpu", blocks=True)[0]
-    for name, weight in model.named_parameters():
-        assert torch.equal(weight.clone(), expected[name].float()), name
+    for name, weight in loaded(tmp_path, "float32").items():
+        assert torch.equal(weight, expected[name].float()), name
 
 
 def change(name: str, to: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
@@ -175,37 +176,22 @@ def test_a_damaged_folder_is_refused_in_one_line(
         ("pack-quantized", {"config_groups": [1]}, "is not one of compressed-tensors"),
         ("pack-quantized", {"format": "float-quantized"}, "as float-quantized"),
         ("pack-quantized", {"config_groups": {"a": {"weights": {"num_bits": 2}}}}, "other weights"),
+        ("gptq", None, "it lacks 1 weights, model.layers.1.mlp.up_proj.weight among them"),
     ],
 )
 def test_other_ways_are_left_to_transformers(
     tmp_path: Path,
     method: str,
-    says: dict[str, Any],
+    says: dict[str, Any] | None,
     why: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
     write_folder(tmp_path, method, said=says)
+    if says is None:
+        change("qweight", lambda _: None)(tmp_path)
     with caplog.at_level(logging.INFO):
         hub.load_model(tmp_path, device="cpu", blocks=True)
     assert "is left to transformers: " in caplog.text
     assert why in caplog.text
-
-
-def test_weights_that_are_missing_are_left_to_transformers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
-    write_folder(tmp_path, "gptq")
-    change("qweight", lambda _: None)(tmp_path)
-    with caplog.at_level(logging.INFO):
-        hub.load_model(tmp_path, device="cpu", blocks=True)
-    assert "it lacks 1 weights, model.layers.1.mlp.up_proj.weight among them" in caplog.text
-
-
-def test_tensors_are_read_by_name(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
-    found = Tensors(tmp_path)
-    assert "a" in found
-    assert found.get("a", (None, 3)).sum() == 6

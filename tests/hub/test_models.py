@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import shutil
 import urllib.error
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -19,7 +18,6 @@ from selfspec import files
 from selfspec.errors import HeadsNotFound, ModelNotFound
 from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.hub import models as hub
-from selfspec.hub import quantised_files
 from selfspec.training.records import CALIBRATION
 from tests.gguf_files import tiny
 
@@ -50,7 +48,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         (out / "config.json").write_text("{}", encoding="utf-8")
         (out / "model.safetensors").write_bytes(gguf.read_bytes())
 
-    monkeypatch.setattr(quantised_files, "_convert", convert)
+    monkeypatch.setattr(hub, "_convert", convert)
     return calls
 
 
@@ -62,52 +60,49 @@ def entries(cache: Path) -> list[str]:
 # --- models
 
 
-def test_gguf_file_is_converted_once(gguf: Path, cache: Path, conversions: list[Path]) -> None:
-    first, second = hub.resolve_model(gguf), hub.resolve_model(str(gguf))
-    assert first == second
-    assert first.label == "toy.Q4_1"
-    assert not first.is_default
-    assert len(conversions) == 1
-    assert entries(cache) == [Path(first.source).name]
-    assert (Path(first.source) / "model.safetensors").read_bytes() == gguf.read_bytes()
-
-
-def test_changed_gguf_file_is_converted_again(gguf: Path, conversions: list[Path]) -> None:
-    before = hub.resolve_model(gguf)
-    gguf.write_bytes(gguf.read_bytes() + b"X")
-    assert hub.resolve_model(gguf).source != before.source
-    assert len(conversions) == 2
-
-
-def test_gguf_file_is_converted_for_each_dtype(
-    gguf: Path, cache: Path, conversions: list[Path]
-) -> None:
-    asked = ("float32", "bfloat16", "float16", "float64", "bfloat16")
-    names = [Path(hub.resolve_model(gguf, dtype).source).name for dtype in asked]
-    assert [name.rpartition("-")[2] for name in names] == [
-        *("float32", "bfloat16", "float16"),
-        *("float32", "bfloat16"),  # float64 holds no more than the float32 file does
-    ]
-    assert len(conversions) == 3
-
-
-def test_conversion_says_that_weights_are_dequantised(
-    gguf: Path, conversions: list[Path], caplog: pytest.LogCaptureFixture
+def test_a_gguf_file_is_converted_once_for_each_content_and_dtype(
+    gguf: Path, cache: Path, conversions: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="selfspec.hub")
-    hub.resolve_model(gguf)
+    first, second = hub.resolve_model(gguf), hub.resolve_model(str(gguf))
+    assert first == second
+    assert (first.label, first.is_default, len(conversions)) == ("toy.Q4_1", False, 1)
+    assert entries(cache) == [Path(first.source).name]
+    assert (Path(first.source) / "model.safetensors").read_bytes() == gguf.read_bytes()
     assert "de-quantising toy.Q4_1.gguf" in caplog.text
+    asked = ("bfloat16", "float16", "float64", "bfloat16")
+    names = [Path(hub.resolve_model(gguf, dtype).source).name for dtype in asked]
+    # float64 holds no more than the float32 file does
+    kinds = ["bfloat16", "float16", "float32", "bfloat16"]
+    assert [name.rpartition("-")[2] for name in names] == kinds
+    assert len(conversions) == 3
+    gguf.write_bytes(gguf.read_bytes() + b"X")
+    assert hub.resolve_model(gguf).source != first.source
 
 
-def test_killed_conversion_leaves_nothing_half_written(
-    gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "found", "said"),
+    [
+        (KeyboardInterrupt("killed"), KeyboardInterrupt, "killed"),
+        (OSError("No space left"), ModelNotFound, r"No space left\. Set XDG_CACHE_HOME"),
+        (SafetensorError("No space left"), ModelNotFound, r"No space left\. Set XDG_CACHE_HOME"),
+    ],
+    ids=repr,
+)
+def test_a_conversion_that_ends_early_leaves_nothing_half_written(
+    gguf: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    found: type[BaseException],
+    said: str,
 ) -> None:
-    def killed(gguf: Path, out: Path, dtype: str) -> None:
+    def ends(_gguf: Path, out: Path, _dtype: str) -> None:
         (out / "config.json").write_text("{", encoding="utf-8")
-        raise KeyboardInterrupt
+        raise error
 
-    monkeypatch.setattr(quantised_files, "_convert", killed)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(hub, "_convert", ends)
+    with pytest.raises(found, match=said):
         hub.resolve_model(gguf)
     assert entries(cache) == []
 
@@ -132,34 +127,10 @@ def test_conversion_that_another_process_finished_first_is_used(
     assert conversions == []
 
 
-def test_leftovers_of_killed_runs_are_removed(
-    gguf: Path, cache: Path, conversions: list[Path]
-) -> None:
-    target = cache / "models" / Path(hub.resolve_model(gguf).source).name
-    gone = 2**22 + 1  # above every process id
-    (target.parent / f".{target.name}.{gone}.a_1.new").mkdir()
-    shutil.rmtree(target)
-    hub.resolve_model(gguf)
-    assert entries(cache) == [target.name]
-
-
 def test_damaged_gguf_file_is_named_with_the_reason(gguf: Path, cache: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"cannot read .*toy\.Q4_1\.gguf as GGUF: .") as caught:
         hub.resolve_model(gguf)
     assert "\n" not in str(caught.value)
-    assert entries(cache) == []
-
-
-@pytest.mark.parametrize("kind", [OSError, SafetensorError])
-def test_cache_that_cannot_be_written_is_named(
-    gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
-) -> None:
-    def full(gguf: Path, out: Path, dtype: str) -> None:
-        raise kind("No space left on device")
-
-    monkeypatch.setattr(quantised_files, "_convert", full)
-    with pytest.raises(ModelNotFound, match=r"No space left on device\. Set XDG_CACHE_HOME"):
-        hub.resolve_model(gguf)
     assert entries(cache) == []
 
 
@@ -209,25 +180,19 @@ def test_folder_without_config_hints_at_the_gguf_file_in_it(gguf: Path) -> None:
         hub.resolve_model(gguf.parent)
 
 
-def test_hub_id_is_left_to_transformers_where_the_hub_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hub, "_hub_answers", lambda: True)
-    assert hub.resolve_model("someone/model") == hub.ModelFiles(
-        "someone/model", "someone/model", is_default=False
-    )
-
-
-def test_hub_id_without_hub_needs_a_local_snapshot(
+def test_a_hub_id_without_hub_needs_a_local_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name = "someone/model"
+    monkeypatch.setattr(hub, "_hub_answers", lambda: True)
+    assert hub.resolve_model(name) == hub.ModelFiles(name, name, is_default=False)
     monkeypatch.setattr(hub, "_hub_answers", lambda: False)
     with pytest.raises(ModelNotFound, match="the hub cannot be reached"):
-        hub.resolve_model("someone/model")
+        hub.resolve_model(name)
     snapshot = str(tmp_path / "snapshot" / "config.json")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *names: snapshot)
-    files = hub.resolve_model("someone/model")
-    assert files == hub.ModelFiles(str(tmp_path / "snapshot"), "someone/model", is_default=False)
+    files = hub.resolve_model(name)
+    assert files == hub.ModelFiles(str(tmp_path / "snapshot"), name, is_default=False)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +204,7 @@ def test_hub_id_without_hub_needs_a_local_snapshot(
         (TimeoutError(), False),
     ],
 )
-def test_hub_answers_unless_the_connection_fails(
+def test_hub_answers_unless_the_connection_fails_or_mode_is_offline(
     outcome: Any, answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def urlopen(url: str, timeout: float) -> Any:
@@ -250,9 +215,6 @@ def test_hub_answers_unless_the_connection_fails(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     assert hub._hub_answers() is answers
-
-
-def test_hub_is_not_asked_in_offline_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("urllib.request.urlopen", lambda *args, **options: pytest.fail("asked"))
     assert not hub._hub_answers()
@@ -292,12 +254,9 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_bundled_heads_are_found_beside_the_package(bundled: Path) -> None:
+def test_bundled_heads_are_found_beside_the_package_and_inside_it(bundled: Path) -> None:
     assert [path.name for path in hub.list_heads()] == ["a-heads", "b-heads"]
     assert hub.resolve_heads("a-heads") == bundled / "checkpoints" / "a-heads"
-
-
-def test_bundled_heads_are_found_inside_an_installed_package(bundled: Path) -> None:
     (bundled / "selfspec").mkdir()
     (bundled / "checkpoints").rename(bundled / "selfspec" / "checkpoints")
     assert hub.resolve_heads("b-heads") == bundled / "selfspec" / "checkpoints" / "b-heads"
@@ -313,18 +272,23 @@ def test_local_heads_folder_wins_over_a_known_name(
     assert hub.resolve_heads("a-heads").resolve() == mine
 
 
-@pytest.mark.parametrize("name", ["c-heads", "./nowhere", "a/b/c"])
-def test_unknown_heads_list_the_known_names(
-    bundled: Path, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, "Known: a-heads, b-heads") for name in ("c-heads", "./nowhere", "a/b/c")),
+        ("checkout/checkpoints/notes", r"has no config\.json"),
+        ("someone/heads", r"the hub cannot be reached\. Known: a-heads"),
+    ],
+)
+@pytest.mark.usefixtures("bundled")
+def test_heads_that_are_not_found_list_the_known_names(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "_hub_answers", lambda: pytest.fail("asked the hub"))
-    with pytest.raises(HeadsNotFound, match="Known: a-heads, b-heads"):
+    monkeypatch.chdir(tmp_path)
+    online = (lambda: False) if name == "someone/heads" else (lambda: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "_hub_answers", online)
+    with pytest.raises(HeadsNotFound, match=said):
         hub.resolve_heads(name)
-
-
-def test_folder_that_holds_no_heads_is_refused(bundled: Path) -> None:
-    with pytest.raises(HeadsNotFound, match=r"has no config\.json"):
-        hub.resolve_heads(bundled / "checkpoints" / "notes")
 
 
 def test_heads_on_the_hub_come_without_pickles(
@@ -342,11 +306,3 @@ def test_heads_on_the_hub_come_without_pickles(
     assert asked["name"] == "someone/heads"
     assert asked["allow_patterns"] == sorted({*FILES_OF_A_FIT, CALIBRATION})
     assert not asked["local_files_only"]
-
-
-def test_heads_on_an_unreachable_hub_are_not_found(
-    bundled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "_hub_answers", lambda: False)
-    with pytest.raises(HeadsNotFound, match=r"the hub cannot be reached\. Known: a-heads"):
-        hub.resolve_heads("someone/heads")

@@ -81,11 +81,6 @@ def test_gammatune_compares_controllers_from_all_initial_lengths(
         run(gammatune.main, asked | {"new_tokens": 13}, limit=2)
 
 
-def test_all_settings_of_the_document_are_there() -> None:
-    labels = [setting.contender.label for setting in gammatune.SETTINGS]
-    assert len(labels) == len(set(labels)) == 5 * 12
-
-
 def test_gains_are_over_the_mean_of_fixed_lengths_and_the_best_of_them() -> None:
     # throughput 1 and 0.5, mean 0.75; 0.8 and 1
     seconds = [("fixed", 1, 1.0), ("fixed", 8, 2.0), ("gammatune", 1, 1.25), ("gammatune", 8, 1.0)]

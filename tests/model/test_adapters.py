@@ -1,7 +1,7 @@
 """Low-rank adapters in a model: its text is Hugging Face's, and what is done to them is noticed.
 
 PEFT's own layers are stood for by one with their attributes: names of adapters in a list, their
-scalings in a dict, merged ones in another list, and modules in two dicts of modules.
+scalings in a dict, and modules in two dicts of modules.
 """
 
 from __future__ import annotations
@@ -36,21 +36,13 @@ class Adapted(nn.Module):
         self.to(base_layer.weight.dtype)
         self._active_adapter = ["first"]
         self._disable_adapters = False
-        self.merged_adapters: list[str] = []
 
     def forward(self, rows: Tensor) -> Tensor:
         answer: Tensor = self.base_layer(rows)
-        for name in () if self._disable_adapters or self.merged_adapters else self._active_adapter:
+        for name in () if self._disable_adapters else self._active_adapter:
             added: Tensor = self.lora_B[name](self.lora_A[name](rows))
             answer = answer + self.scaling[name] * added
         return answer
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        for name in self._active_adapter:
-            down, up = self.lora_A[name].weight, self.lora_B[name].weight
-            self.base_layer.weight.data += self.scaling[name] * up @ down
-            self.merged_adapters.append(name)
 
 
 def adapted() -> Any:
@@ -71,21 +63,13 @@ def each(change: Callable[[Adapted], object]) -> Callable[[Any], None]:
     return run
 
 
-def _unload(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.mlp.down_proj = layer.mlp.down_proj.base_layer
-        layer.self_attn.q_proj = layer.self_attn.q_proj.base_layer
-
-
 CHANGES: dict[str, Callable[[Any], None]] = {
     "switched": each(lambda layer: setattr(layer, "_active_adapter", ["second"])),
     "joined": each(lambda layer: layer._active_adapter.append("second")),
-    "merged": each(Adapted.merge),
     "disabled": each(lambda layer: setattr(layer, "_disable_adapters", True)),
     "scaled": each(lambda layer: layer.scaling.update(first=3.0)),
     "removed": each(lambda layer: layer.lora_A.pop("second")),
     "fitted": each(lambda layer: layer.lora_B["first"].weight.data.mul_(2)),
-    "unloaded": _unload,
 }
 
 
@@ -97,7 +81,7 @@ def texts(model: Any, speculator: Any) -> tuple[list[int], list[int]]:
     return expected, answer.token_ids
 
 
-@pytest.mark.parametrize("before", [None, "merged", "disabled", "switched", "unloaded"])
+@pytest.mark.parametrize("before", [None, "disabled", "switched"])
 def test_the_text_is_that_of_the_adapted_model(before: str | None) -> None:
     model = adapted()
     if before is not None:

@@ -78,18 +78,18 @@ def branches(self: Any, x: Tensor) -> Tensor:
     return Gated.forward(self, x)
 
 
+def mlp(model: Any) -> Any:
+    return model.model.layers[3].mlp
+
+
 def _replaced(model: Any) -> None:
-    own = model.model.layers[3].mlp
+    own = mlp(model)
     own.forward = lambda hidden: LlamaMLP.forward(own, hidden)
 
 
 def _capped(model: Any) -> None:
     model.config._attn_implementation = "eager"
     model.model.layers[3].self_attn.attn_logit_softcapping = 1e3
-
-
-def mlp(model: Any) -> Any:
-    return model.model.layers[3].mlp
 
 
 def _sinks(model: Any) -> None:

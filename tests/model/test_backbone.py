@@ -16,7 +16,7 @@ from selfspec.decoding.work import alone
 from selfspec.errors import InvalidPrompt, UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease
-from selfspec.model.parts import CACHE, captured_outputs
+from selfspec.model.parts import captured_outputs
 from tests.models import BREADTH, FAMILIES, VOCAB_SIZE, make_model, random_ids
 
 
@@ -42,11 +42,8 @@ def test_layers_dispatched_over_devices_run_as_before(model: PreTrainedModel) ->
     ids = random_ids(12)
     expected = wrap(model, heads="logit-lens").generate(ids, max_new_tokens=10).token_ids
     split = make_model("llama")
-    places = {name: "cpu" for name, _ in split.named_children()}
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"} | {
-        f"model.layers.{layer}": "cpu" for layer in range(6)
-    }
-    places["model.rotary_emb"] = "cpu"
+    parts = ("embed_tokens", "norm", "rotary_emb", *(f"layers.{layer}" for layer in range(6)))
+    places = {"lm_head": "cpu"} | {f"model.{part}": "cpu" for part in parts}
     dispatch_model(split, places, force_hooks=True)
     assert hasattr(split.model.layers[3], "_hf_hook")
     speculator = wrap(split, heads="logit-lens", drafter="exit:layers=2/4,threshold=0.05")
@@ -70,22 +67,18 @@ def test_wrapping_and_generating_leave_the_model_as_it_was() -> None:
 
 def test_a_decoder_that_does_more_is_refused_with_the_layer_and_the_difference() -> None:
     model: Any = make_model("llama")
-    layer = model.model.layers[3]
-    right = layer.forward
+    layer, inside = model.model.layers[3], list[bool]()
+    right, whole = layer.forward, model.model.forward
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        scale = 1.0 if CACHE in kwargs and not model._inside else 1.5
-        return right(hidden, *args, **kwargs) * scale
-
-    model._inside = False
-    whole = model.model.forward
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return right(*args, **kwargs) * (1.5 if inside else 1.0)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
-        model._inside = True
+        inside.append(True)
         try:
             return whole(*args, **kwargs)
         finally:
-            model._inside = False
+            inside.clear()
 
     layer.forward, model.model.forward = forward, outer
     with pytest.raises(UnsupportedModel, match=r"at layer 4 by up to [0-9.e+-]+"):
@@ -108,31 +101,35 @@ def test_a_model_with_hidden_logit_scaling_is_refused_at_the_logits() -> None:
 
 ROPE: dict[str, Any] = {"rope_theta": 10000.0, "factor": 2.0}
 ROPE["original_max_position_embeddings"] = 128
-LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def test_rope_that_depends_on_the_longest_position_is_refused() -> None:
-    for kind, more in (("dynamic", {}), ("longrope", LONG)):
-        with pytest.raises(UnsupportedModel, match=kind):
-            Backbone(make_model("llama", rope_parameters=ROPE | more | {"rope_type": kind}))
-    # not refused: the bits are forward's own
-    Backbone(make_model("llama", rope_parameters=ROPE | LLAMA3 | {"rope_type": "llama3"}))
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": ROPE | more | {"rope_type": kind}}
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"),
+    ("made", "changed", "words"),
     [
-        ("layer_types", ["full_attention", "linear_attention"] * 3, "linear_attention"),
-        ("num_kv_shared_layers", 2, "shares keys and values"),
-        ("num_hidden_layers", 12, "has 6 layers, expected the 12 of its config"),
+        (rope("dynamic"), {}, "dynamic"),
+        (rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4), {}, "longrope"),
+        ({}, {"layer_types": ["full_attention", "linear_attention"] * 3}, "linear_attention"),
+        ({}, {"num_kv_shared_layers": 2}, "shares keys and values"),
+        ({}, {"num_hidden_layers": 12}, "has 6 layers, expected the 12 of its config"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_config_says_of_its_layers_is_refused(field: str, value: Any, words: str) -> None:
-    model = make_model("qwen2")
-    setattr(model.config, field, value)
+def test_what_a_config_says_of_its_layers_is_refused(
+    made: dict[str, Any], changed: dict[str, Any], words: str
+) -> None:
+    model = make_model("qwen2", **made)
+    for field, value in changed.items():
+        setattr(model.config, field, value)
     with pytest.raises(UnsupportedModel, match=words):
         Backbone(model)
+
+
+def test_rope_of_fixed_frequencies_is_run() -> None:
+    Backbone(make_model("llama", **rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)))
 
 
 @pytest.mark.parametrize(

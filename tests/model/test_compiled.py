@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def test_a_missing_compiler_is_said_once(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -pipe")
     monkeypatch.setattr(compiled_module, "_prebuilt", lambda *_: None)
-    compiled_module._say_missing.cache_clear()
+    compiled_module._log_once.cache_clear()
     for _ in range(2):
         with pytest.raises(ValueError, match="compiler no-such-compiler"):
             compiled(source, NUMBER=42)
@@ -130,7 +131,7 @@ def test_code_that_others_can_change_is_not_loaded(
     library.chmod(0o600)
     assert compiled(source, NUMBER=42).answer() == 13  # nobody else can have put it there
     UNSAFE[kind](library)
-    compiled_module._warn.cache_clear()
+    compiled_module._log_once.cache_clear()
     before = snapshot(cache_folder())
     for _ in range(2):
         assert compiled(source, NUMBER=42).answer() == 42
@@ -205,42 +206,49 @@ def test_it_wins_over_a_compiler_and_the_fastest_over_others(source: Path) -> No
 
 
 @needs_a_fitting_target
-def test_one_of_another_source_is_passed_over(
-    source: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("source", "was made from another source"),
+        ("processor", "this processor lacks avx4096"),
+        ("file", r"file too short|invalid ELF header"),
+    ],
+)
+def test_one_that_does_not_fit_is_passed_over(
+    wrong: str,
+    why: str,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    prebuild(source, FITTING[0], NUMBER=42)
-    (source.parent / "header.hpp").write_text("// new", encoding="utf-8")
+    target = FITTING[0]
+    if wrong == "processor":
+        target = target._replace(needs=target.needs | {"avx4096"})
+        monkeypatch.setattr(compiler, "TARGETS", {platform.machine(): (target,)})
+    library = prebuild(source, target, NUMBER=42)
+    if wrong == "source":
+        (source.parent / "header.hpp").write_text("// new", encoding="utf-8")
+    elif wrong == "file":
+        library.write_bytes(b"\x7fELF of a newer system")
     with caplog.at_level(logging.DEBUG, logger=compiled_module.__name__):
-        assert Path(compiled(source, NUMBER=42)._name).is_relative_to(cache_folder())
-    assert f"answer-{FITTING[0].name}" in caplog.text
-    assert "was made from another source" in caplog.text
+        found = compiled(source, NUMBER=42)
+    assert found.answer() == 42
+    assert Path(found._name).is_relative_to(cache_folder())
+    assert re.search(why, caplog.text)
 
 
-@needs_a_fitting_target
-def test_one_for_another_processor_is_passed_over(
-    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    target = FITTING[0]._replace(needs=FITTING[0].needs | {"avx4096"})
-    monkeypatch.setattr(compiler, "TARGETS", {platform.machine(): (target,)})
-    prebuild(source, target, NUMBER=42)
-    with caplog.at_level(logging.DEBUG, logger=compiled_module.__name__):
-        assert Path(compiled(source, NUMBER=42)._name).is_relative_to(cache_folder())
-    assert "this processor lacks avx4096" in caplog.text
-
-
-@needs_a_fitting_target
-def test_one_that_does_not_load_is_passed_over(
-    source: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    prebuild(source, FITTING[0], NUMBER=42).write_bytes(b"\x7fELF of a newer system")
-    with caplog.at_level(logging.DEBUG, logger=compiled_module.__name__):
-        assert compiled(source, NUMBER=42).answer() == 42
-    assert "file too short" in caplog.text or "invalid ELF header" in caplog.text
-
-
-@pytest.mark.parametrize("text", ["", "model name : of no features\n", None])
-def test_a_system_that_names_no_features_has_none(
-    text: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("text", "features"),
+    [
+        *[(text, set()) for text in ("", "model name : of no features\n", None)],
+        *[
+            (f"processor\t: 0\n{key}: fpu avx2\n\nprocessor\t: 1\n{key}: fpu\n", {"fpu", "avx2"})
+            for key in ("flags\t\t", "Features\t")
+        ],
+    ],
+)
+def test_features_are_those_of_the_first_core_if_the_system_names_any(
+    text: str | None, features: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*_: object, **__: object) -> str:
         if text is None:
@@ -248,14 +256,7 @@ def test_a_system_that_names_no_features_has_none(
         return text
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert not compiled_module._features()
-
-
-@pytest.mark.parametrize("key", ["flags\t\t", "Features\t"])
-def test_features_are_those_of_the_first_core(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"processor\t: 0\n{key}: fpu avx2\n\nprocessor\t: 1\n{key}: fpu\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
-    assert compiled_module._features() == {"fpu", "avx2"}
+    assert compiled_module._features() == features
 
 
 @pytest.mark.parametrize("allowed", [True, False])

@@ -17,7 +17,7 @@ from selfspec.api import speculator as generate
 from selfspec.errors import HeadsMismatch
 from selfspec.files import cache_folder
 from selfspec.hub import models as hub
-from selfspec.model import fingerprint, weight_files
+from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.model.fingerprint import UNKNOWN
 from tests.heads.kinds import make_heads, train
@@ -61,15 +61,8 @@ def test_kept_buffers_count_and_others_do_not() -> None:
 
 
 def test_tied_weights_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tied = make_model("llama", tie_word_embeddings=True)
-    seen: list[int] = []
-    original = fingerprint._of_tensor
-
-    def watched(weight: torch.Tensor) -> str:
-        seen.append(weight.data_ptr())
-        return original(weight)
-
-    monkeypatch.setattr(fingerprint, "_of_tensor", watched)
+    tied, seen = make_model("llama", tie_word_embeddings=True), list[int]()
+    monkeypatch.setattr(fingerprint, "_of_tensor", lambda weight: seen.append(weight.data_ptr()))
     fingerprint.of(tied)
     assert len(seen) == len(set(seen)) == len(names_of(tied))
 
@@ -77,10 +70,9 @@ def test_tied_weights_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_that_lie_otherwise_in_memory_are_the_same_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = make_model("llama")
+    model: Any = make_model("llama")
     expected = fingerprint.of(model)
-    layer = model.get_submodule("model.layers.0.mlp.up_proj")
-    assert isinstance(layer, nn.Linear)
+    layer = model.model.layers[0].mlp.up_proj
     layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
     monkeypatch.setattr(fingerprint, "_BLOCK", 7)
     assert fingerprint.of(model) == expected
@@ -90,25 +82,23 @@ class Strange(torch.Tensor):
     """As quantised weights come: a subclass."""
 
 
-def as_subclass(model: PreTrainedModel) -> None:
-    layer = model.get_submodule("model.layers.0.mlp.up_proj")
-    layer.weight = nn.Parameter(torch.zeros(64, 32).as_subclass(Strange))
+CHANGES: list[Any] = [
+    lambda up: setattr(up, "weight", nn.Parameter(torch.zeros(64, 32).as_subclass(Strange))),
+    lambda up: up.to("meta"),
+    lambda up: setattr(up, "weight", nn.Parameter(up.weight.detach().to_sparse())),
+    None,  # packed
+]
 
 
-def on_meta(model: PreTrainedModel) -> None:
-    model.get_submodule("model.layers.0.mlp.up_proj").to("meta")
-
-
-def packed(model: PreTrainedModel) -> None:
-    torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
-
-
-@pytest.mark.parametrize("change", [as_subclass, on_meta, packed])
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_cannot_be_read_has_no_fingerprint_and_the_log_says_why(
     change: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = make_model("llama")
-    change(model)
+    model: Any = make_model("llama")
+    if change is None:
+        torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
+    else:
+        change(model.model.layers[0].mlp.up_proj)
     with caplog.at_level(logging.WARNING):
         assert fingerprint.of(model) == UNKNOWN
     assert "What fits it is not checked" in caplog.messages[0]
@@ -165,6 +155,8 @@ def test_a_file_that_is_replaced_while_it_is_read_is_not_kept(
         fingerprint.of_loaded(model, files.stamps)
     assert len(hashed) == 2
     assert not (cache_folder() / "fingerprints").exists()
+    (folder / "adapter_config.json").write_text("{}")  # brings in weights from elsewhere
+    assert fingerprint.of_folder(folder) == fingerprint.stamps([folder / "nowhere"]) == ()
 
 
 @pytest.mark.parametrize(
@@ -187,13 +179,6 @@ def test_a_cache_folder_that_takes_no_files_costs_time_only(
     (empty_cache / "fingerprints").write_text("a file")
     assert loaded(folder) == loaded(folder)
     assert len(hashed) == 2
-
-
-def test_an_adapter_beside_a_model_makes_its_files_unknown(folder: Path) -> None:
-    assert len(weight_files.of_folder(folder)) == 2
-    (folder / "adapter_config.json").write_text("{}")
-    assert weight_files.of_folder(folder) == ()
-    assert weight_files.stamps([folder / "nowhere"]) == ()
 
 
 def test_a_model_that_was_changed_after_loading_is_hashed(folder: Path) -> None:

@@ -22,16 +22,6 @@ def block(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple
     return keys.to(dtype), values.to(dtype)
 
 
-def test_update_returns_all_blocks_in_order() -> None:
-    cache = Lease(2)
-    first, second = (block(rows, rows, torch.bfloat16) for rows in (3, 2))
-    cache.update(*first, 0)
-    keys, values = cache.update(*second, 0)
-    assert torch.equal(keys, torch.cat([first[0], second[0]], dim=-2))
-    assert torch.equal(values, torch.cat([first[1], second[1]], dim=-2))
-    assert keys.dtype == torch.bfloat16
-
-
 def test_layers_have_contents_lengths_and_masks_of_their_own() -> None:
     cache = Lease(3)
     shallow, deep = block(5, seed=1), block(2, seed=2)
@@ -45,25 +35,18 @@ def test_layers_have_contents_lengths_and_masks_of_their_own() -> None:
     assert [cache.length(layer) for layer in range(3)] == [4, 0, 2]  # none is lengthened
 
 
-def test_truncation_forgets_the_newest_and_later_rows_take_their_place() -> None:
-    cache = Lease(1)
-    first, second = block(6, seed=1), block(2, seed=2)
-    before, _ = cache.update(*first, 0)
-    cache.truncate(4)
-    keys, values = cache.update(*second, 0)
-    assert torch.equal(keys, torch.cat([first[0][..., :4, :], second[0]], dim=-2))
-    assert torch.equal(values, torch.cat([first[1][..., :4, :], second[1]], dim=-2))
-    assert keys.data_ptr() == before.data_ptr()  # no data moved
-
-
-def test_truncation_of_a_range_leaves_the_other_layers() -> None:
-    cache = Lease(4)
-    for layer in range(4):
-        cache.update(*block(5), layer)
-    cache.truncate(3, 1, 3)
-    assert [cache.length(layer) for layer in range(4)] == [5, 3, 3, 5]
-    cache.truncate(2, first=3)
-    assert [cache.length(layer) for layer in range(4)] == [5, 3, 3, 2]
+def test_truncation_forgets_the_newest_of_some_layers_and_later_rows_take_their_place() -> None:
+    cache = Lease(3)
+    first, second = (block(rows, rows, torch.bfloat16) for rows in (6, 2))
+    before = [cache.update(*first, layer)[0] for layer in range(3)]
+    cache.truncate(4, 1, 2)
+    cache.truncate(5, first=2)
+    assert [cache.length(layer) for layer in range(3)] == [6, 4, 5]
+    for layer, held in enumerate((6, 4, 5)):
+        for found, old, new in zip(cache.update(*second, layer), first, second, strict=True):
+            assert torch.equal(found, torch.cat([old[..., :held, :], new], dim=-2))
+            assert found.dtype == torch.bfloat16
+        assert cache.update(*block(0), layer)[0].data_ptr() == before[layer].data_ptr()
 
 
 def test_two_thousand_single_rows_move_buffers_a_few_times() -> None:
@@ -77,12 +60,9 @@ def test_two_thousand_single_rows_move_buffers_a_few_times() -> None:
     assert sorted(set(sizes)) == [256, 384, 512, 704, 896, 1152, 1472, 1856, 2368]
     assert all_values.untyped_storage().nbytes() == 2368 * 4 * 2 * 5
     assert torch.equal(all_keys, torch.cat(written, dim=-2))
-
-
-@pytest.mark.parametrize(("rows", "slots"), [(1, 256), (204, 256), (256, 320), (1024, 1280)])
-def test_a_first_block_gets_a_quarter_more_slots_than_it_needs(rows: int, slots: int) -> None:
-    keys, _ = Lease(1).update(*block(rows), 0)
-    assert keys.untyped_storage().nbytes() == slots * 4 * 2 * 4
+    for rows, slots in ((204, 256), (256, 320), (1024, 1280)):  # a quarter more than it needs
+        keys, _ = Lease(1).update(*block(rows), 0)
+        assert keys.untyped_storage().nbytes() == slots * 4 * 2 * 4
 
 
 def test_fixed_slots_always_return_whole_buffers_with_zeros_behind() -> None:
@@ -118,9 +98,8 @@ def test_raising_the_slots_keeps_what_a_layer_holds_and_not_what_was_truncated()
     assert not any(part.isnan().any() for part in cache.update(*block(2), 0))
 
 
-@pytest.mark.parametrize(("length", "slots"), [(1, 64), (64, 64), (65, 128), (128, 128)])
-def test_fixed_slots_are_the_next_multiple_of_64(length: int, slots: int) -> None:
-    assert fixed_slots(length) == slots
+def test_fixed_slots_are_the_next_multiple_of_64() -> None:
+    assert [fixed_slots(length) for length in (1, 64, 65, 128)] == [64, 64, 128, 128]
 
 
 # --- of many texts

@@ -17,9 +17,9 @@ from selfspec.model.weights import (
     ZEROED,
     CompiledLinear,
     QuantisedWeight,
-    as_they_are,
     in_8_bits,
     keep_numbers,
+    library,
 )
 from tests.gguf_models import de_quantised, random_blocks, usual_blocks
 
@@ -64,7 +64,7 @@ def same_sums(found: CompiledLinear, x: Tensor, numbers: Tensor, *, rounded: boo
 @pytest.mark.parametrize(("kind", "dtype"), EVERY)
 def test_sums_are_those_of_numbers_whatever_runs_beside(kind: str, dtype: torch.dtype) -> None:
     weight, numbers = weight_of(kind, dtype)
-    rounded = not as_they_are(FORMATS[kind].number, dtype)
+    rounded = not library(dtype).as_they_are(FORMATS[kind].number)
     exact = numbers if rounded else weight_of(kind, torch.float32)[1]
     x = torch.randn(40, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
     found, bias = CompiledLinear(weight), torch.randn(len(weight)).to(dtype)
@@ -94,18 +94,10 @@ def test_weights_may_be_counted_from_anywhere(bits: int, dtype: torch.dtype) -> 
     blocks = np.concatenate([*parts, (kept & 255).astype(np.uint8)], -1).reshape(out, -1)
     weight = QuantisedWeight(torch.from_numpy(blocks), ZEROED[bits], dtype)
     assert torch.equal(weight.expanded(), numbers)
-    rounded = not as_they_are(ZEROED[bits].number, dtype)
+    rounded = not library(dtype).as_they_are(ZEROED[bits].number)
     for rows in (1, 2, 3, 4, 8, 9, 40):
         x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
         same_sums(CompiledLinear(weight), x, exact, rounded=rounded)
-
-
-def test_a_wrong_scale_would_be_seen() -> None:
-    weight, numbers = weight_of("Q4_K", torch.float32)
-    weight.blocks[7, 4] ^= 1  # the lowest bit of a group's scale
-    assert not torch.equal(weight.expanded(), numbers)
-    x = torch.randn(3, weight.shape[1])
-    assert not torch.equal(CompiledLinear(weight)(x), CompiledLinear(numbers)(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

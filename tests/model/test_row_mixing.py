@@ -83,9 +83,7 @@ def test_such_a_model_gets_no_drafts_and_is_told_why(caplog: pytest.LogCaptureFi
 
 def test_rows_that_mind_themselves_are_drafted_for() -> None:
     speculator = wrap(quantised(OwnScale), heads="logit-lens", drafter="exit:threshold=0.01")
-    stats = speculator.generate(random_ids(9), max_new_tokens=40).stats
-    assert stats.drafted > 0
-    assert stats.drafts_refused is None
+    assert speculator.generate(random_ids(9), max_new_tokens=40).stats.drafted > 0
 
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 5), ("mistral", 3), ("granite", 3)])

@@ -1,0 +1,362 @@
+"""GGUF files: whether one is what it says, and a model whose weights stay as its blocks.
+
+Comes in: a path; the config that transformers makes of the file. Goes out: where its tensors lie;
+a model of transformers whose large weights are QuantisedWeights, mapped, never de-quantised as a
+whole. A header's counts, lengths and places are followed and held against the file's size before a
+library reads it, so that none can fill memory or lead outside the file. Called by `hub.models`; for
+other files and devices it de-quantises.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from selfspec.errors import InvalidData
+from selfspec.hub.assembled import assembled
+from selfspec.model.weights import DTYPES, FORMATS, QuantisedWeight, library
+from selfspec.untrusted import open_bytes
+
+logger = logging.getLogger(__name__)
+
+# --- the header -----------------------------------------------------------------------------------
+
+
+_VERSIONS = (2, 3)
+_MOST_DIMENSIONS = 4
+_MOST_NESTED = 4
+"""Arrays inside each other."""
+
+_NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of each type of value that is a number or a bool, by its code in the file."""
+_STRING, _ARRAY = 8, 9
+_WHOLE = (4, 5, 10, 11)
+
+_SIZES = ("block_count", "embedding_length")
+_WIDEST = 8
+"""Times the longest side of any tensor: more is no inner layer of this model."""
+
+_SMALLEST = 24
+"""Bytes of a file without values and tensors."""
+
+_ARCHITECTURE, _ALIGNMENT = "general.architecture", "general.alignment"
+_ALIGNMENTS = {1 << power for power in range(21)}
+
+
+class GgufTensor(NamedTuple):
+    """One tensor of a file."""
+
+    shape: tuple[int, ...]  # as torch has it: the last dimension is a row
+    kind: str  # ggml's name of its format: Q4_K, F32
+    first: int  # byte of the file
+    nbytes: int
+
+
+class GgufHeader(NamedTuple):
+    """What a file says of itself."""
+
+    architecture: str
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Raises InvalidData, naming the file and the reason, unless its header holds together."""
+    with open_bytes(path) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidData(f"{path} is a pipe, expected a .gguf file")
+        if status.st_size < _SMALLEST:
+            raise InvalidData(f"{path} is no GGUF file: it has {status.st_size} bytes")
+        try:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Header(data).read()
+        except (InvalidData, UnicodeDecodeError) as error:
+            raise InvalidData(f"{path} is no whole GGUF file: {error}") from error
+
+
+class _Header:
+    """Reads on and on; raises InvalidData where the file ends or makes no sense."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._size = len(data)
+        self._at = 0
+        self._alignment = 0
+        self._known: dict[str, int | str] = {}
+        self._lengths: set[int] = set()
+
+    def read(self) -> GgufHeader:
+        if self._take(4) != b"GGUF":
+            raise InvalidData("it does not begin with GGUF")
+        (version,) = self._numbers("I")
+        if version not in _VERSIONS:
+            raise InvalidData(f"it has version {version}, expected 2 or 3")
+        tensors, values = self._numbers("QQ")
+        self._require_room(values, 13, "values")  # a key's length, a byte, a type
+        self._require_room(tensors, 25, "tensors")
+        keys: set[str] = set()
+        for _ in range(values):
+            self._pair(keys)
+        alignment = self._known.get(_ALIGNMENT, 32)
+        if not isinstance(alignment, int) or alignment not in _ALIGNMENTS:
+            raise InvalidData(f"its alignment is {alignment}, expected a power of two")
+        self._alignment = alignment
+        found = dict(self._tensor(keys) for _ in range(tensors))
+        self._check_sizes(tensors)
+        begin = -(-self._at // self._alignment) * self._alignment
+        placed = {name: one._replace(first=begin + one.first) for name, one in found.items()}
+        end = max(one.first + one.nbytes for one in placed.values())
+        if end > self._size:
+            raise InvalidData(f"its tensors end at byte {end} of {self._size}")
+        return GgufHeader(str(self._known.get(_ARCHITECTURE)), placed)
+
+    def _check_sizes(self, tensors: int) -> None:
+        """Hold what the model is said to be against its tensors: what is missing is made up."""
+        if not tensors:
+            raise InvalidData("it holds no tensors")
+        name = self._known.get(_ARCHITECTURE)
+        layers, width = (self._known.get(f"{name}.{key}") for key in _SIZES)
+        if not isinstance(layers, int) or not isinstance(width, int):
+            raise InvalidData(f"it does not say {' and '.join(_SIZES)} of its architecture {name}")
+        if not 1 <= layers <= tensors or width not in self._lengths:
+            raise InvalidData(f"its {tensors} tensors are not {layers} layers of width {width}")
+        inner = self._known.get(f"{name}.feed_forward_length", 0)
+        if isinstance(inner, int) and inner > _WIDEST * max(self._lengths):
+            raise InvalidData(f"its tensors are too small for a feed_forward_length of {inner}")
+
+    def _pair(self, keys: set[str]) -> None:
+        key = self._name(keys)
+        (kind,) = self._numbers("I")
+        begin = self._at
+        self._skip_value(kind)
+        if kind in _WHOLE:
+            self._known[key] = int.from_bytes(self._data[begin : self._at], "little")
+        elif kind == _STRING and key in (_ARCHITECTURE, _ALIGNMENT):
+            self._known[key] = self._data[begin + 8 : self._at].decode("utf-8")
+
+    def _skip_value(self, kind: int, depth: int = 0) -> None:
+        if kind in _NUMBERS:
+            self._skip(_NUMBERS[kind])
+        elif kind == _STRING:
+            self._skip(*self._numbers("Q"))
+        elif kind != _ARRAY:
+            raise InvalidData(f"it has a value of the unknown type {kind}")
+        elif depth == _MOST_NESTED:
+            raise InvalidData("it has arrays that are nested too deeply")
+        else:
+            inner, count = self._numbers("IQ")
+            if inner in _NUMBERS:
+                self._skip(count * _NUMBERS[inner])
+                return
+            self._require_room(count, 8, "entries of an array")
+            if inner == _STRING:
+                self._skip_strings(count)
+                return
+            for _ in range(count):
+                self._skip_value(inner, depth + 1)
+
+    def _tensor(self, names: set[str]) -> tuple[str, GgufTensor]:
+        """Its name, and what is said of it; places count from the first tensor's begin."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name = self._name(names)
+        (dimensions,) = self._numbers("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise InvalidData(f"the tensor {name} has {dimensions} dimensions")
+        shape = self._numbers(f"{dimensions}Q")
+        self._lengths.update(shape)
+        number, offset = self._numbers("IQ")
+        if number not in {int(entry) for entry in GGMLQuantizationType}:
+            raise InvalidData(f"the tensor {name} has the unknown type {number}")
+        kind = GGMLQuantizationType(number)
+        block, size = GGML_QUANT_SIZES[kind]
+        if (shape[0] if shape else 1) % block or offset % self._alignment:
+            raise InvalidData(f"the tensor {name} has a row or a place that does not fit its type")
+        nbytes = math.prod(shape) // block * size
+        return name, GgufTensor(tuple(reversed(shape)), kind.name, int(offset), nbytes)
+
+    def _name(self, taken: set[str]) -> str:
+        """A key's or tensor's name, noted in `taken`."""
+        (length,) = self._numbers("Q")
+        name = self._take(length).decode("utf-8")
+        if name in taken:
+            raise InvalidData(f"it names {name!r} twice")
+        taken.add(name)
+        return name
+
+    def _skip_strings(self, count: int) -> None:
+        """As `_skip_value` for each, ten times as fast: a vocabulary has 100,000."""
+        data, at, last = self._data, self._at, self._size - 8
+        length_at = struct.Struct("<Q").unpack_from
+        while count and at <= last:
+            at += 8 + length_at(data, at)[0]
+            count -= 1
+        if count or at > self._size:
+            raise InvalidData("it has a list of strings that does not end in the file")
+        self._at = at
+
+    def _numbers(self, layout: str) -> tuple[int, ...]:
+        layout = f"<{layout}"
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))
+
+    def _take(self, count: int) -> bytes:
+        begin = self._at
+        self._skip(count)
+        return self._data[begin : self._at]
+
+    def _skip(self, count: int) -> None:
+        self._require_room(count, 1, "bytes")
+        self._at += count
+
+    def _require_room(self, count: int, each: int, what: str) -> None:
+        left = self._size - self._at
+        if count * each > left:
+            raise InvalidData(f"it says that {count} {what} follow, where {left} bytes are left")
+
+
+# --- a model of its blocks ------------------------------------------------------------------------
+
+
+class _Family(NamedTuple):
+    """How llama.cpp's converter changed a family's tensors."""
+
+    interleaved: tuple[str, ...] = ()
+    """Linear layers whose outputs, by head, stand in pairs that are rotated together."""
+    added_to_norms: float = 0.0
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(interleaved=("attn_q", "attn_k")),
+    "qwen2": _Family(),
+    "qwen3": _Family(),
+    "phi3": _Family(),
+    "gemma2": _Family(added_to_norms=1.0),
+    "gemma3": _Family(added_to_norms=1.0),
+}
+"""By the architecture that files name."""
+
+
+def why_not(header: GgufHeader, dtype: torch.dtype, device: torch.device | None) -> str | None:
+    """The reason why this file is de-quantised, if there is one."""
+    if header.architecture not in _FAMILIES:
+        return f"{header.architecture} is not among {', '.join(_FAMILIES)}"
+    if not any(tensor.kind in FORMATS for tensor in header.tensors.values()):
+        return "none of its weights are in blocks that are known"
+    if device is None or device.type != "cpu":
+        return "blocks are for the CPU"
+    if dtype not in DTYPES:
+        return f"blocks give float32 and bfloat16, not {dtype}"
+    try:
+        library(dtype)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check_scales(gguf: Path, header: GgufHeader) -> None:
+    """Raise InvalidData for a block whose float16 scale is infinite, or no number."""
+    data = _mapped(gguf)
+    for name, tensor in header.tensors.items():
+        if tensor.kind not in FORMATS:
+            continue
+        kept = FORMATS[tensor.kind]
+        blocks = data[tensor.first : tensor.first + tensor.nbytes].view(-1, kept.nbytes)
+        exponents = blocks[:, [place + 1 for place in kept.scales]]
+        if bool(((exponents & 0x7C) == 0x7C).any()):
+            raise InvalidData(f"{name} has a scale that is not finite")
+
+
+def load(
+    gguf: Path, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """The model in `gguf`, in evaluation mode. Raises InvalidData for a file that does not fit."""
+    read = _Reader(_mapped(gguf), header, config, dtype)
+    model = assembled(config, dtype, attention, read.weight)
+    if read.others:
+        logger.debug(
+            "%s keeps some weights as %s, which are de-quantised", gguf.name, ", ".join(read.others)
+        )
+    return model
+
+
+class _Reader:
+    """The weights of one file, under transformers' names."""
+
+    def __init__(
+        self, data: Tensor, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype
+    ) -> None:
+        self._data, self._header, self._dtype = data, header, dtype
+        self._config: Any = config
+        self._family = _FAMILIES[header.architecture]
+        self._name = _names(header.architecture, self._config.num_hidden_layers)
+        self.others: set[str] = set()
+        """Formats that do not stay as they are."""
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """That of a parameter of this shape; None if the file has no such. Raises InvalidData."""
+        own = self._name(name)
+        tensor = self._header.tensors.get(own or "")
+        if own is None or tensor is None:
+            return None
+        if tensor.shape != shape:
+            raise InvalidData(f"{own} is {list(tensor.shape)}, expected {list(shape)}")
+        data = self._data[tensor.first : tensor.first + tensor.nbytes]
+        rows = self._rows(own, shape[0])
+        if tensor.kind in FORMATS and len(shape) == 2:
+            blocks = data.view(shape[0], -1)
+            return QuantisedWeight(blocks, FORMATS[tensor.kind], self._dtype, rows)
+        found = self._numbers(own, tensor, data)
+        return found if rows is None else found[rows]
+
+    def _numbers(self, name: str, tensor: GgufTensor, data: Tensor) -> Tensor:
+        """De-quantised, in the model's dtype."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        if tensor.kind not in ("F32", "F16", "BF16"):
+            self.others.add(tensor.kind)
+        try:
+            values = dequantize(data.numpy(), GGMLQuantizationType[tensor.kind])
+        except NotImplementedError as error:
+            raise InvalidData(f"{name} is {tensor.kind}, which nothing here can read") from error
+        found = torch.from_numpy(np.array(values, dtype=np.float32)).view(tensor.shape)
+        if not bool(found.isfinite().all()):
+            raise InvalidData(f"{name} holds numbers that are not finite")
+        if "norm" in name:
+            found = found - self._family.added_to_norms
+        return found.to(self._dtype)
+
+    def _rows(self, name: str, count: int) -> Tensor | None:
+        """Which row of the file each output is, where the converter moved them."""
+        part = name.split(".")[2] if name.startswith("blk.") else ""
+        if part not in self._family.interleaved:
+            return None
+        field = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}[part]
+        heads = getattr(self._config, field)
+        if count % (2 * heads):
+            raise InvalidData(f"{name} has {count} rows, which are not pairs of {heads} heads")
+        return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(kinds[architecture], layers)
+    return lambda name: names.get_name(name, try_suffixes=(".weight", ".bias"))
+
+
+def _mapped(gguf: Path) -> Tensor:
+    """All bytes of a file, read when somebody looks."""
+    return torch.from_file(str(gguf), shared=False, size=gguf.stat().st_size, dtype=torch.uint8)
