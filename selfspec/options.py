@@ -7,8 +7,8 @@ default. To add one: a class in its group, and its name in the group's table. Im
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from selfspec.errors import InvalidOption
-from selfspec.typed import annotations_of, check_keys, check_types, shown
+from selfspec.typed import annotations_of, check_keys, check_types, described, fits, shown
 
 # --- what all share -------------------------------------------------------------------------------
 
@@ -54,6 +54,10 @@ class Part:
 
     kind: ClassVar[str]
     """Its name on the command line."""
+    reads_confidence: ClassVar[bool] = False
+    """Of a controller: a token's confidence decides; such controllers know chains alone."""
+    reads_beliefs: ClassVar[bool] = False
+    """Of an acceptance rule: it looks at the whole distribution of each draft token."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for a value of another type, or out of its range."""
@@ -70,20 +74,17 @@ def check_fields(options: Any, prefix: str = "") -> None:
     An error names a field behind `prefix`. None is in every range.
     """
     kind: type = type(options)
-    hints = annotations_of(kind)
-    values = {entry.name: getattr(options, entry.name) for entry in fields(kind)}
-    check_types(
-        {prefix + name: value for name, value in values.items()},
-        {prefix + name: hints[name] for name in values},
-    )
-    for name, limit in ranges(kind).items():
-        value = values[name]
-        every = value if isinstance(value, tuple) and not limit.whole else (value,)
-        if not every:
-            raise InvalidOption(f"{prefix}{name} is empty, expected at least one value")
+    hints, limits = annotations_of(kind), ranges(kind)
+    for entry in fields(kind):
+        name, value = f"{prefix}{entry.name}", getattr(options, entry.name)
+        check_types({name: value}, {name: hints[entry.name]})
+        limit = limits.get(entry.name)
+        every = value if isinstance(value, tuple) and not (limit and limit.whole) else (value,)
+        if limit and not every:
+            raise InvalidOption(f"{name} is empty, expected at least one value")
         for one in every:
-            if one is not None and not limit.holds(one):
-                raise InvalidOption(f"{prefix}{name} is {one}, expected a value {limit.expected}")
+            if limit and one is not None and not limit.holds(one):
+                raise InvalidOption(f"{name} is {one}, expected a value {limit.expected}")
 
 
 def check_asked(part: Part) -> None:
@@ -231,7 +232,6 @@ class NoDrafts(Part):
 DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | Successors | NoDrafts]] = {
     one.kind: one for one in (Exit, Ngram, DraftModel, Successors, NoDrafts)
 }
-"""By name."""
 
 TOGETHER = (
     *("exit", "ngram", "draft-model", "successors", "none"),
@@ -276,15 +276,11 @@ class Fixed(Part):
     """The same length in every round."""
 
     kind: ClassVar[str] = "fixed"
-    reads_confidence: ClassVar[bool] = False
-    """Whether a token's confidence decides; such controllers know chains alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounded(Part):
     """A length that moves between bounds."""
-
-    reads_confidence: ClassVar[bool] = False
 
     shortest: Width = 1
     """gamma_min, k_min, at least 1: no draft is asked to be shorter."""
@@ -393,8 +389,6 @@ class Lossless(Part):
     """Greedy match, or speculative sampling: the output is the model's own."""
 
     kind: ClassVar[str] = "lossless"
-    reads_beliefs: ClassVar[bool] = False
-    """Whether it looks at the whole law of each draft token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,7 +396,6 @@ class Lenient(Part):
     """Speculative sampling that keeps more drafts. Lossy below a lenience of 1."""
 
     kind: ClassVar[str] = "lenient"
-    reads_beliefs: ClassVar[bool] = False
 
     lenience: Share = 0.6
     """In (0, 1]: a sampled draft stays when u < p / (q * lenience).
@@ -506,70 +499,26 @@ def members(hint: Any) -> tuple[Any, ...]:
 def typed(name: str, value: Any, hint: Any) -> Any:
     """`value` as `hint` says; text is parsed. Raises InvalidOption if no reading fits."""
     for member in members(hint):
-        try:
-            return _CONVERTERS[get_origin(member) or member](value, member)
-        except (TypeError, ValueError, OverflowError):
-            continue
-    expected = " or ".join(_described(member) for member in members(hint))
-    raise InvalidOption(f"{name} is {shown(value)}, expected {expected}")
+        found = _read(value, member)
+        if fits(found, member):
+            return found
+    raise InvalidOption(f"{name} is {shown(value)}, expected {described(hint)}")
 
 
-def _number(value: Any, member: Any) -> Any:
-    """Int or float; a whole number where the type is int, and never a bool."""
-    number = member(value)
-    if not math.isfinite(number):
-        raise ValueError(value)
-    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
-        raise ValueError(value)
-    return number
-
-
-def _exactly(value: Any, member: Any) -> Any:
-    if not isinstance(value, member):
-        raise TypeError(value)
+def _read(value: Any, member: Any) -> Any:
+    """As one type wants it: text with commas or slashes is a tuple, one item a list of its own."""
+    kind = get_origin(member) or member
+    if kind in (tuple, list):
+        text = isinstance(value, str) and kind is tuple
+        items = re.split("[,/]", value) if text else value
+        items = items if isinstance(items, list | tuple) else [items]
+        return kind(_read(item, get_args(member)[0]) for item in items)
+    if kind is types.NoneType:
+        return None if str(value).lower() == "none" else value
+    if kind in (int, float) and isinstance(value, str | int) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            return kind(value)
     return value
-
-
-def _sequence(value: Any, member: Any) -> Any:
-    """A list or tuple, text with commas or slashes, or one item on its own."""
-    entry, *_ = get_args(member)
-    container = get_origin(member)
-    items: Sequence[Any]
-    if isinstance(value, str):
-        items = re.split("[,/]", value) if container is tuple else [value]
-    else:
-        items = value if isinstance(value, list | tuple) else [value]
-    if not items:
-        raise ValueError(value)
-    return container(_CONVERTERS[entry](item, entry) for item in items)
-
-
-def _nothing(value: Any, _member: Any) -> None:
-    if str(value).lower() != "none":
-        raise TypeError(value)
-
-
-_CONVERTERS: dict[Any, Callable[[Any, Any], Any]] = {
-    bool: _exactly,
-    str: _exactly,
-    dict: _exactly,
-    int: _number,
-    float: _number,
-    tuple: _sequence,
-    list: _sequence,
-    types.NoneType: _nothing,
-}
-
-
-def _described(member: Any) -> str:
-    words = {
-        **{bool: "true or false", str: "text", int: "a whole number", float: "a number"},
-        dict: "names and values",
-        types.NoneType: "none",
-    }
-    if get_origin(member) in (tuple, list):
-        return f"a list (each {words[get_args(member)[0]]})"
-    return words[get_origin(member) or member]
 
 
 # --- options as text, `ngram:size=4+exit:layers=10/20`, and back ----------------------------------
@@ -590,17 +539,12 @@ def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) ->
     Raises InvalidOption.
     """
     found = []
-    for entry in _entries(group, value):
-        if isinstance(entry, Part):
-            if entry.kind not in kinds or not isinstance(entry, kinds[entry.kind]):
-                raise InvalidOption(
-                    f"{group} is {shown(entry)}, expected one of {', '.join(kinds)}"
-                )
-            found.append(entry)
-        else:
-            kind, settings = entry
-            check_keys([kind], kinds, group)
-            found.append(changed(present[kind], settings))
+    for kind, settings in _entries(group, value):
+        if isinstance(settings, Part) and kinds.get(kind) is not type(settings):
+            expected = ", ".join(kinds)
+            raise InvalidOption(f"{group} is {shown(settings)}, expected one of {expected}")
+        check_keys([kind], kinds, group)
+        found.append(changed(present[kind], settings))
     return found
 
 
@@ -611,8 +555,8 @@ def changed(part: P, settings: Any) -> P:
     """
     if isinstance(settings, type(part)):
         return settings
-    hints = annotations_of(type(part))
-    names = _named(part.kind, settings)
+    made: type = type(part)
+    hints, names = annotations_of(made), _named(part.kind, settings)
     known = [entry.name for entry in fields(part)]  # type: ignore[arg-type]  # a dataclass
     if names and not known:
         raise InvalidOption(f"{part.kind} has no settings, found {shown(settings)}. Leave them out")
@@ -630,7 +574,7 @@ def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
     if group == "prices":
         return _named(group, below) | _named(group, above)
     first, second = (
-        {entry[0]: _named(*entry) for entry in _entries(group, value) if isinstance(entry, tuple)}
+        {kind: _named(kind, settings) for kind, settings in _entries(group, value)}
         for value in (below, above)
     )
     return {kind: first.get(kind, {}) | settings for kind, settings in second.items()}
@@ -663,14 +607,14 @@ def word(value: Any) -> str:
     return "/".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _entries(group: str, value: Any) -> Iterator[Part | tuple[str, Any]]:
-    """Objects, and kinds with their settings."""
+def _entries(group: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Kinds with their settings: text, a mapping, None, or an object that has them all."""
     if isinstance(value, Part):
-        yield value
+        yield value.kind, value
     elif isinstance(value, str):
         for piece in _JOIN.split(value):
-            kind, colon, settings = piece.partition(":")
-            yield kind.strip().replace("_", "-"), settings if colon else None
+            kind, _, settings = piece.partition(":")
+            yield kind.strip().replace("_", "-"), settings if ":" in piece else None
     elif isinstance(value, Mapping) and value:
         for kind, settings in value.items():
             yield str(kind).strip().replace("_", "-"), settings
