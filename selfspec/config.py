@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from selfspec.errors import InvalidOption
 from selfspec.options import (
-    ACCEPTANCE,
-    CONTROLLERS,
-    DRAFTERS,
+    KINDS,
     TOGETHER,
     Acceptance,
     Bounded,
@@ -25,7 +23,6 @@ from selfspec.options import (
     Easd,
     Exit,
     Fixed,
-    Kinds,
     Lenient,
     Lossless,
     Ngram,
@@ -204,12 +201,12 @@ class SpeculationOptions:
         found = dict(values)
         for name in (name for name in ("prices", *_SETTINGS) if name in values):
             found[name] = changed(getattr(self, name), values[name])
-        for name in (name for name in _KINDS if name in values):
-            kept = {kind: (vars(self) | found).get(_field(kind)) for kind in _KINDS[name]}
-            present = {kind: kept[kind] or made() for kind, made in _KINDS[name].items()}
+        for name in (name for name in KINDS if name in values):
+            kept = {kind: (vars(self) | found).get(_field(kind)) for kind in KINDS[name]}
+            present = {kind: kept[kind] or made() for kind, made in KINDS[name].items()}
             if name != "drafter":
                 present[getattr(self, name).kind] = getattr(self, name)
-            parts = parsed(name, values[name], _KINDS[name], present)
+            parts = parsed(name, values[name], KINDS[name], present)
             if name == "drafter":
                 found[name] = "+".join(part.kind for part in parts)
                 check_keys([found[name]], TOGETHER, name)
@@ -255,13 +252,6 @@ def _field(kind: str) -> str:
 _SETTINGS = ("exit", "ngram", "draft_model", "successors", "easd")
 """Fields that keep settings of one kind, whichever is in use."""
 
-_KINDS: dict[str, Kinds] = {
-    "drafter": DRAFTERS,
-    "controller": CONTROLLERS,
-    "acceptance": ACCEPTANCE,
-}
-"""Options that are of one kind of several, or for drafters of two."""
-
 OPTION_NAMES = tuple(
     entry.name for entry in fields(SpeculationOptions) if entry.name not in _SETTINGS
 )
@@ -288,15 +278,6 @@ def check_request(values: Mapping[str, Any]) -> None:
     for part in (*asked._drafters(), asked.controller):
         check_asked(part)
 
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""Of weights, by torch's names."""
-
-ATTENTIONS = ("sdpa", "eager")
-"""Implementations of attention that models are loaded with."""
-
-EXECUTORS = ("auto", "fused", "cuda-graph", "generic")
-"""What runs layers: `auto` is the best of those behind it."""
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Tokens to generate where neither the caller nor the model says."""

@@ -300,9 +300,9 @@ def _named(path: str | Path) -> Path:
     if "\0" in str(path):
         raise CannotWrite(f"the output's name {str(path)!r} holds a zero byte. Name another one")
     try:
-        return Path(path).expanduser()
-    except RuntimeError as error:  # ~ of somebody who is not here
-        raise CannotWrite(f"there is no home folder for {path}. Name another place") from error
+        return local_path(path)
+    except InvalidOption as error:
+        raise CannotWrite(f"{error}. Name another place") from error
 
 
 def _refuse_special(path: Path) -> None:

@@ -459,6 +459,16 @@ ACCEPTANCE: dict[str, type[Acceptance]] = {
 """By name."""
 
 
+Kinds = Mapping[str, type[Part]]
+
+KINDS: dict[str, Kinds] = {
+    "drafter": DRAFTERS,
+    "controller": CONTROLLERS,
+    "acceptance": ACCEPTANCE,
+}
+"""Options that are of one kind of several (drafters: of two together), by name."""
+
+
 # --- what drafts cost, as shares of a step of one row ---------------------------------------------
 
 
@@ -526,8 +536,6 @@ def _read(value: Any, member: Any) -> Any:
 
 P = TypeVar("P", bound=Part)
 
-Kinds = Mapping[str, type[Part]]
-
 _JOIN = re.compile(r"\+(?=\s*[A-Za-z])")
 """A plus in front of a name; not that of 1e+3."""
 
@@ -555,8 +563,7 @@ def changed(part: P, settings: Any) -> P:
     """
     if isinstance(settings, type(part)):
         return settings
-    made: type = type(part)
-    hints, names = annotations_of(made), _named(part.kind, settings)
+    hints, names = annotations_of(type(part)), _named(part.kind, settings)
     known = [entry.name for entry in fields(part)]  # type: ignore[arg-type]  # a dataclass
     if names and not known:
         raise InvalidOption(f"{part.kind} has no settings, found {shown(settings)}. Leave them out")

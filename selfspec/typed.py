@@ -38,9 +38,13 @@ _TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), A
 """Names in annotations that need torch: whoever uses such a value checks it."""
 
 
-@functools.cache
 def annotations_of(options: type) -> dict[str, Any]:
     """Type hints of a class of options; what only torch knows is Any."""
+    return _annotations(options)
+
+
+@functools.cache
+def _annotations(options: type) -> dict[str, Any]:
     return get_type_hints(options, localns=_TORCH_CLASSES)
 
 
@@ -126,6 +130,8 @@ def described(hint: Any) -> str:
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(described(member) for member in inner)
+    if origin is Literal:
+        return " or ".join(map(str, inner))
     if origin in (list, tuple):
         kinds = dict.fromkeys(entry for entry in inner if entry is not Ellipsis)
         several = [_WORDS.get(kind, (described(kind),) * 2)[1] for kind in kinds]

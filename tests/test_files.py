@@ -28,12 +28,6 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_file_is_written_with_the_folders_around_it(tmp_path: Path) -> None:
-    files.write(tmp_path / "a" / "b" / "file.txt", "words\n")
-    assert snapshot(tmp_path).keys() == {"a", "a/b", "a/b/file.txt"}
-    assert (tmp_path / "a/b/file.txt").read_text() == "words\n"
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, OSError])
 def test_an_error_while_writing_leaves_what_was_there(
     ours: Path, error: type[BaseException]

@@ -113,7 +113,7 @@ def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file
     [
         ("pinned_row: 3", "Did you mean pinned_rows?"),
         ("max_draft_tokens: 3", "'max_draft_tokens'. Did you mean max_new_tokens?"),
-        ("pinned: 1", "pinned is 1, expected true or false"),
+        ("pinned: 1", "pinned is 1, expected True or False"),
         ("pinned_rows: 2.5", "pinned_rows is 2.5, expected a whole number"),
         ("drafter: [ngram]", r"drafter is \['ngram'\], expected text or names and values"),
         ("max_new_tokens: -1", "max_new_tokens is -1, expected at least 1"),
@@ -159,8 +159,8 @@ def test_the_default_file_stands_below_all_others(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     file = tmp_path / "home" / "selfspec" / "config.yaml"
     file.parent.mkdir(parents=True)
-    # of these, output is a key of other commands
-    file.write_text("seed: 1\ntop_k: 2\nmin_p: 0.5\noutput: x\ndrafter: ngram:size=2\n")
+    # of these, epochs is a key of other commands
+    file.write_text("seed: 1\ntop_k: 2\nmin_p: 0.5\nepochs: 1\ndrafter: ngram:size=2\n")
     given = config("top_k: 3\nmin_p: 0.25\ndrafter: ngram:max_tokens=4\n")
     assert main(["generate", "--config", str(given), "--min-p", "0.1", "hi"]) == 0
     assert speculator.given == {"seed": 1, "top_k": 3, "min_p": 0.1, "raw": False}

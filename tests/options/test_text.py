@@ -190,6 +190,7 @@ def test_easd_as_text_starts_where_the_heads_say() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"draftr": "exit"}, "unknown option 'draftr'. Did you mean drafter?"),
         ({"drafter": "exits"}, "unknown drafter 'exits'. Did you mean exit?"),
         ({"drafter": "exit+ngram"}, "unknown drafter 'exit+ngram'. Did you mean ngram?"),
         ({"drafter": "exit:treshold=1"}, "unknown setting of exit: 'treshold'. Did you mean"),
