@@ -13,7 +13,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from selfspec import files
 from selfspec.cli import base
@@ -60,23 +60,18 @@ def chat(*, asked: Asked) -> None:
                 talk.take(line)
 
 
-class Command(NamedTuple):
-    """What may stand behind its name (in brackets: need not), what it does, and how."""
+Act = Callable[["Chat", str], None]
 
-    takes: str
-    text: str
-    act: Callable[[Chat, str], None]
+COMMANDS: dict[str, tuple[str, str, Act]] = {}
+"""By name: what may stand behind it (in brackets: need not), what it does, and how."""
 
 
-COMMANDS: dict[str, Command] = {}
-
-
-def _command(usage: str, text: str) -> Callable[[Callable[[Chat, str], None]], Any]:
+def _command(usage: str, text: str) -> Callable[[Act], Act]:
     """Makes a method of `Chat` what a line with a slash does."""
-    name, _, takes = usage.partition(" ")
 
-    def known(act: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
-        COMMANDS[name] = Command(takes, text, act)
+    def known(act: Act) -> Act:
+        name, _, takes = usage.partition(" ")
+        COMMANDS[name] = takes, text, act
         return act
 
     return known
@@ -115,12 +110,12 @@ class Chat:
                 return
             name, _, rest = line.partition(" ")
             check_keys([name], COMMANDS, "command")
-            command, given = COMMANDS[name], rest.strip()
-            if given and not command.takes:
+            (takes, _, act), given = COMMANDS[name], rest.strip()
+            if given and not takes:
                 raise InvalidOption(f"{name} takes nothing behind it. Leave {given!r} out")
-            if not given and command.takes.isalpha():
-                raise InvalidOption(f"{name} needs a {command.takes.lower()}. Name one")
-            command.act(self, given)
+            if not given and takes.isalpha():
+                raise InvalidOption(f"{name} needs a {takes.lower()}. Name one")
+            act(self, given)
         except SelfspecError as error:
             base.complain(error)
         except KeyboardInterrupt:  # beside an answer: a command is stopped, the chat goes on
@@ -188,8 +183,8 @@ class Chat:
         from rich.text import Text
 
         grid = Table.grid(padding=(0, 2, 0, 0))
-        for name, command in COMMANDS.items():
-            grid.add_row(Text(f"{name} {command.takes}"), Text(command.text))
+        for name, (takes, text, _act) in COMMANDS.items():
+            grid.add_row(Text(f"{name} {takes}"), Text(text))
         base.emit(base.rendered(grid))
         self.writer.line(_KEYS)
         if self.writer.colour:

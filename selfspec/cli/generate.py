@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -238,7 +238,11 @@ _NEAR = 0.05
 
 
 @with_flags(*LOADING, *SPECULATION, *(flag for flag in GENERATION if flag.name == "max_new_tokens"))
-def demo(prompt: base.Prompt = _PROMPT, *, asked: Asked) -> None:
+def demo(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The question.")] = _PROMPT,
+    *,
+    asked: Asked,
+) -> None:
     """Compare with Hugging Face's generate. Both answer one prompt, one after the other.
 
     In float32 unless --dtype says otherwise: with fewer digits, near ties between tokens may fall
