@@ -373,9 +373,10 @@ def _sweep(path: Path, *, alone: bool = False) -> None:
     """Remove what killed processes left under temporary names of `path`.
 
     A folder that was moved aside and never replaced comes back first. `alone`: nobody else writes
-    there now, so whatever its age.
+    there now, so whatever its age, and those of files that stand beside an output (`.partial`).
     """
-    ours = re.compile(rf"\.{re.escape(path.name[:100])}\.\w+\.new")
+    more = r"(\w+\.)*" if alone else ""
+    ours = re.compile(rf"\.{re.escape(path.name[:100])}\.{more}\w+\.new")
     found = [left for left in path.parent.glob(".*.new") if ours.fullmatch(left.name)]
     if alone and path.is_dir():
         found += [*path.glob(".*.new"), *path.glob("*/.*.new")]

@@ -59,6 +59,10 @@ class Part:
     reads_beliefs: ClassVar[bool] = False
     """Of an acceptance rule: it looks at the whole distribution of each draft token."""
 
+    def __init_subclass__(cls, kind: str = "") -> None:
+        if kind:
+            cls.kind = kind
+
     def __post_init__(self) -> None:
         """Raise InvalidOption for a value of another type, or out of its range."""
         for entry in fields(self):  # type: ignore[arg-type]  # all subclasses are dataclasses
@@ -127,10 +131,8 @@ Probability = Annotated[float, PROBABILITY]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exit(Part):
+class Exit(Part, kind="exit"):
     """Exit heads on shallow layers."""
-
-    kind: ClassVar[str] = "exit"
 
     layers: Annotated[tuple[int, ...] | None, LAYER] = None
     """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
@@ -178,10 +180,8 @@ class Exit(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ngram(Part):
+class Ngram(Part, kind="ngram"):
     """Text already seen."""
-
-    kind: ClassVar[str] = "ngram"
 
     size: Annotated[int, between(1, 16, request=8)] = 4
     """Longest n-gram that is looked up, 1 to 16; the longest that is found decides.
@@ -197,20 +197,16 @@ class Ngram(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModel(Part):
+class DraftModel(Part, kind="draft-model"):
     """A second, smaller model."""
-
-    kind: ClassVar[str] = "draft-model"
 
     max_tokens: Width = 6
     """W_max, at least 1: drafts per round, or where a controller starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Successors(Part):
+class Successors(Part, kind="successors"):
     """What verification found likely behind the same tokens before, in this text or another."""
-
-    kind: ClassVar[str] = "successors"
 
     max_tokens: Width = 6
     """Longest path of a tree, at least 1."""
@@ -223,10 +219,8 @@ class Successors(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoDrafts(Part):
+class NoDrafts(Part, kind="none"):
     """Nothing is drafted."""
-
-    kind: ClassVar[str] = "none"
 
 
 DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | Successors | NoDrafts]] = {
@@ -272,10 +266,8 @@ class Ensemble(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed(Part):
+class Fixed(Part, kind="fixed"):
     """The same length in every round."""
-
-    kind: ClassVar[str] = "fixed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,17 +295,14 @@ class Bounded(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heuristic(Bounded):
+class Heuristic(Bounded, kind="heuristic"):
     """Two more after a round that was kept, else one less."""
-
-    kind: ClassVar[str] = "heuristic"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threshold(Part):
+class Threshold(Part, kind="threshold"):
     """A fixed length, cut short behind an unsure draft."""
 
-    kind: ClassVar[str] = "threshold"
     reads_confidence: ClassVar[bool] = True
 
     threshold: Probability = 0.4
@@ -324,10 +313,8 @@ class Threshold(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GammaTune(Bounded):
+class GammaTune(Bounded, kind="gammatune"):
     """An exponential mean of accepted lengths."""
-
-    kind: ClassVar[str] = "gammatune"
 
     rate: Share = 0.3
     """eta, in (0, 1]: weight of the newest round in the mean.
@@ -343,10 +330,9 @@ class GammaTune(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GammaTunePlus(GammaTune):
+class GammaTunePlus(GammaTune, kind="gammatune-plus"):
     """GammaTune that also stops behind an unsure draft."""
 
-    kind: ClassVar[str] = "gammatune-plus"
     reads_confidence: ClassVar[bool] = True
 
     threshold: Probability = 0.4
@@ -357,10 +343,9 @@ class GammaTunePlus(GammaTune):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CmAsdLength(Bounded, Ensemble):
+class CmAsdLength(Bounded, Ensemble, kind="cm-asd"):
     """As long as the drafter is confident."""
 
-    kind: ClassVar[str] = "cm-asd"
     reads_confidence: ClassVar[bool] = True
 
     scale: Share = 1.0
@@ -385,17 +370,13 @@ READINGS = ("intent", "paper")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lossless(Part):
+class Lossless(Part, kind="lossless"):
     """Greedy match, or speculative sampling: the output is the model's own."""
-
-    kind: ClassVar[str] = "lossless"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lenient(Part):
+class Lenient(Part, kind="lenient"):
     """Speculative sampling that keeps more drafts. Lossy below a lenience of 1."""
-
-    kind: ClassVar[str] = "lenient"
 
     lenience: Share = 0.6
     """In (0, 1]: a sampled draft stays when u < p / (q * lenience).
@@ -405,10 +386,9 @@ class Lenient(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CmAsd(Ensemble):
+class CmAsd(Ensemble, kind="cm-asd"):
     """Drafts close to the model's best token stay. Lossy."""
 
-    kind: ClassVar[str] = "cm-asd"
     reads_beliefs: ClassVar[bool] = True
 
     reading: Annotated[str, Range(READINGS.__contains__, "intent or paper")] = "intent"
@@ -435,10 +415,9 @@ class CmAsd(Ensemble):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Easd(Part):
+class Easd(Part, kind="easd"):
     """No drafts where both models waver between the same tokens. Lossy."""
 
-    kind: ClassVar[str] = "easd"
     reads_beliefs: ClassVar[bool] = True
 
     entropy: Annotated[float | None, AMOUNT] = None
@@ -473,10 +452,8 @@ KINDS: dict[str, Kinds] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prices(Part):
+class Prices(Part, kind="prices"):
     """Shares of a step."""
-
-    kind: ClassVar[str] = "prices"
 
     row: Annotated[float | tuple[float, ...] | None, PROBABILITY] = None
     """What one more row adds to a verification, in [0, 1]: the second, the third and so on, as far
