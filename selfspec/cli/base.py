@@ -13,6 +13,7 @@ import functools
 import inspect
 import io
 import itertools
+import json
 import logging
 import os
 import re
@@ -607,6 +608,20 @@ def emit(text: str) -> None:
         raise CannotWrite(f"cannot write standard output: {error.strerror}") from error
 
 
+def emit_facts(facts: Mapping[str, Any], *, as_json: bool) -> None:
+    """One JSON value, or a line for each."""
+    width = max(map(len, facts))
+    lines = [f"{name:<{width}}  {words(value)}\n" for name, value in facts.items()]
+    emit(json.dumps(facts) + "\n" if as_json else "".join(lines))
+
+
+def words(value: Any) -> str:
+    """A value on one line; lists without brackets."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
 def note(text: str) -> None:
     """Write a line that is not a result."""
     typer.echo(text, err=True)
@@ -618,9 +633,9 @@ _LONGEST_LINE = 2000
 
 def complain(error: SelfspecError | str) -> None:
     """Write an error as its one line, without what would move a terminal's cursor."""
-    words = " ".join(str(error).split())
-    words = words if len(words) <= _LONGEST_LINE else f"{words[:_LONGEST_LINE]} …"
-    note("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words))
+    line = " ".join(str(error).split())
+    line = line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} …"
+    note("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
 def statistics(answer: Generation, kind: Stats) -> str:

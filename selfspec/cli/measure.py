@@ -653,13 +653,7 @@ def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     if loading:
         about, speed = _model_facts(loading)
         facts |= about | ({"speed": speed.to_dict()} if as_json else speed_lines(speed))
-    if as_json:
-        base.emit(json.dumps(facts) + "\n")
-        return
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        words = ", ".join(value) or "none" if isinstance(value, list) else value
-        base.emit(f"{name:<{width}}  {words}\n")
+    base.emit_facts(facts, as_json=as_json)
 
 
 def machine() -> dict[str, Any]:

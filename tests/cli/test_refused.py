@@ -297,35 +297,41 @@ def test_a_value_out_of_range_is_refused(
     refused([*GENERATE, "--heads", "logit-lens", flag, value], place, capsys)
 
 
-YAML = {
-    "nested aliases": BOMB,
-    "a tag": "model: !!python/object/apply:os.system [touch owned]",
-    "a list": "- model\n- heads\n",
-    "the same key": "max_new_tokens: 3\nmax-new-tokens: 4\n",
-    "an unknown key": "max_new_token: 3\n",
-    "a number as key": "1: 2\n",
-    "a list for a number": "max_new_tokens: [3]\n",
-    "text for a number": "max_new_tokens: many\n",
-    "a number for text": "model: 3\n",
-    "null for text": "model: null\n",
-    "a set": "drafter: {exit: {layers: !!set {2, 4}}}\n",
-    "not a number": "temperature: .nan\n",
-    "a huge number": "drafter: {exit: {layers: 1" + "0" * 4000 + "}}\n",
-    "a zero byte": 'model: "a\\0b"\n',
-    "half a character": 'model: "\\ud800"\n',
-    "an escape": 'model: "\\e[2J"\n',
-    "an empty list": "drafter: {exit: {layers: []}}\n",
-}
+YAML = [
+    (BOMB, "has the alias"),
+    ("model: !!python/object/apply:os.system [touch owned]", "is not YAML"),
+    ("- model\n- heads\n", "expected `option: value` lines"),
+    ("max_new_tokens: 3\nmax-new-tokens: 4\n", "has a key twice"),
+    ("max_new_token: 3\n", "Did you mean max_new_tokens?"),
+    ("pinned_row: 3\n", "Did you mean pinned_rows?"),
+    ("max_draft_tokens: 3\n", "'max_draft_tokens'. Did you mean max_new_tokens?"),
+    ("1: 2\n", "unknown key"),
+    ("max_new_tokens: [3]\n", "max_new_tokens is [3], expected a whole number"),
+    ("max_new_tokens: many\n", "max_new_tokens is 'many', expected a whole number"),
+    ("max_new_tokens: -1\n", "max_new_tokens is -1, expected at least 1"),
+    ("pinned: 1\n", "pinned is 1, expected True or False"),
+    ("pinned_rows: 2.5\n", "pinned_rows is 2.5, expected a whole number"),
+    ("model: 3\n", "model is 3, expected text"),
+    ("model: null\n", "model is None, expected text"),
+    ("drafter: [ngram]\n", "drafter is ['ngram'], expected text or names and values"),
+    ("drafter: {exit: {layers: !!set {2, 4}}}\n", ""),
+    ("drafter: {exit: {layers: 1" + "0" * 4000 + "}}\n", ""),
+    ("drafter: {exit: {layers: []}}\n", "exit:layers is empty"),
+    ("temperature: .nan\n", "temperature is nan, expected a finite number"),
+    ('model: "a\\0b"\n', ""),
+    ('model: "\\ud800"\n', ""),
+    ('model: "\\e[2J"\n', ""),
+]
 
 
-@pytest.mark.parametrize("kind", YAML)
+@pytest.mark.parametrize(("text", "words"), YAML)
 def test_a_config_that_says_nothing_is_refused(
-    kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, words: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.yaml").write_text(YAML[kind])
-    flags = [] if "model" in YAML[kind] else ["--model", "model", "--dtype", "float32"]
+    (tmp_path / "config.yaml").write_text(text)
+    flags = [] if "model" in text else ["--model", "model", "--dtype", "float32"]
     config = ["--config", str(tmp_path / "config.yaml")]
-    refused(["generate", "a", "--heads", "logit-lens", *flags, *config], place, capsys)
+    refused(["generate", "a", "--heads", "logit-lens", *flags, *config], place, capsys, words)
 
 
 # --- what is named as a file and is none

@@ -134,7 +134,7 @@ def test_values_at_the_edge_of_their_range_are_kept(made: type, values: dict[str
     assert {name: getattr(options, name) for name in values} == values
 
 
-PARTS = [part for kinds in KINDS.values() for part in kinds.values()]
+PARTS: list[Any] = [part for kinds in KINDS.values() for part in kinds.values()]
 NUMBERS: list[tuple[Any, str]] = [
     (kind, name)
     for kind in (*PARTS, Prices, SpeculationOptions)
