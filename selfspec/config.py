@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from selfspec.errors import InvalidOption
 from selfspec.options import (
-    ACCEPTANCE,
-    CONTROLLERS,
-    DRAFTERS,
+    KINDS,
     TOGETHER,
     Acceptance,
     Bounded,
@@ -25,12 +23,9 @@ from selfspec.options import (
     Easd,
     Exit,
     Fixed,
-    Kinds,
     Lenient,
     Lossless,
     Ngram,
-    NoDrafts,
-    Part,
     Prices,
     Successors,
     as_text,
@@ -202,10 +197,26 @@ class SpeculationOptions:
         """The fields that `values` replace, each checked by itself. Raises InvalidOption."""
         if not isinstance(values, Mapping):
             raise InvalidOption(f"options are {shown(values)}, expected names and values")
-        check_keys(values, _FIELDS, "option")
-        found = {name: value for name, value in values.items() if name not in _PARTS}
-        for name in (name for name in _PARTS if name in values):
-            found |= _PARTS[name](name, values[name], {**vars(self), **found})
+        check_keys(values, vars(self), "option")
+        found = dict(values)
+        for name in (name for name in ("prices", *_SETTINGS) if name in values):
+            found[name] = changed(getattr(self, name), values[name])
+        for name in (name for name in KINDS if name in values):
+            kept = {kind: (vars(self) | found).get(_field(kind)) for kind in KINDS[name]}
+            present = {kind: kept[kind] or made() for kind, made in KINDS[name].items()}
+            if name != "drafter":
+                present[getattr(self, name).kind] = getattr(self, name)
+            parts = parsed(name, values[name], KINDS[name], present)
+            if name == "drafter":
+                found[name] = "+".join(part.kind for part in parts)
+                check_keys([found[name]], TOGETHER, name)
+                found |= {_field(part.kind): part for part in parts if part.kind != "none"}
+            elif len(parts) != 1:
+                raise InvalidOption(
+                    f"{name} is {shown(values[name])}, expected one kind. Leave the others out"
+                )
+            else:
+                found[name] = parts[0]
         return found
 
     def described(self) -> dict[str, Any]:
@@ -225,7 +236,7 @@ class SpeculationOptions:
         built_in = SpeculationOptions()
         usual = built_in.described()
         idle = [part for part in self._drafters() if not self.uses(part.kind)]
-        kept = {_field(type(part)): settings_text(part) for part in (*idle, self.easd)}
+        kept = {_field(part.kind): settings_text(part) for part in (*idle, self.easd)}
         found = {name: value for name, value in kept.items() if value}
         return found | {k: v for k, v in self.described().items() if v != usual.get(k)}
 
@@ -233,57 +244,16 @@ class SpeculationOptions:
         return self.ngram, self.exit, self.draft_model, self.successors
 
 
-_Fields = dict[str, Any]
-
-
-def _settings(name: str, value: Any, present: _Fields) -> _Fields:
-    """Of one part, whichever is in use."""
-    return {name: changed(present[name], value)}
-
-
-def _drafter(name: str, value: Any, present: _Fields) -> _Fields:
-    """Which are in use, and their settings."""
-    now = {kind: present.get(_field(part), part()) for kind, part in DRAFTERS.items()}
-    found = parsed(name, value, DRAFTERS, now)
-    kinds = "+".join(part.kind for part in found)
-    check_keys([kinds], TOGETHER, name)
-    return {name: kinds} | {_field(type(part)): part for part in found if part.kind != "none"}
-
-
-def _one_of(kinds: Kinds) -> Callable[[str, Any, _Fields], _Fields]:
-    """A reader of an option that has one of several kinds."""
-
-    def read(name: str, value: Any, present: _Fields) -> _Fields:
-        own = {kind: present.get(_field(part), part()) for kind, part in kinds.items()}
-        found = parsed(name, value, kinds, own | {present[name].kind: present[name]})
-        if len(found) != 1:
-            raise InvalidOption(
-                f"{name} is {shown(value)}, expected one kind. Leave the others out"
-            )
-        return {name: found[0]}
-
-    return read
-
-
-def _field(kind: type[Part]) -> str:
+def _field(kind: str) -> str:
     """The field of SpeculationOptions for settings of a kind, if it has one."""
-    return kind.kind.replace("-", "_")
+    return kind.replace("-", "_")
 
 
-_OF_DRAFTERS = [_field(kind) for kind in DRAFTERS.values() if kind is not NoDrafts]
-
-_PARTS = {
-    **dict.fromkeys(("prices", *_OF_DRAFTERS, "easd"), _settings),
-    "drafter": _drafter,
-    "controller": _one_of(CONTROLLERS),
-    "acceptance": _one_of(ACCEPTANCE),
-}
-"""How options with settings of their own are read, in this order."""
-
-_FIELDS = frozenset(entry.name for entry in fields(SpeculationOptions))
+_SETTINGS = ("exit", "ngram", "draft_model", "successors", "easd")
+"""Fields that keep settings of one kind, whichever is in use."""
 
 OPTION_NAMES = tuple(
-    entry.name for entry in fields(SpeculationOptions) if entry.name not in (*_OF_DRAFTERS, "easd")
+    entry.name for entry in fields(SpeculationOptions) if entry.name not in _SETTINGS
 )
 """Keywords of `generate`, flags and keys of a YAML file. The other fields are reached by these."""
 
@@ -308,15 +278,6 @@ def check_request(values: Mapping[str, Any]) -> None:
     for part in (*asked._drafters(), asked.controller):
         check_asked(part)
 
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""Of weights, by torch's names."""
-
-ATTENTIONS = ("sdpa", "eager")
-"""Implementations of attention that models are loaded with."""
-
-EXECUTORS = ("auto", "fused", "cuda-graph", "generic")
-"""What runs layers: `auto` is the best of those behind it."""
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Tokens to generate where neither the caller nor the model says."""

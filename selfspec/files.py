@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
+import itertools
 import os
 import re
 import shutil
@@ -42,8 +42,8 @@ _OURS = re.compile(
 _MARK_WITHIN = 2048
 """Bytes in which every mark is whole."""
 
-_STALE_S = 60.0
-"""Age from which a temporary name of a process that is gone is cleared away."""
+_STALE_S = 86_400.0
+"""Age from which a temporary name is of a process that is gone, and cleared away."""
 
 _KINDS = (
     (stat.S_ISLNK, "a link"),
@@ -133,14 +133,13 @@ def refuse_inputs(outputs: Iterable[Path], reads: Iterable[object]) -> None:
     Values of `reads` that are no names are passed over; commas part several names.
     """
     texts = [str(value) for value in reads if isinstance(value, str | Path)]
-    names = {name for text in texts for name in (text, *text.split(","))}
-    for path in outputs:
-        for name in names:
-            with contextlib.suppress(OSError, ValueError, RuntimeError):  # names no file
-                if path.samefile(Path(name).expanduser()):
-                    raise CannotWrite(
-                        f"{path} is read by the same command, as {name}. Name another output"
-                    )
+    names = [name for text in texts for name in (text, *text.split(","))]
+    for path, name in itertools.product(outputs, names):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # names no file
+            if path.samefile(Path(name).expanduser()):
+                raise CannotWrite(
+                    f"{path} is read by the same command, as {name}. Name another output"
+                )
 
 
 def written_here(path: Path) -> bool:
@@ -301,9 +300,9 @@ def _named(path: str | Path) -> Path:
     if "\0" in str(path):
         raise CannotWrite(f"the output's name {str(path)!r} holds a zero byte. Name another one")
     try:
-        return Path(path).expanduser()
-    except RuntimeError as error:  # ~ of somebody who is not here
-        raise CannotWrite(f"there is no home folder for {path}. Name another place") from error
+        return local_path(path)
+    except InvalidOption as error:
+        raise CannotWrite(f"{error}. Name another place") from error
 
 
 def _refuse_special(path: Path) -> None:
@@ -354,8 +353,7 @@ def _room(path: Path) -> Iterator[Path]:
         _refuse_special(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         _sweep(path)
-        begin = f".{path.name[:100]}.{os.getpid()}."
-        room = Path(tempfile.mkdtemp(".new", begin, path.parent))
+        room = Path(tempfile.mkdtemp(".new", f".{path.name[:100]}.", path.parent))
         try:
             yield room
             _to_disk(path.parent)
@@ -371,40 +369,24 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode) & 0o777
 
 
-def _maker(room: Path) -> int | None:
-    """The number of the process that made a room; None for what is none."""
-    name = re.fullmatch(r"\..*\.([0-9]+)\.\w+\.new", room.name)
-    return None if name is None or room.is_symlink() else int(name[1])
-
-
 def _sweep(path: Path, *, alone: bool = False) -> None:
     """Remove what killed processes left under temporary names of `path`.
 
     A folder that was moved aside and never replaced comes back first. `alone`: nobody else writes
-    there now, so whatever its age, and whoever has the number of its process.
+    there now, so whatever its age, and those of files that stand beside an output (`.partial`).
     """
-    found = [*path.parent.glob(f".{glob.escape(path.name[:100])}.*.new")]
+    more = r"(\w+\.)*" if alone else ""
+    ours = re.compile(rf"\.{re.escape(path.name[:100])}\.{more}\w+\.new")
+    found = [left for left in path.parent.glob(".*.new") if ours.fullmatch(left.name)]
     if alone and path.is_dir():
         found += [*path.glob(".*.new"), *path.glob("*/.*.new")]
     for left in found:
         with contextlib.suppress(OSError):
-            maker = _maker(left)
-            if maker in (None, os.getpid()) or (_runs(maker) and not alone):
+            if left.is_symlink() or not (alone or time.time() - left.stat().st_mtime > _STALE_S):
                 continue
             if (left / _ASIDE).is_dir() and not path.exists():
                 (left / _ASIDE).rename(path)
-            if alone or time.time() - left.stat().st_mtime > _STALE_S:
-                shutil.rmtree(left)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+            shutil.rmtree(left)
 
 
 def _to_disk(path: Path) -> None:

@@ -7,8 +7,8 @@ default. To add one: a class in its group, and its name in the group's table. Im
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from selfspec.errors import InvalidOption
-from selfspec.typed import annotations_of, check_keys, check_types, shown
+from selfspec.typed import annotations_of, check_keys, check_types, described, fits, shown
 
 # --- what all share -------------------------------------------------------------------------------
 
@@ -54,6 +54,14 @@ class Part:
 
     kind: ClassVar[str]
     """Its name on the command line."""
+    reads_confidence: ClassVar[bool] = False
+    """Of a controller: a token's confidence decides; such controllers know chains alone."""
+    reads_beliefs: ClassVar[bool] = False
+    """Of an acceptance rule: it looks at the whole distribution of each draft token."""
+
+    def __init_subclass__(cls, kind: str = "") -> None:
+        if kind:
+            cls.kind = kind
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for a value of another type, or out of its range."""
@@ -70,20 +78,17 @@ def check_fields(options: Any, prefix: str = "") -> None:
     An error names a field behind `prefix`. None is in every range.
     """
     kind: type = type(options)
-    hints = annotations_of(kind)
-    values = {entry.name: getattr(options, entry.name) for entry in fields(kind)}
-    check_types(
-        {prefix + name: value for name, value in values.items()},
-        {prefix + name: hints[name] for name in values},
-    )
-    for name, limit in ranges(kind).items():
-        value = values[name]
-        every = value if isinstance(value, tuple) and not limit.whole else (value,)
-        if not every:
-            raise InvalidOption(f"{prefix}{name} is empty, expected at least one value")
+    hints, limits = annotations_of(kind), ranges(kind)
+    for entry in fields(kind):
+        name, value = f"{prefix}{entry.name}", getattr(options, entry.name)
+        check_types({name: value}, {name: hints[entry.name]})
+        limit = limits.get(entry.name)
+        every = value if isinstance(value, tuple) and not (limit and limit.whole) else (value,)
+        if limit and not every:
+            raise InvalidOption(f"{name} is empty, expected at least one value")
         for one in every:
-            if one is not None and not limit.holds(one):
-                raise InvalidOption(f"{prefix}{name} is {one}, expected a value {limit.expected}")
+            if limit and one is not None and not limit.holds(one):
+                raise InvalidOption(f"{name} is {one}, expected a value {limit.expected}")
 
 
 def check_asked(part: Part) -> None:
@@ -126,10 +131,8 @@ Probability = Annotated[float, PROBABILITY]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exit(Part):
+class Exit(Part, kind="exit"):
     """Exit heads on shallow layers."""
-
-    kind: ClassVar[str] = "exit"
 
     layers: Annotated[tuple[int, ...] | None, LAYER] = None
     """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
@@ -177,10 +180,8 @@ class Exit(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ngram(Part):
+class Ngram(Part, kind="ngram"):
     """Text already seen."""
-
-    kind: ClassVar[str] = "ngram"
 
     size: Annotated[int, between(1, 16, request=8)] = 4
     """Longest n-gram that is looked up, 1 to 16; the longest that is found decides.
@@ -196,20 +197,16 @@ class Ngram(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModel(Part):
+class DraftModel(Part, kind="draft-model"):
     """A second, smaller model."""
-
-    kind: ClassVar[str] = "draft-model"
 
     max_tokens: Width = 6
     """W_max, at least 1: drafts per round, or where a controller starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Successors(Part):
+class Successors(Part, kind="successors"):
     """What verification found likely behind the same tokens before, in this text or another."""
-
-    kind: ClassVar[str] = "successors"
 
     max_tokens: Width = 6
     """Longest path of a tree, at least 1."""
@@ -222,16 +219,13 @@ class Successors(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoDrafts(Part):
+class NoDrafts(Part, kind="none"):
     """Nothing is drafted."""
-
-    kind: ClassVar[str] = "none"
 
 
 DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | Successors | NoDrafts]] = {
     one.kind: one for one in (Exit, Ngram, DraftModel, Successors, NoDrafts)
 }
-"""By name."""
 
 TOGETHER = (
     *("exit", "ngram", "draft-model", "successors", "none"),
@@ -272,19 +266,13 @@ class Ensemble(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed(Part):
+class Fixed(Part, kind="fixed"):
     """The same length in every round."""
-
-    kind: ClassVar[str] = "fixed"
-    reads_confidence: ClassVar[bool] = False
-    """Whether a token's confidence decides; such controllers know chains alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounded(Part):
     """A length that moves between bounds."""
-
-    reads_confidence: ClassVar[bool] = False
 
     shortest: Width = 1
     """gamma_min, k_min, at least 1: no draft is asked to be shorter."""
@@ -307,17 +295,14 @@ class Bounded(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heuristic(Bounded):
+class Heuristic(Bounded, kind="heuristic"):
     """Two more after a round that was kept, else one less."""
-
-    kind: ClassVar[str] = "heuristic"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threshold(Part):
+class Threshold(Part, kind="threshold"):
     """A fixed length, cut short behind an unsure draft."""
 
-    kind: ClassVar[str] = "threshold"
     reads_confidence: ClassVar[bool] = True
 
     threshold: Probability = 0.4
@@ -328,10 +313,8 @@ class Threshold(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GammaTune(Bounded):
+class GammaTune(Bounded, kind="gammatune"):
     """An exponential mean of accepted lengths."""
-
-    kind: ClassVar[str] = "gammatune"
 
     rate: Share = 0.3
     """eta, in (0, 1]: weight of the newest round in the mean.
@@ -347,10 +330,9 @@ class GammaTune(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GammaTunePlus(GammaTune):
+class GammaTunePlus(GammaTune, kind="gammatune-plus"):
     """GammaTune that also stops behind an unsure draft."""
 
-    kind: ClassVar[str] = "gammatune-plus"
     reads_confidence: ClassVar[bool] = True
 
     threshold: Probability = 0.4
@@ -361,10 +343,9 @@ class GammaTunePlus(GammaTune):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CmAsdLength(Bounded, Ensemble):
+class CmAsdLength(Bounded, Ensemble, kind="cm-asd"):
     """As long as the drafter is confident."""
 
-    kind: ClassVar[str] = "cm-asd"
     reads_confidence: ClassVar[bool] = True
 
     scale: Share = 1.0
@@ -389,20 +370,13 @@ READINGS = ("intent", "paper")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lossless(Part):
+class Lossless(Part, kind="lossless"):
     """Greedy match, or speculative sampling: the output is the model's own."""
-
-    kind: ClassVar[str] = "lossless"
-    reads_beliefs: ClassVar[bool] = False
-    """Whether it looks at the whole law of each draft token."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lenient(Part):
+class Lenient(Part, kind="lenient"):
     """Speculative sampling that keeps more drafts. Lossy below a lenience of 1."""
-
-    kind: ClassVar[str] = "lenient"
-    reads_beliefs: ClassVar[bool] = False
 
     lenience: Share = 0.6
     """In (0, 1]: a sampled draft stays when u < p / (q * lenience).
@@ -412,10 +386,9 @@ class Lenient(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CmAsd(Ensemble):
+class CmAsd(Ensemble, kind="cm-asd"):
     """Drafts close to the model's best token stay. Lossy."""
 
-    kind: ClassVar[str] = "cm-asd"
     reads_beliefs: ClassVar[bool] = True
 
     reading: Annotated[str, Range(READINGS.__contains__, "intent or paper")] = "intent"
@@ -442,10 +415,9 @@ class CmAsd(Ensemble):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Easd(Part):
+class Easd(Part, kind="easd"):
     """No drafts where both models waver between the same tokens. Lossy."""
 
-    kind: ClassVar[str] = "easd"
     reads_beliefs: ClassVar[bool] = True
 
     entropy: Annotated[float | None, AMOUNT] = None
@@ -466,14 +438,22 @@ ACCEPTANCE: dict[str, type[Acceptance]] = {
 """By name."""
 
 
+Kinds = Mapping[str, type[Part]]
+
+KINDS: dict[str, Kinds] = {
+    "drafter": DRAFTERS,
+    "controller": CONTROLLERS,
+    "acceptance": ACCEPTANCE,
+}
+"""Options that are of one kind of several (drafters: of two together), by name."""
+
+
 # --- what drafts cost, as shares of a step of one row ---------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prices(Part):
+class Prices(Part, kind="prices"):
     """Shares of a step."""
-
-    kind: ClassVar[str] = "prices"
 
     row: Annotated[float | tuple[float, ...] | None, PROBABILITY] = None
     """What one more row adds to a verification, in [0, 1]: the second, the third and so on, as far
@@ -506,78 +486,32 @@ def members(hint: Any) -> tuple[Any, ...]:
 def typed(name: str, value: Any, hint: Any) -> Any:
     """`value` as `hint` says; text is parsed. Raises InvalidOption if no reading fits."""
     for member in members(hint):
-        try:
-            return _CONVERTERS[get_origin(member) or member](value, member)
-        except (TypeError, ValueError, OverflowError):
-            continue
-    expected = " or ".join(_described(member) for member in members(hint))
-    raise InvalidOption(f"{name} is {shown(value)}, expected {expected}")
+        found = _read(value, member)
+        if fits(found, member):
+            return found
+    raise InvalidOption(f"{name} is {shown(value)}, expected {described(hint)}")
 
 
-def _number(value: Any, member: Any) -> Any:
-    """Int or float; a whole number where the type is int, and never a bool."""
-    number = member(value)
-    if not math.isfinite(number):
-        raise ValueError(value)
-    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
-        raise ValueError(value)
-    return number
-
-
-def _exactly(value: Any, member: Any) -> Any:
-    if not isinstance(value, member):
-        raise TypeError(value)
+def _read(value: Any, member: Any) -> Any:
+    """As one type wants it: text with commas or slashes is a tuple, one item a list of its own."""
+    kind = get_origin(member) or member
+    if kind in (tuple, list):
+        text = isinstance(value, str) and kind is tuple
+        items = re.split("[,/]", value) if text else value
+        items = items if isinstance(items, list | tuple) else [items]
+        return kind(_read(item, get_args(member)[0]) for item in items)
+    if kind is types.NoneType:
+        return None if str(value).lower() == "none" else value
+    if kind in (int, float) and isinstance(value, str | int) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            return kind(value)
     return value
-
-
-def _sequence(value: Any, member: Any) -> Any:
-    """A list or tuple, text with commas or slashes, or one item on its own."""
-    entry, *_ = get_args(member)
-    container = get_origin(member)
-    items: Sequence[Any]
-    if isinstance(value, str):
-        items = re.split("[,/]", value) if container is tuple else [value]
-    else:
-        items = value if isinstance(value, list | tuple) else [value]
-    if not items:
-        raise ValueError(value)
-    return container(_CONVERTERS[entry](item, entry) for item in items)
-
-
-def _nothing(value: Any, _member: Any) -> None:
-    if str(value).lower() != "none":
-        raise TypeError(value)
-
-
-_CONVERTERS: dict[Any, Callable[[Any, Any], Any]] = {
-    bool: _exactly,
-    str: _exactly,
-    dict: _exactly,
-    int: _number,
-    float: _number,
-    tuple: _sequence,
-    list: _sequence,
-    types.NoneType: _nothing,
-}
-
-
-def _described(member: Any) -> str:
-    words = {
-        **{bool: "true or false", str: "text", int: "a whole number", float: "a number"},
-        dict: "names and values",
-        types.NoneType: "none",
-    }
-    if get_origin(member) in (tuple, list):
-        return f"a list (each {words[get_args(member)[0]]})"
-    return words[get_origin(member) or member]
 
 
 # --- options as text, `ngram:size=4+exit:layers=10/20`, and back ----------------------------------
 
 
 P = TypeVar("P", bound=Part)
-
-Kinds = Mapping[str, type[Part]]
 
 _JOIN = re.compile(r"\+(?=\s*[A-Za-z])")
 """A plus in front of a name; not that of 1e+3."""
@@ -590,17 +524,12 @@ def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) ->
     Raises InvalidOption.
     """
     found = []
-    for entry in _entries(group, value):
-        if isinstance(entry, Part):
-            if entry.kind not in kinds or not isinstance(entry, kinds[entry.kind]):
-                raise InvalidOption(
-                    f"{group} is {shown(entry)}, expected one of {', '.join(kinds)}"
-                )
-            found.append(entry)
-        else:
-            kind, settings = entry
-            check_keys([kind], kinds, group)
-            found.append(changed(present[kind], settings))
+    for kind, settings in _entries(group, value):
+        if isinstance(settings, Part) and kinds.get(kind) is not type(settings):
+            expected = ", ".join(kinds)
+            raise InvalidOption(f"{group} is {shown(settings)}, expected one of {expected}")
+        check_keys([kind], kinds, group)
+        found.append(changed(present[kind], settings))
     return found
 
 
@@ -611,8 +540,7 @@ def changed(part: P, settings: Any) -> P:
     """
     if isinstance(settings, type(part)):
         return settings
-    hints = annotations_of(type(part))
-    names = _named(part.kind, settings)
+    hints, names = annotations_of(type(part)), _named(part.kind, settings)
     known = [entry.name for entry in fields(part)]  # type: ignore[arg-type]  # a dataclass
     if names and not known:
         raise InvalidOption(f"{part.kind} has no settings, found {shown(settings)}. Leave them out")
@@ -630,7 +558,7 @@ def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
     if group == "prices":
         return _named(group, below) | _named(group, above)
     first, second = (
-        {entry[0]: _named(*entry) for entry in _entries(group, value) if isinstance(entry, tuple)}
+        {kind: _named(kind, settings) for kind, settings in _entries(group, value)}
         for value in (below, above)
     )
     return {kind: first.get(kind, {}) | settings for kind, settings in second.items()}
@@ -663,14 +591,14 @@ def word(value: Any) -> str:
     return "/".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _entries(group: str, value: Any) -> Iterator[Part | tuple[str, Any]]:
-    """Objects, and kinds with their settings."""
+def _entries(group: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Kinds with their settings: text, a mapping, None, or an object that has them all."""
     if isinstance(value, Part):
-        yield value
+        yield value.kind, value
     elif isinstance(value, str):
         for piece in _JOIN.split(value):
-            kind, colon, settings = piece.partition(":")
-            yield kind.strip().replace("_", "-"), settings if colon else None
+            kind, _, settings = piece.partition(":")
+            yield kind.strip().replace("_", "-"), settings if ":" in piece else None
     elif isinstance(value, Mapping) and value:
         for kind, settings in value.items():
             yield str(kind).strip().replace("_", "-"), settings

@@ -11,7 +11,6 @@ import functools
 import math
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -28,6 +27,7 @@ _WORDS: dict[Any, tuple[str, str]] = {
     int: ("a whole number", "whole numbers"),
     float: ("a finite number", "finite numbers"),
     str: ("text", "texts"),
+    dict: ("names and values", "names and values"),
     types.NoneType: ("None", "None"),
     Any: ("a value", "values"),
 }
@@ -52,20 +52,16 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
     """Raise InvalidOption at the first of `values` not in `known`, naming the nearest known one."""
     names = sorted(known)
     for key in values:
-        if key not in names:
-            near = _near(str(key), names)
-            hint = f"Known: {', '.join(names[:_MOST_LISTED])}"
-            if len(names) > _MOST_LISTED:
-                hint = f"Leave it out: it is like none of the {len(names)} known ones"
-            if near:
-                hint = f"Did you mean {' or '.join(near)}?"
-            raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
-
-
-def _near(key: str, names: list[str]) -> list[str]:
-    """Names that a person may have meant: those that begin as `key`, else alike ones."""
-    longer = [name for name in names if len(key) > 2 and name.startswith(f"{key}_")]
-    return longer or difflib.get_close_matches(key, names, n=1)
+        if key in names:
+            continue
+        # what a person may have meant: names that begin as the key, else an alike one
+        near = [name for name in names if len(key) > 2 and name.startswith(f"{key}_")]
+        near = near or difflib.get_close_matches(key, names, n=1)
+        hint = f"Known: {', '.join(names)}"
+        if len(names) > _MOST_LISTED:
+            hint = f"Leave it out: it is like none of the {len(names)} known ones"
+        hint = f"Did you mean {' or '.join(near)}?" if near else hint
+        raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
@@ -78,12 +74,10 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
 
 def require_types(record: Any) -> None:
     """Raise InvalidData unless each field of a dataclass holds what its annotation says."""
-    hints = get_type_hints(type(record))
-    for entry in fields(record):
-        value = getattr(record, entry.name)
-        if not fits(value, hints[entry.name]):
-            expected = described(hints[entry.name])
-            raise InvalidData(f"{entry.name} is {shown(value)}, expected {expected}")
+    try:
+        check_types(vars(record), get_type_hints(type(record)))
+    except InvalidOption as error:
+        raise InvalidData(str(error)) from error
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -96,25 +90,39 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, member) for member in inner)
     if origin is Literal:
         return value in inner
-    if _is_kind(origin, Mapping):
-        return isinstance(value, Mapping) and (
-            not inner or all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
-        )
-    if _is_kind(origin, Collection) and origin is not str:
-        return isinstance(value, list | tuple) and _all_fit(value, origin, inner)
-    if origin is Callable or origin is types.FunctionType:
+    if origin is Callable:
         return callable(value)
-    if hint is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
-    if hint is float:
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        return number and _finite(value)
+    if origin in (int, float):
+        kind = Integral if origin is int else Real
+        try:
+            return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+        except OverflowError:  # a whole number beyond every float
+            return origin is int
+    if hint is not Any and issubclass(origin, Collection) and origin is not str:
+        return _all_fit(value, origin, inner)
     return hint is Any or isinstance(value, origin)
+
+
+def _all_fit(values: Any, origin: type, inner: tuple[Any, ...]) -> bool:
+    """The same for a list or a mapping, and what is in it."""
+    if issubclass(origin, Mapping):
+        return isinstance(values, Mapping) and (
+            not inner or all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in values.items())
+        )
+    if not isinstance(values, list | tuple):
+        return False
+    if origin is tuple and inner and inner[-1] is not Ellipsis:
+        return len(values) == len(inner) and all(map(fits, values, inner))
+    return not inner or all(fits(value, inner[0]) for value in values)
 
 
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same with Python's own numbers for those of numpy, which transformers does not take."""
-    return {name: _plain(value) for name, value in values.items()}
+    plain = dict(values)
+    for name, value in values.items():
+        if isinstance(value, Real) and not isinstance(value, bool | int | float):
+            plain[name] = int(value) if isinstance(value, Integral) else float(value)
+    return plain
 
 
 def described(hint: Any) -> str:
@@ -122,6 +130,8 @@ def described(hint: Any) -> str:
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(described(member) for member in inner)
+    if origin is Literal:
+        return " or ".join(map(str, inner))
     if origin in (list, tuple):
         kinds = dict.fromkeys(entry for entry in inner if entry is not Ellipsis)
         several = [_WORDS.get(kind, (described(kind),) * 2)[1] for kind in kinds]
@@ -138,28 +148,3 @@ def shown(value: object) -> str:
     except Exception:  # noqa: BLE001  # the value may be of any class, with a repr that fails
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    return float(value) if isinstance(value, Real) else value
-
-
-def _is_kind(origin: Any, kind: type) -> bool:
-    return isinstance(origin, type) and issubclass(origin, kind)
-
-
-def _all_fit(values: list[Any] | tuple[Any, ...], origin: Any, inner: tuple[Any, ...]) -> bool:
-    if origin is tuple and inner and inner[-1] is not Ellipsis:
-        return len(values) == len(inner) and all(map(fits, values, inner))
-    return not inner or all(fits(value, inner[0]) for value in values)
-
-
-def _finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond every float
-        return False

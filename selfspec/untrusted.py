@@ -1,8 +1,9 @@
 """Reads files from outside with bounds, so that none can hang, fill memory or surprise.
 
 Comes in: a path. Goes out: text, or plain values of JSON and YAML. A file that is too large, too
-deep, or expands to too much (YAML's aliases) is refused before it is built. Called by everything
-that reads configs, records, lists and weights (GGUF files: `hub/gguf.py`).
+deep, or has aliases (a few lines of them stand for billions of values) is refused before it is
+built. Called by everything that reads configs, records, lists and weights (GGUF files:
+`hub/gguf.py`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,11 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from selfspec.errors import InvalidData
-
-if TYPE_CHECKING:
-    import yaml
 
 MOST_BYTES = 64 << 20
 """Of a text file that is read as a whole."""
@@ -31,9 +29,6 @@ MOST_DEPTH = 64
 
 MOST_YAML_BYTES = 1 << 20
 """A config has a few hundred; YAML is read a hundred times as slowly as JSON."""
-
-MOST_YAML_NODES = 100_000
-"""Values in a YAML file, each alias counted with all that it stands for."""
 
 MOST_HEADER_BYTES = 16 << 20
 """Of a safetensors file: a model of 100,000 tensors stays below."""
@@ -104,8 +99,8 @@ def parse_json(text: str, where: str) -> Any:
     """
     try:
         value = json.loads(text)
-        if text.count("[") + text.count("{") > MOST_DEPTH:
-            _require_shallow(value, where)
+        if text.count("[") + text.count("{") > MOST_DEPTH and _depth(value) > MOST_DEPTH:
+            raise InvalidData(f"{where} is nested too deeply")
         if "\\ud" in text or "\\uD" in text:  # else no string can hold a lone surrogate
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
@@ -144,19 +139,12 @@ def json_lines(
                 yield number, line.removesuffix("\n")
 
 
-def _require_shallow(value: Any, where: str) -> None:
-    """Raise InvalidData for values nested deeper than MOST_DEPTH."""
-    level: list[Any] = [value]
-    for _ in range(MOST_DEPTH + 1):
-        inner = [_values(entry) for entry in level if isinstance(entry, dict | list)]
-        level = [entry for values in inner for entry in values if isinstance(entry, dict | list)]
-        if not level:
-            return
-    raise InvalidData(f"{where} is nested too deeply")
-
-
-def _values(container: dict[Any, Any] | list[Any]) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+def _depth(value: dict[Any, Any] | list[Any] | str | float | None) -> int:
+    """Lists and mappings inside each other."""
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(one) for one in inner if isinstance(one, dict | list)), default=0)
 
 
 # --- YAML -----------------------------------------------------------------------------------------
@@ -165,90 +153,38 @@ def _values(container: dict[Any, Any] | list[Any]) -> Iterable[Any]:
 def read_yaml(path: Path) -> Any:
     """Plain values; None for an empty file.
 
-    Raises InvalidData: as `read_text`, not YAML, a key twice, nested too deeply, or aliases that
-    stand for too much. All that is found from the events, before a value is built.
+    Raises InvalidData: as `read_text`, not YAML, nested too deeply, with an alias, or a key twice.
     """
     import yaml
 
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the fast one, if it is there
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            if keys and (most := keys.most_common(1)[0])[1] > 1:
+                raise InvalidData(f"{path} has the key {most[0]!r} twice")
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
+
     text = read_text(path, MOST_YAML_BYTES)
-    kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    depth = 0
     try:
-        _require_small(yaml.parse(text, Loader=kind), path)
-        loader = kind(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
-            _require_single_keys(node, path)
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
+        for event in yaml.parse(text, Loader=Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise InvalidData(f"{path} is nested too deeply")
+            if isinstance(event, yaml.AliasEvent):
+                raise InvalidData(f"{path} has the alias *{event.anchor}. Write out its value")
+            word = event.value if isinstance(event, yaml.ScalarEvent) and event.implicit[0] else ""
+            if len(word) > _MOST_YAML_WORD:
+                raise InvalidData(f"{path} has a word of more than {_MOST_YAML_WORD} characters")
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise InvalidData(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
         # a date, number or tag that looks like one and is none: PyYAML passes these through
         words = " ".join(str(error).split())
         raise InvalidData(f"{path} holds a value that YAML cannot read: {words}") from error
-
-
-def _require_small(events: Iterable[yaml.Event], path: Path) -> None:
-    """Raise InvalidData unless what the events build is shallow, and small with aliases expanded.
-
-    `around` holds, for each list and mapping around the event, its anchor and the values so far.
-    """
-    import yaml
-
-    sizes: dict[str | None, int] = {}
-    around: list[tuple[str | None, int]] = []
-    total = 0
-    for event in events:
-        if isinstance(event, yaml.CollectionStartEvent):
-            if len(around) >= MOST_DEPTH:
-                raise InvalidData(f"{path} is nested too deeply")
-            around.append((event.anchor, total))
-            total += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = around.pop()
-            sizes[anchor] = total - before
-        elif isinstance(event, yaml.NodeEvent):
-            total += _expanded(event, sizes, path)
-        if total > MOST_YAML_NODES:
-            raise InvalidData(f"{path} expands to more than {MOST_YAML_NODES} values")
-
-
-def _expanded(event: yaml.NodeEvent, sizes: dict[str | None, int], path: Path) -> int:
-    """Values that a scalar or an alias stands for; notes the scalar's anchor in `sizes`."""
-    import yaml
-
-    if isinstance(event, yaml.AliasEvent):
-        if event.anchor not in sizes:
-            raise InvalidData(f"{path}: the alias *{event.anchor} stands for nothing finished")
-        return sizes[event.anchor]
-    plain = event.value if isinstance(event, yaml.ScalarEvent) and event.implicit[0] else ""
-    if len(plain) > _MOST_YAML_WORD:
-        raise InvalidData(f"{path} has a word of more than {_MOST_YAML_WORD} characters")
-    sizes[event.anchor] = 1
-    return 1
-
-
-def _require_single_keys(root: yaml.Node, path: Path) -> None:
-    """Raise InvalidData for a mapping that has a key twice: one of the values would be lost."""
-    import yaml
-
-    waiting, seen = [root], {id(root)}
-    while waiting:
-        node = waiting.pop()
-        inner: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            if keys and (most := keys.most_common(1)[0])[1] > 1:
-                raise InvalidData(f"{path} has the key {most[0]!r} twice")
-            inner = [entry for pair in node.value for entry in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            inner = node.value
-        fresh = [entry for entry in inner if id(entry) not in seen]
-        seen.update(map(id, fresh))
-        waiting += fresh
 
 
 # --- weights --------------------------------------------------------------------------------------

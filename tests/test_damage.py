@@ -43,26 +43,9 @@ MOST_MEMORY = 1 << 30
 """Bytes that reading a damaged file may take: each of the whole files has less than 4 MB."""
 
 HOSTILE: list[Any] = [
-    *(
-        None,
-        True,
-        0,
-        -1,
-        1,
-        3,
-        10**9,
-        2**63,
-        10**40,
-        0.5,
-        -0.0,
-        NAN,
-        INF,
-        "",
-        "a",
-        "\udc80",
-        "a\nb",
-    ),
-    *("x" * 3000, [], {}, [[]], [None], [1, "a"], {"a": 1}, [[[[]]]], "../x", "/dev/zero"),
+    *(None, True, 0, -1, 1, 3, 10**9, 2**63, 10**40, 0.5, -0.0, NAN, INF),
+    *("", "a", "\udc80", "a\nb", "x" * 3000, "../x", "/dev/zero"),
+    *([], {}, [[]], [None], [1, "a"], {"a": 1}, [[[[]]]]),
 ]
 NUMBERS = (0, 1, 2, 3, 7, 2**31, 2**32 - 1, 2**60, 2**62, 2**63, 2**64 - 1)
 PARTS = [b"", bytes(30), b"[" * 9000, *(struct.pack("<Q", number) for number in NUMBERS)]

@@ -32,12 +32,10 @@ def put(file: Path, content: str | bytes) -> Path:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (BOMB, "expands to more than 100000 values"),
-        ("a: &a [*a]", "stands for nothing finished"),
+        (BOMB, r"has the alias \*a0\. Write out its value"),
         ("[" * 10_000, "nest(ed too|ing)"),  # ours, or libyaml's own
         ("a: 1\nb: 2\na: 3", "has the key 'a' twice"),
         ("x: 1" + ":10" * 10_000, "a word of more than"),
-        ("- a\n" * 200_000, "expands to more than"),
         ("a: b\n" * 300_000, "more than 1048576 bytes"),
         ("a: 2024-99-99", "a value that YAML cannot read"),
         ("a: " + "9" * 9000, "a value that YAML cannot read"),
@@ -65,7 +63,6 @@ def test_yaml_is_bounded_before_it_is_built(file: Path, content: str | bytes, wo
         ("", None),
         ("# nothing\n", None),
         (b"\xef\xbb\xbfa: 1", {"a": 1}),
-        ("a: &x [1, 2]\nb: *x\nc: *x", {"a": [1, 2], "b": [1, 2], "c": [1, 2]}),
         ("a: 'text'\nb: |\n  lines\n", {"a": "text", "b": "lines\n"}),
     ],
 )

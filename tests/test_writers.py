@@ -178,11 +178,8 @@ def test_a_full_disk_leaves_the_old_and_nothing_half_written(
 @pytest.mark.parametrize("writer", ["text", "a folder", "a checkpoint", "a run of data"])
 def test_in_a_folder_of_somebody_else(writer: str, backbone: Backbone) -> None:
     """One that all may write to takes what is ours; one that none may, a line."""
-    with tempfile.TemporaryDirectory() as name:  # nobody else may enter those of pytest
-        _write_as_nobody(writer, Path(name), backbone)
-
-
-def _write_as_nobody(writer: str, folder: Path, backbone: Backbone) -> None:
+    place = tempfile.TemporaryDirectory()  # nobody else may enter those of pytest
+    folder = Path(place.name)
     folder.chmod(0o755)
     shared, closed = folder / "shared", folder / "closed"
     shared.mkdir()
@@ -204,6 +201,7 @@ def _write_as_nobody(writer: str, folder: Path, backbone: Backbone) -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert {path.stat().st_uid for path in shared.rglob("*")} == {65534}
     assert not list(closed.iterdir())
+    place.cleanup()
 
 
 def test_files_of_the_cache_have_the_umask_s_modes_too(

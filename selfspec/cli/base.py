@@ -13,6 +13,7 @@ import functools
 import inspect
 import io
 import itertools
+import json
 import logging
 import os
 import re
@@ -29,21 +30,11 @@ from typer.core import TyperCommand
 
 from selfspec import config, untrusted
 from selfspec.api import structure
-from selfspec.config import ATTENTIONS, DTYPES, EXECUTORS, OPTION_NAMES, SpeculationOptions
+from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
-from selfspec.options import (
-    ACCEPTANCE,
-    CONTROLLERS,
-    DRAFTERS,
-    Part,
-    Prices,
-    laid_over,
-    members,
-    typed,
-    word,
-)
+from selfspec.options import KINDS, Kinds, Part, Prices, laid_over, members, typed, word
 from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:
@@ -55,6 +46,13 @@ if TYPE_CHECKING:
 
 Asked = dict[str, Any]
 """What was asked for, by names of flags; typed and checked."""
+
+
+class Named(Asked):
+    """The same, with the names that were given to this very command, not by the user's own file."""
+
+    names: frozenset[str] = frozenset()
+
 
 Command = Callable[..., None]
 Options = TypeVar("Options")
@@ -165,6 +163,10 @@ def grouped(group: str, flags: Iterable[Flag], usual: Collection[str] = ()) -> t
     return tuple(replace(flag, group=group, rare=flag.name not in usual) for flag in flags)
 
 
+Prompt = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", help="The question; without it, standard input."),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -177,53 +179,42 @@ ConfigFile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
-SystemPrompt = Annotated[
-    str | None,
-    typer.Option("--system", metavar="TEXT", help="System message ahead of the conversation."),
-]
 
+SYSTEM = Flag("system", str, "System message ahead of the conversation.")
 
 Stats = Literal["short", "full"]
 """How much is said of an answer."""
 
-ShowStats = Annotated[
-    Stats | None,
-    typer.Option(
-        "--stats",
-        metavar="[=full]",
-        help="What the answer took, on standard error; =full: all figures.",
-    ),
-]
+STATS = Flag(
+    "stats",
+    Stats,
+    "What the answer took, on standard error; =full: all figures.",
+    metavar="[=full]",
+)
 
 _known: set[str] = set()
 """Names of all commands' flags: keys that the default file may hold."""
 
 
-def with_flags(*flags: Flag, merging: bool = True) -> Callable[[Command], Command]:
-    """Give a command flags, --config and --help-all; it gets `asked`, one mapping.
-
-    With `merging` False it has no --config unless it declares one, and gets the flags alone.
-    """
+def with_flags(*flags: Flag) -> Callable[[Command], Command]:
+    """Give a command flags, --config and --help-all; it gets `asked`, one mapping."""
     _known.update(flag.name for flag in flags)
-    added = [flag.parameter() for flag in flags]
-    added += [_keyword("config", None, ConfigFile)] if merging else []
-    added.append(_keyword("help_all", False, Annotated[bool, _HELP_ALL]))
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
-        own = [entry for entry in signature.parameters.values() if entry.name != "asked"]
+        parameters = [entry for entry in signature.parameters.values() if entry.name != "asked"]
+        parameters += [flag.parameter() for flag in flags]
+        parameters.append(_keyword("config", None, ConfigFile))
+        parameters.append(_keyword("help_all", False, Annotated[bool, _HELP_ALL]))
 
         @functools.wraps(command)
-        def wrapper(**given: Any) -> None:
-            del given["help_all"]
+        def wrapper(config: Path | None, help_all: bool, **given: Any) -> None:  # noqa: ARG001  # it has shown all by now
             values = {flag.name: given.pop(flag.name) for flag in flags}
-            asked = {name: value for name, value in values.items() if value not in (None, [])}
-            if merging:
-                file = given.pop("config")
-                asked = merged(file, asked, flags) | ({"config": str(file)} if file else {})
+            values = {name: value for name, value in values.items() if value not in (None, [])}
+            asked = merged(config, values, flags)
+            asked.update({"config": str(config)} if config else {})
             command(**given, asked=asked)
 
-        parameters = [*own, *added]
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads the flags here
         wrapper.__annotations__ = {entry.name: entry.annotation for entry in parameters}
         return wrapper
@@ -237,28 +228,25 @@ def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
     )
 
 
-def merged(
-    file: Path | None, given: Asked, flags: Sequence[Flag], *, defaults: bool = True
-) -> Asked:
+def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
     """What was given over the keys of a YAML file, and these over the default file's, typed.
 
-    Null in a file is a value. Without `defaults` the default file is left alone. Options with
+    Null in a file is a value; the default file may hold keys of other commands. Options with
     settings are merged setting by setting. Raises InvalidOption for unknown keys, wrong types and
     options that no model could make sense of.
     """
     hints = {flag.name: flag.hint for flag in flags}
-    found: Asked = {}
-    for values in (
-        _defaults(hints) if defaults else {},
-        _read_yaml(file, hints) if file else {},
-        given,
-    ):
+    usual = _read_yaml(default_file(), _known) if default_file().exists() else {}
+    named = _read_yaml(file, hints) if file else {}
+    found = Named()
+    found.names = frozenset(named | given)
+    for values in ({name: usual[name] for name in hints if name in usual}, named, given):
         above = {name: typed(name, value, hints[name]) for name, value in values.items()}
         config.check({name: value for name, value in above.items() if name in OPTION_NAMES})
         for name in found.keys() & above.keys():
             if dict in members(hints[name]):
                 above[name] = laid_over(name, found[name], above[name])
-        found |= above
+        found.update(above)
     return found
 
 
@@ -267,13 +255,6 @@ def default_file() -> Path:
     base = os.environ.get("XDG_CONFIG_HOME")
     folder = Path(base, "selfspec") if base else Path(typer.get_app_dir("selfspec"))
     return folder / "config.yaml"
-
-
-def _defaults(hints: Collection[str]) -> Asked:
-    """The default file's keys that this command has; there need be no such file."""
-    file = default_file()
-    values = _read_yaml(file, _known) if file.exists() else {}
-    return {name: value for name, value in values.items() if name in hints}
 
 
 def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
@@ -319,26 +300,30 @@ def inputs(asked: Asked) -> list[object]:
     return [value for name, value in asked.items() if name not in ("output", "html", "card")]
 
 
-def bytes_of(name: str, size: str | None) -> int | None:
-    """A size of memory as people write it: 500MB, 2GB. Raises InvalidOption for what is none."""
-    if size is None:
+KV_MEMORY = Flag(
+    "kv_memory",
+    str,
+    "For keys and values of many texts: 500MB, 2GB. Built in: half of what is free.",
+    metavar="SIZE",
+    rare=True,
+)
+
+
+def kv_memory(asked: Asked) -> int | None:
+    """In bytes. Raises InvalidOption for what is no size of memory as people write it."""
+    if (size := asked.get("kv_memory")) is None:
         return None
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *(|K|M|G|T)(i?)B?", size, re.IGNORECASE)
     power = "KMGT".index(match[2].upper()) + 1 if match and match[2] else 0
     found = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
     if not found:
-        raise InvalidOption(f"{name} is {size!r}, expected a size like 500MB or 2GB")
+        raise InvalidOption(f"kv_memory is {size!r}, expected a size like 500MB or 2GB")
     return found
 
 
 # --- help
 
-PARTS: dict[str, Mapping[str, type[Part]]] = {
-    "drafter": DRAFTERS,
-    "controller": CONTROLLERS,
-    "acceptance": ACCEPTANCE,
-    "prices": {"": Prices},
-}
+PARTS: dict[str, Kinds] = {**KINDS, "prices": {"": Prices}}
 """Options in parts: their kinds by name."""
 
 
@@ -397,7 +382,7 @@ def _metavar(hint: Any, separator: str) -> str | None:
     return f"{one}[{separator}{one}..]" if many else one
 
 
-def part_settings(kinds: Mapping[str, type[Part]]) -> Iterator[tuple[str, str]]:
+def part_settings(kinds: Kinds) -> Iterator[tuple[str, str]]:
     """Kinds, and their settings below them: a term and what it means."""
     for kind, made in kinds.items():
         if kind:
@@ -424,6 +409,10 @@ CHAT_TEMPLATE = Flag(
     "For models that bring none: alpaca, chatml, llama-2, vicuna, zephyr or a Jinja file.",
 )
 
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Attention = Literal["sdpa", "eager"]
+Executor = Literal["auto", "fused", "cuda-graph", "generic"]
+
 LOADING = grouped(
     "Model",
     (
@@ -431,15 +420,21 @@ LOADING = grouped(
         Flag("heads", str, "Exit heads: a folder, a known name, a hub id, logit-lens, or none."),
         Flag(
             "dtype",
-            str,
+            Dtype,
             "float32, bfloat16, float16 (drafts need --pinned) or float64. Built in: bfloat16, "
             "for a .gguf file float32 where products in bfloat16 are slow.",
+            metavar="TEXT",
         ),
         Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
-        Flag("attn_implementation", str, "sdpa (the default) or eager."),
+        Flag("attn_implementation", Attention, "sdpa (the default) or eager.", metavar="TEXT"),
         CHAT_TEMPLATE,
         Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
-        Flag("executor", str, "auto (the default), generic, fused (CPU), cuda-graph (GPU)."),
+        Flag(
+            "executor",
+            Executor,
+            "auto (the default), generic, fused (CPU), cuda-graph (GPU).",
+            metavar="TEXT",
+        ),
     ),
     _USUAL,
 )
@@ -530,15 +525,6 @@ def check_model(asked: Asked) -> None:
 
     Raises InvalidOption, ModelNotFound, HeadsNotFound.
     """
-    for name, known in (
-        ("dtype", DTYPES),
-        ("executor", EXECUTORS),
-        ("attn_implementation", ATTENTIONS),
-    ):
-        if name in asked and asked[name] not in known:
-            *others, last = known
-            expected = f"{', '.join(others)} or {last}"
-            raise InvalidOption(f"{name} is {asked[name]!r}, expected {expected}")
     if "device" in asked and not re.fullmatch(r"[a-z]+(:[0-9]+)?", asked["device"]):
         raise InvalidOption(f"device is {asked['device']!r}, expected cpu, cuda, cuda:0 or auto")
     speculation = picked(asked, SPECULATION)
@@ -568,7 +554,7 @@ MOST_PROMPT_BYTES = 4 << 20
 """About a million tokens, more than any model takes."""
 
 
-def read_prompt(prompt: str | None, file: Path | None = None, *, raw: bool = False) -> str:
+def read_prompt(prompt: str | None, file: str | None = None, *, raw: bool = False) -> str:
     """The prompt from the argument, the file, or standard input; one of them.
 
     A newline at the end of a file or of standard input is dropped unless `raw`. Raises
@@ -580,29 +566,21 @@ def read_prompt(prompt: str | None, file: Path | None = None, *, raw: bool = Fal
         raise InvalidPrompt("no prompt. Give one as an argument, with --file, or through a pipe")
     try:
         if prompt is not None:
-            text = prompt
-            prompt.encode("utf-8")  # bytes that are none come from the shell as lone surrogates
+            data = prompt.encode("utf-8", "surrogateescape")  # as the shell gave it
+        elif file is not None:
+            data = untrusted.read_bytes(Path(file), MOST_PROMPT_BYTES)
         else:
-            text = _prompt_bytes(file).decode("utf-8")
-            text = text if raw else text.rstrip("\r\n")
+            data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)
+        text = data.decode("utf-8")
     except (OSError, InvalidData) as error:
         raise InvalidPrompt(f"cannot read the prompt: {error}") from error
     except UnicodeDecodeError as error:
         raise InvalidPrompt(f"the prompt is not UTF-8: byte {error.start} is wrong") from error
-    except UnicodeEncodeError as error:
-        raise InvalidPrompt(f"the prompt is not UTF-8: {error.reason}") from error
-    if not text.strip():
-        raise InvalidPrompt("the prompt is empty. Give some text")
-    return text
-
-
-def _prompt_bytes(file: Path | None) -> bytes:
-    if file is not None:
-        return untrusted.read_bytes(file, MOST_PROMPT_BYTES)
-    data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)
     if len(data) > MOST_PROMPT_BYTES:
         raise InvalidPrompt(f"the prompt has more than {MOST_PROMPT_BYTES} bytes")
-    return data
+    if not text.strip():
+        raise InvalidPrompt("the prompt is empty. Give some text")
+    return text if raw or prompt is not None else text.rstrip("\r\n")
 
 
 def conversation(system: str | None, *turns: str) -> list[dict[str, str]]:
@@ -630,6 +608,20 @@ def emit(text: str) -> None:
         raise CannotWrite(f"cannot write standard output: {error.strerror}") from error
 
 
+def emit_facts(facts: Mapping[str, Any], *, as_json: bool) -> None:
+    """One JSON value, or a line for each."""
+    width = max(map(len, facts))
+    lines = [f"{name:<{width}}  {words(value)}\n" for name, value in facts.items()]
+    emit(json.dumps(facts) + "\n" if as_json else "".join(lines))
+
+
+def words(value: Any) -> str:
+    """A value on one line; lists without brackets."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
 def note(text: str) -> None:
     """Write a line that is not a result."""
     typer.echo(text, err=True)
@@ -641,9 +633,9 @@ _LONGEST_LINE = 2000
 
 def complain(error: SelfspecError | str) -> None:
     """Write an error as its one line, without what would move a terminal's cursor."""
-    words = " ".join(str(error).split())
-    words = words if len(words) <= _LONGEST_LINE else f"{words[:_LONGEST_LINE]} …"
-    note("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words))
+    line = " ".join(str(error).split())
+    line = line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} …"
+    note("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
 def statistics(answer: Generation, kind: Stats) -> str:
@@ -743,9 +735,10 @@ def repair_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
-    sys.stdin = sys.stdin or _text_stream(0, "r")
-    sys.stdout = sys.stdout or _text_stream(1, "w")  # not open for writing: the first word says so
-    sys.stderr = Forgiving(sys.stderr or _text_stream(2, "w"))
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    # what was closed is not open for writing now either: the first word says so
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = Forgiving(sys.stderr or open(2, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -781,7 +774,3 @@ class Forgiving:
             act(*words)
         except (OSError, ValueError):
             silence(self._stream)
-
-
-def _text_stream(number: int, mode: str) -> TextIO:
-    return io.TextIOWrapper(io.FileIO(number, mode, closefd=False), encoding="utf-8")

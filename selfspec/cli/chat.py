@@ -13,13 +13,11 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from selfspec import files
 from selfspec.cli import base
-from selfspec.cli.base import SHARED, Asked, with_flags
+from selfspec.cli.base import SHARED, Asked, Flag, with_flags
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.typed import check_keys
 from selfspec.untrusted import read_json
@@ -41,24 +39,18 @@ _LONG = 2000
 """Characters of a turn that take a second to read, so that somebody waits."""
 
 
-@with_flags(*SHARED)
-def chat(
-    *,
-    system: base.SystemPrompt = None,
-    stats: base.ShowStats = None,
-    colour: Annotated[
-        bool | None,
-        typer.Option(
-            "--colour/--no-colour",
-            help="Tokens in the colour of who gave them; else as NO_COLOR says.",
-        ),
-    ] = None,
-    asked: Asked,
-) -> None:
+@with_flags(
+    base.SYSTEM,
+    base.STATS,
+    Flag("colour", bool, "Tokens in the colour of who gave them; else as NO_COLOR says."),
+    *SHARED,
+)
+def chat(*, asked: Asked) -> None:
     """Talk with a model. It remembers the conversation; /help lists what else it understands."""
     options = base.answering(asked)
     speculator = base.load(asked)
-    talk = Chat(speculator, options, system=system, stats=stats, colour=colour)
+    shown = {name: asked.get(name) for name in ("system", "stats", "colour")}
+    talk = Chat(speculator, options, **shown)
     if sys.stdin.isatty():
         base.note(f"{speculator.label}. /help lists commands and keys, Ctrl-D leaves.")
     read = _editor(talk.status) if sys.stdin.isatty() else _line
@@ -68,23 +60,18 @@ def chat(
                 talk.take(line)
 
 
-class Command(NamedTuple):
-    """What may stand behind its name (in brackets: need not), what it does, and how."""
+Act = Callable[["Chat", str], None]
 
-    takes: str
-    text: str
-    act: Callable[[Chat, str], None]
+COMMANDS: dict[str, tuple[str, str, Act]] = {}
+"""By name: what may stand behind it (in brackets: need not), what it does, and how."""
 
 
-COMMANDS: dict[str, Command] = {}
-
-
-def _command(usage: str, text: str) -> Callable[[Callable[[Chat, str], None]], Any]:
+def _command(usage: str, text: str) -> Callable[[Act], Act]:
     """Makes a method of `Chat` what a line with a slash does."""
-    name, _, takes = usage.partition(" ")
 
-    def known(act: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
-        COMMANDS[name] = Command(takes, text, act)
+    def known(act: Act) -> Act:
+        name, _, takes = usage.partition(" ")
+        COMMANDS[name] = takes, text, act
         return act
 
     return known
@@ -123,12 +110,12 @@ class Chat:
                 return
             name, _, rest = line.partition(" ")
             check_keys([name], COMMANDS, "command")
-            command, given = COMMANDS[name], rest.strip()
-            if given and not command.takes:
+            (takes, _, act), given = COMMANDS[name], rest.strip()
+            if given and not takes:
                 raise InvalidOption(f"{name} takes nothing behind it. Leave {given!r} out")
-            if not given and command.takes.isalpha():
-                raise InvalidOption(f"{name} needs a {command.takes.lower()}. Name one")
-            command.act(self, given)
+            if not given and takes.isalpha():
+                raise InvalidOption(f"{name} needs a {takes.lower()}. Name one")
+            act(self, given)
         except SelfspecError as error:
             base.complain(error)
         except KeyboardInterrupt:  # beside an answer: a command is stopped, the chat goes on
@@ -196,8 +183,8 @@ class Chat:
         from rich.text import Text
 
         grid = Table.grid(padding=(0, 2, 0, 0))
-        for name, command in COMMANDS.items():
-            grid.add_row(Text(f"{name} {command.takes}"), Text(command.text))
+        for name, (takes, text, _act) in COMMANDS.items():
+            grid.add_row(Text(f"{name} {takes}"), Text(text))
         base.emit(base.rendered(grid))
         self.writer.line(_KEYS)
         if self.writer.colour:
@@ -433,6 +420,7 @@ class Writer:
     def __init__(self, num_layers: int, *, colour: bool | None = None) -> None:
         """`colour` None: as the terminal and NO_COLOR say."""
         from rich.console import Console
+        from rich.text import Text
 
         no_color = None if colour is None else not colour
         self._console = Console(highlight=False, no_color=no_color, soft_wrap=True)
@@ -440,9 +428,7 @@ class Writer:
         self._column = 0
         self._gap = ""
         """Spaces that are written only if the word behind them fits."""
-        self._word: list[tuple[str, str]] = []
-        """Its parts and their styles, as in what is ready to be written."""
-        self._ready: list[tuple[str, str]] = []
+        self._word = Text()
         self._wipe = ""
         """Clears the line that says what is waited for."""
 
@@ -467,18 +453,29 @@ class Writer:
         if not self._console.is_terminal:
             base.emit(text)
             return
+        from rich.cells import cell_len
+
         from selfspec.api.givers import Giver
 
         style = Giver(source, layer).colour(self._num_layers) or ""
         for part in re.findall(r"\n|[^\S\n]+|\S+", text):
-            self._take(part, style)
-        self._show()
+            wide = cell_len(part) > len(part)  # scripts without spaces may break anywhere
+            for one in part if wide else [part]:
+                if wide or one.isspace():
+                    self._end_word()
+                if one == "\n":
+                    self._new_line()
+                elif one.isspace():
+                    self._gap += one.expandtabs(4)
+                else:
+                    self._word.append(_still(one), style)
+            if self._word.cell_len >= self._console.width:
+                self._end_word()
 
     def end(self, more: str = "\n") -> None:
         """The end of an answer: what waits, and a new line."""
         self._end_word()
         self._new_line(more)
-        self._show()
 
     def line(self, text: str, style: str = "") -> None:
         """A paragraph of its own."""
@@ -488,62 +485,25 @@ class Writer:
             self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)
         base.emit(capture.get())
 
-    def _take(self, part: str, style: str) -> None:
-        """A line's end, spaces, or a part of a word."""
-        if part == "\n":
-            self._end_word()
-            self._new_line()
-        elif part.isspace():
-            self._end_word()
-            self._gap += part.expandtabs(4)
-        elif len(part) == _cells(part):
-            self._append(part, style)
-        else:  # scripts without spaces may break anywhere
-            for character in part:
-                self._append(character, style)
-                if _cells(character) > 1:
-                    self._end_word()
-
-    def _append(self, part: str, style: str) -> None:
-        self._word.append((_still(part), style))
-        if self._word_cells() >= self._console.width:
-            self._end_word()
-
-    def _word_cells(self) -> int:
-        return sum(_cells(part) for part, _ in self._word)
-
     def _end_word(self) -> None:
+        """Write the word that waits, on a new line where it does not fit."""
         if not self._word:
             return
-        if (
-            self._column
-            and self._column + len(self._gap) + self._word_cells() >= self._console.width
-        ):
+        cells = len(self._gap) + self._word.cell_len
+        if self._column and self._column + cells >= self._console.width:
             self._new_line()
-        self._column += len(self._gap) + self._word_cells()
-        self._ready += [(self._gap, ""), *self._word]
-        self._word, self._gap = [], ""
+        self._column += len(self._gap) + self._word.cell_len
+        with self._console.capture() as capture:
+            self._console.print(self._gap, self._word, sep="", end="", soft_wrap=True)
+        base.emit(self._wipe + capture.get())
+        self._gap = self._wipe = ""
+        self._word = self._word.blank_copy()
 
     def _new_line(self, end: str = "\n") -> None:
-        self._ready.append((end, ""))
-        self._column, self._gap = 0, ""
-
-    def _show(self) -> None:
-        from rich.text import Text
-
-        with self._console.capture() as capture:
-            self._console.print(Text.assemble(*self._ready), end="", soft_wrap=True)
-        if any(text for text, _ in self._ready):
-            base.emit(self._wipe + capture.get())
+        if end:
+            base.emit(self._wipe + end)
             self._wipe = ""
-        self._ready = []
-
-
-def _cells(text: str) -> int:
-    """How wide it is on a terminal."""
-    from rich.cells import cell_len
-
-    return cell_len(text)
+        self._column, self._gap = 0, ""
 
 
 def _still(text: str) -> str:

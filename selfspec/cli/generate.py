@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +16,15 @@ import typer
 
 from selfspec import files, untrusted
 from selfspec.cli import base
-from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, with_flags
+from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, Flag, with_flags
+from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.decoding.stats import MODEL
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
 from selfspec.hub.models import heads_name
+from selfspec.typed import shown
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from torch import Tensor
 
     from selfspec.api.speculator import Speculator
@@ -31,95 +33,52 @@ if TYPE_CHECKING:
 Messages = str | list[dict[str, str]]
 
 
-@with_flags(*SHARED)
-def generate(
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROMPT", help="The question; without it, --file or standard input."
-        ),
-    ] = None,
-    *,
-    file: Annotated[
-        Path | None, typer.Option("--file", metavar="FILE", help="Read the prompt from a file.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help='Answer many: {"prompt": ".."} a line.'),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="Answers to --prompts, a JSON line each."),
-    ] = None,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", hidden=True, help="Replace an output that is there already."),
-    ] = False,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            "--concurrency", metavar="INTEGER", min=1, hidden=True, help="Prompts answered at once."
-        ),
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-memory",
-            metavar="SIZE",
-            hidden=True,
-            help="For keys and values of many prompts: 500MB, 2GB. Built in: half of what is free.",
-        ),
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt, without chat template.")
-    ] = False,
-    system: base.SystemPrompt = None,
-    stats: base.ShowStats = None,
-    as_json: base.AsJson = False,
-    asked: Asked,
-) -> None:
+_FLAGS = (
+    Flag("file", str, "Read the prompt from a file.", metavar="FILE"),
+    Flag("prompts", str, 'Answer many: {"prompt": ".."} a line.', metavar="FILE"),
+    Flag("output", str, "Answers to --prompts, a JSON line each.", metavar="FILE"),
+    Flag("overwrite", bool, "Replace an output that is there already.", rare=True),
+    Flag("concurrency", int, "Prompts answered at once. Built in: 32.", rare=True),
+    base.KV_MEMORY,
+    Flag("raw", bool, "Continue the prompt, without chat template."),
+    base.SYSTEM,
+    base.STATS,
+)
+
+
+@with_flags(*_FLAGS, *SHARED)
+def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: Asked) -> None:
     """Answer a prompt, or a file of them. Drafts change no token."""
+    raw, system = asked.get("raw", False), asked.get("system")
     if raw and system is not None:
         raise InvalidOption("--raw and --system at once: a raw prompt has no messages")
     options = base.answering(asked) | {"raw": raw}
-    if prompts is not None or output is not None:
-        if prompt is not None or file is not None:
+    if {"prompts", "output"} & asked.keys():
+        if prompt is not None or "file" in asked:
             raise InvalidOption("--prompts and another prompt at once. Leave one of them out")
-        if prompts is None or output is None:
+        if not {"prompts", "output"} <= asked.keys():
             raise InvalidOption("--prompts and --output go together. Give both")
-        room = {
-            "most": concurrency or MOST_TEXTS,
-            "kv_memory": base.bytes_of("kv_memory", kv_memory),
-        }
-        files.check_file(output, overwrite=overwrite, reads=(prompts, *base.inputs(asked)))
-        found = read(prompts, system=system, raw=raw)
-        base.emit(answer_all(found, asked, options, output, room, overwrite=overwrite))
+        base.emit(answer_all(asked, options))
         return
-    if concurrency is not None or kv_memory is not None:
+    if {"concurrency", "kv_memory"} & asked.keys():
         raise InvalidOption("--concurrency and --kv-memory are for --prompts. Leave them out")
-    text = base.read_prompt(prompt, file, raw=raw)
+    text = base.read_prompt(prompt, asked.get("file"), raw=raw)
     speculator = base.load(asked)
     messages: Messages = text if raw else base.conversation(system, text)
     if as_json:
         answer = speculator.generate(messages, **options)
         base.emit(json.dumps(_described(speculator, answer, asked, options)) + "\n")
     else:
-        answer = _write(speculator, messages, options)
+        last = ""
+        stream = speculator.stream(messages, **options)
+        for last in stream:
+            base.emit(last)
+        if not last.endswith("\n"):
+            base.emit("\n")
+        answer = stream.result
         base.say_if_cut(answer, asked)
-    if stats is not None:
-        base.note(base.statistics(answer, stats))
-
-
-def _write(speculator: Speculator, messages: Messages, options: dict[str, Any]) -> Generation:
-    """Write the answer while it comes, with a newline at its end."""
-    last = ""
-    stream = speculator.stream(messages, **options)
-    for piece in stream:
-        base.emit(piece)
-        last = piece
-    if not last.endswith("\n"):
-        base.emit("\n")
-    return stream.result
+    if "stats" in asked:
+        base.note(base.statistics(answer, asked["stats"]))
 
 
 def _described(
@@ -147,56 +106,20 @@ def _facts(answer: Generation) -> dict[str, Any]:
 # --- a file of prompts: answers are written beside the output as they come, and the same command
 # goes on behind them; when all are there they become the output, in the order of the prompts
 
-MOST_TEXTS = 32
-"""As the engine has it, which takes torch to ask."""
-
 _MADE_BY = {"made_by": "selfspec generate"}
 
 
-def read(path: Path, *, system: str | None, raw: bool) -> list[Messages]:
-    """The prompts of a file: a line each, `{"prompt": "…"}` or `{"messages": […]}`.
-
-    Raises InvalidData naming the line, also for a file without prompts.
-    """
-    found = [
-        _prompt(text, f"{path}, line {number}", system, raw=raw)
-        for number, text in untrusted.json_lines(path, base.MOST_PROMPT_BYTES)
-    ]
-    if not found:
-        raise InvalidData(f'{path} holds no prompts. Give lines like {{"prompt": "…"}}')
-    return found
-
-
-def _prompt(text: str, where: str, system: str | None, *, raw: bool) -> Messages:
-    line = untrusted.parse_json(text, where)
-    keys = sorted(line) if isinstance(line, dict) else None
-    if keys not in (["messages"], ["prompt"]):
-        held = "no object" if keys is None else f"the keys {', '.join(keys) or 'none'}"
-        raise InvalidData(f'{where} holds {held}, expected one of "prompt" and "messages"')
-    value = line[keys[0]]
-    if keys == ["prompt"]:
-        if not isinstance(value, str) or not value.strip():
-            raise InvalidData(f'{where}: "prompt" is no text, or empty')
-        return value if raw else base.conversation(system, value)
-    if raw or system is not None or not isinstance(value, list):
-        wrong = "is no list" if not isinstance(value, list) else "stand beside --raw or --system"
-        raise InvalidData(f'{where}: "messages" {wrong}. Give "prompt", or leave that out')
-    return value
-
-
-def answer_all(
-    prompts: list[Messages],
-    asked: Asked,
-    options: dict[str, Any],
-    output: Path,
-    room: dict[str, Any],
-    *,
-    overwrite: bool,
-) -> str:
+def answer_all(asked: Asked, options: dict[str, Any]) -> str:
     """Write the answers, say how many. Raises what `Speculator.generate` raises, and CannotWrite.
 
     A prompt that cannot be answered has a line that says why.
     """
+    output, overwrite = Path(asked["output"]), asked.get("overwrite", False)
+    room = {"most": asked.get("concurrency", 32), "kv_memory": base.kv_memory(asked)}
+    if room["most"] < 1:
+        raise InvalidOption(f"concurrency is {room['most']}, expected at least 1")
+    files.check_file(output, overwrite=overwrite, reads=base.inputs(asked))
+    prompts = _read(Path(asked["prompts"]), asked.get("system"), raw=options["raw"])
     with files.locked(output):
         files.check_file(output, overwrite=overwrite)  # another run may have ended since
         known = {"prompts": prompts, **base.picked(asked, SHARED), **options}
@@ -215,6 +138,34 @@ def answer_all(
                 run.add(numbers[place], found)
                 show(len(run.lines), len(prompts))
         return run.finish()
+
+
+def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
+    """The prompts of a file: a line each, `{"prompt": "…"}` or `{"messages": […]}`.
+
+    Raises InvalidData naming the line, also for a file without prompts.
+    """
+    found: list[Messages] = []
+    for number, text in untrusted.json_lines(path, base.MOST_PROMPT_BYTES):
+        where = f"{path}, line {number}"
+        match untrusted.parse_json(text, where):
+            case {"prompt": str(prompt), **others} if prompt.strip() and not others:
+                found.append(prompt if raw else base.conversation(system, prompt))
+            case {"messages": list(messages), **others} if not others:
+                if raw or system is not None:
+                    raise InvalidData(
+                        f'{where}: "messages" stand beside --raw or --system. Give "prompt", or '
+                        "leave that out"
+                    )
+                found.append(messages)
+            case other:
+                raise InvalidData(
+                    f'{where} is {shown(other)}, expected one of {{"prompt": "…"}} and '
+                    '{"messages": […]}'
+                )
+    if not found:
+        raise InvalidData(f'{path} holds no prompts. Give lines like {{"prompt": "…"}}')
+    return found
 
 
 @dataclass
@@ -236,9 +187,12 @@ class Run:
         mark = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
         head = json.dumps(_MADE_BY | {"asked": mark})
         if files.check_file(run.partial, overwrite=True).exists():
-            first, *lines = _complete_lines(run.partial)
+            text = run.partial.read_text(encoding="utf-8", errors="replace")
+            whole = text[: text.rfind("\n") + 1]  # a killed run may have cut off its last line
+            first, *lines = whole.split("\n")[:-1] or [""]
             if first == head:
-                run.lines = dict(_answered(text, run.partial) for text in lines)
+                for line in lines:
+                    run.lines[_index(line, run.partial)] = line
             elif not overwrite:
                 raise CannotWrite(
                     f"{run.partial} belongs to a run with other prompts or options. Go on with "
@@ -266,28 +220,18 @@ class Run:
         return f"{self.output}: {len(found)} answers, {tokens} tokens{failed}\n"
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """The first, maybe empty, and those behind it; a last one that a killed run cut off is none."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise CannotWrite(f"cannot go on with {path}: {error.strerror}") from error
-    return text[: text.rfind("\n") + 1].split("\n")[:-1] or [""]
-
-
-def _answered(text: str, path: Path) -> tuple[int, str]:
+def _index(line: str, path: Path) -> int:
     """Which prompt a line answers. Raises CannotWrite for what is no such line."""
     with suppress(InvalidData):
-        line = untrusted.parse_json(text, str(path))
-        if isinstance(line, dict) and isinstance(line.get("index"), int):
-            return line["index"], text
+        match untrusted.parse_json(line, str(path)):
+            case {"index": int(index)}:
+                return index
     raise CannotWrite(f"{path} is damaged. Remove it to begin anew")
 
 
 # --- demo
 
 _PROMPT = "Explain in a few sentences how a rainbow forms."
-_THEIRS, _OURS = "Hugging Face generate", "selfspec"
 _WARM_UP_TOKENS = 4
 _NEAR = 0.05
 """A difference in speed that one run does not tell from none."""
@@ -324,12 +268,8 @@ class Compared:
     @property
     def differs_at(self) -> int | None:
         """The first place, from 1, at which the tokens are others; None: they are the same."""
-        theirs, ours = self.theirs, self.ours.token_ids
-        if theirs == ours:
-            return None
-        pairs = enumerate(zip(theirs, ours, strict=False), start=1)
-        both = min(len(theirs), len(ours))
-        return next((place for place, (one, other) in pairs if one != other), both + 1)
+        pairs = enumerate(zip_longest(self.theirs, self.ours.token_ids), start=1)
+        return next((place for place, (one, other) in pairs if one != other), None)
 
     def verdict(self) -> str:
         """In two lines; speeds were measured, so nothing is guessed."""
@@ -356,18 +296,17 @@ def compared(speculator: Speculator, text: str, count: int) -> Compared:
 
     keep_numbers(speculator.model)  # theirs runs the model itself, at its best
     ids = encode(speculator.tokenizer, text).to(speculator.backbone.device)
-    for write in (theirs, ours):
+    found: list[Any] = []
+    for title, write in (("Hugging Face generate", theirs), ("selfspec", ours)):
         write(speculator, ids, _WARM_UP_TOKENS, lambda *_: None)
-    with panels((_THEIRS, _OURS), speculator.backbone.num_layers) as panel:
-        with panel(_THEIRS) as show:
-            start = time.perf_counter()
-            their_tokens = theirs(speculator, ids, count, show)
-            theirs_s = time.perf_counter() - start
-        with panel(_OURS) as show:
-            start = time.perf_counter()
-            answer = ours(speculator, ids, count, show)
-            ours_s = time.perf_counter() - start
-    return Compared(their_tokens, theirs_s, answer, ours_s)
+        base.emit(f"{title}:\n")
+        writer = Writer(speculator.backbone.num_layers)
+        start = time.perf_counter()
+        answer = write(speculator, ids, count, writer.piece)
+        seconds = time.perf_counter() - start
+        writer.end(f"\n({seconds:.1f} s)\n\n")
+        found += [answer, seconds]
+    return Compared(*found)
 
 
 Show = Callable[[str, str, int], None]
@@ -395,81 +334,3 @@ def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> Generat
     for piece in stream:
         show(piece, *stream.giver)
     return stream.result
-
-
-@contextmanager
-def panels(
-    titles: tuple[str, str], num_layers: int
-) -> Iterator[Callable[[str], AbstractContextManager[Show]]]:
-    """Two texts while they are written: side by side on a terminal, else one below the other.
-
-    What it gives begins the text of a title; its clock runs while that is open.
-    """
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        yield _below
-        return
-    side = _Side(titles, num_layers)
-    with Live(side, console=console, refresh_per_second=12, vertical_overflow="visible"):
-        yield side.begin
-
-
-@contextmanager
-def _below(title: str) -> Iterator[Show]:
-    base.emit(f"{title}:\n")
-    start = time.perf_counter()
-    yield lambda text, *_: base.emit(text)
-    base.emit(f"\n({time.perf_counter() - start:.1f} s)\n\n")
-
-
-class _Side:
-    """What the terminal shows now."""
-
-    def __init__(self, titles: tuple[str, str], num_layers: int) -> None:
-        self._pieces: dict[str, list[tuple[str, str]]] = {title: [] for title in titles}
-        self._clocks = dict.fromkeys(titles, "then")
-        self._began = 0.0
-        self._running = ""
-        self._num_layers = num_layers
-        self._sources: dict[str, str] = {}
-
-    @contextmanager
-    def begin(self, title: str) -> Iterator[Show]:
-        from selfspec.api.givers import Giver
-
-        def show(text: str, source: str, layer: int) -> None:
-            giver = Giver(source, layer)
-            style = giver.colour(self._num_layers) or ""
-            self._pieces[title].append((text, style))
-            self._sources.setdefault(giver.words, style)
-
-        self._began, self._running = time.perf_counter(), title
-        yield show
-        self._tick()
-        self._running = ""
-
-    def _tick(self) -> None:
-        if self._running:
-            self._clocks[self._running] = f"{time.perf_counter() - self._began:.1f} s"
-
-    def __rich__(self) -> RenderableType:
-        """Both texts, and what the colours mean."""
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.table import Table
-        from rich.text import Text
-
-        self._tick()
-        grid = Table.grid(expand=True)
-        texts = []
-        for title, pieces in self._pieces.items():
-            grid.add_column(ratio=1)
-            text = Text.assemble(*pieces)
-            texts.append(Panel(text, title=title, subtitle=self._clocks[title]))
-        grid.add_row(*texts)
-        given = Text("given by: ", "dim")
-        given.append_text(Text(", ", "dim").join(Text(*one) for one in self._sources.items()))
-        return Group(grid, given)

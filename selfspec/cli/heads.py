@@ -56,7 +56,7 @@ def list_command(*, as_json: AsJson = False) -> None:
 
     grid = Table("name", "base model", "exit layers", "type", "MB", box=None, pad_edge=False)
     for row in rows:
-        layers, size = _words(row["exit_layers"]), f"{row['size_bytes'] / 1e6:.1f}"
+        layers, size = base.words(row["exit_layers"]), f"{row['size_bytes'] / 1e6:.1f}"
         grid.add_row(row["name"], row["base_model"], layers, row["head_type"], size)
     base.emit(base.rendered(grid))
 
@@ -81,24 +81,16 @@ def show(folder: Folder, *, as_json: AsJson = False) -> None:
     from selfspec.heads.attending import config_of  # a wrong name costs no torch import
 
     values = asdict(config_of(found))
-    if as_json:
-        base.emit(json.dumps(values) + "\n")
-        return
-    if (template := values["chat_template"]) is not None:
+    if (template := values["chat_template"]) is not None and not as_json:
         from selfspec.api.chat_template import name_of
 
         values["chat_template"] = name_of(template)
     said = {name: value for name, value in values.items() if value not in (None, {})}
-    width = max(map(len, said))
-    base.emit("".join(f"{name:<{width}}  {_words(value)}\n" for name, value in said.items()))
+    base.emit_facts(values if as_json else said, as_json=as_json)
 
 
 @app.command()
-def check(
-    folder: Folder,
-    *,
-    model: Model = None,
-) -> None:
+def check(folder: Folder, *, model: Model = None) -> None:
     """Check a folder: complete, its card up to date, and fit for a model. Exit code 1 if not."""
     found = hub.resolve_heads(folder)
     from selfspec.api import speculator as generate  # imports torch
@@ -113,7 +105,7 @@ def check(
         base.emit(f"failed: {problem}\n")
     if problems:
         raise typer.Exit(1)
-    kind = f" ({', '.join(_eagle_words(read_config(found)))})" if attends(found) else ""
+    kind = _eagle_words(read_config(found)) if attends(found) else ""
     base.emit(f"OK: {found.name}{kind} fit {speculator.label}\n")
 
 
@@ -208,16 +200,10 @@ def incomplete(folder: Path) -> list[str]:
     return [] if same else ["README.md is not the card that the records make"]
 
 
-def _eagle_words(config: dict[str, Any]) -> list[str]:
+def _eagle_words(config: dict[str, Any]) -> str:
     """What EAGLE-3 heads are, in words."""
     layers = config["state_layers"]
-    states = f"states of layers {_words(list(layers))}" if layers else "states of the usual layers"
-    words = ["EAGLE-3", f"{config['format']} format", f"{config['layer']['model_type']} layer"]
-    return [*words, states, f"{config['draft_vocab_size']} of {config['vocab_size']} tokens"]
-
-
-def _words(value: Any) -> str:
-    """A value on one line; lists without brackets."""
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+    states = f"states of layers {base.words(layers)}" if layers else "states of the usual layers"
+    tokens = f"{config['draft_vocab_size']} of {config['vocab_size']} tokens"
+    layer = f"{config['layer']['model_type']} layer"
+    return f" (EAGLE-3, {config['format']} format, {layer}, {states}, {tokens})"

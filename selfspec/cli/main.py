@@ -58,26 +58,16 @@ def _interrupted() -> int:
 def main(arguments: Sequence[str], *, debug: bool = False) -> int:
     """Run one command and give its exit code; `debug` shows the tracebacks of errors."""
     try:
-        return _run(list(arguments), debug=debug)
+        code = int(app()(args=ordered(arguments), prog_name="selfspec", standalone_mode=False) or 0)
     except KeyboardInterrupt:
-        return _interrupted()
-
-
-def _run(arguments: list[str], *, debug: bool) -> int:
-    """A command's own exit code, or that of its error."""
-    import typer
-
-    from selfspec.cli import base
-
-    try:
-        words = ordered(arguments)
-        code = int(app()(args=words, prog_name="selfspec", standalone_mode=False) or 0)
-    except typer.Abort:  # the end of input, where a line was asked for
         code = INTERRUPTED
     except SystemExit as error:  # typer's own, where its help is not read to the end
-        return base.PIPE_CLOSED if isinstance(error.__context__, OSError) else int(error.code or 0)
+        from selfspec.cli import base
+
+        closed = isinstance(error.__context__, OSError)
+        return base.PIPE_CLOSED if closed else int(error.code or 0)
     except Exception as error:  # noqa: BLE001  # the top: every error ends here, as a line
-        return _explained(error, arguments, debug=debug)
+        code = _explained(error, arguments, debug=debug)
     return _interrupted() if code == INTERRUPTED else code
 
 
@@ -120,8 +110,10 @@ def ordered(arguments: Sequence[str]) -> list[str]:
 # --- errors
 
 
-def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
+def _explained(error: Exception, arguments: Sequence[str], *, debug: bool) -> int:
     """Say an error on one line; its exit code."""
+    import traceback
+
     import typer
 
     from selfspec.cli import base
@@ -130,19 +122,20 @@ def _explained(error: Exception, arguments: list[str], *, debug: bool) -> int:
     just_now = bool(_interrupts) and time.monotonic() - _interrupts[-1] < _AFTERMATH_S
     # a library may swallow it while it imports, and fail at what is missing then
     stopped_import = bool(_interrupts) and isinstance(error, ImportError)
-    if just_now or stopped_import or _from_interrupt(error):
-        return _interrupted()
+    # typer's own where the input ends at a question
+    stopped = isinstance(error, typer.Abort) or just_now or stopped_import
+    if stopped or _from_interrupt(error):
+        return INTERRUPTED
+    trace = "".join(traceback.format_exception(error))
     if debug:
-        import traceback
-
-        base.note("".join(traceback.format_exception(error)).rstrip())
+        base.note(trace.rstrip())
     if isinstance(error, typer.TyperException):
         base.complain(error.format_message() + _hints(error, arguments))
         return error.exit_code
     if isinstance(error, OSError) and not error.filename:
         base.silence(sys.stdout)  # what is kept back would fail again
     words = str(error) if isinstance(error, SelfspecError) else _refused(error)
-    base.complain(_bug(error, arguments) if words is None else words)
+    base.complain(_bug(error, arguments, trace) if words is None else words)
     return BUG if words is None else 2
 
 
@@ -181,40 +174,19 @@ def _refused(error: Exception) -> str | None:
     return None
 
 
-def _bug(error: Exception, arguments: Sequence[str]) -> str:
-    """The line that says that it is one; its report is written first."""
+def _bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
+    """The line that says that it is one; what led to it is kept in a file."""
+    import shlex
+    from importlib.metadata import version
+
     from selfspec import files
     from selfspec.errors import SelfspecError, first_line
 
     found = f"this is a bug of selfspec: {type(error).__name__}: {first_line(error)}"
+    command = f"selfspec {version('selfspec')}: {shlex.join(arguments)}"
     try:
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}.txt"
-        path = files.cache_folder() / "bugs" / name
-        files.write(path, _report(error, arguments))
+        path = files.cache_folder() / "bugs" / f"{time.time_ns()}.txt"
+        files.write(path, f"{command}\n\n{trace}".encode("utf-8", "backslashreplace"))
     except (SelfspecError, OSError) as problem:
         return f"{found}. No report could be written ({problem}). To see more, add --debug"
-    return f"{found}. A report is in {path}: please send it. To see it here, add --debug"
-
-
-def _report(error: Exception, arguments: Sequence[str]) -> str:
-    """Versions, command and traceback, for whoever mends it."""
-    import platform
-    import shlex
-    import traceback
-
-    from selfspec.cli import base
-
-    packages = ("selfspec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "typer")
-    versions = "".join(
-        f"{name} {base.version_of(name) or 'is not installed'}\n" for name in packages
-    )
-    try:
-        folder = os.getcwd()  # noqa: PTH109  # which may be gone
-    except OSError:
-        folder = "is gone"
-    text = (
-        f"selfspec bug report\n\npython {platform.python_version()}\n{versions}"
-        f"{platform.platform()}\nfolder {folder}\n\nselfspec {shlex.join(arguments)}\n\n"
-        + "".join(traceback.format_exception(error))
-    )
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return f"{found}. A report is in {path}: please send it with what `selfspec env` says"

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -17,8 +17,8 @@ import typer
 from selfspec import files
 from selfspec.cli import base
 from selfspec.cli.base import (
-    GENERATION,
     LOADING,
+    SHARED,
     SPECULATION,
     Asked,
     Flag,
@@ -64,72 +64,57 @@ def suite_of(asked: Asked, limit: int | None = None) -> list[Question]:
 
 # --- trace
 
-_RECORDING = option_flags(RecordOptions)
-_LOOKING = (*SPECULATION, *GENERATION)
-_SHARED_NAMES = {flag.name for flag in _RECORDING} & {flag.name for flag in _LOOKING}
-_ONLY_RECORD = grouped(
-    "Record", (*SUITE, *(flag for flag in _RECORDING if flag.name not in _SHARED_NAMES))
-)
-"""Flags that mean something with --record only."""
-_CARD = Flag("card", str, "PNG to share: the answer and one number.")
-_REJECTED = Flag("rejected", bool, "Show rejected drafts, too.")
-_OVERWRITE = Flag("overwrite", bool, "Replace what an earlier trace wrote there.")
 _TARGETS = (
     Flag("html", str, "File for a page to explore."),
     Flag("output", str, "File to keep the trace in, one JSON record per line."),
-    _CARD,
+    Flag("card", str, "PNG to share: the answer and one number."),
 )
 """Flags that name files to write."""
-_VIEW = (*_TARGETS, Flag("all_layers", bool, "Layers without heads too. Built in: on."), _REJECTED)
-_ONLY_VIEW = (*_VIEW, *(flag for flag in _LOOKING if flag.name not in _SHARED_NAMES))
-"""Flags that mean nothing with --record."""
-_TRACE = (
-    *_VIEW,
-    _OVERWRITE,
-    Flag("record", str, "Folder for a record of a prompt or suite, which selfspec tune reads."),
-    *LOADING,
-    *_LOOKING,
-    *_ONLY_RECORD,
+_VIEW = (
+    *_TARGETS,
+    Flag("all_layers", bool, "Layers without heads too. Built in: on."),
+    Flag("rejected", bool, "Show rejected drafts, too."),
 )
+_NOTED = option_flags(RecordOptions)
+_RECORDING = (
+    Flag("record", str, "Folder for a record of a prompt or suite, which selfspec tune reads."),
+    *grouped("Record", (*SUITE, *(flag for flag in _NOTED if flag.name != "max_new_tokens"))),
+)
+_MEANT = {
+    "with --from: the answer is written already": {"source", "html", "card", "rejected"},
+    "with --record": {flag.name for flag in (*_RECORDING, *_NOTED, *LOADING)},
+    "without --record": {flag.name for flag in (*_VIEW, *SHARED)},
+}
+"""What may be given in each way to call it, besides --overwrite and --config."""
 
 
-@with_flags(*_TRACE, merging=False)
-def trace(
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="The question; without it, standard input."),
-    ] = None,
-    *,
-    kept: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="Show what --output kept, without a prompt."),
-    ] = None,
-    config: base.ConfigFile = None,
-    as_json: base.AsJson = False,
-    asked: Asked,
-) -> None:
+@with_flags(
+    Flag("source", str, "Show what --output kept, without a prompt.", ("--from",), metavar="FILE"),
+    *_VIEW,
+    Flag("overwrite", bool, "Replace what an earlier trace wrote there."),
+    *_RECORDING,
+    *SHARED,
+)
+def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: base.Named) -> None:
     """Show who gave each token of an answer. And what each layer would have said, and how sure.
 
     With --record: decode plainly and record what every exit layer would have drafted.
     """
-    given = base.merged(config, asked, _TRACE, defaults=False)
-    asked = base.merged(config, asked, _TRACE) if kept is None else given
+    kept, ways = asked.get("source"), list(_MEANT)
     if prompt is not None and kept is not None:
         raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
-    if kept is not None:
-        shown = (_CARD, _REJECTED, _OVERWRITE)
-        others = (flag for flag in _TRACE if flag not in shown and flag.name != "html")
-        _refuse(given, others, "with --from: the answer is written already")
-    if "record" in asked:
-        _refuse(given, _ONLY_VIEW, "with --record")
+    way = ways[0] if kept is not None else ways[1] if "record" in asked else ways[2]
+    for name in sorted(asked.names - _MEANT[way] - {"overwrite"}):
+        flag = ("no-" if asked[name] is False else "") + name.replace("_", "-")
+        raise InvalidOption(f"--{flag} means nothing {way}. Leave it out")
+    if way == "with --record":
         _keep_record(prompt, asked, as_json=as_json)
         return
-    _refuse(given, _ONLY_RECORD, "without --record")
-    targets = _check_targets(asked, [*base.inputs(asked), kept, config])
+    targets = _check_targets(asked)
     with contextlib.ExitStack() as stack:
         for path in targets.values():
             stack.enter_context(files.locked(path))
-        seen = _kept(kept) if kept is not None else _looked(prompt, asked)
+        seen = _looked(prompt, asked) if kept is None else _kept(Path(kept))
         if "output" in targets:
             seen.trace.save(targets["output"])
         if "card" in targets:
@@ -149,20 +134,12 @@ def trace(
     base.emit(base.printed(lambda it: terminal.show(seen.trace, it, rejected=rejected)))
 
 
-def _refuse(asked: Asked, flags: Iterable[Flag], where: str) -> None:
-    """Raise InvalidOption at the first of `flags` that was given."""
-    for flag in flags:
-        if flag.name in asked:
-            off = asked[flag.name] is False
-            name = f"--no-{flag.long_name[2:]}" if off else flag.long_name
-            raise InvalidOption(f"{name} means nothing {where}. Leave it out")
-
-
-def _check_targets(asked: Asked, reads: list[object]) -> dict[str, Path]:
+def _check_targets(asked: Asked) -> dict[str, Path]:
     """The paths of the outputs, before any work. Raises InvalidOption, CannotWrite."""
     found: dict[str, Path] = {}
     for name, text in sorted(picked(asked, _TARGETS).items()):
-        path = files.check_file(text, overwrite=asked.get("overwrite", False), reads=reads)
+        overwrite = asked.get("overwrite", False)
+        path = files.check_file(text, overwrite=overwrite, reads=base.inputs(asked))
         suffix = {"card": ".png", "html": ".html"}.get(name, path.suffix)
         if not path.parent.is_dir():
             raise InvalidOption(f"--{name} {path}: there is no folder {path.parent}. Make it first")
@@ -258,24 +235,17 @@ def _keep_record(prompt: str | None, asked: Asked, *, as_json: bool) -> None:
         record = _recorded(base.load(picked(asked, LOADING)), questions, options)
         record.save(folder, overwrite=overwrite)
     info = record.info
-    if as_json:
-        facts = {
-            "prompts": len(record.prompts),
-            "tokens": len(record.answers),
-            "nodes": len(record.tokens),
-            "exit_layers": list(info.exit_layers),
-            "anneal_strengths": list(info.anneal_strengths),
-            "min_threshold": info.min_threshold,
-            "max_draft_tokens": info.max_draft_tokens,
-        }
-        base.emit(json.dumps(facts) + "\n")
-        return
-    base.emit(
-        f"{folder}: {len(record.prompts)} prompts, {len(record.answers):,} tokens, "
-        f"{len(record.tokens):,} nodes\n"
-        f"exit layers {list(info.exit_layers)}, alpha {list(info.anneal_strengths)}, thresholds "
-        f"from {info.min_threshold:g}, up to {info.max_draft_tokens} draft tokens\n"
-    )
+    facts = {
+        "prompts": len(record.prompts),
+        "tokens": len(record.answers),
+        "nodes": len(record.tokens),
+        "exit_layers": list(info.exit_layers),
+        "anneal_strengths": list(info.anneal_strengths),
+        "min_threshold": info.min_threshold,
+        "max_draft_tokens": info.max_draft_tokens,
+    }
+    words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
+    base.emit(json.dumps(facts) + "\n" if as_json else f"{folder}: {words}\n")
 
 
 def _recorded(speculator: Speculator, questions: list[Question], options: RecordOptions) -> Record:
@@ -315,7 +285,8 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     from selfspec.eval import tune as choosing
     from selfspec.eval.record import Record
 
-    if "record" not in asked:
+    record = Record.load(Path(asked["record"])) if "record" in asked else None
+    if record is None:
         choosing.require_two(len(questions))
     speculator = base.load(picked(asked, LOADING))
     backbone, heads = speculator.backbone, speculator.heads
@@ -325,11 +296,8 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
         base.emit(f"removed {kept}\n" if kept.is_file() else nothing)
         kept.unlink(missing_ok=True)
         return
-    if "record" in asked:
-        record = Record.load(Path(asked["record"]))
-        record.require_heads(backbone, heads)
-    else:
-        record = _recorded(speculator, questions, noted)
+    record = record or _recorded(speculator, questions, noted)
+    record.require_heads(backbone, heads)
     costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
     with base.bar("replay", "settings") as show:
         found = choosing.tune(record, costs, options, show)
@@ -599,7 +567,9 @@ _DRAFTS = tuple(flag for flag in SPECULATION if flag.name != "pinned")
     *_DRAFTS,
     *SUITE,
     Flag("max_new_tokens", int, f"Tokens per prompt at most. Built in: {_NEW_TOKENS}."),
-    Flag("rungs", str, "Those to climb: 1,2,6. Built in: all seven; the third is slow."),
+    Flag(
+        "rungs", tuple[int, ...], "Those to climb: 1,2,6. Built in: all seven; the third is slow."
+    ),
     Flag("max_copy_gb", float, f"Largest float32 or float64 copy to make. Built in: {_COPY_GB}."),
 )
 def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
@@ -611,11 +581,8 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     from selfspec.eval import verify as ladder
     from selfspec.model.weights import keep_numbers
 
-    try:
-        wanted = {int(number) for number in asked.get("rungs", "1,2,3,4,5,6,7").split(",")}
-    except ValueError:
-        wanted = set()
-    if not wanted or not wanted <= {*range(1, 8)}:
+    wanted = set(asked.get("rungs", range(1, 8)))
+    if not wanted <= {*range(1, 8)}:
         raise InvalidOption(f"rungs are {asked['rungs']}, expected numbers from 1 to 7: 2,6,7")
     questions = suite_of(asked, _PROMPTS)
     speculator = base.load(asked)
@@ -659,12 +626,12 @@ PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
 
 
 @with_flags(
-    *(flag for flag in LOADING if flag.name not in ("heads", "draft_model", "chat_template")),
-    merging=False,
+    *(flag for flag in LOADING if flag.name not in ("heads", "draft_model", "chat_template"))
 )
-def env(*, as_json: base.AsJson = False, asked: Asked) -> None:
+def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     """Show versions, device, threads, folders. With --model: how it runs, and how fast."""
-    base.check_model(asked)
+    loading = {name: asked[name] for name in asked.names}
+    base.check_model(loading)
     from selfspec.api import tuned
 
     try:
@@ -683,19 +650,10 @@ def env(*, as_json: base.AsJson = False, asked: Asked) -> None:
         "config": ", then ".join(configs),
         "tuned": [str(file) for file in tuned.files()],
     }
-    speed: StepSpeed | None = None
-    if asked:
-        about, speed = _model_facts(asked)
-        facts |= about
-    if as_json:
-        measured = {} if speed is None else {"speed": speed.to_dict()}
-        base.emit(json.dumps(facts | measured) + "\n")
-        return
-    facts |= {} if speed is None else speed_lines(speed)
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        words = ", ".join(value) or "none" if isinstance(value, list) else value
-        base.emit(f"{name:<{width}}  {words}\n")
+    if loading:
+        about, speed = _model_facts(loading)
+        facts |= about | ({"speed": speed.to_dict()} if as_json else speed_lines(speed))
+    base.emit_facts(facts, as_json=as_json)
 
 
 def machine() -> dict[str, Any]:

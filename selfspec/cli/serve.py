@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from socket import socket
 
 from selfspec.cli import base
 from selfspec.cli.base import (
@@ -25,7 +24,7 @@ from selfspec.serve.options import VARIABLE, Keys, ServeOptions
 FLAGS = (
     *grouped("Server", option_flags(ServeOptions), ("host", "port", "concurrency", "timeout")),
     Flag("api_key_file", str, "File of API keys, one a line; besides those of SELFSPEC_API_KEY."),
-    Flag("kv_memory", str, "For keys and values: 500MB, 2GB. Built in: half of what is free."),
+    base.KV_MEMORY,
     *LOADING,
     *SPECULATION,
 )
@@ -39,7 +38,7 @@ def serve(*, asked: Asked) -> None:
     running answers are complete.
     """
     options = options_of(ServeOptions, asked)
-    kv_memory = base.bytes_of("kv_memory", asked.get("kv_memory"))
+    kv_memory = base.kv_memory(asked)
     keys = Keys.found(Path(asked["api_key_file"]) if "api_key_file" in asked else None)
     if not options.is_local and not keys:
         raise InvalidOption(
@@ -54,38 +53,32 @@ def serve(*, asked: Asked) -> None:
     with _packages("serve", "a server"):
         import prometheus_client  # noqa: F401  # known to be there before a model is loaded
 
-        from selfspec.serve.gate import bound
-    start = _one if options.replicas == 1 else _several
+        from selfspec.serve.gate import bound, run
+
+    def ready(address: str) -> None:
+        copies = f", {options.replicas} copies," if options.replicas > 1 else ""
+        said = f"{label}{copies} at {address}/v1, a page at {address}. Ctrl-C stops it."
+        base.note(said)
+
     with bound(options) as at:
-        start(asked, at, options, keys, kv_memory)
+        if options.replicas == 1:
+            speculator = base.load(asked)
+            from selfspec.serve.app import make_app
+            from selfspec.serve.writer import Writer
 
+            label, room = speculator.label, speculator.backbone.max_positions
+            app = make_app(Writer(speculator, options, kv_memory), label, room, options, keys)
+            run(app, at, options, ready)
+            return
+        with _packages("ray", "more than one copy"):
+            from selfspec.serve import replicas
+        from selfspec.serve.replica import Plan
 
-def _one(
-    asked: Asked, at: socket, options: ServeOptions, keys: Keys, kv_memory: int | None
-) -> None:
-    speculator = base.load(asked)
-    from selfspec.serve.app import make_app
-    from selfspec.serve.gate import run
-    from selfspec.serve.writer import Writer
-
-    writer = Writer(speculator, options, kv_memory)
-    room = speculator.backbone.max_positions
-    app = make_app(writer, speculator.label, room, options, keys)
-    run(app, at, options, _ready(speculator.label))
-
-
-def _several(
-    asked: Asked, at: socket, options: ServeOptions, keys: Keys, kv_memory: int | None
-) -> None:
-    with _packages("ray", "more than one copy"):
-        from selfspec.serve.replicas import copies, label, make_front
-    from selfspec.serve.gate import run
-    from selfspec.serve.replica import Plan
-
-    loading = picked(asked, (*LOADING, *SPECULATION))
-    with copies(Plan(loading=loading, options=options, kv_memory=kv_memory)) as handle:
-        said = f"{label(handle)}, {options.replicas} copies,"
-        run(make_front(handle, options, keys), at, options, _ready(said))
+        loading = picked(asked, (*LOADING, *SPECULATION))
+        plan = Plan(loading=loading, options=options, kv_memory=kv_memory)
+        with replicas.copies(plan) as handle:
+            label = replicas.label(handle)
+            run(replicas.make_front(handle, options, keys), at, options, ready)
 
 
 @contextmanager
@@ -96,9 +89,3 @@ def _packages(extra: str, what: str) -> Iterator[None]:
         raise InvalidOption(
             f"{what} needs more packages ({error.name}): pip install 'selfspec[{extra}]'"
         ) from error
-
-
-def _ready(what: str) -> Callable[[str], None]:
-    return lambda address: base.note(
-        f"{what} at {address}/v1, a page at {address}. Ctrl-C stops it."
-    )

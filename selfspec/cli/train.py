@@ -53,8 +53,9 @@ MODEL = (
     Flag("base_model", str, "The model's name for the record; else its file or id."),
     Flag(
         "dtype",
-        str,
+        base.Dtype,
         "float32, bfloat16 (the default where torch is quick in it), ...",
+        metavar="TEXT",
     ),
     Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
     CHAT_TEMPLATE,

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.cli.base import Asked
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidPrompt
@@ -84,7 +83,6 @@ class FakeSpeculator:
     given: dict[str, Any] = field(default_factory=dict)
     streams: list[FakeStream] = field(default_factory=list)
     loaded: Asked | None = None
-    turn_end: TurnEnd = NO_END
     room: tuple[int, int | None] | None = None
     broken: dict[int, BaseException] = field(default_factory=dict)
     """Raised at these numbers of many prompts."""

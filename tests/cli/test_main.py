@@ -11,14 +11,13 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 
 from selfspec.cli import base
 from selfspec.cli.main import BUG, INTERRUPTED, app, main
-from selfspec.config import EXECUTORS
 from selfspec.model import backbone
 from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Prices
 from tests.bad_input import furnish, snapshot
@@ -71,7 +70,7 @@ def test_help_fits_a_screen_and_help_all_lists_everything(
 
 
 def test_executors_are_those_that_there_are() -> None:
-    assert (backbone.AUTO, *backbone.EXECUTORS) == EXECUTORS
+    assert (backbone.AUTO, *backbone.EXECUTORS) == get_args(base.Executor)
 
 
 def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys: Capture) -> None:
@@ -193,12 +192,7 @@ def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Pat
     "arguments",
     [
         "generate a --config closed.yaml",
-        "generate --file closed.yaml",
         "generate a --model closed",
-        "generate a --model closed.gguf",
-        "trace --from closed.yaml",
-        "heads show closed",
-        "report closed --output new",
         "bench --suite closed.jsonl --output new",
         "bench --suite prompts.jsonl --output new",
     ],
@@ -247,11 +241,9 @@ def test_a_bug_says_that_it_is_one_and_where_its_report_is(
     (line,) = capsys.readouterr().err.splitlines()
     (file,) = (tmp_path / "selfspec" / "bugs").iterdir()
     assert line.startswith("selfspec: error: this is a bug of selfspec: KeyError")
-    assert f"A report is in {file}: please send it. To see it here, add --debug" in line
+    assert f"A report is in {file}: please send it" in line
     text = file.read_text()
-    assert text.startswith("selfspec bug report")
-    assert "selfspec generate 'a b'" in text
-    assert "torch 2" in text
+    assert re.match(r"selfspec [\d.]+: generate 'a b'\n", text)
     assert "Traceback (most recent call last)" in text
     assert "in mistaken" in text
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))

@@ -97,9 +97,9 @@ generate a --drafter exit:layers=1.5             | exit:layers is '1.5', expecte
 generate a --exit-threshold 0.9                  | No such option: --exit-threshold
 generate a --hedas x                             | --heads
 generate a --config nowhere                      | cannot take the config: cannot read nowhere
-generate a --dtype float31                       | dtype is 'float31', expected float32, bfloat16
-generate a --executor quick                      | executor is 'quick', expected auto, fused
-generate a --attn-implementation none            | expected sdpa or eager
+generate a --dtype float31                       | 'float31' is not one of 'float32'
+generate a --executor quick                      | Invalid value for '--executor'
+generate a --attn-implementation none            | Invalid value for '--attn-implementation'
 generate a --device 0                            | device is '0', expected cpu
 generate a --heads nowhere                       | 'nowhere' is neither a folder nor a known name
 generate a --model nowhere.gguf                  | 'nowhere.gguf' is not there
@@ -123,7 +123,7 @@ chat a                                           | unexpected extra argument
 chat --chat-template none.jinja                  | cannot read none.jinja
 env a                                            | unexpected extra argument
 env --model nowhere                              | nowhere
-env M --executor fast                            | executor is 'fast'
+env M --executor fast                            | Invalid value for '--executor'
 report                                           | Missing argument
 report --output new                              | Missing argument
 report dir                                       | Missing option '--output'
@@ -175,6 +175,7 @@ bench P --max-new-tokens 0                       | max_new_tokens is 0
 bench P --tune-questions -1                      | tune_questions is -1
 bench P --concurrency 0                          | concurrency holds 0
 verify --limit 0                                 | limit is 0
+verify --rungs two                               | rungs is 'two', expected a list of whole
 verify --max-copy-gb x                           | Invalid value for '--max-copy-gb'
 verify --suite spec-bench                        | Give --questions FILE
 verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
@@ -215,7 +216,6 @@ bench L P --sweep exit.max_depth=3 --drafter exit:layers=2/4 | exit:max_depth 3 
 bench L P --methods no-depth-bound --drafter exit:layers=1/2/3/4/5,threshold=0.05 | is the same
 env --model model --dtype float64 --executor fused | fused executor
 verify L --rungs 2,8                             | expected numbers from 1 to 7
-verify L --rungs two                             | expected numbers from 1 to 7
 cache M T --max-size 0.00001                     | more than max_size 1e-05
 cache M T --no-deep --exit-layers 0,2            | exit layer 0 is not among
 fit M --cache half --output new                  | half is unfinished
@@ -277,27 +277,14 @@ NUMBERS = {
     "--drafter": [
         *("", "exits", "ngram+", "draft-model", "exit:", "exit:2", "exit:layer=2", "exit+ngram"),
         *(f"exit:layers={value}" for value in ("0", "9", "2/2", "4/2", "x", "", "2//4", "9" * 40)),
-        *(f"exit:threshold={value}" for value in ("0", "2", "-1", "nan", "x", "0.1/0.2/0.3")),
-        *(f"exit:anneal_strength={value}" for value in ("-1", "nan", "inf", "x")),
-        *(f"exit:max-depth={value}" for value in ("-1", "3", "99", "x")),
-        *(f"exit:max_tokens={value}" for value in ("0", "-1", "x", "1.5", "none")),
-        *(f"ngram:size={value}" for value in ("0", "x")),
+        *("exit:threshold=0.1/0.2/0.3", "exit:max-depth=3", "exit:max-depth=99"),
     ],
-    "--controller": [
-        *("", "none", "threshold,fixed", "threshold+fixed", "fixed:longest=2"),
-        *(f"gammatune:rate={value}" for value in ("0", "2", "nan")),
-        *(f"cm-asd:weights={value}" for value in ("1", "1/1/1", "nan/0/1", "x/y/z")),
-    ],
-    "--acceptance": ["", "all", *(f"lenient:lenience={value}" for value in ("0", "1.5", "nan"))],
-    "--prices": [
-        *("", "0.3", "rows=1", "row=-1", "row=2", "row=nan"),
-        *("head=-1", "head=nan", "row=0.1/-1", "block=0"),
-    ],
+    "--controller": ["", "none", "threshold,fixed", "fixed:longest=2", "gammatune:rate=nan"],
+    "--acceptance": ["", "all", "lenient:lenience=0"],
+    "--prices": ["", "0.3", "rows=1", "row=-1", "row=0.1/-1"],
     "--pinned-rows": ["0", "-1", "x"],
-    "--dtype": ["", "int8", "load", "__name__"],
+    "--dtype": ["", "int8"],
     "--device": ["", "tpu", "cuda:99", "meta"],
-    "--executor": [""],
-    "--attn-implementation": ["", "flash_attention_2"],
 }
 
 
@@ -310,42 +297,41 @@ def test_a_value_out_of_range_is_refused(
     refused([*GENERATE, "--heads", "logit-lens", flag, value], place, capsys)
 
 
-YAML = {
-    "nested aliases": BOMB,
-    "a tag": "model: !!python/object/apply:os.system [touch owned]",
-    "a list": "- model\n- heads\n",
-    "the same key": "max_new_tokens: 3\nmax-new-tokens: 4\n",
-    "an unknown key": "max_new_token: 3\n",
-    "a number as key": "1: 2\n",
-    "a list for a number": "max_new_tokens: [3]\n",
-    "a mapping": "max_new_tokens: {a: 3}\n",
-    "text for a number": "max_new_tokens: many\n",
-    "a bool for a number": "max_new_tokens: true\n",
-    "a number for text": "model: 3\n",
-    "a list for text": "model: [model]\n",
-    "null for text": "model: null\n",
-    "bytes": "model: !!binary aGVsbG8=\n",
-    "a set": "drafter: {exit: {layers: !!set {2, 4}}}\n",
-    "not a number": "temperature: .nan\n",
-    "infinity": "temperature: .inf\n",
-    "a huge number": "drafter: {exit: {layers: 1" + "0" * 4000 + "}}\n",
-    "too huge a number": "drafter: {exit: {layers: 1" + "0" * 5000 + "}}\n",
-    "a zero byte": 'model: "a\\0b"\n',
-    "half a character": 'model: "\\ud800"\n',
-    "an escape": 'model: "\\e[2J"\n',
-    "an empty list": "drafter: {exit: {layers: []}}\n",
-    "a tab": "model:\tx\n\theads: y\n",
-}
+YAML = [
+    (BOMB, "has the alias"),
+    ("model: !!python/object/apply:os.system [touch owned]", "is not YAML"),
+    ("- model\n- heads\n", "expected `option: value` lines"),
+    ("max_new_tokens: 3\nmax-new-tokens: 4\n", "has a key twice"),
+    ("max_new_token: 3\n", "Did you mean max_new_tokens?"),
+    ("pinned_row: 3\n", "Did you mean pinned_rows?"),
+    ("max_draft_tokens: 3\n", "'max_draft_tokens'. Did you mean max_new_tokens?"),
+    ("1: 2\n", "unknown key"),
+    ("max_new_tokens: [3]\n", "max_new_tokens is [3], expected a whole number"),
+    ("max_new_tokens: many\n", "max_new_tokens is 'many', expected a whole number"),
+    ("max_new_tokens: -1\n", "max_new_tokens is -1, expected at least 1"),
+    ("pinned: 1\n", "pinned is 1, expected True or False"),
+    ("pinned_rows: 2.5\n", "pinned_rows is 2.5, expected a whole number"),
+    ("model: 3\n", "model is 3, expected text"),
+    ("model: null\n", "model is None, expected text"),
+    ("drafter: [ngram]\n", "drafter is ['ngram'], expected text or names and values"),
+    ("drafter: {exit: {layers: !!set {2, 4}}}\n", ""),
+    ("drafter: {exit: {layers: 1" + "0" * 4000 + "}}\n", ""),
+    ("drafter: {exit: {layers: []}}\n", "exit:layers is empty"),
+    ("temperature: .nan\n", "temperature is nan, expected a finite number"),
+    ('model: "a\\0b"\n', ""),
+    ('model: "\\ud800"\n', ""),
+    ('model: "\\e[2J"\n', ""),
+]
 
 
-@pytest.mark.parametrize("kind", YAML)
+@pytest.mark.parametrize(("text", "words"), YAML)
 def test_a_config_that_says_nothing_is_refused(
-    kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, words: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.yaml").write_text(YAML[kind])
-    flags = [] if "model" in YAML[kind] else ["--model", "model", "--dtype", "float32"]
+    (tmp_path / "config.yaml").write_text(text)
+    flags = [] if "model" in text else ["--model", "model", "--dtype", "float32"]
     config = ["--config", str(tmp_path / "config.yaml")]
-    refused(["generate", "a", "--heads", "logit-lens", *flags, *config], place, capsys)
+    refused(["generate", "a", "--heads", "logit-lens", *flags, *config], place, capsys, words)
 
 
 # --- what is named as a file and is none
@@ -356,62 +342,37 @@ generate M --file @
 generate a M --json-schema @
 generate a M --grammar @
 generate a --model @
+generate a M --draft-model @
 generate a M --heads @
 trace --from @
 trace L --record new --suite @.jsonl
 trace L --record new --suite spec-bench --questions @
 tune L --record @
-report @ --output new
-heads pull @
-fit M --output new --data @.jsonl
-fit M --output new --cache @
-data M --output new.jsonl --tokens 9 --recipe @
-"""
-"""A line for each way to read."""
-
-ALSO = """
-generate a M --draft-model @
-chat M --config @
-chat --model @
-trace a L --config @
-tune L --suite spec-bench --questions @
-bench L --output new --suite @.jsonl
-bench L --output new --suite spec-bench --questions @
 bench L P --methods plain,speculation --max-new-tokens 1 --tune-on @.jsonl
-bench P --model @
-verify L --suite @.jsonl
-verify --suite prompts.jsonl --model @
+report @ --output new
 heads show @
+heads pull @
 heads check @ --model model
+fit M --output new --data @.jsonl
 fit M --output new --data prompts.jsonl --validation @.jsonl
-cache M --output new --data @.jsonl
-calibrate M --heads logit-lens --data @.jsonl
+fit M --output new --cache @
 calibrate M --data prompts.jsonl --heads @
+data M --output new.jsonl --tokens 9 --recipe @
 data M --output new.jsonl --from @.jsonl
 """
-"""Lines that read in one of these ways, too."""
+"""A line for each way to read. More of what is no file: tests/test_untrusted.py."""
 
-NO_FILES = (
-    *("nowhere/at/all", "dir", "garbage", "empty", "zeros", "pipe", "loop", "/dev/zero"),
-    *("text.txt/below", "x" * 300, "~nobody-here/x", ""),
-)
+NO_FILES = ("nowhere/at/all", "dir", "garbage", "empty", "pipe", "/dev/zero", "")
 
 UNREAD = {
     *(("generate a M --config @", name) for name in ("empty", "pipe", "")),
-    ("generate M --file @", "zeros"),
     ("heads check @ --model model", "dir"),
 }
-"""An empty config asks for nothing, zero bytes are text, and a check that fails has code 1."""
+"""An empty config asks for nothing, and a check that fails has code 1."""
 
 
-@pytest.mark.parametrize(
-    ("reader", "name"),
-    [
-        *((reader, name) for reader in READERS.strip().splitlines() for name in NO_FILES),
-        *((reader, name) for reader in ALSO.strip().splitlines() for name in NO_FILES[:3]),
-    ],
-    ids=lambda word: word[:60] or "nameless",
-)
+@pytest.mark.parametrize("name", NO_FILES)
+@pytest.mark.parametrize("reader", READERS.strip().splitlines())
 def test_what_is_no_such_file_is_refused(
     reader: str, name: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

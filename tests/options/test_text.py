@@ -190,10 +190,11 @@ def test_easd_as_text_starts_where_the_heads_say() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"draftr": "exit"}, "unknown option 'draftr'. Did you mean drafter?"),
         ({"drafter": "exits"}, "unknown drafter 'exits'. Did you mean exit?"),
         ({"drafter": "exit+ngram"}, "unknown drafter 'exit+ngram'. Did you mean ngram?"),
         ({"drafter": "exit:treshold=1"}, "unknown setting of exit: 'treshold'. Did you mean"),
-        ({"drafter": "exit:threshold=high"}, "exit:threshold is 'high', expected a number or a"),
+        ({"drafter": "exit:threshold=high"}, "exit:threshold is 'high', expected a finite number"),
         ({"drafter": "exit:0.5"}, "exit is followed by '0.5', expected KEY=VALUE,.."),
         ({"drafter": "ngram:size=2,size=3"}, "ngram:size is given twice. Leave one out"),
         ({"drafter": "none:size=2"}, "none has no settings, found 'size=2'. Leave them out"),

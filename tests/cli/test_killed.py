@@ -1,12 +1,13 @@
 """Commands that are killed again and again, in the midst of writing, and then called once more.
 
-`data`, `cache` and `fit`, which write for hours, have tests of their own (tests/cli).
+`data`, `cache` and `fit`, which write for hours, have tests of their own.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,6 @@ from selfspec import files
 from selfspec.api import tuned
 from selfspec.cli.main import main
 from selfspec.heads.exit_heads import HeadsConfig
-from selfspec.model.backbone import Backbone
-from tests.heads.kinds import make_heads, train
-from tests.models import make_model
-from tests.talks import make_talks, make_tokenizer
 from tests.training.test_calibrate import FLAT
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a child is forked to be killed")
@@ -42,62 +39,38 @@ def settings() -> Any:
     return [json.loads(file.read_text())["options"] for file in tuned.files()]
 
 
+SUITE = ["--suite", "suite.jsonl"]
 COMMANDS: dict[str, tuple[list[str], Callable[[], Any]]] = {
     "generate": (
-        ["generate", *MODEL, "--prompts", "suite.jsonl", "--output", "out.jsonl"],
+        ["generate", *MODEL, "--prompts", "prompts.jsonl", "--output", "out.jsonl"],
         lambda: answers(Path("out.jsonl")),
     ),
     "bench": (
-        [
-            "bench",
-            *MODEL,
-            "--suite",
-            "suite.jsonl",
-            "--output",
-            "results",
-            "--resume",
-            "--methods",
-            "plain",
-        ],
+        ["bench", *MODEL, *SUITE, "--output", "results", "--resume", "--methods", "plain"],
         lambda: answers(Path("results/answers.jsonl")),
     ),
     "calibrate": (
         ["calibrate", *MODEL, "--data", "talks.jsonl"],
         lambda: HeadsConfig.read(Path("heads")),
     ),
-    "tune": (["tune", *MODEL, "--suite", "suite.jsonl"], settings),
+    "tune": (["tune", *MODEL, *SUITE], settings),
 }
 SHORT = ["--max-new-tokens", "4"]
 
 
-@pytest.fixture
-def workplace(
-    tmp_path: Path, backbone: Backbone, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    """A folder with a tiny model, heads, prompts and text; the current one."""
-    make_model("llama").save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    base = backbone.fingerprint
-    heads = make_heads(
-        "translator", backbone.unembedding, base_fingerprint=base, exit_layers=(2, 5)
-    )
-    train(heads).save(tmp_path / "heads")
-    prompts = [json.dumps({"prompt": text}) for text in ("a", "b c", "c a b", "a a b")]
-    (tmp_path / "suite.jsonl").write_text("\n".join(prompts) + "\n")
-    talks = [
-        json.dumps({"input_ids": talk.ids, "answer_start": 5})
-        for talk in make_talks(backbone.model)
-    ]
-    (tmp_path / "talks.jsonl").write_text("\n".join(talks) + "\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: FLAT)
-    return tmp_path
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_that_was_killed_gives_what_it_would_have_given(
-    name: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    workplace: Path,
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    Path("heads").unlink()
+    shutil.copytree("others", "heads")
+    prompts = [json.dumps({"prompt": text}) for text in ("a", "b c", "c a b", "a a b")]
+    Path("prompts.jsonl").write_text("\n".join(prompts) + "\n")
+    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: FLAT)
     command, result = COMMANDS[name]
     if name != "calibrate":
         command = [*command, *SHORT]
