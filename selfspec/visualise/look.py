@@ -276,11 +276,13 @@ class Reader:
         head, _, temperature = self.lenses[layer]
         logits = head.unembed(features)  # [R, V_draft]
         log_probs = (logits / temperature).log_softmax(-1)
+        kept = target_logits if head.draft_ids is None else target_logits[:, head.draft_ids]
+        target = kept.log_softmax(-1)  # over the draft vocabulary, as the head's
         columns = (
             self.likeliest(log_probs, head),
             self._judge.confidence(logits, layer).tolist(),
             ranks(head.to_target_logits(logits), tokens).tolist(),
-            divergences(head, target_logits, log_probs).tolist(),
+            (target.exp() * (target - log_probs)).sum(-1).tolist(),
         )
         return [
             LayerSays(
@@ -318,17 +320,6 @@ def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     own = logits.gather(-1, tokens[:, None])
     better: Tensor = (logits > own).sum(-1)
     return torch.where(own[:, 0].isneginf(), 0, better + 1)
-
-
-def divergences(head: ExitHead, target_logits: Tensor, log_probs: Tensor) -> Tensor:
-    """KL(target || head), [R], in nats, over the head's draft vocabulary.
-
-    `target_logits` [R, V] are renormalised there, `log_probs` [R, V_draft] are already.
-    """
-    kept = target_logits if head.draft_ids is None else target_logits[:, head.draft_ids]
-    target = kept.log_softmax(-1)
-    divergence: Tensor = (target.exp() * (target - log_probs)).sum(-1)
-    return divergence
 
 
 def chained(

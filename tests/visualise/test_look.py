@@ -23,12 +23,11 @@ from selfspec.visualise.look import (
     TokenTexts,
     branches,
     chained,
-    divergences,
     inspect,
     ranks,
 )
 from tests.api.test_text import byte_level_bpe, ids_of, metaspace
-from tests.heads.kinds import DRAFT_IDS, make_heads, train
+from tests.heads.kinds import make_heads, train
 from tests.models import VOCAB_SIZE, make_model, random_ids
 from tests.records import KINDS, NEW_TOKENS, recorded
 from tests.talks import make_tokenizer
@@ -207,12 +206,6 @@ def test_an_error_leaves_no_hook_and_no_harm(
             looked("translator")
     assert hooks(speculator) == before
     assert looked("translator").places == answer
-
-
-def test_looking_leaves_no_hook() -> None:
-    speculator = recorded("deep-fused").speculator
-    before = hooks(speculator)
-    looked("deep-fused", all_layers=True)
     assert hooks(speculator) == before
 
 
@@ -284,16 +277,6 @@ def test_a_small_vocabulary_has_fewer_guesses(backbone: Backbone) -> None:
     assert best.tokens == (95, 17, 3, 0, 40)
     (few,) = reader.likeliest(torch.tensor([[0.25, 0.75]]).log())
     assert few.tokens == (1, 0)
-
-
-def test_laws_are_compared_over_the_draft_vocabulary(backbone: Backbone) -> None:
-    head = make_heads("linear-draft", backbone.unembedding)[2]
-    target = torch.randn(3, backbone.vocab_size, generator=torch.Generator().manual_seed(0))
-    same = target[:, DRAFT_IDS].log_softmax(-1)
-    assert divergences(head, target, same).abs().max() < 1e-6
-    uniform = torch.zeros(3, 5).log_softmax(-1)
-    expected = torch.nn.functional.kl_div(uniform, same, reduction="none", log_target=True).sum(-1)
-    assert torch.allclose(divergences(head, target, uniform), expected)
 
 
 def test_features_behind_drafts_are_those_of_the_layer_that_drafted(backbone: Backbone) -> None:

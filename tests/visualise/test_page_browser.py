@@ -6,7 +6,6 @@ It may say nothing on the console, and load nothing.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -334,29 +333,11 @@ def test_without_a_record_there_are_no_sliders(opened: Open, trace: LayerTrace) 
     )
 
 
-def test_128_tokens_and_30_layers_stay_small_and_quick(
-    opened: Open, record: Record, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Size is limited; how long a slider takes is told, not asserted: it depends on the machine."""
+def test_128_tokens_and_30_layers_stay_small(opened: Open, record: Record) -> None:
     long = tiled(record, 128)
     long = replace(long, info=replace(long.info, num_layers=31, exit_layers=(4, 12, 20)))
     html = render(make_trace(long, USED, range(1, 31)), long, some_costs(31, 16))
     assert len(html.encode("utf-8")) < 1_500_000
     page = opened(html)
     unfold(page)
-    times = sorted(page.locator("#tau").evaluate(MOVE, stop) for stop in (0, 1, 2, 3, 4, 0))
-    with capsys.disabled():
-        sys.stdout.write(
-            f"\n{len(html) / 1e6:.2f} MB; a slider move takes {times[2]:.0f} ms, "
-            f"at most {times[-1]:.0f} ms, layout included\n"
-        )
     assert page.locator("#map td").count() == 128 * 30
-
-
-MOVE = """(node, value) => {
-  const start = performance.now();
-  node.value = value;
-  node.dispatchEvent(new Event("input", { bubbles: true }));
-  document.body.getBoundingClientRect();
-  return performance.now() - start;
-}"""
