@@ -20,9 +20,9 @@ import pytest
 
 from selfspec.cli.main import main
 from selfspec.errors import SelfspecError
-from tests.hand_traces import long_trace
 from tests.models import make_model
 from tests.talks import make_tokenizer
+from tests.traces import long_trace
 
 PATIENCE_S = 30
 

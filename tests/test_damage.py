@@ -33,11 +33,11 @@ from selfspec.visualise.layers import LayerTrace
 from tests.authors import counted
 from tests.bad_input import INF, NAN, patience, snapshot
 from tests.gguf_models import write_model
-from tests.hand_traces import long_trace
 from tests.heads.kinds import FINGERPRINT, make_heads, train
 from tests.models import VOCAB_SIZE, make_model
 from tests.records import recorded
 from tests.talks import make_talks, make_tokenizer
+from tests.traces import long_trace
 
 MOST_MEMORY = 1 << 30
 """Bytes that reading a damaged file may take: each of the whole files has less than 4 MB."""

@@ -31,9 +31,9 @@ from selfspec.visualise import picture
 from tests.authors import counted
 from tests.bad_input import largest_file, snapshot
 from tests.cli.fakes import FakeSpeculator
-from tests.hand_traces import long_trace
 from tests.heads.kinds import make_heads
 from tests.test_damage import FORMATS
+from tests.traces import long_trace
 
 ABC = ["a ", "b "]
 

@@ -1,10 +1,11 @@
-"""Layer traces without a model: made-up layers around the rounds that a record replays to."""
+"""Layer traces without a model: rounds by hand, or as a record replays to, in made-up layers."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +13,14 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Unmeasured
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
-from selfspec.eval.record import Record
+from selfspec.eval.record import Ints, Record
+from selfspec.heads.exit_heads import layers_in_use
 from selfspec.heads.heads import spread
-from selfspec.visualise.layers import LayerSays, LayerTrace, Place, TraceInfo, TraceSettings
+from selfspec.options import Exit, Prices
+from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
+
+TOKEN = 7
+"""Every token of a trace by hand."""
 
 TEXTS = (
     " the",
@@ -40,7 +46,123 @@ def text_of(token: int) -> str:
     return TEXTS[token % len(TEXTS)]
 
 
-def alone(record: Record, prompt: int) -> Record:
+INFO = TraceInfo(
+    base_model="tiny </title><script>hacked = 1</script>",
+    base="0" * 64,
+    heads="1" * 64,
+    dtype="float32",
+    executor="generic",
+    num_layers=6,
+    exit_layers=(2, 3, 4),
+    head_kinds=("translator", "logit-lens", "translator"),
+    thresholds=(0.5, 0.9, 0.8),
+    options=SpeculationOptions(exit=Exit(layers=(2, 4), threshold=(0.5, 0.8), max_tokens=2)),
+    lossless=True,
+    prompt="Say </script> and <script>hacked = 1</script>.",
+    prompt_texts=("p0 ", "p1 ", "p2 "),
+)
+
+
+def trace_of(
+    rounds: Sequence[Round],
+    texts: Sequence[str],
+    draft_texts: Sequence[tuple[str, ...]],
+    info: TraceInfo = INFO,
+) -> LayerTrace:
+    """Tokens with these texts; what layers say of them is drawn."""
+    dice, places = random.Random(0), list[Place]()
+    for number, entry in enumerate(rounds):
+        for token, (source, layer) in zip(entry.tokens, entry.givers, strict=True):
+            kind: Kind = "bonus" if source == "model" else "accepted"
+            top, probs = _guesses(dice, token)
+            places.append(
+                Place(
+                    index=len(places),
+                    token=token,
+                    text=texts[len(places)],
+                    kind="prefill" if entry.prefill else kind,
+                    round=number,
+                    exit_layer=layer if source == "exit" else None,
+                    copied_from=None,
+                    final_top_tokens=top,
+                    final_top_texts=tuple(map(text_of, top)),
+                    final_top_probs=probs,
+                    layers=tuple(_says(dice, layer, token) for layer in info.exit_layers),
+                )
+            )
+    drafts = tuple(draft_texts)
+    return LayerTrace(info=info, places=tuple(places), rounds=tuple(rounds), draft_texts=drafts)
+
+
+def _guesses(dice: random.Random, token: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Five tokens, `token` mostly among them, and probabilities that fall."""
+    top = dice.sample(range(100), 5)
+    if token not in top and dice.random() < 0.7:
+        top[dice.randrange(2)] = token
+    return tuple(top), tuple(sorted((dice.random() / 5 for _ in top), reverse=True))
+
+
+def _says(dice: random.Random, layer: int, token: int) -> LayerSays:
+    top, probs = _guesses(dice, token)
+    return LayerSays(
+        layer=layer,
+        top_tokens=top,
+        top_texts=tuple(map(text_of, top)),
+        top_probs=probs,
+        confidence=dice.random(),
+        rank=top.index(token) + 1 if token in top else dice.choice([0, 6, 4711]),
+        divergence=dice.expovariate(0.5),
+    )
+
+
+# Rounds by hand
+
+
+def entry(count: int, layers: Sequence[int] = (), accepted: int = 0, **values: Any) -> Round:
+    """A round that commits `count` tokens; drafts left at `layers`."""
+    drafts = len(layers)
+    found: dict[str, Any] = {
+        "sources": ["exit"] * drafts,
+        "kept": [*range(accepted)],
+        "ended": "width",
+        "passes": [(1, 0, 2), (1, 2, 4), (drafts + 1, 4, 6)],
+    }
+    return Round(
+        tokens=[TOKEN] * count,
+        draft_tokens=[TOKEN] * accepted + [TOKEN + 1] * (drafts - accepted),
+        exit_layers=list(layers),
+        **found | values,
+    )
+
+
+def small_trace() -> LayerTrace:
+    """Prompt's pass, a plain round, a kept and a rejected draft, one that ends the text."""
+    return trace_of(
+        (
+            entry(1, prefill=True, ended="off"),
+            entry(1, ended="depth"),
+            entry(2, [2, 4], 1),
+            entry(2, [4], 1, stop_reason="eos"),
+        ),
+        ("A", " line\n", " kept", " checked", " deep", "<end>"),
+        ((), (), (" kept", " dropped"), (" deep",)),
+    )
+
+
+def long_trace(texts: Sequence[str]) -> LayerTrace:
+    """Plain decoding of `texts`."""
+    rounds = [entry(1, prefill=index == 0, ended="off") for index in range(len(texts))]
+    return trace_of(rounds, texts, [()] * len(texts))
+
+
+# Rounds of a record
+
+USED = SpeculationOptions(
+    exit=Exit(threshold=0.2, anneal_strength=0.5, max_tokens=3), never_slower=False
+)
+
+
+def alone(record: Record, prompt: int = 1) -> Record:
     """One prompt of a record."""
     places = record.places(prompt)
     span = slice(places.start, places.stop)
@@ -53,15 +175,26 @@ def alone(record: Record, prompt: int) -> Record:
     )
 
 
-def settings_of(options: SpeculationOptions, record: Record) -> TraceSettings:
-    """What a trace notes of options; layers below D_max are not in use."""
-    own, fitted = options.exit, record.info.exit_layers
-    cost = Unmeasured(record.info.row_costs, record.info.head_cost).unless(options.prices)
-    by_layer = spread(own.thresholds, own.layers or fitted)
-    depth = max(by_layer, default=0) if own.max_depth is None else own.max_depth
-    used = {layer: tau for layer, tau in by_layer.items() if layer <= depth}
-    return TraceSettings.of(
-        options, cost, used, drafter=options.drafter, trees=options.grows_trees, lossless=True
+def tiled(record: Record, places: int) -> Record:
+    """A short answer over and over: many places, and nodes of their own for each copy."""
+    copies, nodes = -(-places // len(record.answers)), len(record.tokens)
+
+    def shifted(found: Ints) -> Ints:
+        each = [np.where(found >= 0, found + nodes * copy, nodes * copy) for copy in range(copies)]
+        return np.concatenate(each).astype(np.int32)
+
+    return replace(
+        record,
+        info=replace(record.info, end_tokens=()),
+        prompts=(replace(record.prompts[0], new_tokens=places, max_new_tokens=places),),
+        answers=np.tile(record.answers, copies)[:places],
+        roots=shifted(record.roots)[:places],
+        tokens=np.tile(record.tokens, (copies, 1)),
+        children=shifted(record.children),
+        confidence=np.tile(record.confidence, (copies, 1, 1)),
+        guesses=np.tile(record.guesses, (copies, 1)),
+        chances=np.tile(record.chances, (copies, 1, 1)),
+        behind=shifted(record.behind),
     )
 
 
@@ -69,82 +202,47 @@ def make_trace(
     record: Record, options: SpeculationOptions, layers: Sequence[int] | None = None
 ) -> LayerTrace:
     """The decode of a record's one prompt under `options`, looked at in `layers`."""
-    fitted = record.info.exit_layers
-    looked_at = tuple(fitted if layers is None else layers)
-    settings = settings_of(options, record)
-    taus = dict(zip(settings.exit_layers, settings.exit_thresholds, strict=True))
+    known = record.info
+    looked_at = known.exit_layers if layers is None else tuple(layers)
+    resolved = _resolved(record, options)
+    taus = spread(resolved.exit.thresholds, resolved.exit.layers or ())
     rounds = replay.rounds(record, 0, options)
-    return LayerTrace(
-        info=TraceInfo(
-            base_model="tiny </title><script>hacked = 1</script>",
-            base=record.info.base,
-            heads=record.info.heads,
-            dtype=record.info.dtype,
-            executor=record.info.executor,
-            num_layers=record.info.num_layers,
-            exit_layers=looked_at,
-            head_kinds=tuple("translator" if e in fitted else "logit-lens" for e in looked_at),
-            thresholds=tuple(
-                taus.get(layer, max(taus.values(), default=1.0)) for layer in looked_at
-            ),
-            settings=settings,
-            prompt="Say </script> and <script>hacked = 1</script>.",
-            prompt_texts=tuple(f"p{n} " for n in range(record.prompts[0].prompt_tokens)),
+    info = replace(
+        INFO,
+        base=known.base,
+        num_layers=known.num_layers,
+        exit_layers=looked_at,
+        head_kinds=tuple(
+            "translator" if e in known.exit_layers else "logit-lens" for e in looked_at
         ),
-        places=tuple(_places(rounds, looked_at)),
-        rounds=tuple(rounds),
-        draft_texts=tuple(tuple(map(text_of, entry.draft_tokens)) for entry in rounds),
+        thresholds=tuple(taus.get(e, max(taus.values(), default=1.0)) for e in looked_at),
+        options=resolved,
+        prompt_texts=tuple(f"p{n} " for n in range(record.prompts[0].prompt_tokens)),
     )
+    texts = [text_of(token) for token in record.answers.tolist()]
+    drafts = [tuple(map(text_of, entry.draft_tokens)) for entry in rounds]
+    made = trace_of(rounds, texts, drafts, info)
+    place, *places = made.places
+    # the page can show what JSON has no number for
+    far = tuple(replace(says, divergence=float("inf")) for says in place.layers[:1])
+    return replace(made, places=(replace(place, layers=far + place.layers[1:]), *places))
 
 
-def _places(rounds: Sequence[Round], layers: Sequence[int]) -> list[Place]:
-    dice = random.Random(0)
-    found: list[Place] = []
-    for number, entry in enumerate(rounds):
-        for offset, token in enumerate(entry.tokens):
-            draft = entry.kept[offset] if offset < entry.accepted else None
-            left = None
-            if draft is not None and entry.sources[draft] == "exit":
-                left = entry.exit_layers[draft]
-            top, probs = _guesses(dice, token)
-            found.append(
-                Place(
-                    index=len(found),
-                    token=token,
-                    text=text_of(token),
-                    kind="prefill" if entry.prefill else "bonus" if draft is None else "accepted",
-                    round=number,
-                    exit_layer=left,
-                    copied_from=None,
-                    final_top_tokens=top,
-                    final_top_texts=tuple(map(text_of, top)),
-                    final_top_probs=probs,
-                    layers=tuple(_says(dice, layer, token) for layer in layers),
-                )
-            )
-    return found
-
-
-def _guesses(dice: random.Random, token: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Five tokens, `token` mostly among them, and probabilities that fall."""
-    top = dice.sample(range(100), 5)
-    if token not in top and dice.random() < 0.7:
-        top[dice.randrange(2)] = token
-    probs = sorted((dice.random() / 5 for _ in top), reverse=True)
-    return tuple(top), tuple(probs)
-
-
-def _says(dice: random.Random, layer: int, token: int) -> LayerSays:
-    top, probs = _guesses(dice, token)
-    return LayerSays(
-        layer=layer,
-        top_tokens=top,
-        top_texts=tuple(map(text_of, top)),
-        top_probs=probs,
-        confidence=dice.random(),
-        rank=top.index(token) + 1 if token in top else dice.choice([0, 6, 4711]),
-        divergence=float("inf") if dice.random() < 0.02 else dice.expovariate(0.5),
-    )
+def _resolved(record: Record, options: SpeculationOptions) -> SpeculationOptions:
+    """What `options` come to, as `inspect` has them."""
+    fitted, exits = record.info.exit_layers, options.exit
+    if fitted:
+        by_layer = spread(exits.thresholds, exits.layers or fitted)
+        used = layers_in_use(fitted, options)
+        exits = replace(
+            exits,
+            layers=used,
+            threshold=tuple(by_layer[layer] for layer in used),
+            max_depth=None,
+            guesses=exits.guesses if options.grows_trees else 1,
+        )
+    cost = Unmeasured(record.info.row_costs, record.info.head_cost).unless(options.prices)
+    return replace(options, exit=exits, prices=Prices(row=cost.rows, head=cost.head))
 
 
 def some_costs(num_layers: int, rows: int) -> Costs:

@@ -200,7 +200,7 @@ def replayable(speculator: Speculator, prompt: Prompt, found: LayerTrace, most: 
 
     why = ""
     try:
-        record = branches(speculator, prompt, most or DEFAULT_MAX_NEW_TOKENS, found.info.settings)
+        record = branches(speculator, prompt, most or DEFAULT_MAX_NEW_TOKENS, found.info.options)
         if record.answers.tolist() != [place.token for place in found.places]:
             why = (
                 "greedy decoding without drafts gives another answer. Try --pinned, without "

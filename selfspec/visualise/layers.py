@@ -10,29 +10,20 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from selfspec import files
-from selfspec.api.givers import Giver
+from selfspec.api.givers import NAMES, Giver
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs, Unmeasured
-from selfspec.decoding.stats import (
-    DRAFT_MODEL,
-    EXIT,
-    GRAMMAR,
-    MODEL,
-    NGRAM,
-    SUCCESSORS,
-    GenerationStats,
-    Round,
-)
-from selfspec.errors import InvalidData
+from selfspec.decoding.prices import Costs
+from selfspec.decoding.stats import DRAFT_MODEL, GenerationStats, Round
+from selfspec.errors import InvalidData, InvalidOption
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 Kind = Literal["prefill", "accepted", "bonus"]
 """Where a token comes from: the prompt's pass, a draft that stayed, verification itself."""
@@ -87,71 +78,8 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceSettings:
-    """How the answer was decoded."""
-
-    exit_layers: tuple[int, ...]
-    """Those in use; a trace may look at more."""
-    exit_thresholds: tuple[float, ...]
-    """tau of each of them."""
-    anneal_strength: float
-    max_draft_depth: int
-    """D_max: the deepest exit layer in use; 0 without exit heads."""
-    max_draft_tokens: int
-    """W_max of exit heads."""
-    guesses: int
-    """Tokens that heads might propose for a place; 1: chains."""
-    max_rows: int
-    """Of a tree's verification at most, with the newest token's."""
-    ngram_size: int
-    """Longest n-gram that was looked up in text already seen."""
-    ngram_tokens: int
-    """W_max of text already seen."""
-    never_slower: bool
-    row_costs: tuple[float, ...]
-    """What drafters took a verification's second row to cost, its third and so on, in steps."""
-    head_cost: float
-    """And an exit head that is asked."""
-    drafter: str
-    """What proposed; none for plain decoding."""
-    controller: str
-    lossless: bool
-    """False if a lossy acceptance rule was at work."""
-
-    @classmethod
-    def of(
-        cls,
-        options: SpeculationOptions,
-        cost: Unmeasured,
-        taus: Mapping[int, float],
-        *,
-        drafter: str,
-        trees: bool,
-        lossless: bool,
-    ) -> TraceSettings:
-        """What a trace keeps of options; `taus` by exit layer in use, `trees`: whether they ran."""
-        return cls(
-            exit_layers=tuple(taus),
-            exit_thresholds=tuple(taus.values()),
-            anneal_strength=options.exit.anneal_strength,
-            max_draft_depth=max(taus, default=0),
-            max_draft_tokens=options.exit.max_tokens,
-            guesses=options.exit.guesses if trees else 1,
-            max_rows=options.most_drafts + 1,
-            ngram_size=options.ngram.size,
-            ngram_tokens=options.ngram.max_tokens,
-            never_slower=options.never_slower,
-            row_costs=cost.rows,
-            head_cost=cost.head,
-            drafter=drafter,
-            controller=options.controller.kind,
-            lossless=lossless,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TraceInfo:
-    """What was decoded, on what."""
+    """What was decoded, on what, and how."""
 
     base_model: str
     """The model's name, for people."""
@@ -168,7 +96,11 @@ class TraceInfo:
     """Of each of them: deep-fused, translator, .., logit-lens."""
     thresholds: tuple[float, ...]
     """tau of each of them; of a layer that was not in use, the built-in one."""
-    settings: TraceSettings
+    options: SpeculationOptions
+    """As they came to be: exit layers up to D_max with a threshold each, costs as they were taken.
+    In a file: the keywords that give them."""
+    lossless: bool
+    """False if a lossy acceptance rule was at work."""
     prompt: str
     """As it was asked, before any chat template."""
     prompt_texts: tuple[str, ...]
@@ -178,6 +110,14 @@ class TraceInfo:
     def prompt_tokens(self) -> int:
         """How many the prompt has."""
         return len(self.prompt_texts)
+
+    @property
+    def taus(self) -> dict[int, float]:
+        """By exit layer in use; empty where heads did not draft."""
+        exits = self.options.exit
+        if not self.options.uses("exit"):
+            return {}
+        return dict(zip(exits.layers or (), exits.thresholds, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +142,19 @@ class LayerTrace:
     @property
     def stats(self) -> GenerationStats:
         """Of all rounds."""
-        found = GenerationStats(num_layers=self.info.num_layers)
-        for entry in self.rounds:
-            found.add(entry)
-        return found
+        return counted(self.rounds, self.info.num_layers)
+
+    @property
+    def summary(self) -> str:
+        """What the decode did, in a line."""
+        stats = self.stats
+        ended = ", ".join(f"{reason} {count}" for reason, count in stats.ended.most_common())
+        return (
+            f"{stats.new_tokens} tokens, {stats.rounds} rounds, {stats.compression_rate:.2f} "
+            f"tokens per verification, {stats.accepted} of {stats.drafted} drafts kept"
+            + (f"; drafting ended by {ended}" if ended else "")
+            + ("" if self.info.lossless else "; lossy")
+        )
 
     def save(self, path: Path) -> None:
         """Write a file. Raises CannotWrite."""
@@ -215,123 +164,106 @@ class LayerTrace:
     def lines(self) -> list[dict[str, Any]]:
         """Ready for JSON: what each line of a file holds."""
         head = {"made_by": "selfspec", "format_version": FORMAT_VERSION, "type": "info"}
+        options = {"options": self.info.options.differing()}
         places = [{"type": "place", **asdict(place)} for place in self.places]
         rounds = [
             {"type": "round", **asdict(entry), "draft_texts": texts}
             for entry, texts in zip(self.rounds, self.draft_texts, strict=True)
         ]
-        return [head | asdict(self.info), *places, *rounds]
+        return [head | asdict(self.info) | options, *places, *rounds]
 
     @classmethod
     def load(cls, path: Path) -> LayerTrace:
         """From a file. Raises InvalidData: file, line, reason."""
-        reader = _Reader()
+        infos: list[TraceInfo] = []
+        places: list[Place] = []
+        rounds: list[tuple[Round, tuple[str, ...]]] = []
         for number, line in json_lines(path):
             try:
-                reader.line(_parsed(line), first=number == 1)
-            except InvalidData as error:
+                values = parse_json(line, "it")
+                kind = values.pop("type")
+                if (kind == "info") != (number == 1):
+                    raise InvalidData(f"found {kind!r}, the first line must be 'info' and no other")
+                if kind == "info":
+                    infos.append(_info(values))
+                elif kind == "place":
+                    places.append(_place(values, infos[0].exit_layers, len(places)))
+                elif kind == "round":
+                    rounds.append(_round(values))
+                else:
+                    raise InvalidData(f"found {kind!r}, expected a place or a round")
+            except (InvalidData, InvalidOption) as error:
                 raise InvalidData(f"{path}, line {number}: {error}") from error
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 raise InvalidData(
                     f"{path}, line {number} is no line of a trace: {error}. "
                     'Make one: selfspec trace "..." --output FILE'
                 ) from error
-        try:
-            return reader.trace()
-        except InvalidData as error:
-            raise InvalidData(f"{path}: {error}") from error
+        told = [(n, token) for n, (entry, _) in enumerate(rounds) for token in entry.tokens]
+        if not places or told != [(place.round, place.token) for place in places]:
+            raise InvalidData(
+                f"{path}: rounds and places hold different tokens: the file is cut off"
+            )
+        entries, texts = zip(*rounds, strict=True)
+        return cls(info=infos[0], places=tuple(places), rounds=entries, draft_texts=texts)
 
 
-def _parsed(line: str) -> dict[str, Any]:
-    """Raises ValueError."""
-    try:
-        values = parse_json(line, "it")
-    except InvalidData as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(values, dict):
-        raise ValueError(f"it holds a {type(values).__name__}")
-    return values
+def counted(rounds: Sequence[Round], num_layers: int) -> GenerationStats:
+    """Counts of some rounds."""
+    found = GenerationStats(num_layers=num_layers)
+    for entry in rounds:
+        found.add(entry)
+    return found
 
 
-class _Reader:
-    """Collects the lines of a file."""
-
-    def __init__(self) -> None:
-        self._info: TraceInfo | None = None
-        self._places: list[Place] = []
-        self._rounds: list[Round] = []
-        self._draft_texts: list[tuple[str, ...]] = []
-
-    def line(self, values: dict[str, Any], *, first: bool) -> None:
-        """Add one. Raises InvalidData, and what a wrong shape gives."""
-        kind = values.pop("type")
-        if first != (kind == "info"):
-            raise InvalidData(f"found {kind!r}, the first line must be 'info' and no other")
-        if kind == "info":
-            values.pop("made_by", None)
-            version = values.pop("format_version")
-            if version != FORMAT_VERSION:
-                raise InvalidData(
-                    f"format version {version}, this selfspec reads {FORMAT_VERSION}. Trace again"
-                )
-            settings = _typed(TraceSettings, values.pop("settings"))
-            self._info = _typed(TraceInfo, {**values, "settings": settings})
-        elif kind == "place":
-            said = tuple(_typed(LayerSays, entry) for entry in values.pop("layers"))
-            place, layers = _typed(Place, {**values, "layers": said}), [one.layer for one in said]
-            if self._info is None or layers != list(self._info.exit_layers):
-                raise InvalidData(f"exit layers {layers} are not those of the first line")
-            if place.index != len(self._places):
-                raise InvalidData(f"place {place.index}, expected {len(self._places)}")
-            self._places.append(place)
-        elif kind == "round":
-            texts = tuple(values.pop("draft_texts"))
-            if not fits(texts, tuple[str, ...]):
-                raise InvalidData("draft_texts are no texts")
-            self._draft_texts.append(texts)
-            passes = [tuple(entry) for entry in values.pop("passes")]
-            entry = Round(**values, passes=passes)
-            require_types(entry)
-            _check_drafts(entry, texts)
-            self._rounds.append(entry)
-        else:
-            raise InvalidData(f"found {kind!r}, expected a place or a round")
-
-    def trace(self) -> LayerTrace:
-        """All of them. Raises InvalidData if they do not make one answer."""
-        emitted = [(n, token) for n, entry in enumerate(self._rounds) for token in entry.tokens]
-        found = [(place.round, place.token) for place in self._places]
-        if self._info is None or not found or found != emitted:
-            raise InvalidData("rounds and places hold different tokens: the file is cut off")
-        return LayerTrace(
-            info=self._info,
-            places=tuple(self._places),
-            rounds=tuple(self._rounds),
-            draft_texts=tuple(self._draft_texts),
+def _info(values: dict[str, Any]) -> TraceInfo:
+    values.pop("made_by", None)
+    version = values.pop("format_version")
+    if version != FORMAT_VERSION:
+        raise InvalidData(
+            f"format version {version}, this selfspec reads {FORMAT_VERSION}. Trace again"
         )
+    options = SpeculationOptions().updated(values.pop("options"))
+    found = _typed(TraceInfo, {**values, "options": options})
+    _ = found.taus  # a threshold for each layer
+    return found
 
 
-def _check_drafts(entry: Round, texts: Sequence[str]) -> None:
-    """Raise InvalidData unless all that a round says of its drafts is said of those it has."""
+def _place(values: dict[str, Any], layers: tuple[int, ...], index: int) -> Place:
+    said = tuple(_typed(LayerSays, entry) for entry in values.pop("layers"))
+    found = _typed(Place, {**values, "layers": said})
+    if tuple(one.layer for one in said) != layers:
+        raise InvalidData(
+            f"exit layers {[one.layer for one in said]} are not those of the first line"
+        )
+    if found.index != index:
+        raise InvalidData(f"place {found.index}, expected {index}")
+    return found
+
+
+def _round(values: dict[str, Any]) -> tuple[Round, tuple[str, ...]]:
+    """With the texts of its drafts. All that it says of drafts must be said of those it has."""
+    texts = tuple(values.pop("draft_texts"))
+    if not fits(texts, tuple[str, ...]):
+        raise InvalidData("draft_texts are no texts")
+    entry = Round(**{**values, "passes": [tuple(one) for one in values["passes"]]})
+    require_types(entry)
     count = len(entry.draft_tokens)
     parents = [*range(-1, count - 1)] if entry.parents is None else entry.parents
-    told = (entry.exit_layers, entry.sources, parents, texts)
-    if any(len(each) != count for each in told):
+    if any(len(each) != count for each in (entry.exit_layers, entry.sources, parents, texts)):
         raise InvalidData(f"a round of {count} drafts says more or less of them")
     if not all(-1 <= parent < index for index, parent in enumerate(parents)):
         raise InvalidData(f"parents {parents} are no tree of drafts")
     if not all(0 <= index < count for index in entry.kept) or entry.accepted > len(entry.tokens):
         raise InvalidData(f"drafts {entry.kept} were kept, of {count}")
+    return entry, texts
 
 
-Kept = TypeVar("Kept", LayerSays, Place, TraceSettings, TraceInfo)
+Kept = TypeVar("Kept", LayerSays, Place, TraceInfo)
 
 
 def _typed(kind: type[Kept], values: Mapping[str, Any]) -> Kept:
     """A dataclass from JSON, whose lists are tuples here."""
-    unknown = values.keys() - {entry.name for entry in fields(kind)}
-    if unknown:
-        raise InvalidData(f"unknown key {min(unknown)!r}")
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     made = kind(**{**values, **lists})
     require_types(made)
@@ -341,23 +273,23 @@ def _typed(kind: type[Kept], values: Mapping[str, Any]) -> Kept:
 # --- what drafts gained, in words that the page, the card and the terminal share ------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gain:
+class Gain(NamedTuple):
     """Of one answer."""
 
     tokens: int
     drafted: int
     """Of them, those that came as drafts and were kept."""
     per_verification: float
-    speed_up: float | None
-    """Over plain decoding, by what passes cost on this machine; None: not known."""
+    times: float | None
+    """As fast as plain decoding, by what passes cost on this machine, with one digit, as it is
+    read: words must fit the number beside them. None: not known."""
 
     @property
     def headline(self) -> str:
         """What was gained, in a line."""
         if not self.drafted:
             words = "No draft was kept: each token took a pass of the whole model"
-            return f"{words}, {self.rate}" if self._times is not None and self._times < 1 else words
+            return f"{words}, {self.rate}" if self.times is not None and self.times < 1 else words
         share = f"{self.drafted / self.tokens:.0%}".replace("%", " %")
         verdict = f", which {self.verdict}:" if self.verdict else ","
         return f"{share} of this answer {self.came}{verdict} {self.rate}"
@@ -365,41 +297,31 @@ class Gain:
     @property
     def came(self) -> str:
         """How drafts came: for nothing only where the answer is known to be faster with them."""
-        gained = self._times is not None and self._times > 1
+        gained = self.times is not None and self.times > 1
         return "came for nothing" if gained else "came as drafts"
 
     @property
     def verdict(self) -> str:
         """What drafts did that gained nothing; empty if they did, or nobody knows."""
-        if self._times is None or self._times > 1:
+        if self.times is None or self.times > 1:
             return ""
-        return "cost more than they gave" if self._times < 1 else "cost what they gave"
+        return "cost more than they gave" if self.times < 1 else "cost what they gave"
 
     @property
     def rate(self) -> str:
         """The one number beside the share."""
-        if self._times is None:
+        if self.times is None:
             return f"{self.per_verification:.1f} tokens per verification"
-        return f"{self._times:.1f}× plain decoding"
-
-    @property
-    def _times(self) -> float | None:
-        """The speed-up as it is read: words must fit the number beside them."""
-        return None if self.speed_up is None else round(self.speed_up, 1)
+        return f"{self.times:.1f}× plain decoding"
 
 
 def gain(trace: LayerTrace, costs: Costs | None = None) -> Gain:
     """Drafts of a draft model have no costs here, so there is no speed-up with them."""
-    stats, speed_up = trace.stats, None
+    stats, times = trace.stats, None
     if costs is not None and stats.rounds and DRAFT_MODEL not in stats.drafted_by_source:
         plain = (stats.accepted + stats.bonus) * costs.plain_step()
-        speed_up = plain / costs.seconds_of(trace.rounds)
-    return Gain(
-        tokens=stats.new_tokens,
-        drafted=stats.accepted,
-        per_verification=stats.compression_rate,
-        speed_up=speed_up,
-    )
+        times = round(plain / costs.seconds_of(trace.rounds), 1)
+    return Gain(stats.new_tokens, stats.accepted, stats.compression_rate, times)
 
 
 def givers(trace: LayerTrace) -> list[Giver]:
@@ -407,10 +329,32 @@ def givers(trace: LayerTrace) -> list[Giver]:
     return [Giver(*giver) for entry in trace.rounds for giver in entry.givers]
 
 
-def counted(found: Sequence[Giver]) -> list[tuple[Giver, int]]:
+def ranked(found: Sequence[Giver]) -> list[tuple[Giver, int]]:
     """How many tokens each gave: the model first, then text already seen, then by layer."""
-    order = {MODEL: 0, NGRAM: 1, SUCCESSORS: 2, GRAMMAR: 3, DRAFT_MODEL: 4, EXIT: 5}
-    return sorted(Counter(found).items(), key=lambda pair: (order[pair[0].source], pair[0].layer))
+    order = {source: place for place, source in enumerate(NAMES)}
+    last = len(order)
+    return sorted(
+        Counter(found).items(), key=lambda pair: (order.get(pair[0].source, last), pair[0].layer)
+    )
+
+
+def rejected(entry: Round) -> list[tuple[int, list[int]]]:
+    """Drafts that were not kept, in branches: each follows the one before in its list.
+
+    With each the index in `entry.tokens` of the token that stands where it begins.
+    """
+    parents = entry.parents or range(-1, len(entry.draft_tokens) - 1)
+    place = {-1: 0} | {draft: index + 1 for index, draft in enumerate(entry.kept)}
+    found: list[tuple[int, list[int]]] = []
+    for draft, parent in enumerate(parents):
+        if draft in entry.kept:
+            continue
+        place[draft] = place[parent]
+        if found and found[-1][1][-1] == parent:
+            found[-1][1].append(draft)
+        else:
+            found.append((place[draft], [draft]))
+    return found
 
 
 def right_from(trace: LayerTrace, place: Place) -> int | None:
@@ -438,9 +382,14 @@ def head_right(trace: LayerTrace, place: Place) -> int | None:
 # --- how a text looks where a space or a line's end must be seen ----------------------------------
 
 
-def visible(text: str, most: int | None = None) -> str:
-    """Spaces, ends of lines and control characters made visible, shortened to `most` characters."""
+def visible(text: str) -> str:
+    """Spaces, ends of lines and control characters made visible."""
     hidden = (one for one in text if unicodedata.category(one)[0] in "CZ")  # controls, spaces
     signs = {one: _VISIBLE.get(one, f"\\u{ord(one):04x}") for one in hidden}
-    shown = "".join(signs.get(one, one) for one in text) or "∅"
-    return shown if most is None or len(shown) <= most else shown[: most - 1] + "…"
+    return "".join(signs.get(one, one) for one in text) or "∅"
+
+
+def readable(text: str, ends: str = "") -> str:
+    """Lines, each behind the first with `ends` before it, and nothing that could move a cursor."""
+    lines = ("" if line == "" else visible(line).replace("␣", " ") for line in text.split("\n"))
+    return f"{ends}\n".join(lines)

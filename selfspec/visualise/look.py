@@ -7,7 +7,7 @@ there is no hook on the model. Called by `selfspec trace`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,17 +23,17 @@ from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.decoding.drafters.choice import Sources
 from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.prices import Unmeasured
-from selfspec.decoding.stats import NGRAM, Round
+from selfspec.decoding.stats import EXIT, MODEL, NGRAM, Round
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.options import RecordOptions
 from selfspec.eval.record import Record, Recorder
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.heads import ExitHead, ExitJudge, spread
 from selfspec.model.backbone import Backbone
-from selfspec.options import Exit
+from selfspec.options import Exit, Prices
 from selfspec.training.features import FeatureSpec, features
 from selfspec.training.text import Batch
-from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo, TraceSettings
+from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
 
 _ROWS = 128
 """Places whose logits exist at a time."""
@@ -62,23 +62,22 @@ def inspect(
     """
     lenses = _lenses(speculator, all_layers=all_layers)
     call = speculator.call(prompt, options)
-    request, speculation = call.request.only(), call.speculation
-    stream = call.stream(speculator.engine().add(request, speculation))
+    request = call.request.only()
+    stream = call.stream(speculator.engine().add(request, call.speculation))
     asked = request.ids[0, request.pad :]
-    taus = _taus(speculator, speculation)
-    settings = _settings(speculator, speculation, taus, lossless=stream.drain().stats.lossless)
+    resolved = _resolved(speculator, call.speculation)
+    lossless = stream.drain().stats.lossless
+    taus = spread(resolved.exit.thresholds, resolved.exit.layers or ())
     # tuned to a layer, a threshold means nothing elsewhere: there it is the built-in one
     (built_in,) = Exit().thresholds
     thresholds = {layer: taus.get(layer, built_in) for layer in lenses}
     judge = ExitJudge(
         speculator.backbone.num_layers,
         thresholds,
-        settings.anneal_strength,
+        resolved.exit.anneal_strength,
         {layer: lens.temperature for layer, lens in lenses.items()},
     )
     texts = TokenTexts(speculator.tokenizer)
-    seen_at = origins(asked.tolist(), stream.rounds, speculation.ngram.size)
-    steps = _steps(stream.rounds, texts, seen_at)
     return LayerTrace(
         info=TraceInfo(
             base_model=speculator.label,
@@ -90,12 +89,19 @@ def inspect(
             exit_layers=tuple(lenses),
             head_kinds=tuple(lens.kind for lens in lenses.values()),
             thresholds=tuple(thresholds.values()),
-            settings=settings,
+            options=resolved,
+            lossless=lossless,
             prompt=_words(prompt, asked, texts),
             prompt_texts=tuple(texts.pieces(asked.tolist())),
         ),
         places=tuple(
-            _places(speculator.backbone, lenses, Reader(lenses, judge, texts), asked, steps)
+            _places(
+                speculator.backbone,
+                Reader(lenses, judge, texts),
+                asked,
+                stream.rounds,
+                origins(asked.tolist(), stream.rounds, resolved.ngram.size),
+            )
         ),
         rounds=tuple(stream.rounds),
         draft_texts=tuple(tuple(map(texts.of, entry.draft_tokens)) for entry in stream.rounds),
@@ -103,7 +109,7 @@ def inspect(
 
 
 def branches(
-    speculator: Speculator, prompt: Prompt, max_new_tokens: int, used: TraceSettings
+    speculator: Speculator, prompt: Prompt, max_new_tokens: int, used: SpeculationOptions
 ) -> Record:
     """What other settings would have drafted on this prompt, for replays; greedy.
 
@@ -111,8 +117,8 @@ def branches(
     greedy decoding is more than the most likely token.
     """
     usual = RecordOptions()
-    alphas = {*usual.anneal_strengths, used.anneal_strength}
-    width = max(usual.max_draft_tokens, min(used.max_draft_tokens, 2 * usual.max_draft_tokens))
+    alphas = {*usual.anneal_strengths, used.exit.anneal_strength}
+    width = max(usual.max_draft_tokens, min(used.exit.max_tokens, 2 * usual.max_draft_tokens))
     options = replace(
         usual,
         max_new_tokens=max_new_tokens,
@@ -122,19 +128,6 @@ def branches(
     recorder = Recorder(speculator, options)
     recorder.prompt(prompt, "prompt", "prompts", 1)
     return recorder.record()
-
-
-class _Step(NamedTuple):
-    """How one token came about."""
-
-    token: int
-    text: str
-    kind: Kind
-    round: int
-    exit_layer: int | None
-    copied_from: int | None
-    behind: int
-    """How many drafts of exit heads stand before it in its round."""
 
 
 def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:
@@ -154,96 +147,88 @@ def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:
     return dict(sorted(found.items()))
 
 
-def _taus(speculator: Speculator, options: SpeculationOptions) -> dict[int, float]:
-    """By exit layer in use, or that would be if heads drafted."""
-    heads = speculator.heads
-    if heads is None:
-        return {}
-    by_layer = spread(options.exit.thresholds, options.exit.layers or heads.config.exit_layers)
-    return {layer: by_layer[layer] for layer in heads.layers_in_use(options)}
-
-
-def _settings(
-    speculator: Speculator,
-    options: SpeculationOptions,
-    taus: Mapping[int, float],
-    *,
-    lossless: bool,
-) -> TraceSettings:
+def _resolved(speculator: Speculator, options: SpeculationOptions) -> SpeculationOptions:
+    """What options came to with this model and these heads, or would have if heads drafted."""
     heads = speculator.heads
     drafter = options.drafter if options.speculate else "none"
     if drafter == "exit" and heads is None:
         drafter = "none"  # as `generate` has it
-    thresholds = taus if "exit" in drafter.split("+") else {}
-    # where heads drafted nothing: as they would have
-    trees = Sources(speculator.backbone, heads).runs_trees(replace(options, drafter="exit"))
+    exits = options.exit
+    if heads is not None:
+        by_layer = spread(exits.thresholds, exits.layers or heads.config.exit_layers)
+        layers = heads.layers_in_use(options)
+        taus = tuple(by_layer[layer] for layer in layers)
+        exits = replace(exits, layers=layers, threshold=taus, max_depth=None)
+    if not Sources(speculator.backbone, heads).runs_trees(replace(options, drafter="exit")):
+        exits = replace(exits, guesses=1)
     cost = Unmeasured.of(speculator.backbone).unless(options.prices)
-    return TraceSettings.of(
-        options, cost, thresholds, drafter=drafter, trees=trees, lossless=lossless
-    )
-
-
-def _steps(
-    rounds: Sequence[Round], texts: TokenTexts, seen_at: Sequence[int | None]
-) -> list[_Step]:
-    """The tokens of all rounds, in order; `seen_at`: where each was copied from."""
-    pieces = iter(texts.pieces([token for entry in rounds for token in entry.tokens]))
-    steps: list[_Step] = []
-    for number, entry in enumerate(rounds):
-        behind = 0  # drafts of heads that lead here without a break
-        for index, token in enumerate(entry.tokens):
-            draft = entry.kept[index] if index < entry.accepted else None
-            kind: Kind = "prefill" if entry.prefill else "bonus" if draft is None else "accepted"
-            left = None
-            if draft is not None and entry.sources[draft] == "exit":
-                left = entry.exit_layers[draft]
-            copied = seen_at[len(steps)]
-            steps.append(_Step(token, next(pieces), kind, number, left, copied, behind))
-            behind = 0 if left is None else behind + 1
-    return steps
+    prices = Prices(row=cost.rows, head=cost.head)
+    return replace(options, speculate=True, drafter=drafter, exit=exits, prices=prices)
 
 
 @torch.no_grad()
 def _places(
     backbone: Backbone,
-    lenses: Mapping[int, Lens],
     reader: Reader,
     asked: Tensor,
-    steps: Sequence[_Step],
-) -> list[Place]:
-    """The answer `steps` behind the prompt `asked` [P], in one pass over both."""
-    ids = torch.cat([asked, asked.new_tensor([step.token for step in steps])])[None]
+    rounds: Sequence[Round],
+    seen_at: Sequence[int | None],
+) -> Iterator[Place]:
+    """The answer of `rounds` behind the prompt `asked` [P], in one pass over both.
+
+    `seen_at`: where each token was copied from.
+    """
+    answer = [token for entry in rounds for token in entry.tokens]
+    ids = torch.cat([asked, asked.new_tensor(answer)])[None]
     predicts = torch.zeros_like(ids, dtype=torch.bool)
     predicts[:, len(asked) - 1 : -1] = True
+    lenses, last = reader.lenses, backbone.num_layers
     deep = any(lens.head.reads_deep for lens in lenses.values())
-    spec = FeatureSpec((*lenses, backbone.num_layers), deep=deep)
-    looked = features(backbone, spec, Batch(ids, predicts, predicts))
-    exits, behind = [step.exit_layer for step in steps], [step.behind for step in steps]
-    made = chained(lenses, looked.hidden, looked.deep, exits, behind)
-    places: list[Place] = []
-    for rows in torch.arange(len(steps)).split(_ROWS):
-        target_logits = backbone.logits(looked.hidden[backbone.num_layers][rows])
+    looked = features(
+        backbone, FeatureSpec((*lenses, last), deep=deep), Batch(ids, predicts, predicts)
+    )
+    came = [one for number, entry in enumerate(rounds) for one in _came(number, entry)]
+    exits = [one.exit_layer for one in came]
+    made = chained(lenses, looked.hidden, looked.deep, exits, [one.behind for one in came])
+    texts = iter(reader.texts.pieces(answer))
+    for rows in torch.arange(len(answer)).split(_ROWS):
+        target_logits = backbone.logits(looked.hidden[last][rows])
         final = reader.likeliest(target_logits.log_softmax(-1))
         tokens = looked.following[rows]
         said = [reader.said(layer, made[layer][rows], target_logits, tokens) for layer in lenses]
-        for best, layers in zip(final, zip(*said, strict=True), strict=True):
-            step = steps[len(places)]
-            places.append(
-                Place(
-                    index=len(places),
-                    token=step.token,
-                    text=step.text,
-                    kind=step.kind,
-                    round=step.round,
-                    exit_layer=step.exit_layer,
-                    copied_from=step.copied_from,
-                    final_top_tokens=best.tokens,
-                    final_top_texts=best.texts,
-                    final_top_probs=best.probs,
-                    layers=layers,
-                )
+        for index, best, layers in zip(rows.tolist(), final, zip(*said, strict=True), strict=True):
+            yield Place(
+                index=index,
+                token=answer[index],
+                text=next(texts),
+                kind=came[index].kind,
+                round=came[index].round,
+                exit_layer=came[index].exit_layer,
+                copied_from=seen_at[index],
+                final_top_tokens=best.tokens,
+                final_top_texts=best.texts,
+                final_top_probs=best.probs,
+                layers=layers,
             )
-    return places
+
+
+class _Came(NamedTuple):
+    """How a token came about."""
+
+    kind: Kind
+    round: int
+    exit_layer: int | None
+    behind: int
+    """How many drafts of exit heads stand before it in its round."""
+
+
+def _came(number: int, entry: Round) -> Iterator[_Came]:
+    behind = 0  # drafts of heads that lead here without a break
+    for source, layer in entry.givers:
+        kind: Kind = "prefill" if entry.prefill else "bonus" if source == MODEL else "accepted"
+        left = layer if source == EXIT else None
+        yield _Came(kind, number, left, behind)
+        behind = 0 if left is None else behind + 1
 
 
 def _words(prompt: Prompt, asked: Tensor, texts: TokenTexts) -> str:
@@ -281,22 +266,23 @@ class Reader:
 
     def __init__(self, lenses: Mapping[int, Lens], judge: ExitJudge, texts: TokenTexts) -> None:
         """`judge` is the decode's own, for all layers of `lenses`."""
-        self._lenses = lenses
+        self.lenses, self.texts = lenses, texts
         self._judge = judge
-        self._texts = texts
 
     def said(
         self, layer: int, features: Tensor, target_logits: Tensor, tokens: Tensor
     ) -> list[LayerSays]:
         """What `layer` says of places whose final `tokens` [R] and laws [R, V] are known."""
-        head, _, temperature = self._lenses[layer]
+        head, _, temperature = self.lenses[layer]
         logits = head.unembed(features)  # [R, V_draft]
         log_probs = (logits / temperature).log_softmax(-1)
+        kept = target_logits if head.draft_ids is None else target_logits[:, head.draft_ids]
+        target = kept.log_softmax(-1)  # over the draft vocabulary, as the head's
         columns = (
             self.likeliest(log_probs, head),
             self._judge.confidence(logits, layer).tolist(),
             ranks(head.to_target_logits(logits), tokens).tolist(),
-            divergences(head, target_logits, log_probs).tolist(),
+            (target.exp() * (target - log_probs)).sum(-1).tolist(),
         )
         return [
             LayerSays(
@@ -322,7 +308,7 @@ class Reader:
         return [
             Likeliest(
                 tuple(row),
-                tuple(map(self._texts.of, row)),
+                tuple(map(self.texts.of, row)),
                 tuple(round(prob, _DIGITS) for prob in shares),
             )
             for row, shares in zip(ids, probs, strict=True)
@@ -334,17 +320,6 @@ def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     own = logits.gather(-1, tokens[:, None])
     better: Tensor = (logits > own).sum(-1)
     return torch.where(own[:, 0].isneginf(), 0, better + 1)
-
-
-def divergences(head: ExitHead, target_logits: Tensor, log_probs: Tensor) -> Tensor:
-    """KL(target || head), [R], in nats, over the head's draft vocabulary.
-
-    `target_logits` [R, V] are renormalised there, `log_probs` [R, V_draft] are already.
-    """
-    kept = target_logits if head.draft_ids is None else target_logits[:, head.draft_ids]
-    target = kept.log_softmax(-1)
-    divergence: Tensor = (target.exp() * (target - log_probs)).sum(-1)
-    return divergence
 
 
 def chained(
@@ -385,22 +360,15 @@ def origins(prompt: Sequence[int], rounds: Sequence[Round], size: int) -> list[i
     index.extend(prompt)
     found: list[int | None] = []
     for entry in rounds:
-        for offset, token in enumerate(entry.tokens):
-            draft = entry.kept[offset] if offset < entry.accepted else None
-            copied = draft is not None and entry.sources[draft] == NGRAM
-            found.append(_place(index, offset, token) if copied else None)
+        _, begin = index.find()
+        period = len(index.text) - begin
+        for offset, (token, (source, _)) in enumerate(zip(entry.tokens, entry.givers, strict=True)):
+            at = None
+            if source == NGRAM and period:
+                at = begin + offset % period  # a copy may go on into itself
+            found.append(None if at is None or index.text[at] != token else at)
         index.extend(entry.tokens)
     return found
-
-
-def _place(index: NgramIndex, offset: int, token: int) -> int | None:
-    """Where the token that many behind the newest was seen; a copy may go on into itself."""
-    _, begin = index.find()
-    period = len(index.text) - begin
-    if not period:
-        return None
-    place = begin + offset % period
-    return place if index.text[place] == token else None
 
 
 # --- texts of single tokens -----------------------------------------------------------------------

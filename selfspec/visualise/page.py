@@ -7,36 +7,49 @@ and by `/trace` in a chat.
 
 from __future__ import annotations
 
-import html
 import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from html import escape
 from typing import Any, NamedTuple
 
 from selfspec import pages
-from selfspec.api.givers import NAMES
+from selfspec.api.givers import NAMES, Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs
-from selfspec.decoding.stats import DRAFT_MODEL, EXIT, Round
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM, SUCCESSORS, Round
 from selfspec.eval import replay
-from selfspec.eval.record import Record
-from selfspec.options import Exit, Ngram, Prices
+from selfspec.eval.record import Record, RecordInfo
+from selfspec.heads.heads import spread
+from selfspec.options import Exit, Fixed
 from selfspec.visualise.layers import (
     LayerTrace,
-    TraceSettings,
+    counted,
     gain,
     head_right,
+    rejected,
     right_from,
 )
 
 _HOME = "selfspec.visualise"
 
-_PARTS = ("story", "readout", "settings", "answer", "depth", "map", "lanes", "main")
-_SCRIPTS = tuple(f"{part}.js" for part in _PARTS)
+_SCRIPTS = tuple(
+    f"{part}.js"
+    for part in ("story", "readout", "settings", "answer", "depth", "map", "lanes", "main")
+)
 """In this order: one module in the page."""
+
+_LOOKS = {
+    MODEL: "",
+    NGRAM: "seen",
+    SUCCESSORS: "seen",
+    GRAMMAR: "grammar",
+    DRAFT_MODEL: "second",
+    EXIT: "left",
+}
+"""Class of a token, by who gave it."""
 
 
 def render(
@@ -49,27 +62,28 @@ def render(
     """The whole file as text; `texts` says what a token is that another setting drafts.
 
     Without `record` no other setting is shown, for a reason that `why` gives; without `costs` no
-    speed-up is predicted; the page says so. Raises InvalidData for a record of another answer,
-    InvalidOption for costs of another model or of too few rows.
+    speed-up is predicted; the page says so. Both must be of this answer and reach `most_rows`.
     """
-    if not trace.info.settings.lossless:
+    info = trace.info
+    if not info.lossless:
         record = None
         why = "Decoded by a lossy rule: with other drafts the answer would have been another one."
-    if record is not None:
-        _check(trace, record, costs)
     data = page_data(trace, record, costs, texts) | {"why": why}
+    # JSON that cannot close the element it stands in, nor open another
+    packed = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     style = pages.style_of(_HOME, "page.css")
     script = pages.script_of(_HOME, *_SCRIPTS)
-    asked = " ".join(trace.info.prompt.split())
     return pages.filled(
         pages.assets(_HOME, ["page.html"]),
         {
             "policy": pages.policy(script, style),
-            "title": html.escape(f"{asked[:60]} · {trace.info.base_model}"),
-            "headline": html.escape(gain(trace, costs).headline),
+            "title": escape(f"{' '.join(info.prompt.split())[:60]} · {info.base_model}"),
+            "headline": escape(gain(trace, costs).headline),
+            "facts": escape(f"{info.base_model} · {info.dtype}, {info.executor} · {trace.summary}"),
+            "prompt": escape(info.prompt),
             "style": style,
             "script": script,
-            "data": _json(data),
+            "data": packed.replace("<", "\\u003c"),
         },
     )
 
@@ -81,89 +95,89 @@ def page_data(
     texts: Callable[[int], str] = "#{}".format,
 ) -> dict[str, Any]:
     """Everything the page shows, ready for JSON; a token with its text is an index into `words`."""
-    words = _Pool()
+    info, words = trace.info, dict[tuple[int, str], int]()
+
+    def tops(tokens: Sequence[int], texts: Sequence[str]) -> list[int]:
+        return [words.setdefault(word, len(words)) for word in zip(tokens, texts, strict=True)]
+
     places = [
         {
-            "word": words.add((place.token, place.text)),
-            "kind": place.kind,
-            "round": place.round,
+            "word": words.setdefault((place.token, place.text), len(words)),
             "copied_from": place.copied_from,
             "right_from": right_from(trace, place),
             "head_right": head_right(trace, place),
-            "final": _tops(words, place.final_top_tokens, place.final_top_texts),
-            "final_probs": _numbers(place.final_top_probs),
+            "top": tops(place.final_top_tokens, place.final_top_texts),
+            "probs": place.final_top_probs,
             "layers": [
                 {
-                    "top": _tops(words, said.top_tokens, said.top_texts),
-                    "probs": _numbers(said.top_probs),
-                    "sure": _number(said.confidence),
+                    "top": tops(said.top_tokens, said.top_texts),
+                    "probs": said.top_probs,
+                    "sure": said.confidence,
                     "rank": said.rank,
-                    "kl": _number(said.divergence),
+                    "kl": said.divergence if math.isfinite(said.divergence) else None,
                 }
                 for said in place.layers
             ],
         }
         for place in trace.places
     ]
-    priced = costs
     if any(DRAFT_MODEL in entry.sources for entry in trace.rounds):
-        priced = None  # costs do not know what a draft model takes
-    told = _Rounds(words, priced)
+        costs = None  # they do not know what a draft model takes
+    told = _Rounds(info.num_layers, costs)
     decoded = told.add(trace.rounds, trace.draft_texts)
-    found = None if record is None else _grid(grid(trace, record), record, told, texts)
     return {
-        "info": asdict(trace.info),
-        "names": NAMES,
+        "num_layers": info.num_layers,
+        "exit_layers": info.exit_layers,
+        "head_kinds": info.head_kinds,
+        "thresholds": info.thresholds,
+        "in_use": list(info.taus),
+        "prompt_texts": info.prompt_texts,
         "places": places,
         "decoded": decoded,
-        "grid": found,
-        "rounds": list(told.rounds.known),
-        "plain_step": None if priced is None else priced.plain_step(),
-        "words": list(words.known),
+        "grid": None if record is None else _grid(grid(trace, record), record, told, texts),
+        "rounds": list(told.rounds),
+        "givers": [
+            {
+                "words": giver.words,
+                "look": _LOOKS[giver.source],
+                "layer": giver.layer if giver.source == EXIT else None,
+                "colour": giver.colour(info.num_layers),
+            }
+            for giver in told.givers
+        ],
+        "plain_step": None if costs is None else costs.plain_step(),
+        "words": list(words),
     }
-
-
-class _Pool:
-    """Things that are said once, and named by their index from then on."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, int] = {}
-
-    def add(self, one: Any) -> int:
-        return self.known.setdefault(one, len(self.known))
-
-
-def _tops(words: _Pool, tokens: Sequence[int], texts: Sequence[str]) -> list[int]:
-    return [words.add(word) for word in zip(tokens, texts, strict=True)]
 
 
 class _Rounds:
     """Rounds as the page tells them, each once, and what is counted of them."""
 
-    def __init__(self, words: _Pool, costs: Costs | None) -> None:
-        self.rounds = _Pool()
-        self._words, self._costs = words, costs
+    def __init__(self, num_layers: int, costs: Costs | None) -> None:
+        self.rounds: dict[tuple[Any, ...], int] = {}
+        self.givers = [*map(Giver, NAMES), *(Giver(EXIT, at) for at in range(num_layers))]
+        self._num_layers, self._costs = num_layers, costs
 
     def add(self, rounds: Sequence[Round], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
         """One answer's, with the texts of their drafts."""
-        told = [self.rounds.add(self._told(*each)) for each in zip(rounds, texts, strict=True)]
-        return {"rounds": told, "counts": counts(rounds, self._costs)}
+        told = [self._told(*each) for each in zip(rounds, texts, strict=True)]
+        return {
+            "rounds": [self.rounds.setdefault(one, len(self.rounds)) for one in told],
+            "counts": counts(rounds, self._num_layers, self._costs),
+        }
 
     def _told(self, entry: Round, texts: Sequence[str]) -> tuple[Any, ...]:
-        """As story.js reads it: who gave each draft is an exit layer or a name."""
-        givers = (
-            layer if source == EXIT else source
-            for layer, source in zip(entry.exit_layers, entry.sources, strict=True)
+        """As story.js reads it: who gave each token, and what was rejected in front of which."""
+        given = tuple(self.givers.index(Giver(*giver)) for giver in entry.givers)
+        branches = tuple(
+            (
+                place,
+                "".join(texts[draft] for draft in branch),
+                entry.exit_layers[branch[0]] if entry.sources[branch[0]] == EXIT else None,
+            )
+            for place, branch in rejected(entry)
         )
-        return (
-            len(entry.tokens),
-            tuple(_tops(self._words, entry.draft_tokens, texts)),
-            tuple(givers),
-            None if entry.parents is None else tuple(entry.parents),
-            tuple(entry.kept),
-            entry.prefill,
-            *self._took(entry),
-        )
+        return given, branches, entry.prefill, *self._took(entry)
 
     def _took(self, entry: Round) -> tuple[float, float]:
         """Seconds of drafting and of verifying; without costs steps of plain decoding."""
@@ -176,93 +190,32 @@ class _Rounds:
             [(len(entry.draft_tokens) + 1, 1)],
             0,
         )
-        return (_number(whole - verifying) or 0.0, _number(verifying) or 0.0)
+        return round(whole - verifying, 9), round(verifying, 9)
 
 
-def counts(rounds: Sequence[Round], costs: Costs | None) -> dict[str, float | None]:
+def counts(
+    rounds: Sequence[Round], num_layers: int, costs: Costs | None
+) -> dict[str, float | None]:
     """What the table beside the controls shows; the prompt's pass is left out."""
-    behind = [entry for entry in rounds if not entry.prefill]
-    tokens = sum(len(entry.tokens) for entry in behind)
-    drafted = sum(len(entry.draft_tokens) for entry in behind)
-    accepted = sum(entry.accepted for entry in behind)
-    work = sum(rows * (last - first) for entry in behind for rows, first, last in entry.passes)
-    seconds = 0.0 if costs is None else costs.seconds_of(behind)
+    stats = counted([entry for entry in rounds if not entry.prefill], num_layers)
+    tokens, seconds = stats.new_tokens, 0.0 if costs is None else costs.seconds_of(rounds)
     return {
-        "rounds": len(behind),
-        "cr": tokens / len(behind) if behind else 0.0,
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance": 100.0 * accepted / drafted if drafted else 0.0,
-        "work": work / tokens if tokens else None,
+        "rounds": stats.rounds,
+        "cr": stats.compression_rate,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance": 100.0 * stats.acceptance_rate,
+        "work": stats.row_layers / tokens if tokens else None,
         "speed": tokens * costs.plain_step() / seconds if costs is not None and seconds else None,
     }
 
 
-def _grid(
-    found: Grid, record: Record, told: _Rounds, texts: Callable[[int], str]
-) -> dict[str, Any]:
-    """The controls, and what every point gives; points that give the same share it."""
-    results: dict[str, int] = {}
-
-    def result(options: SpeculationOptions) -> int:
-        rounds = replay.rounds(record, 0, options)
-        made = told.add(rounds, [list(map(texts, entry.draft_tokens)) for entry in rounds])
-        return results.setdefault(json.dumps(made), len(results))
-
-    points = {name: list(map(result, found.points(name))) for name in found.drafters}
-    own = {axis.name: axis.own for axis in found.axes}
-    return {
-        "drafters": {name: DRAFTERS[name] for name in found.drafters},
-        "axes": [axis._asdict() for axis in found.axes],
-        "begin": {"drafter": found.begin.drafter, **own},
-        "notes": found.notes,
-        "points": points,
-        "results": [json.loads(made) for made in results],
-    }
-
-
-def _check(trace: LayerTrace, record: Record, costs: Costs | None) -> None:
-    """Raise InvalidData, InvalidOption if the parts do not belong together."""
-    info = record.info
-    # without heads a record has no fingerprint; the answer below says enough
-    other = info.base != trace.info.base and bool(info.exit_layers)
-    if len(record.prompts) != 1 or other:
-        raise InvalidData(
-            f"the page needs a record of its one prompt on {trace.info.base_model}, found "
-            f"{len(record.prompts)} prompts on {info.base_model}"
-        )
-    if record.answers.tolist() != [place.token for place in trace.places]:
-        raise InvalidData("the record is of another answer than the trace. Trace both again")
-    rows = most_rows(trace, record)
-    if costs is not None and (len(costs.layers) < rows or costs.num_layers != info.num_layers):
-        raise InvalidOption(
-            f"costs are of {costs.num_layers} layers and up to {len(costs.layers)} rows, the "
-            f"record needs {info.num_layers} layers and {rows} rows. Measure them again"
-        )
-
-
 def most_rows(trace: LayerTrace, record: Record) -> int:
     """Of a pass that the page may show, the prompt's left out: costs are needed up to there."""
-    settings = trace.info.settings
+    options = trace.info.options
     made = (len(entry.draft_tokens) + 1 for entry in trace.rounds if not entry.prefill)
-    tree = settings.max_rows if settings.guesses > 1 else 1
-    return max(record.widest, settings.ngram_tokens + 1, tree, *made)
-
-
-def _number(value: float) -> float | None:
-    """Nine digits tell any two float32 apart; JSON has no infinity."""
-    return float(f"{value:.9g}") if math.isfinite(value) else None
-
-
-def _numbers(values: tuple[float, ...]) -> list[float]:
-    """Probabilities: they are shown with four digits."""
-    return [round(value, 6) for value in values]
-
-
-def _json(data: Mapping[str, Any]) -> str:
-    """JSON that cannot close the element it stands in, nor open another."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
+    tree = options.exit.max_rows if options.exit.guesses > 1 else 1
+    return max(record.widest, options.ngram.max_tokens + 1, tree, *made)
 
 
 # --- the controls: settings around those of the answer --------------------------------------------
@@ -274,12 +227,7 @@ DRAFTERS = {
     "ngram": "text already seen",
     "none": "nothing",
 }
-"""Those that are replayed, in words."""
-
-_TAUS = (0.1, 0.3, 0.6, 0.9)
-_WIDTHS, _NGRAM_WIDTHS = (1, 2, 4), (1, 2, 4, 8)
-_GUESSES = (1, 2)
-"""Stops of the controls, beside the decode's own and the most: they make 200 to 300 points, which
+"""Those that are replayed, in words; with few stops on each axis they make 200 to 300 points, which
 are replayed in a few seconds."""
 
 
@@ -295,13 +243,12 @@ class Axis(NamedTuple):
     own: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Grid:
+class Grid(NamedTuple):
     """Settings around the decode's."""
 
     begin: SpeculationOptions
     """The nearest to the decode's that the record reaches."""
-    notes: tuple[str, ...]
+    notes: list[str]
     """In what it differs, for people; empty if its replay is the decode, round by round."""
     drafters: tuple[str, ...]
     axes: tuple[Axis, ...]
@@ -331,112 +278,124 @@ class Grid:
             )
 
 
+def _grid(
+    found: Grid, record: Record, told: _Rounds, texts: Callable[[int], str]
+) -> dict[str, Any]:
+    """The controls, and what every point gives; points that give the same share it."""
+    results: dict[str, int] = {}
+
+    def result(options: SpeculationOptions) -> int:
+        rounds = replay.rounds(record, 0, options)
+        made = told.add(rounds, [list(map(texts, entry.draft_tokens)) for entry in rounds])
+        return results.setdefault(json.dumps(made), len(results))
+
+    points = {name: list(map(result, found.points(name))) for name in found.drafters}
+    own = {axis.name: axis.own for axis in found.axes}
+    return {
+        "drafters": {name: DRAFTERS[name] for name in found.drafters},
+        "axes": [axis._asdict() for axis in found.axes],
+        "begin": {"drafter": found.begin.drafter, **own},
+        "notes": found.notes,
+        "points": points,
+        "results": [json.loads(made) for made in results],
+    }
+
+
 def grid(trace: LayerTrace, record: Record) -> Grid:
     """Around a decode; `record` is of the trace's one prompt."""
-    settings, info = trace.info.settings, record.info
+    info = record.info
+    begin, taus = _nearest(trace, record)
+    own, most = begin.ngram.max_tokens, most_rows(trace, record) - 1
+    axes = [
+        _axis("ngram-width", "W max, text seen", ("ngram",), _widths(own, (1, 2, 4, 8), most), own)
+    ]
+    if info.exit_layers:
+        own, most = begin.exit.max_tokens, info.max_draft_tokens
+        here = begin.exit.layers, begin.exit.guesses
+        named = "guesses for a place" if info.exit_layers == (0,) else "exit layers"
+        pausing = {"no": False, "yes": True}
+        both = ("ngram+exit", "exit")
+        axes += [
+            _axis("exits", named, both, _exits(begin.exit, record), here),
+            _axis("tau", "τ, exit threshold", both, _thresholds(taus, begin.exit, info), taus),
+            _axis("width", "W max, exit heads", both, _widths(own, (1, 2, 4), most), own),
+            _axis("never-slower", "never slower", both, pausing, begin.never_slower),
+        ]
+    drafters = tuple(name for name in DRAFTERS if info.exit_layers or "exit" not in name)
+    return Grid(begin, _notes(begin, trace, record), drafters, tuple(axes))
+
+
+def _nearest(trace: LayerTrace, record: Record) -> tuple[SpeculationOptions, dict[int, float]]:
+    """The decode's own settings as far as they were recorded, and tau of each recorded layer."""
+    options, info = trace.info.options, record.info
+    drafter, exits = options.drafter, options.exit
+    if drafter not in DRAFTERS:
+        drafter = "exit" if info.exit_layers and "ngram" not in drafter else "ngram"
     known = dict(zip(trace.info.exit_layers, trace.info.thresholds, strict=True))
-    known |= dict(zip(settings.exit_layers, settings.exit_thresholds, strict=True))
+    known |= spread(exits.thresholds, exits.layers or ())
     taus = {layer: max(known.get(layer, 1.0), info.min_threshold) for layer in info.exit_layers}
-    used = [layer for layer in settings.exit_layers if layer in taus] or list(taus)
-    layers = tuple(layer for layer in used if layer <= settings.max_draft_depth) or tuple(used)
-    most_guesses = record.guesses.shape[-1] if layers == (0,) else 0
-    width = min(max(settings.max_draft_tokens, 1), info.max_draft_tokens)
-    begin = SpeculationOptions(
-        drafter=_drafter(settings, record),
-        ngram=Ngram(size=settings.ngram_size, max_tokens=settings.ngram_tokens),
-        prices=Prices(row=settings.row_costs, head=settings.head_cost),
-        never_slower=settings.never_slower,
-    )
-    most = most_rows(trace, record) - 1
-    axes = [_stops("ngram-width", ("ngram",), settings.ngram_tokens, _NGRAM_WIDTHS, most)]
-    drafters = tuple(name for name in DRAFTERS if layers or "exit" not in name)
-    if layers:
-        exits = Exit(
+    if taus:
+        layers = tuple(layer for layer in exits.layers or () if layer in taus) or tuple(taus)
+        most_guesses = record.guesses.shape[-1] if layers == (0,) else 1
+        exits = replace(
+            exits,
             layers=layers,
             threshold=tuple(taus[layer] for layer in layers),
             anneal_strength=min(
-                info.anneal_strengths, key=lambda alpha: abs(alpha - settings.anneal_strength)
+                info.anneal_strengths, key=lambda alpha: abs(alpha - exits.anneal_strength)
             ),
-            max_tokens=width,
-            guesses=max(min(settings.guesses, most_guesses), 1),
-            max_rows=settings.max_rows,
+            max_tokens=min(exits.max_tokens, info.max_draft_tokens),
+            guesses=max(min(exits.guesses, most_guesses), 1),
         )
-        begin = replace(begin, exit=exits)
-        both = ("ngram+exit", "exit")
-        axes += [
-            _exits(begin.exit, record, both),
-            _thresholds(taus, begin.exit, info.min_threshold, both),
-            _stops("width", both, width, _WIDTHS, info.max_draft_tokens),
-            Axis(
-                "never-slower",
-                "never slower: pause exit heads that do not pay",
-                both,
-                (False, True),
-                ("no", "yes"),
-                int(settings.never_slower),
-            ),
-        ]
-    notes = tuple(_notes(begin, trace, record))
-    return Grid(begin=begin, notes=notes, drafters=drafters, axes=tuple(axes))
+    begin = replace(options, drafter=drafter, controller=Fixed(), exit=exits, pinned=None)
+    return begin, taus
 
 
-def _drafter(settings: TraceSettings, record: Record) -> str:
-    """The decode's, or what comes next to it."""
-    if settings.drafter in DRAFTERS:
-        return settings.drafter
-    return "exit" if record.info.exit_layers and "ngram" not in settings.drafter else "ngram"
+def _axis(
+    name: str, words: str, drafters: tuple[str, ...], stops: Mapping[str, Any], own: Any
+) -> Axis:
+    values = tuple(stops.values())
+    return Axis(name, words, drafters, values, tuple(stops), values.index(own))
 
 
-def _stops(name: str, drafters: tuple[str, ...], own: int, stops: Sequence[int], most: int) -> Axis:
-    words = {"width": "W max, exit heads", "ngram-width": "W max, text seen"}[name]
-    values = tuple(sorted({own, most, *(stop for stop in stops if stop <= most)}))
-    return Axis(name, words, drafters, values, tuple(map(str, values)), values.index(own))
+def _widths(own: int, stops: Sequence[int], most: int) -> dict[str, int]:
+    return {str(stop): stop for stop in sorted({own, most, *stops}) if stop <= max(own, most)}
 
 
-def _exits(own: Exit, record: Record, drafters: tuple[str, ...]) -> Axis:
-    """Exit layers in use; with guesses for a place, where the embedding alone is asked."""
+def _exits(own: Exit, record: Record) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Exit layers in use, and guesses for a place, of which the embedding may make several."""
     every, most = record.info.exit_layers, record.guesses.shape[-1]
-    here = (own.layers or (), own.guesses)
-    found = {here, ((every[0],), 1), ((every[-1],), 1), (every, 1)}
+    found = {(own.layers or (), own.guesses), (every[:1], 1), (every[-1:], 1), (every, 1)}
     if every[0] == 0 and most > 1:
-        found |= {((0,), count) for count in (*_GUESSES, most)} if every == (0,) else {((0,), most)}
-    values = tuple(sorted(found, key=lambda value: (len(value[0]), value)))
-
-    def text(layers: tuple[int, ...], guesses: int) -> str:
-        if every == (0,):
-            return str(guesses)
+        found |= {((0,), count) for count in ((1, 2, most) if every == (0,) else (most,))}
+    stops = {}
+    for layers, guesses in sorted(found, key=lambda one: (len(one[0]), one)):
         named = "all" if layers == every and len(every) > 2 else ", ".join(map(str, layers))
-        return named if guesses == 1 else f"{named} × {guesses}"
-
-    words = "guesses for a place" if every == (0,) else "exit layers"
-    texts = tuple(itertools.starmap(text, values))
-    return Axis("exits", words, drafters, values, texts, values.index(here))
+        several = f"{named} × {guesses}" if guesses > 1 else named
+        stops[str(guesses) if every == (0,) else several] = layers, guesses
+    return stops
 
 
-def _thresholds(taus: dict[int, float], own: Exit, least: float, drafters: tuple[str, ...]) -> Axis:
+def _thresholds(taus: dict[int, float], own: Exit, info: RecordInfo) -> dict[str, dict[int, float]]:
     """The decode's own by layer, and others that all layers share."""
-    used = sorted({taus[layer] for layer in own.layers or ()})
-    found = [(tau, f"{tau:g}", dict.fromkeys(taus, tau)) for tau in _TAUS if tau >= least]
-    found = [one for one in found if [one[0]] != used]
-    text = f"{used[0]:.3g}" if len(used) == 1 else f"{used[0]:.2g}–{used[-1]:.2g}"
-    found.append((sum(used) / len(used), text, taus))
-    found.sort(key=lambda one: one[0])
-    values = tuple(one[2] for one in found)
-    own_at = next(at for at, value in enumerate(values) if value is taus)
-    return Axis("tau", "τ, exit threshold", drafters, values, tuple(o[1] for o in found), own_at)
+    used = [taus[layer] for layer in own.layers or ()]
+    low, high = min(used), max(used)
+    shared = (0.1, 0.3, 0.6, 0.9)
+    found = {
+        tau: (f"{tau:g}", dict.fromkeys(taus, tau)) for tau in shared if tau >= info.min_threshold
+    }
+    found[sum(used) / len(used)] = f"{low:.3g}" if low == high else f"{low:.2g}–{high:.2g}", taus
+    return dict(found[tau] for tau in sorted(found))
 
 
 def _notes(begin: SpeculationOptions, trace: LayerTrace, record: Record) -> list[str]:
     """In what the decode differs; none where it is replayed as it was."""
-    settings, notes = trace.info.settings, []
-    if begin.drafter != settings.drafter:
-        notes.append(
-            f"decoded with drafts by {settings.drafter}; what a draft model says was not recorded"
-        )
-    elif settings.controller != "fixed" and settings.drafter != "none":
-        notes.append(f"decoded with controller {settings.controller}; here W_max is fixed")
-    if begin.uses("exit"):
-        notes += _exit_notes(begin.exit, settings, record)
+    was, here = replace(trace.info.options, pinned=None).described(), begin.described()
+    notes = [
+        f"decoded with {name} {was[name]}, the nearest that was recorded is {here[name]}"
+        for name in here
+        if was[name] != here[name]
+    ]
     # the prompt may have been read in several passes
     if not notes and replay.rounds(record, 0, begin)[1:] != list(trace.rounds[1:]):
         notes.append(
@@ -444,21 +403,3 @@ def _notes(begin: SpeculationOptions, trace: LayerTrace, record: Record) -> list
             "kernels that round by the rows of a pass had a say in the drafts"
         )
     return notes
-
-
-def _exit_notes(begin: Exit, settings: TraceSettings, record: Record) -> Iterator[str]:
-    info = record.info
-    missing = sorted({*settings.exit_layers} - {*info.exit_layers})
-    if missing:
-        yield f"exit layers not recorded: {', '.join(map(str, missing))}"
-    taus = zip(settings.exit_layers, settings.exit_thresholds, strict=True)
-    if any(tau < info.min_threshold for layer, tau in taus if layer not in missing):
-        yield f"tau was below {info.min_threshold:g}, where recording stopped"
-    if begin.anneal_strength != settings.anneal_strength:
-        yield f"alpha was {settings.anneal_strength:g}, the nearest recorded one is taken"
-    if begin.max_tokens < settings.max_draft_tokens:
-        yield f"W_max was {settings.max_draft_tokens}, recorded were {begin.max_tokens}"
-    if settings.guesses > 1 and begin.layers != (0,):
-        yield "decoded with second guesses beside drafts, which were not recorded of these layers"
-    elif settings.guesses > begin.guesses:
-        yield f"guesses for a place were {settings.guesses}, recorded were {begin.guesses}"

@@ -23,9 +23,9 @@ from selfspec.eval.methods import METHODS, Method, moved
 from selfspec.eval.record import Record
 from selfspec.hub import models as hub
 from selfspec.visualise.layers import LayerTrace
-from tests.hand_traces import long_trace
 from tests.models import make_model
 from tests.talks import make_tokenizer
+from tests.traces import long_trace
 
 MODEL = ["--model", "model", "--dtype", "float32"]
 DRAFTS = ["--heads", "logit-lens", "--drafter", "exit:layers=2/4,threshold=0.05"]
@@ -166,7 +166,7 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6}
     answer = load("model", dtype="float32", heads="logit-lens").generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
     assert [place.token for place in found.places] == answer.token_ids
-    assert found.info.settings.exit_layers == (2, 4)
+    assert tuple(found.info.taus) == (2, 4)
     assert "6 tokens" in shown
     assert "\x1b" not in shown
     assert Path("card.png").is_file()

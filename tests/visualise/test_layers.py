@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidData
-from selfspec.visualise.layers import LayerTrace
-from tests.hand_traces import long_trace, small_trace
+from selfspec.visualise.layers import LayerTrace, head_right, rejected, right_from, visible
+from tests.traces import INFO, TOKEN, entry, long_trace, small_trace, trace_of
 
 
 def saved(tmp_path: Path) -> Path:
@@ -26,9 +27,11 @@ def test_a_file_gives_the_same_trace_back(tmp_path: Path) -> None:
 
 
 def test_every_line_says_what_it_is(tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in saved(tmp_path).read_text().splitlines()]
+    lines = [json.loads(line) for line in saved(tmp_path).read_text().split("\n")[:-1]]
     assert [line["type"] for line in lines] == ["info", *["place"] * 6, *["round"] * 4]
-    assert lines[0]["format_version"] == 4
+    assert lines[0]["format_version"] == 5
+    options = SpeculationOptions().updated(lines[0]["options"])
+    assert options == INFO.options
     assert lines[9]["passes"] == [[1, 0, 2], [1, 2, 4], [3, 4, 6]]
 
 
@@ -51,25 +54,24 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "old", "new", "reason"),
     [
-        (1, '"format_version": 4', '"format_version": 1', "line 1: format version 1, this self"),
+        (1, '"format_version": 5', '"format_version": 4', "line 1: format version 4, this self"),
         (1, '"type": "info"', '"type": "place"', "line 1: found 'place', the first line must be"),
-        (1, '"dtype"', '"type_of"', "line 1: unknown key 'type_of'"),
+        (1, '"dtype"', '"type_of"', "unexpected keyword argument 'type_of'"),
+        (1, "threshold=0.5/0.8", "threshold=0.5/0.8/0.9", "line 1 is no line of a trace"),
+        (1, "threshold=0.5/0.8", "tau=0.5", "line 1: unknown setting of exit: 'tau'"),
         (2, '"index": 0', '"index": 3', "line 2: place 3, expected 0"),
         (2, '"layer": 3', '"layer": 5', "line 2: exit layers [2, 5, 4] are not those of the"),
-        (2, '"kind"', '"sort"', "line 2: unknown key 'sort'"),
+        (2, '"kind"', '"sort"', "unexpected keyword argument 'sort'"),
         (2, '"round": 0, ', "", "line 2 is no line of a trace"),
         (2, '"token": 7', '"token": 6', "rounds and places hold different tokens"),
-        (3, "{", "", "line 3 is no line of a trace"),
+        (3, "{", "", "line 3: it is not JSON"),
+        (3, "{", "[{", "line 3: it is not JSON"),
         (8, '"round"', '"turn"', "line 8: found 'turn', expected a place or a round"),
         (9, '"passes"', '"runs"', "line 9 is no line of a trace"),
         (10, '"kept": [0]', '"kept": [2]', "drafts [2] were kept, of 2"),
         (10, '"parents": null', '"parents": [0, -1]', "parents [0, -1] are no tree of drafts"),
-        (
-            10,
-            '"sources": ["exit", "exit"]',
-            '"sources": ["exit"]',
-            "a round of 2 drafts says more or",
-        ),
+        (10, '["exit", "exit"]', '["exit"]', "a round of 2 drafts says more or"),
+        (10, '" dropped"', "3", "line 10: draft_texts are no texts"),
     ],
 )
 def test_a_damaged_file_is_named_with_line_and_reason(
@@ -101,3 +103,56 @@ def test_a_missing_file_and_another_encoding_are_refused(tmp_path: Path) -> None
     (tmp_path / "latin").write_bytes(b"\xe4")
     with pytest.raises(InvalidData, match=r"latin, line 1 is not UTF-8"):
         LayerTrace.load(tmp_path / "latin")
+
+
+# What layers knew, and what was rejected where
+
+
+@pytest.mark.parametrize(
+    ("right", "final", "stays", "head"),
+    [
+        ("..r", True, 4, 4),
+        ("r.r", True, 4, 2),
+        ("rrr", True, 2, 2),
+        (".r.", True, 6, None),
+        ("rrr", False, None, 2),
+    ],
+)
+def test_layers_that_guess_the_token(
+    right: str, final: bool, stays: int | None, head: int | None
+) -> None:
+    (place,) = long_trace(["a"]).places
+    said = [
+        replace(each, top_tokens=(TOKEN if mark == "r" else 0, 1))
+        for each, mark in zip(place.layers, right, strict=True)
+    ]
+    place = replace(place, layers=tuple(said), final_top_tokens=(TOKEN if final else 0, 1))
+    trace = long_trace(["a"])
+    assert (right_from(trace, place), head_right(trace, place)) == (stays, head)
+
+
+@pytest.mark.parametrize(
+    ("parents", "kept", "branches"),
+    [
+        (None, [0], [(1, [1, 2, 3])]),
+        (None, [], [(0, [0, 1, 2, 3])]),
+        (None, [0, 1, 2, 3], []),
+        ([-1, -1, 0, 2], [0, 2], [(0, [1]), (2, [3])]),
+        ([-1, 0, 0, 1], [], [(0, [0, 1]), (0, [2]), (0, [3])]),
+        ([-1, -1, 1, 1], [1, 3], [(0, [0]), (1, [2])]),
+    ],
+)
+def test_rejected_drafts_stand_where_they_began(
+    parents: list[int] | None, kept: list[int], branches: list[tuple[int, list[int]]]
+) -> None:
+    found = entry(len(kept) + 1, [0] * 4, kept=kept, parents=parents)
+    assert rejected(found) == branches
+    assert trace_of([found], ["a"] * 5, [("b",) * 4]).stats.accepted == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [(" a\n", "␣a⏎"), ("", "∅"), ("\t\x1b", "⇥\\u001b"), ("\u2028", "\\u2028"), ("é你", "é你")],
+)
+def test_what_cannot_be_seen_is_shown(text: str, shown: str) -> None:
+    assert visible(text) == shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,23 +10,24 @@ import torch
 from torch import Tensor
 
 from selfspec.api.speculator import Speculator, wrap
+from selfspec.config import SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.options import laid_over
+from selfspec.options import Exit, laid_over
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.look import (
+    PART_OF_CHARACTER,
     Lens,
     Reader,
     TokenTexts,
     branches,
     chained,
-    divergences,
     inspect,
     ranks,
 )
-from tests.hand_traces import SETTINGS
-from tests.heads.kinds import DRAFT_IDS, make_heads, train
+from tests.api.test_text import byte_level_bpe, ids_of, metaspace
+from tests.heads.kinds import make_heads, train
 from tests.models import VOCAB_SIZE, make_model, random_ids
 from tests.records import KINDS, NEW_TOKENS, recorded
 from tests.talks import make_tokenizer
@@ -80,8 +80,7 @@ def test_a_kept_draft_is_what_its_layer_says_and_no_earlier_layer_was_sure(
     kind: str, all_layers: bool
 ) -> None:
     found = looked(kind, all_layers=all_layers)
-    settings = found.info.settings
-    thresholds = dict(zip(settings.exit_layers, settings.exit_thresholds, strict=True))
+    thresholds = found.info.taus
     kept = [place for place in found.places if place.kind == "accepted"]
     assert len(kept) >= 4
     for place in kept:
@@ -157,16 +156,15 @@ def test_all_layers_are_looked_at_and_only_some_were_in_use() -> None:
     assert info.exit_layers == (0, 1, 2, 3, 4, 5)
     assert info.head_kinds == ("deep-fused", *["logit-lens"] * 5)
     assert info.thresholds == (0.25, *[0.9] * 5)
-    assert (info.settings.exit_layers, info.settings.exit_thresholds) == ((0,), (0.25,))
-    assert (info.settings.drafter, info.settings.max_draft_depth) == ("exit", 0)
-    plain = looked("deep-fused-0", speculate=False).info.settings
-    assert (plain.drafter, plain.exit_layers) == ("none", ())
+    assert (info.options.drafter, info.taus) == ("exit", {0: 0.25})
+    plain = looked("deep-fused-0", speculate=False).info
+    assert (plain.options.drafter, plain.taus) == ("none", {})
 
 
 def test_depth_and_thresholds_by_layer_are_kept() -> None:
     taus = (0.2, 0.3, 0.4)
     info = looked("translator", drafter={"exit": {"threshold": taus, "max_depth": 3}}).info
-    assert (info.settings.exit_layers, info.settings.exit_thresholds) == ((1, 3), (0.2, 0.3))
+    assert info.taus == {1: 0.2, 3: 0.3}
     assert info.thresholds == (0.2, 0.3, 0.9)
     assert info.prompt_tokens == 5
 
@@ -177,7 +175,7 @@ def test_a_model_without_heads_needs_all_layers() -> None:
         inspect(speculator, PROMPT, all_layers=False)
     found = inspect(speculator, PROMPT, max_new_tokens=4)
     assert found.info.exit_layers == (1, 2, 3, 4, 5)
-    assert (found.info.heads, found.info.settings.drafter) == ("", "ngram")
+    assert (found.info.heads, found.info.options.drafter) == ("", "ngram")
     assert [place.kind for place in found.places] == ["prefill", "bonus", "bonus", "bonus"]
 
 
@@ -208,12 +206,6 @@ def test_an_error_leaves_no_hook_and_no_harm(
             looked("translator")
     assert hooks(speculator) == before
     assert looked("translator").places == answer
-
-
-def test_looking_leaves_no_hook() -> None:
-    speculator = recorded("deep-fused").speculator
-    before = hooks(speculator)
-    looked("deep-fused", all_layers=True)
     assert hooks(speculator) == before
 
 
@@ -236,8 +228,8 @@ def test_texts_and_rejected_drafts_are_kept() -> None:
 def test_branches_hold_the_answer_of_plain_decoding() -> None:
     speculator = recorded("translator").speculator
     tokens = 270  # more than the first buffer of a sequence holds
-    settings = replace(SETTINGS, anneal_strength=0.3, max_draft_tokens=8)
-    found = branches(speculator, PROMPT, tokens, settings)
+    options = SpeculationOptions(exit=Exit(anneal_strength=0.3, max_tokens=8))
+    found = branches(speculator, PROMPT, tokens, options)
     plain = speculator.generate(PROMPT, max_new_tokens=tokens, speculate=False)
     assert found.answers.tolist() == plain.token_ids
     assert 0.3 in found.info.anneal_strengths
@@ -287,16 +279,6 @@ def test_a_small_vocabulary_has_fewer_guesses(backbone: Backbone) -> None:
     assert few.tokens == (1, 0)
 
 
-def test_laws_are_compared_over_the_draft_vocabulary(backbone: Backbone) -> None:
-    head = make_heads("linear-draft", backbone.unembedding)[2]
-    target = torch.randn(3, backbone.vocab_size, generator=torch.Generator().manual_seed(0))
-    same = target[:, DRAFT_IDS].log_softmax(-1)
-    assert divergences(head, target, same).abs().max() < 1e-6
-    uniform = torch.zeros(3, 5).log_softmax(-1)
-    expected = torch.nn.functional.kl_div(uniform, same, reduction="none", log_target=True).sum(-1)
-    assert torch.allclose(divergences(head, target, uniform), expected)
-
-
 def test_features_behind_drafts_are_those_of_the_layer_that_drafted(backbone: Backbone) -> None:
     heads = train(make_heads("deep-fused", backbone.unembedding))
     lenses = {layer: Lens(heads[layer], "deep-fused", 1.0) for layer in (2, 4)}
@@ -310,3 +292,33 @@ def test_features_behind_drafts_are_those_of_the_layer_that_drafted(backbone: Ba
         third = heads[4].features(hidden[4][2:3], second)
         fourth = heads[4].features(hidden[4][3:], deep[3:])
     assert torch.allclose(made[4][2:], torch.cat([third, fourth]), atol=1e-6)
+
+
+# Texts of single tokens
+
+
+@pytest.mark.parametrize("text", ["the cat", "the 🎉 end<end>", "", "né<end>the"])
+def test_pieces_join_to_the_whole_with_special_tokens(text: str) -> None:
+    tokenizer = byte_level_bpe()
+    assert "".join(TokenTexts(tokenizer).pieces(ids_of(tokenizer, text))) == text
+
+
+def test_a_character_of_several_tokens_is_shown_by_the_last() -> None:
+    tokenizer = byte_level_bpe()
+    ids = ids_of(tokenizer, "🎉")
+    texts = TokenTexts(tokenizer)
+    assert texts.pieces(ids) == ["", "", "", "🎉"]
+    assert texts.pieces(ids[:2]) == ["", PART_OF_CHARACTER]
+    assert texts.of(ids[0]) == PART_OF_CHARACTER
+
+
+def test_a_word_keeps_the_space_that_opens_it() -> None:
+    """Decoded alone it would lose it."""
+    tokenizer = metaspace()
+    assert tokenizer.decode([1]) == "world"
+    assert [TokenTexts(tokenizer).of(token) for token in (1, 2, 3)] == [" world", "!", "<end>"]
+
+
+def test_without_a_tokenizer_ids_stand_for_texts() -> None:
+    texts = TokenTexts(None)
+    assert (texts.of(3), texts.pieces([3, 12])) == ("<3>", ["<3>", "<12>"])

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from selfspec.pages import palette
 from selfspec.visualise.layers import LayerTrace
-from selfspec.visualise.terminal import show, summary
-from tests.hand_traces import entry, long_trace, place, small_trace
+from selfspec.visualise.terminal import show
+from tests.traces import entry, long_trace, small_trace, trace_of
 
 STRUCK, RED = "\x1b[9", "38;2;{};{};{}m".format(*palette.rgb(palette.REJECTED))
 
@@ -114,14 +114,13 @@ def test_control_characters_cannot_reach_the_terminal() -> None:
 
 
 def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
-    found = LayerTrace(
-        info=small_trace().info,
-        places=(place(0, "A", "prefill"), place(1, " b", "accepted", 1), place(2, " c", number=1)),
-        rounds=(
-            entry(1, 0, 0, [], prefill=True, ended="off"),
-            entry(2, 2, 1, [0, 0], sources=["ngram"] * 2),
+    found = trace_of(
+        (
+            entry(1, prefill=True, ended="off"),
+            entry(2, [0, 0], 1, sources=["ngram"] * 2),
         ),
-        draft_texts=((), (" b", " x\n")),
+        ("A", " b", " c"),
+        ((), (" b", " x\n")),
     )
     shown = printed(found)
     assert "A· bⁿ [-x⏎-] c\n" in shown
@@ -129,4 +128,4 @@ def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
 
 
 def test_the_summary_says_what_the_stats_say() -> None:
-    assert summary(long_trace(["a", "b"])).startswith("2 tokens, 1 rounds, 1.00 tokens per ver")
+    assert long_trace(["a", "b"]).summary.startswith("2 tokens, 1 rounds, 1.00 tokens per ver")

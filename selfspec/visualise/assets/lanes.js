@@ -3,105 +3,82 @@
 // verification counts as one step, and drafts as nothing.
 
 const RACE_MS = 12_000; // at most
-const LANES = ["plain", "draft", "verify", "kept"];
-const ROW = 26; // px
-const LEFT = 48;
 
-const race = { plain: [], drafts: [], end: 0, now: 0, frame: 0, shown: {} };
+const race = { times: {}, nodes: {}, end: 0, now: 0, frame: 0 };
 
 const isPriced = data.plain_step !== null;
-const plainStep = data.plain_step ?? 1;
+const timeWords = (time) => (isPriced ? `${time.toFixed(2)} s` : plural(Math.round(time), "step"));
 
 /** When each token is there, and what each round did when; the prompt's pass is left out. */
 function schedule() {
-  const found = { blocks: [], plain: [], drafts: [] };
+  const lanes = { plain: [], draft: [], verify: [], kept: [] };
+  const times = { plain: places.map((_, place) => place * (data.plain_step ?? 1)), drafts: [] };
+  times.plain.slice(1).forEach((until, place) => lanes.plain.push({ from: times.plain[place], until }));
   let now = 0;
-  for (const entry of view.story.rounds) {
-    const began = now;
-    if (!entry.prefill) {
-      const { drafting, verifying } = entry;
-      found.blocks.push({ lane: "draft", from: now, until: now + drafting });
-      found.blocks.push({ lane: "verify", from: now + drafting, until: now + drafting + verifying });
-      now += drafting + verifying;
-    }
-    const share = (now - began) / entry.count;
-    for (let index = 0; index < entry.count; index += 1) {
-      const from = began + index * share;
-      found.blocks.push({ lane: "kept", from, until: from + share, place: found.drafts.length });
-      found.plain.push(found.drafts.length * plainStep);
-      found.drafts.push(now);
+  for (const { count, drafting, verifying } of view.story.rounds) {
+    const [began, drafted] = [now, now + drafting];
+    now = drafted + verifying;
+    lanes.draft.push({ from: began, until: drafted });
+    lanes.verify.push({ from: drafted, until: now });
+    const share = (now - began) / count;
+    for (let from = began, index = 0; index < count; index += 1, from += share) {
+      const { colour } = view.story.places[times.drafts.length].giver;
+      lanes.kept.push({ from, until: from + share, colour });
+      times.drafts.push(now);
     }
   }
-  return found;
+  return { lanes, times };
 }
 
 function paintLanes() {
-  const { blocks, plain, drafts } = schedule();
-  Object.assign(race, { plain, drafts, end: Math.max(plain.at(-1), drafts.at(-1)) });
-  const width = Math.max(280, $("lanes").clientWidth);
-  const x = (time) => LEFT + (width - LEFT) * (race.end ? time / race.end : 0);
-  const wide = (from, until) => ({ x: x(from).toFixed(2), width: Math.max(0.5, x(until) - x(from) - 0.6).toFixed(2), height: ROW - 8 });
-  const lanes = LANES.filter((lane) => lane === "plain" || blocks.some((block) => block.lane === lane && block.until > block.from));
-  const y = (lane) => lanes.indexOf(lane) * ROW + 4;
-  const drawn = svg("svg", { width, height: lanes.length * ROW + 4, role: "img", "aria-label": raceWords() });
-  for (const lane of lanes) drawn.append(svg("text", { x: LEFT - 8, y: y(lane) + 13 }, lane));
-  plain.slice(1).forEach((until, index) => drawn.append(svg("rect", { ...wide(plain[index], until), y: y("plain"), class: "plain" })));
-  for (const { lane, from, until, place } of blocks) {
-    if (until <= from) continue;
-    const block = svg("rect", { ...wide(from, until), y: y(lane), class: lane });
-    if (lane === "kept") block.style.fill = giverColour(view.story.places[place]);
-    drawn.append(block);
-  }
-  race.hand = svg("line", { y1: 0, y2: lanes.length * ROW, class: "hand" });
-  race.x = x;
-  drawn.append(race.hand);
-  $("lanes").replaceChildren(drawn);
-  $("lanes-hint").textContent = raceWords();
-  moveTo(race.end);
-}
-
-function raceWords() {
-  const [ours, plain] = [race.drafts.at(-1), race.plain.at(-1)];
-  const words = (time) => (isPriced ? `${time.toFixed(2)} s` : plural(Math.round(time), "step"));
+  const { lanes, times } = schedule();
+  Object.assign(race, { times, end: Math.max(times.plain.at(-1), times.drafts.at(-1)) });
+  const share = (time) => `${((100 * time) / (race.end || 1)).toFixed(3)}%`;
+  race.hand = el("i", { class: "hand" });
+  race.share = share;
+  const drawn = Object.entries(lanes).map(([name, blocks]) => {
+    const bars = blocks.filter(({ from, until }) => until > from).map(({ from, until, colour }) => {
+      const bar = el("i", { class: name });
+      Object.assign(bar.style, { left: share(from), width: share(until - from), background: colour ?? "" });
+      return bar;
+    });
+    return bars.length ? el("div", {}, el("span", {}, name), el("div", {}, ...bars)) : "";
+  });
+  $("lanes").replaceChildren(...drawn, el("div", { class: "over" }, race.hand));
   const how = isPriced ? "by what passes cost on this machine" : "each pass of the whole model counts as a step, drafts as nothing";
-  return `With drafts ${words(ours)}, plain decoding ${words(plain)}, both after the first token; ${how}.`;
+  const [ours, plain] = [times.drafts.at(-1), times.plain.at(-1)].map(timeWords);
+  $("lanes-hint").textContent = `With drafts ${ours}, plain decoding ${plain}, both after the first token; ${how}.`;
+  $("lanes").setAttribute("aria-label", $("lanes-hint").textContent);
+  view.story.places.forEach((told, place) => dress(race.nodes.drafts[place], "piece", told));
+  moveTo(race.end);
 }
 
 /** Show both texts as they are at a time. */
 function moveTo(now) {
   race.now = now;
-  for (const name of ["plain", "drafts"]) {
-    const until = race[name].filter((at) => at <= now + 1e-9).length;
-    const nodes = race.nodes[name];
-    for (let at = Math.min(until, race.shown[name] ?? 0); at < nodes.length; at += 1) {
-      const later = at >= until;
-      if (nodes[at].hidden !== later) nodes[at].hidden = later;
-    }
-    race.shown[name] = until;
+  for (const [name, nodes] of Object.entries(race.nodes)) {
+    const until = race.times[name].filter((at) => at <= now + 1e-9).length;
+    nodes.forEach((node, place) => node.toggleAttribute("hidden", place >= until));
     $(`${name}-count`).textContent = `${until} of ${places.length}`;
-    const box = $(`${name}-text`);
-    box.scrollTop = box.scrollHeight;
+    $(`${name}-text`).scrollTop = $(`${name}-text`).scrollHeight;
   }
-  const at = race.x(now);
-  race.hand.setAttribute("x1", at);
-  race.hand.setAttribute("x2", at);
+  race.hand.style.left = race.share(now);
   $("time").value = race.end ? Math.round((1000 * now) / race.end) : 1000;
-  const words = isPriced ? `${now.toFixed(2)} s` : plural(Math.round(now), "step");
-  $("time-value").textContent = words;
-  $("time").setAttribute("aria-valuetext", words);
+  $("time-value").textContent = timeWords(now);
+  $("time").setAttribute("aria-valuetext", timeWords(now));
 }
 
 function playRace() {
   if (race.frame) return stopRace();
-  const from = race.now >= race.end ? 0 : race.now;
   const lasts = isPriced ? Math.min(RACE_MS, 1000 * race.end) : RACE_MS;
-  const began = performance.now() - (race.end ? (lasts * from) / race.end : 0);
+  const from = race.now >= race.end ? 0 : race.now / race.end;
+  const began = performance.now() - lasts * from;
   $("play").textContent = "pause";
   const tick = (time) => {
     const share = Math.min(1, Math.max(0, (time - began) / lasts));
     moveTo(share * race.end);
-    race.frame = share < 1 ? requestAnimationFrame(tick) : 0;
-    if (!race.frame) stopRace();
+    if (share < 1) race.frame = requestAnimationFrame(tick);
+    else stopRace();
   };
   race.frame = requestAnimationFrame(tick);
 }
@@ -114,26 +91,13 @@ function stopRace() {
 
 /** Wire lanes and race up. */
 function buildLanes() {
-  const nodes = () => [...places.keys()].map((place) => el("span", {}, finalText(place)));
-  race.nodes = { plain: nodes(), drafts: nodes() };
-  for (const name of ["plain", "drafts"]) $(`${name}-text`).append(...race.nodes[name]);
+  for (const name of ["plain", "drafts"]) {
+    race.nodes[name] = places.map((_, place) => el("span", {}, finalText(place)));
+    $(`${name}-text`).append(...race.nodes[name]);
+  }
   $("play").addEventListener("click", playRace);
   $("time").addEventListener("input", (event) => {
     stopRace();
     moveTo((race.end * Number(event.target.value)) / 1000);
-  });
-  let width = $("lanes").clientWidth;
-  new ResizeObserver(([{ contentRect }]) => {
-    if (Math.floor(contentRect.width) === width) return;
-    width = Math.floor(contentRect.width);
-    paintLanes();
-  }).observe($("lanes"));
-}
-
-function paintRace() {
-  race.nodes.drafts.forEach((node, place) => {
-    const told = view.story.places[place];
-    setClass(node, `piece ${CLASSES[told.source]}`.trimEnd());
-    setExit(node, told);
   });
 }

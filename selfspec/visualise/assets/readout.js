@@ -3,100 +3,73 @@
 /** What one layer's head says of one place. */
 function readCell(place, index) {
   const says = places[place].layers[index];
-  const layer = info.exit_layers[index];
+  const layer = data.exit_layers[index];
   const tau = view.tauOf(layer);
-  const sure = says.sure;
+  const isSure = says.sure >= tau;
   const right = tokenOf(says.top[0]) === tokenOf(places[place].word);
-  show(
-    heading(`layer ${layer}`, info.head_kinds[index], place),
-    bars(says.top, says.probs, place),
-    facts({
-      confidence: [decimal(sure), `τ ${decimal(tau)}: ${sure >= tau ? "sure enough for a draft" : "not sure enough"}`],
-      rank: says.rank ? [String(says.rank), "of the emitted token here"] : ["–", "not in the draft vocabulary"],
-      KL: [decimal(says.kl), "nats away from the whole model"],
-    }),
-    el("p", { class: right ? "good" : "bad" }, verdict(place, layer, right, sure >= tau)),
+  const facts = [
+    ["confidence", decimal(says.sure), `τ ${decimal(tau)}: ${isSure ? "sure enough for a draft" : "not sure enough"}`],
+    ["rank", says.rank || "–", says.rank ? "of the emitted token here" : "not in the draft vocabulary"],
+    ["KL", decimal(says.kl), "nats away from the whole model"],
+  ].map(([name, value, meaning]) => el(
+    "div",
+    {},
+    el("dt", {}, name),
+    el("dd", {}, el("b", { "data-field": name }, String(value)), " ", el("small", {}, meaning)),
+  ));
+  $("readout").replaceChildren(
+    heading(`layer ${layer}`, data.head_kinds[index], place),
+    bars(says, place),
+    el("dl", {}, ...facts),
+    el("p", { class: right ? "good" : "bad" }, verdict(view.story.places[place], layer, right, isSure)),
   );
 }
 
-function verdict(place, layer, right, confident) {
-  const told = view.story.places[place];
-  if (told.exit === layer) return "● A draft was made here, and it was kept.";
-  if (told.rejectedAt.includes(layer)) return "✕ A draft was made here, and verification rejected it.";
-  if (right) return confident ? "Right, and sure enough." : "Right, but not sure enough.";
-  return confident ? "Sure enough for a draft, and wrong." : "Another token, but not sure of it.";
+function verdict(told, layer, right, isSure) {
+  if (told.giver.layer === layer) return "● A draft was made here, and it was kept.";
+  if (told.rejected.some((branch) => branch.layer === layer)) return "✕ A draft was made here, and verification rejected it.";
+  if (right) return isSure ? "Right, and sure enough." : "Right, but not sure enough.";
+  return isSure ? "Sure enough for a draft, and wrong." : "Another token, but not sure of it.";
 }
 
 /** What the whole model said, and how the token came to be. */
 function readPlace(place) {
   const told = view.story.places[place];
-  const from = {
-    prefill: "given by the prompt's own pass",
-    bonus: `given by verification, round ${told.round}`,
-    accepted: `a draft of ${giverWords(told)} that was kept, round ${told.round}`,
-  }[told.kind];
-  const rejected = told.rejected.length
-    ? [el("p", { class: "bad" }, "rejected here: ", ...told.rejected.flatMap((text) => [el("del", {}, visible(text)), " "]))]
-    : [];
-  show(
-    heading("whole model", `layer ${info.num_layers}`, place),
-    bars(places[place].final, places[place].final_probs, place),
+  const from = told.prefill
+    ? "given by the prompt's own pass"
+    : `${isDraft(told) ? `a draft of ${told.giver.words} that was kept` : "given by verification"}, round ${told.round}`;
+  const origin = originOf(place);
+  const quoted = origin ? [`from ${origin.where}: … ${origin.before}`, el("mark", {}, origin.token), `${origin.after} …`] : [];
+  const struck = told.rejected.flatMap(({ text }) => [el("del", {}, visible(text)), " "]);
+  $("readout").replaceChildren(
+    heading("whole model", `layer ${data.num_layers}`, place),
+    bars(places[place], place),
     el("p", {}, from),
-    ...origin(place),
-    el("p", {}, `${knownWords(place)}.`),
-    ...rejected,
+    ...(origin ? [el("p", { class: "quote" }, ...quoted)] : []),
+    el("p", {}, `${knownWords(places[place])}.`),
+    ...(struck.length ? [el("p", { class: "bad" }, "rejected here: ", ...struck)] : []),
   );
-}
-
-/** The words that a token was copied from. */
-function origin(place) {
-  const found = view.choice ? null : originWords(place);
-  if (!found) return [];
-  const quoted = [`from ${found.where}: … ${found.before}`, el("mark", {}, found.token), `${found.after} …`];
-  return [el("p", { class: "quote" }, ...quoted)];
 }
 
 function heading(where, kind, place) {
-  return el(
-    "h3",
-    {},
-    el("span", { class: "token" }, visible(finalText(place))),
-    ` token ${place + 1} · ${where} `,
-    el("small", {}, kind),
-  );
+  const token = el("span", { class: "token" }, visible(finalText(place)));
+  return el("h3", {}, token, ` token ${place + 1} · ${where} `, el("small", {}, kind));
 }
 
 /** The likeliest tokens with their probabilities; the emitted one is ticked. */
-function bars(words, probs, place) {
-  const emitted = tokenOf(places[place].word);
-  const rows = words.map((word, index) => {
+function bars({ top, probs }, place) {
+  const rows = top.map((word, index) => {
+    const emitted = tokenOf(word) === tokenOf(places[place].word);
     const bar = el("i", { class: "bar" });
-    bar.style.setProperty("--share", probs[index] ?? 0);
-    const tick = tokenOf(word) === emitted ? "✓" : "";
+    bar.style.setProperty("--share", probs[index]);
     return el(
       "tr",
-      tick ? { class: "emitted" } : {},
+      { class: emitted ? "emitted" : "" },
       el("td", { class: "token", dir: "auto" }, visible(textOf(word))),
       el("td", { class: "number" }, decimal(probs[index], 4)),
       el("td", { class: "share" }, bar),
-      el("td", {}, tick),
+      el("td", {}, emitted ? "✓" : ""),
     );
   });
   return el("table", { class: "bars", "aria-label": "likeliest tokens" }, el("tbody", {}, ...rows));
-}
-
-function facts(entries) {
-  const rows = Object.entries(entries).map(([name, [value, meaning]]) =>
-    el(
-      "div",
-      {},
-      el("dt", {}, name),
-      el("dd", {}, el("b", { "data-field": name }, value), " ", el("small", {}, meaning)),
-    ),
-  );
-  return el("dl", {}, ...rows);
-}
-
-function show(...children) {
-  $("readout").replaceChildren(...children);
 }

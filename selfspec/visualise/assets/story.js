@@ -1,98 +1,76 @@
 // What rounds made of each token: told once, drawn by the answer, the depths, the table and the lanes.
 
 const data = JSON.parse($("data").textContent);
-const { info, places } = data;
+const { places } = data;
 const textOf = (word) => data.words[word][1];
 const tokenOf = (word) => data.words[word][0];
 const finalText = (place) => textOf(places[place].word);
+const layerName = (layer) => (layer ? `layer ${layer}` : "the embedding");
 
-/** A round as page.py packs it: who gave a draft is an exit layer or a name. */
-function roundAt(index) {
-  const [count, words, givers, parents, kept, prefill, drafting, verifying] = data.rounds[index];
-  return { count, words, givers, parents, kept, prefill, drafting, verifying };
-}
-
-/** Rounds by index -> for each place who gave it, and what was rejected there. */
+/** Rounds by index -> with their times, and for each place who gave it and what was rejected there. */
 function tell(indices) {
-  const story = { rounds: indices.map(roundAt), places: [] };
-  for (const [index, entry] of story.rounds.entries()) {
-    const rejected = rejectedOf(entry);
-    for (let offset = 0; offset < entry.count; offset += 1) {
-      const draft = entry.kept[offset] ?? null;
-      const there = rejected.get(offset) ?? [];
-      const exit = draft === null ? null : exitOf(entry, draft);
+  const story = { rounds: [], places: [] };
+  for (const [round, index] of indices.entries()) {
+    const [givers, branches, prefill, drafting, verifying] = data.rounds[index];
+    story.rounds.push({ count: givers.length, prefill, drafting, verifying });
+    for (const [offset, giver] of givers.entries()) {
       story.places.push({
-        round: index,
-        kind: entry.prefill ? "prefill" : draft === null ? "bonus" : "accepted",
-        source: draft === null ? "model" : exit === null ? entry.givers[draft] : "exit",
-        exit,
-        rejected: there.map((branch) => branch.text),
-        rejectedAt: there.map((branch) => branch.exit),
+        round,
+        prefill,
+        giver: data.givers[giver],
+        rejected: branches.filter(([at]) => at === offset).map(([, text, layer]) => ({ text, layer })),
       });
     }
   }
   return story;
 }
 
-/** The exit layer where a draft left; null: it came from elsewhere. */
-const exitOf = (entry, draft) => (typeof entry.givers[draft] === "number" ? entry.givers[draft] : null);
+const isDraft = ({ giver }) => giver.colour !== null;
 
-/** Drafts that were not kept, by the token of the round that stands in their place. */
-function rejectedOf(entry) {
-  const found = new Map();
-  const branchOf = new Map();
-  entry.words.forEach((word, draft) => {
-    const text = textOf(word);
-    if (entry.kept.includes(draft)) return;
-    const parent = entry.parents ? entry.parents[draft] : draft - 1;
-    const branch = branchOf.get(parent);
-    if (branch) { // it stands behind a wrong draft
-      branch.text += text;
-      branchOf.set(draft, branch);
-      return;
-    }
-    const offset = parent < 0 ? 0 : entry.kept.indexOf(parent) + 1;
-    const begun = { text, exit: exitOf(entry, draft) };
-    branchOf.set(draft, begun);
-    found.set(offset, [...(found.get(offset) ?? []), begun]);
-  });
-  return found;
+/** Dress a node by who gave its token. */
+function dress(node, base, told) {
+  node.className = `${base} ${told.giver.look}`.trim();
+  if (isDraft(told)) node.style.setProperty("--exit", told.giver.colour);
+  else node.style.removeProperty("--exit");
 }
 
-const CLASSES = { exit: "left", ngram: "seen", grammar: "grammar", "draft-model": "second", model: "" };
-
-/** Who gave a token, in words. */
-function giverWords({ source, exit }) {
-  if (source !== "exit") return data.names[source];
-  return exit ? `exit layer ${exit}` : "the embedding";
-}
-
-/** The colour of its tokens. */
-function giverColour({ source, exit }) {
-  if (source === "exit") return layerColour(exit, info.num_layers);
-  return source === "model" ? "var(--other)" : `var(--${CLASSES[source]})`;
-}
-
-/** The colour of an exit layer; other givers have theirs by class. */
-function setExit(node, told) {
-  if (told.exit === null) node.style.removeProperty("--exit");
-  else node.style.setProperty("--exit", giverColour(told));
-}
-
-/** Where a token of the decode was copied from, in words; null: it was not. */
-function originWords(place) {
+/** Where a token of the decode was copied from; null: it was not. */
+function originOf(place) {
   const from = places[place].copied_from;
-  if (from === null) return null;
-  const asked = info.prompt_texts;
-  const inAnswer = from - asked.length;
-  const texts = inAnswer < 0 ? asked : places.map((_, index) => finalText(index));
-  const at = inAnswer < 0 ? from : inAnswer;
-  const words = texts.slice(Math.max(0, at - 6), at).join("");
+  if (from === null || view.choice) return null;
+  const asked = data.prompt_texts;
+  const inPrompt = from < asked.length;
+  const at = inPrompt ? from : from - asked.length;
+  const texts = inPrompt ? asked : places.map((_, index) => finalText(index));
   return {
-    where: inAnswer < 0 ? "the prompt" : `token ${inAnswer + 1} of this answer`,
-    before: words,
+    where: inPrompt ? "the prompt" : `token ${at + 1} of this answer`,
+    before: texts.slice(Math.max(0, at - 6), at).join(""),
     token: texts[at],
     after: texts.slice(at + 1, at + 5).join(""),
-    place: inAnswer < 0 ? null : inAnswer,
+    place: inPrompt ? null : at,
   };
+}
+
+/** Tab stops once at `box`, keys walk on from there: `next(key, node)` is where to, if anywhere. */
+function walkable(box, selector, look, next) {
+  const nodeOf = (event) => event.target.closest(selector);
+  let [at, pointed] = [box.querySelector(selector), null];
+  at.tabIndex = 0;
+  box.addEventListener("pointermove", (event) => { // not over: nodes that scroll under it are silent
+    const node = nodeOf(event);
+    if (node && node !== pointed) look(node);
+    pointed = node;
+  });
+  box.addEventListener("focusin", (event) => {
+    if (!nodeOf(event)) return;
+    [at.tabIndex, at, pointed] = [-1, nodeOf(event), null];
+    at.tabIndex = 0;
+    look(at);
+  });
+  box.addEventListener("keydown", (event) => {
+    const to = event.ctrlKey || event.altKey || event.metaKey ? undefined : next(event.key, at);
+    if (!to) return;
+    event.preventDefault();
+    to.focus();
+  });
 }
