@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs, Unmeasured
+from selfspec.decoding.prices import Costs, DraftCost
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record
@@ -56,7 +56,8 @@ def alone(record: Record, prompt: int) -> Record:
 def settings_of(options: SpeculationOptions, record: Record) -> TraceSettings:
     """What a trace notes of options; layers below D_max are not in use."""
     own, fitted = options.exit, record.info.exit_layers
-    cost = Unmeasured(record.info.row_costs, record.info.head_cost).unless(options.prices)
+    cost = DraftCost(rows=record.info.row_costs, head=record.info.head_cost)
+    cost = cost.with_prices(options.prices)
     by_layer = spread(own.thresholds, own.layers or fitted)
     depth = max(by_layer, default=0) if own.max_depth is None else own.max_depth
     used = {layer: tau for layer, tau in by_layer.items() if layer <= depth}

@@ -17,17 +17,8 @@ from typing import Any, Literal, TypeVar
 from selfspec import files
 from selfspec.api.givers import Giver
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs, Unmeasured
-from selfspec.decoding.stats import (
-    DRAFT_MODEL,
-    EXIT,
-    GRAMMAR,
-    MODEL,
-    NGRAM,
-    SUCCESSORS,
-    GenerationStats,
-    Round,
-)
+from selfspec.decoding.prices import Costs, DraftCost
+from selfspec.decoding.stats import DRAFT_MODEL, SOURCES, GenerationStats, Round
 from selfspec.errors import InvalidData
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
@@ -122,7 +113,7 @@ class TraceSettings:
     def of(
         cls,
         options: SpeculationOptions,
-        cost: Unmeasured,
+        cost: DraftCost,
         taus: Mapping[int, float],
         *,
         drafter: str,
@@ -409,7 +400,7 @@ def givers(trace: LayerTrace) -> list[Giver]:
 
 def counted(found: Sequence[Giver]) -> list[tuple[Giver, int]]:
     """How many tokens each gave: the model first, then text already seen, then by layer."""
-    order = {MODEL: 0, NGRAM: 1, SUCCESSORS: 2, GRAMMAR: 3, DRAFT_MODEL: 4, EXIT: 5}
+    order = {source: place for place, source in enumerate(SOURCES)}
     return sorted(Counter(found).items(), key=lambda pair: (order[pair[0].source], pair[0].layer))
 
 

@@ -22,7 +22,7 @@ from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.decoding.drafters.choice import Sources
 from selfspec.decoding.drafters.ngram import NgramIndex
-from selfspec.decoding.prices import Unmeasured
+from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import NGRAM, Round
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.options import RecordOptions
@@ -177,7 +177,7 @@ def _settings(
     thresholds = taus if "exit" in drafter.split("+") else {}
     # where heads drafted nothing: as they would have
     trees = Sources(speculator.backbone, heads).runs_trees(replace(options, drafter="exit"))
-    cost = Unmeasured.of(speculator.backbone).unless(options.prices)
+    cost = DraftCost.for_model(speculator.backbone).with_prices(options.prices)
     return TraceSettings.of(
         options, cost, thresholds, drafter=drafter, trees=trees, lossless=lossless
     )

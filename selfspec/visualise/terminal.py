@@ -13,13 +13,13 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from selfspec.api.givers import Giver
-from selfspec.decoding.stats import Round
+from selfspec.decoding.stats import SOURCES, Round
 from selfspec.pages import palette
 from selfspec.visualise.layers import LayerTrace, Place, counted, gain, visible
 
-_SUPERSCRIPT = str.maketrans("0123456789ndgs", "⁰¹²³⁴⁵⁶⁷⁸⁹ⁿᵈᵍˢ")
-_SOURCES = {"ngram": "n", "draft-model": "d", "grammar": "g", "successors": "s"}
-"""Marks of drafts that ran through no layer."""
+_SUPERSCRIPT = str.maketrans(
+    "0123456789abcdefghijklmnoprstuvwxyz", "⁰¹²³⁴⁵⁶⁷⁸⁹ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ"
+)
 
 
 def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None:
@@ -120,7 +120,7 @@ class _Marks:
     def _mark(self, giver: Giver) -> str:
         if not self._marked:
             return ""
-        name = _SOURCES.get(giver.source, str(giver.layer))
+        name = SOURCES[giver.source].mark or str(giver.layer)
         return f"^{name}" if self.ascii_only else name.translate(_SUPERSCRIPT)
 
     def _style(self, giver: Giver) -> str:
