@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from selfspec.api.speculator import wrap
 from selfspec.config import OPTION_NAMES
 from selfspec.decoding.acceptance import GreedyMatch
-from selfspec.decoding.controllers import Fixed
+from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
 from selfspec.decoding.drafters.base import Drafter, NoDrafter
@@ -124,7 +124,7 @@ def exit_drafter(
     """Untrained heads at EXITS; a low tau drafts often and wrongly, which is what tests want."""
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(EXITS, tau), anneal_strength=0.3)
-    return ExitDrafter(heads, judge, greedy(), Fixed(width), siblings=siblings)
+    return ExitDrafter(heads, judge, greedy(), DraftController(width), siblings=siblings)
 
 
 def deep_heads(backbone: Backbone) -> ExitHeads:
@@ -149,7 +149,7 @@ def deep_heads(backbone: Backbone) -> ExitHeads:
 def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     """Chains of `deep_heads`."""
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(DEEP_EXITS, tau))
-    return ExitDrafter(deep_heads(backbone), judge, greedy(), Fixed(width))
+    return ExitDrafter(deep_heads(backbone), judge, greedy(), DraftController(width))
 
 
 def attending_heads(backbone: Backbone) -> AttendingHeads:
@@ -185,7 +185,7 @@ def attending_heads(backbone: Backbone) -> AttendingHeads:
 def attending_drafter(backbone: Backbone, tau: float, width: int = 5) -> AttendingDrafter:
     """Chains of `attending_heads`."""
     judge = ExitJudge(backbone.num_layers, {0: tau})
-    return AttendingDrafter(attending_heads(backbone), judge, greedy(), Fixed(width))
+    return AttendingDrafter(attending_heads(backbone), judge, greedy(), DraftController(width))
 
 
 def reader_of(drafter: Drafter) -> AttendingHeads | None:
@@ -204,7 +204,7 @@ def tree_drafter(
     kind, heads = (AttendingGuesser, attending_heads) if attends else (HeadGuesser, deep_heads)
     guesser = kind(heads(backbone), judge, greedy(), 4)
     cost = DraftCost(rows=(0.0,))
-    return TreeDrafter(guesser, cost, Fixed(3), most=9, seen=seen, never_slower=False)
+    return TreeDrafter(guesser, cost, DraftController(3), most=9, seen=seen, never_slower=False)
 
 
 def successor_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter[DecodeState]:
@@ -214,13 +214,15 @@ def successor_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter[Decod
         wrong = (token + 1) % vocab_size
         table.learn(sequence[:at], [wrong, token] if at % 3 else [wrong], token)
     cost = DraftCost(rows=(0.0,))
-    return TreeDrafter(SuccessorGuesser(table, 2), cost, Fixed(3), most=9, never_slower=False)
+    return TreeDrafter(
+        SuccessorGuesser(table, 2), cost, DraftController(3), most=9, never_slower=False
+    )
 
 
 def second_model() -> DraftModelDrafter:
     """A model of half the layers, which has nothing to do with the one that verifies."""
     other = Backbone(make_model("llama", num_hidden_layers=3), executor="generic")
-    return DraftModelDrafter(DraftCache(other), greedy(), Fixed(4))
+    return DraftModelDrafter(DraftCache(other), greedy(), DraftController(4))
 
 
 def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter, tuple[int, ...]]]:
@@ -242,14 +244,14 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
         "attending": (attending_drafter(backbone, 0.001), ()),
         "choosy attending": (attending_drafter(backbone, 0.2, width=3), ()),
-        "seen text": (NgramDrafter(Fixed(5), size=2), ()),
+        "seen text": (NgramDrafter(DraftController(5), size=2), ()),
         "seen text, else exits": (
-            SeenTextFirst(NgramDrafter(Fixed(5), size=3), exit_drafter(backbone, 0.05)),
+            SeenTextFirst(NgramDrafter(DraftController(5), size=3), exit_drafter(backbone, 0.05)),
             EXITS,
         ),
     }
     if backbone.runs_trees:
-        seen = NgramDrafter(Fixed(5), size=2)
+        seen = NgramDrafter(DraftController(5), size=2)
         siblings = Siblings(4, DraftCost(rows=(0.0,)), most=11)
         found["exits with siblings"] = (exit_drafter(backbone, 0.05, siblings=siblings), EXITS)
         found["trees"] = (tree_drafter(backbone), (0,))

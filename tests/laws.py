@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from selfspec.decoding.acceptance import AcceptanceRule, Target
+from selfspec.decoding.acceptance import AcceptanceRule, DraftToken, Target
 from selfspec.decoding.decode import walk
 from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.sampling import Sampler
@@ -137,12 +137,23 @@ def verdicts(
 
 def draft_words(sampler: Sampler, first: int, count: int, law: Tensor = DRAFTS) -> Draft:
     """`count` tokens, each drawn from `law` given the one before, the first given `first`."""
-    draft, last = Draft(probs=[]), first
-    for _ in range(count):
-        assert draft.probs is not None
-        draft.probs.append(law[last])
-        last = sampler.draw(law[last])
-        draft.tokens.append(last)
+    draft, last = Draft(), first
+    for place in range(count):
+        token = sampler.draw(law[last])
+        draft.proposed.append(DraftToken(token, place - 1, law=law[last]))
+        last = token
+    return draft
+
+
+def drafted(
+    *tokens: int,
+    law: Tensor | None = None,
+    belief: Tensor | None = None,
+    parents: Sequence[int] | None = None,
+) -> Draft:
+    """Tokens that were drawn from `law`, each; a chain, or with `parents`."""
+    draft = Draft.of(tokens, parents)
+    draft.proposed = [one._replace(law=law, belief=belief) for one in draft.proposed]
     return draft
 
 

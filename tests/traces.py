@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs, Unmeasured
+from selfspec.decoding.prices import Costs, DraftCost
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import Ints, Record
@@ -241,7 +241,8 @@ def _resolved(record: Record, options: SpeculationOptions) -> SpeculationOptions
             max_depth=None,
             guesses=exits.guesses if options.grows_trees else 1,
         )
-    cost = Unmeasured(record.info.row_costs, record.info.head_cost).unless(options.prices)
+    cost = DraftCost(rows=record.info.row_costs, head=record.info.head_cost)
+    cost = cost.with_prices(options.prices)
     return replace(options, exit=exits, prices=Prices(row=cost.rows, head=cost.head))
 
 

@@ -12,16 +12,10 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM, SUCCESSORS
+from selfspec.decoding.stats import EXIT, MODEL, SOURCES
 from selfspec.pages import palette
 
-NAMES = {
-    MODEL: "the model",
-    NGRAM: "text already seen",
-    SUCCESSORS: "successors seen before",
-    GRAMMAR: "the grammar",
-    DRAFT_MODEL: "a draft model",
-}
+NAMES = {name: one.words for name, one in SOURCES.items() if name != EXIT}
 
 
 class Giver(NamedTuple):
@@ -36,13 +30,13 @@ class Giver(NamedTuple):
         """For people."""
         if self.source == EXIT:
             return f"exit layer {self.layer}" if self.layer else "the embedding"
-        return NAMES[self.source]
+        return SOURCES[self.source].words
 
     def colour(self, num_layers: int) -> str | None:
         """Of its tokens; None: the colour of all text."""
-        if self.source == MODEL:
-            return None
-        return palette.of_source(self.source, self.layer, num_layers)
+        if self.source == EXIT:
+            return palette.of_layer(self.layer, num_layers)
+        return SOURCES[self.source].colour
 
 
 class Piece(NamedTuple):
@@ -51,12 +45,6 @@ class Piece(NamedTuple):
     text: str
     """Empty within a character of several tokens."""
     giver: Giver
-
-
-_LINES = dict.fromkeys((NGRAM, SUCCESSORS), "dotted") | {
-    **{EXIT: "solid", GRAMMAR: "dashed", DRAFT_MODEL: "double"}
-}
-"""For eyes that see no colours."""
 
 
 def html(text: str, pieces: Sequence[Piece], num_layers: int, note: str) -> str:
@@ -82,6 +70,6 @@ def _span(text: str, giver: Giver, num_layers: int) -> str:
     return (
         f'<span title="a draft: {giver.words}" style="border-radius:3px;'
         f"background:color-mix(in srgb,{colour} 24%,transparent);"
-        f"text-decoration:underline 2px {_LINES[giver.source]} {colour};"
+        f"text-decoration:underline 2px {SOURCES[giver.source].line} {colour};"
         f'text-underline-offset:.26em">{escape(text)}</span>'
     )

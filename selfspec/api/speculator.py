@@ -99,7 +99,6 @@ class Speculator:
             heads.layers_in_use(options)
 
     def __repr__(self) -> str:
-        """The model, how it runs, and what drafts."""
         drafter = self.options.drafter if self.options.speculate else "none"
         model = self.backbone
         return (
@@ -314,7 +313,6 @@ class Session:
     """
 
     def __init__(self, speculator: Speculator) -> None:
-        """Empty at first."""
         self._speculator = speculator
         self._state: DecodeState | None = None
         self._pinned: tuple[bool, int] | None = None
@@ -322,7 +320,6 @@ class Session:
         self._draft_cache = speculator.runtime.draft_cache()
 
     def __repr__(self) -> str:
-        """How much it keeps."""
         kept = 0 if self._state is None else len(self._state.committed(0))
         return f"<Session: {kept} tokens so far>"
 

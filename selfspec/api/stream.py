@@ -50,11 +50,9 @@ class Generation:
     """What each token added to the text, and who gave it."""
 
     def __str__(self) -> str:
-        """The text."""
         return self.text
 
     def __repr__(self) -> str:
-        """How the text begins, and what it took."""
         return f"<Generation {shown(self.text)}: {self.stats.line()}>"
 
     def summary(self) -> str:
@@ -99,7 +97,6 @@ class Stream:
     """
 
     def __init__(self, running: Running, call: Call) -> None:
-        """Pulls the rounds of `running`."""
         self.rounds: list[Round] = []
         """So far, the prompt's pass first."""
         self.giver = Giver(MODEL)
@@ -117,7 +114,6 @@ class Stream:
         return self._pieces
 
     def __repr__(self) -> str:
-        """How much there is."""
         return f"<Stream: {len(self._tokens)} tokens so far. Iterate for its text>"
 
     def show(self) -> None:
@@ -166,7 +162,6 @@ class Stream:
         return self.result
 
     def _whole(self, *, handed_out: bool) -> str:
-        """The text of all tokens."""
         tokens, tokenizer = self._tokens, self._call.tokenizer
         if tokenizer is None:
             return ""
@@ -181,7 +176,7 @@ class Stream:
         options = self._call.speculation
         cost = self._entries.draft_cost(options)
         behind = [entry for entry in self.rounds if not entry.prefill]
-        steps = sum(cost.steps(Draft.of(entry)) for entry in behind)
+        steps = sum(cost.steps(Draft.again(entry)) for entry in behind)
         tokens = sum(len(entry.tokens) for entry in behind)
         return Estimate(tokens / steps, options.prices.rows is not None)
 

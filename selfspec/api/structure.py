@@ -94,5 +94,4 @@ def matcher_class() -> type[LLMatcher]:
 
 
 def _line(error: object) -> str:
-    """What went wrong, in one line."""
     return " ".join(str(error).split()).rstrip(".")

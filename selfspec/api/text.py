@@ -159,7 +159,6 @@ class UntilStop:
     """Text up to the first of some stops; what may be the beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Texts that are not empty."""
         self._stops = tuple(stops)
         self._held = ""
         self.found = False

@@ -8,6 +8,7 @@ processors always see the true prefix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -15,19 +16,34 @@ import torch
 from torch import Tensor
 
 from selfspec import options as rules
+from selfspec.config import SpeculationOptions
 from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.stats import EXIT
 from selfspec.errors import InvalidOption
 from selfspec.heads.heads import Ensemble, Signal, entropy
 
 
-class Proposed(NamedTuple):
+class DraftToken(NamedTuple):
     """A draft token, and what its drafter knows of it."""
 
     token: int
+    parent: int = -1
+    """Which token of the draft it follows; -1: the newest committed one."""
+    layer: int = 0
+    """Where it left; 0 for tokens that ran through no layer."""
+    source: str = EXIT
+    """Who proposed it, as `stats` names them."""
+    chance: float = 0.0
+    """To stay, as its drafter has it, with all before it; where it says."""
     law: Tensor | None = None
-    """[V] it was drawn from; None: it was certain."""
+    """[V] it was drawn from, after the processors; None: it was certain."""
     belief: Tensor | None = None
-    """[V] that the drafter thought of this place; None: it has none."""
+    """[V] that the drafter thought of this place, after the processors, also of tokens that were
+    not drawn: where the acceptance rule reads it. None: not kept, or there is none."""
+
+
+Proposed = Sequence[DraftToken]
+"""What may stand in one place, tried in order."""
 
 
 class Verdict(NamedTuple):
@@ -38,29 +54,10 @@ class Verdict(NamedTuple):
     """Which of the proposed tokens it is; None: none of them."""
 
 
-class Together:
-    """The target's logits of many texts' rows."""
-
-    def __init__(self, logits: Tensor) -> None:
-        """[T, V]."""
-        self._logits = logits
-
-    @cached_property
-    def best(self) -> list[int]:
-        """The most likely token of every row: one device read for all."""
-        best: list[int] = self._logits.argmax(-1).tolist()
-        return best
-
-    def part(self, rows: slice) -> Target:
-        """Those of one text."""
-        return Target(self._logits[rows], lambda: self.best[rows])
-
-
 class Target:
-    """The target's logits of a round's rows, [k + 1, V]."""
+    """The target's logits, [T, V]: of a round's k + 1 rows, or of many texts' rows."""
 
     def __init__(self, logits: Tensor, best: Callable[[], list[int]] | None = None) -> None:
-        """`best`: reads the most likely token of every row."""
         self.logits = logits
         self._best = best
 
@@ -70,8 +67,13 @@ class Target:
 
     @cached_property
     def best(self) -> list[int]:
-        """The most likely token of every row."""
-        return Together(self.logits).best if self._best is None else self._best()
+        """The most likely token of every row: one device read for all texts."""
+        found: list[int] = self._best() if self._best else self.logits.argmax(-1).tolist()
+        return found
+
+    def part(self, rows: slice) -> Target:
+        """Those of one text."""
+        return Target(self.logits[rows], lambda: self.best[rows])
 
 
 class AcceptanceRule(Protocol):
@@ -79,10 +81,8 @@ class AcceptanceRule(Protocol):
 
     lossless: bool
 
-    def verdict(
-        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
-    ) -> Verdict:
-        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
+        """The token behind `ids` [1, n], the text up to `row`."""
 
 
 class GreedyMatch:
@@ -94,10 +94,7 @@ class GreedyMatch:
         """`sampler` must not sample."""
         self._sampler = sampler
 
-    def verdict(
-        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
-    ) -> Verdict:
-        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         if self._sampler.is_plain_greedy:
             token = target.best[row]
         else:
@@ -121,10 +118,7 @@ class SeededMatch:
         """`sampler` must sample, with a seed."""
         self._sampler = sampler
 
-    def verdict(
-        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
-    ) -> Verdict:
-        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         return _match(self._sampler.choose(ids, target.row(row)).token, proposed)
 
 
@@ -144,22 +138,18 @@ class SpeculativeSampling:
         self._lenience = lenience
         self.lossless = lenience == 1.0
 
-    def verdict(
-        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
-    ) -> Verdict:
-        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         probs = self._sampler.probs(ids, target.row(row))
-        for index, (token, law, _) in enumerate(proposed):
-            law = _one_hot(probs, token) if law is None else law
+        for index, draft in enumerate(proposed):
+            law = _one_hot(probs, draft.token) if draft.law is None else draft.law
             u = self._sampler.uniform(probs.device)
-            if bool(u * law[token] * self._lenience < probs[token]):
-                return Verdict(token, index)
+            if bool(u * law[draft.token] * self._lenience < probs[draft.token]):
+                return Verdict(draft.token, index)
             probs = residual(probs, law)
         return Verdict(self._sampler.draw(probs))
 
 
-def _match(token: int, proposed: Sequence[Proposed]) -> Verdict:
-    """The target's own token, and which draft it is."""
+def _match(token: int, proposed: Proposed) -> Verdict:
     tokens = [draft.token for draft in proposed]
     return Verdict(token, tokens.index(token) if token in tokens else None)
 
@@ -176,7 +166,6 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
 
 def _one_hot(like: Tensor, token: int) -> Tensor:
-    """The law of a draft that was certain."""
     law = like.new_zeros(like.shape)
     law[token] = 1.0
     return law
@@ -205,10 +194,7 @@ class Noting:
         self._rule, self._count, self._noted = rule, count, noted
         self.lossless = rule.lossless
 
-    def verdict(
-        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
-    ) -> Verdict:
-        """The other rule's, behind `ids` [1, n]."""
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         found = self._rule.verdict(ids, target, row, proposed)
         self._noted.append(logprob(target.row(row)[0], found.token, self._count))
         return found
@@ -245,28 +231,11 @@ class CmAsd:
 
     lossless = False
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        signal: Signal,
-        *,
-        reading: str,
-        top_beta: int,
-        tolerance: float,
-        tolerance_gain: float,
-    ) -> None:
-        """`signal` maps logarithms of a belief [V] to [0, 1]; `reading` is intent or paper."""
-        self._sampler = sampler
-        self._signal = signal
-        self._reading = reading
-        self._top_beta = top_beta
-        self._base = tolerance
-        self._gain = tolerance_gain
+    def __init__(self, sampler: Sampler, wanted: rules.CmAsd) -> None:
+        self._sampler, self._wanted = sampler, wanted
+        self._signal: Signal = Ensemble(wanted.weights, wanted.margin_scale)
 
-    def verdict(
-        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
-    ) -> Verdict:
-        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         scores = self._sampler.scores(ids, target.row(row))[0]
         for index, draft in enumerate(proposed):
             if self._close(scores, draft.token, self._tolerance(draft)):
@@ -275,13 +244,15 @@ class CmAsd:
 
     def _close(self, scores: Tensor, token: int, tolerance: float) -> bool:
         """Both conditions, on [V]: differences of scores are those of log-probabilities."""
-        best = scores.topk(min(self._top_beta, len(scores))).values
+        best = scores.topk(min(self._wanted.top_beta, len(scores))).values
         near = (scores[token] >= best[-1]) & (best[0] - scores[token] <= tolerance)
         return bool(near)
 
-    def _tolerance(self, draft: Proposed) -> float:
+    def _tolerance(self, draft: DraftToken) -> float:
+        wanted = self._wanted
         sure = 1.0 if draft.belief is None else float(self._signal(draft.belief.log()))
-        return self._base + self._gain * (sure if self._reading == "intent" else 1.0 - sure)
+        gained = sure if wanted.reading == "intent" else 1.0 - sure
+        return wanted.tolerance + wanted.tolerance_gain * gained
 
 
 class Easd:
@@ -290,8 +261,8 @@ class Easd:
     | document | here |
     |---|---|
     | P_d, P_t | the draft's belief, the target's law, both after the processors |
-    | H_d > tau_H and H_t > tau_H, in nats | `entropy_threshold` |
-    | overlap of the best n, above tau_O | `overlap_tokens`, `overlap_threshold` |
+    | H_d > tau_H and H_t > tau_H, in nats | `entropy` |
+    | overlap of the best n, above tau_O | `tokens`, `overlap` |
     | P_t(c) = 0, renormalised | the score of the token set to -inf |
     | accepted with min(1, P_t(c) / P_d(c)) | here too |
     | a refused draft is replaced by a draw from P_t itself | here too: not from the residual |
@@ -304,23 +275,18 @@ class Easd:
 
     lossless = False
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        *,
-        entropy_threshold: float,
-        overlap_threshold: float,
-        overlap_tokens: int,
-    ) -> None:
-        self._sampler = sampler
-        self._entropy_threshold = entropy_threshold
-        self._least_common = overlap_threshold * overlap_tokens
-        self._overlap_tokens = overlap_tokens
+    def __init__(self, sampler: Sampler, wanted: rules.Easd) -> None:
+        """Raises InvalidOption without an entropy threshold."""
+        if wanted.entropy is None:
+            raise InvalidOption(
+                "acceptance easd needs an entropy threshold for this model. Run: selfspec "
+                "calibrate --entropy --data FILE, or give --acceptance easd:entropy=.."
+            )
+        self._sampler, self._tokens = sampler, wanted.tokens
+        self._entropy = wanted.entropy
+        self._least_common = wanted.overlap * wanted.tokens
 
-    def verdict(
-        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
-    ) -> Verdict:
-        """The token behind `ids` [1, n], the text up to `row`; `proposed` are tried in order."""
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         scores = self._sampler.scores(ids, target.row(row))[0]
         for index, draft in enumerate(proposed):
             if draft.belief is not None and self._ambiguous(scores, draft.belief):
@@ -333,13 +299,13 @@ class Easd:
     def _ambiguous(self, scores: Tensor, belief: Tensor) -> bool:
         """Whether both laws [V] are flat and agree on their best tokens; one device read."""
         target = scores.softmax(-1)
-        count = min(self._overlap_tokens, len(target))
+        count = min(self._tokens, len(target))
         ours, theirs = target.topk(count).indices, belief.topk(count).indices
         common = torch.isin(ours, theirs).sum()
-        flat = torch.minimum(entropy(target), entropy(belief)) > self._entropy_threshold
+        flat = torch.minimum(entropy(target), entropy(belief)) > self._entropy
         return bool(flat & (common > self._least_common))
 
-    def _stays(self, scores: Tensor, draft: Proposed) -> bool:
+    def _stays(self, scores: Tensor, draft: DraftToken) -> bool:
         if not self._sampler.do_sample:
             return int(scores.argmax(-1)) == draft.token
         # a draft that was certain has the law one-hot
@@ -353,31 +319,35 @@ def chosen(sampler: Sampler, scores: Tensor) -> int:
     return sampler.draw(scores.softmax(-1)) if sampler.do_sample else int(scores.argmax(-1))
 
 
-def _cm_asd(sampler: Sampler, wanted: rules.CmAsd) -> CmAsd:
-    return CmAsd(
-        sampler,
-        Ensemble(wanted.weights, wanted.margin_scale),
-        reading=wanted.reading,
-        top_beta=wanted.top_beta,
-        tolerance=wanted.tolerance,
-        tolerance_gain=wanted.tolerance_gain,
-    )
+# --- which rule ---------------------------------------------------------------------------------
 
 
-def _easd(sampler: Sampler, wanted: rules.Easd) -> Easd:
-    if wanted.entropy is None:
+def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
+    """The rule for this choice; plain decoding is lossless whatever was asked for.
+
+    Raises InvalidOption for lenience without sampling, and for EASD without a threshold.
+    """
+    wanted = options.acceptance
+    if options.speculate and isinstance(wanted, rules.CmAsd | rules.Easd):
+        return lossy_rule(sampler, wanted)
+    lenience = wanted.lenience if isinstance(wanted, rules.Lenient) else 1.0
+    if sampler.do_sample and sampler.seed is not None:
+        return SeededMatch(sampler)
+    if sampler.do_sample:
+        return SpeculativeSampling(sampler, lenience)
+    if lenience < 1.0:
         raise InvalidOption(
-            "acceptance easd needs an entropy threshold for this model. Run: selfspec calibrate "
-            "--entropy --data FILE, or give --acceptance easd:entropy=.."
+            "lenience below 1 needs do_sample: greedy drafts match or do not. Leave one out"
         )
-    return Easd(
-        sampler,
-        entropy_threshold=wanted.entropy,
-        overlap_threshold=wanted.overlap,
-        overlap_tokens=wanted.tokens,
-    )
+    return GreedyMatch(sampler)
 
 
 def lossy_rule(sampler: Sampler, wanted: rules.CmAsd | rules.Easd) -> CmAsd | Easd:
-    """The rule of these settings. Raises InvalidOption for EASD without an entropy threshold."""
-    return _easd(sampler, wanted) if isinstance(wanted, rules.Easd) else _cm_asd(sampler, wanted)
+    """Raises InvalidOption for EASD without an entropy threshold."""
+    kind = CmAsd if isinstance(wanted, rules.CmAsd) else Easd
+    return kind(sampler, wanted)  # type: ignore[arg-type]  # each its own
+
+
+def tied(sampler: Sampler, options: SpeculationOptions) -> Sampler:
+    """With draws at their places, unless the rule of these options needs them one by one."""
+    return replace(sampler, seed=None) if options.speculate and options.loss else sampler

@@ -153,14 +153,13 @@ def verify(state: DecodeState, draft: Draft) -> Steps[Target]:
     schedule = state.hidden.schedule
     missing = pending[schedule.pushed :]
     if missing:
-        parents = None
-        if draft.parents is not None:
-            parents = draft.parents_behind(len(waiting))[schedule.pushed :]
-        state.hidden.push((yield Embed(backbone=state.backbone, ids=missing)), parents)
+        parents = [*range(-1, len(waiting) - 1), *(len(waiting) + one for one in draft.parents)]
+        hidden = yield Embed(backbone=state.backbone, ids=missing)
+        state.hidden.push(hidden, parents[schedule.pushed :])
     if schedule.pushed != len(pending):
         raise InvalidDraft(f"{schedule.pushed} rows were queued for {len(pending)} tokens")
     hidden = yield from state.hidden.advance_all()
-    judged = hidden[-(len(draft.tokens) + 1) :]
+    judged = hidden[-(len(draft.proposed) + 1) :]
     state.keep_outputs(judged)
     return (yield from state.hidden.unembed(judged))
 
@@ -190,19 +189,8 @@ def commit(
         reason = stop.reason(state, verdict.token)
         if reason is not None:
             break
-    return Round(
-        tokens=tokens,
-        draft_tokens=draft.tokens,
-        exit_layers=draft.exit_layers,
-        sources=draft.sources,
-        parents=draft.parents,
-        kept=kept,
-        ended=draft.ended,
-        heads=draft.heads,
-        prefill=prefill,
-        passes=[*entered, *state.hidden.schedule.passes],
-        stop_reason=reason,
-    )
+    passes = [*entered, *state.hidden.schedule.passes]
+    return draft.verified(tokens, kept, passes, prefill=prefill, stop_reason=reason)
 
 
 def walk(
@@ -215,7 +203,7 @@ def walk(
     row = 0
     while True:
         following = draft.following(row)
-        proposed = [draft.proposed(index) for index in following]
+        proposed = [draft.proposed[index] for index in following]
         verdict = rule.verdict(state.ids, target, row, proposed)
         yield row, verdict
         if verdict.kept is None:

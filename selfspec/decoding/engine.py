@@ -17,7 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -26,21 +26,13 @@ import torch
 from torch import Tensor
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import (
-    AcceptanceRule,
-    GreedyMatch,
-    Logprob,
-    Noting,
-    SeededMatch,
-    SpeculativeSampling,
-    lossy_rule,
-)
+from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule, tied
 from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters.base import Drafter
 from selfspec.decoding.drafters.choice import Sources, make_drafter
 from selfspec.decoding.drafters.draft_model import DraftCache
 from selfspec.decoding.drafters.successors import Remembering, Successors
-from selfspec.decoding.prices import DraftCost, Load, Unmeasured, each_row, token_cost, whole_round
+from selfspec.decoding.prices import DraftCost, Load, each_row, token_cost, whole_round
 from selfspec.decoding.probe import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
@@ -52,7 +44,6 @@ from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.compiled import TEAM
 from selfspec.model.kv import POSITIONS, KVStore, Lease, Memory, PooledLease, fixed_slots
-from selfspec.options import CmAsd, Easd, Lenient
 from selfspec.typed import check_types
 
 # --- what all texts of one model share ------------------------------------------------------------
@@ -75,26 +66,12 @@ class Asked:
     """How many likely tokens to note beside each; None: nothing is noted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """A text before its first round."""
-
-    state: DecodeState
-    steps: Generator[Work | Round, Any, None]
-    """As `decode.written` yields them."""
-    stats: GenerationStats
-    watch: Stopwatch
-    logprobs: list[Logprob]
-    """Of its tokens, where that was asked for; grows with the text."""
-
-
 class Runtime:
     """One model with what its drafts can come from."""
 
     def __init__(
         self, backbone: Backbone, heads: ExitHeads | None, draft_model: Backbone | None
     ) -> None:
-        """What is None cannot draft."""
         self.backbone = backbone
         self.heads = heads
         self.draft_model = draft_model
@@ -106,11 +83,10 @@ class Runtime:
         self,
         asked: Asked,
         options: SpeculationOptions,
-        load: Load | None = None,
-        *,
-        lease: Lease | None = None,
-        draft_cache: DraftCache | None = None,
-    ) -> Text:
+        load: Load,
+        lease: Lease | None,
+        draft_cache: DraftCache | None,
+    ) -> Running:
         """A text to write; `lease` and `draft_cache` may hold what an earlier turn left.
 
         `load`: how many texts share a pass, as whoever runs it keeps that. Raises ModelChanged if
@@ -142,7 +118,7 @@ class Runtime:
         watch = Stopwatch()
         drafter = self.drafter(asked, options, draft_cache, load)
         steps = written(state, drafter, rule, asked.stop, watch)
-        return Text(state=state, steps=steps, stats=stats, watch=watch, logprobs=noted)
+        return Running(state=state, steps=steps, stats=stats, watch=watch, logprobs=noted)
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
         """Which drafts stay; a laboratory may listen in here."""
@@ -191,14 +167,10 @@ class Runtime:
 
     def draft_cost(self, options: SpeculationOptions) -> DraftCost:
         """What drafting costs a text that runs alone, by the prices known."""
-        known = Unmeasured.of(self.backbone).unless(options.prices)
-        second = self.draft_model if options.uses("draft-model") else None
-        return DraftCost(
-            rows=known.rows,
-            token=0.0 if second is None else token_cost(second, self.backbone),
-            head=known.head,
-            num_layers=self.backbone.num_layers,
-        )
+        cost = DraftCost.for_model(self.backbone).with_prices(options.prices)
+        if self.draft_model is None or not options.uses("draft-model"):
+            return cost
+        return replace(cost, token=token_cost(self.draft_model, self.backbone))
 
     def _refusal(self, options: SpeculationOptions) -> str | None:
         """Why nothing may be drafted, in words, or None."""
@@ -211,7 +183,6 @@ class Runtime:
         return self.backbone.mixing
 
     def _tell(self, words: str) -> None:
-        """Once."""
         if words not in self._told:
             self._told.add(words)
             logger.warning(words)
@@ -222,31 +193,6 @@ class Runtime:
             return options.pinned
         # without drafts there is nothing to ask, and a probe would delay the first token
         return options.speculate and self.probe.holds_unpadded(options.widest_pass)
-
-
-def tied(sampler: Sampler, options: SpeculationOptions) -> Sampler:
-    """With draws at their places, unless the rule of these options needs them one by one."""
-    return replace(sampler, seed=None) if options.speculate and options.loss else sampler
-
-
-def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-    """The rule for this choice; plain decoding is lossless whatever was asked for.
-
-    Raises InvalidOption for lenience without sampling, and for EASD without a threshold.
-    """
-    wanted = options.acceptance
-    if options.speculate and isinstance(wanted, CmAsd | Easd):
-        return lossy_rule(sampler, wanted)
-    lenience = wanted.lenience if isinstance(wanted, Lenient) else 1.0
-    if sampler.do_sample and sampler.seed is not None:
-        return SeededMatch(sampler)
-    if sampler.do_sample:
-        return SpeculativeSampling(sampler, lenience)
-    if lenience < 1.0:
-        raise InvalidOption(
-            "lenience below 1 needs do_sample: greedy drafts match or do not. Leave one out"
-        )
-    return GreedyMatch(sampler)
 
 
 # --- how much of a prompt enters with a round: no sum depends on it -------------------------------
@@ -263,7 +209,7 @@ class Pace:
     """Learns from every round of an engine."""
 
     def __init__(self, row_costs: Sequence[float]) -> None:
-        """`row_costs`: as `Unmeasured.rows`."""
+        """`row_costs`: as `DraftCost.rows`."""
         self._row_costs = tuple(row_costs)
         self._usual_s: dict[int, float] = {}
         """By texts: a round without prompts."""
@@ -321,38 +267,36 @@ MOST_TEXTS = 32
 """Texts of a round unless asked otherwise: from here on one more adds few tokens on two cores."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Running:
     """A text in an engine: iterate for its rounds, which makes the engine step."""
 
-    def __init__(self, engine: Engine, text: Text) -> None:
-        """Made by `Engine.add`."""
-        self.state: DecodeState = text.state
-        self.stats: GenerationStats = text.stats
-        """For who takes the rounds to count in."""
-        self.watch: Stopwatch = text.watch
-        self.logprobs: list[Logprob] = text.logprobs
-        """Of all committed tokens, where that was asked for."""
-        self.steps = text.steps
-        self.ended = False
-        """Whether no more rounds will come."""
-        self.error: BaseException | None = None
-        """What ended it, if that was no stop rule."""
-        self.fresh: deque[Round] = deque()
-        """Rounds that nobody took yet."""
-        self._engine = engine
+    state: DecodeState
+    steps: Generator[Work | Round, Any, None]
+    """As `decode.written` yields them."""
+    stats: GenerationStats
+    """For who takes the rounds to count in."""
+    watch: Stopwatch
+    logprobs: list[Logprob]
+    """Of all committed tokens, where that was asked for; grows with the text."""
+    ended: bool = False
+    """Whether no more rounds will come."""
+    error: BaseException | None = None
+    """What ended it, if that was no stop rule."""
+    fresh: deque[Round] = field(default_factory=deque)
+    """Rounds that nobody took yet."""
+    engine: Engine = field(init=False)
 
     def draft_cost(self, options: SpeculationOptions) -> DraftCost:
-        """What drafting under these options costs a text that runs alone."""
-        return self._engine.runtime.draft_cost(options)
+        return self.engine.runtime.draft_cost(options)
 
     def __iter__(self) -> Iterator[Round]:
-        """Its rounds, the prompt's first."""
         return self
 
     def __next__(self) -> Round:
         """The next round. Raises what ended the text, once its rounds are taken."""
         while not self.fresh and not self.ended:
-            self._engine.step()
+            self.engine.step()
         if self.fresh:
             return self.fresh.popleft()
         if self.error is not None:
@@ -369,7 +313,7 @@ class Running:
 
     def close(self) -> None:
         """Leave the engine; what was committed stays in `state`."""
-        self._engine.cancel(self)
+        self.engine.cancel(self)
 
 
 class Engine:
@@ -410,7 +354,7 @@ class Engine:
         )
         self._most = most
         self._patience = patience
-        self._pace = Pace(Unmeasured.of(backbone).rows)
+        self._pace = Pace(DraftCost.for_model(backbone).rows)
         self._load = Load()
         self._waiting: deque[Running] = deque()
         """Have not begun."""
@@ -428,7 +372,6 @@ class Engine:
 
     @property
     def texts(self) -> int:
-        """How many are in it, those that wait included."""
         return len(self._waiting) + len(self._entering) + len(self._writing)
 
     @property
@@ -453,8 +396,8 @@ class Engine:
             if self._strict:
                 self._store.refuse_too_long(positions)
             lease = self._store.lease(positions)
-        text = self.runtime.text(asked, options, self._load, lease=lease, draft_cache=draft_cache)
-        running = Running(self, text)
+        running = self.runtime.text(asked, options, self._load, lease, draft_cache)
+        running.engine = self
         self._waiting.append(running)
         return running
 

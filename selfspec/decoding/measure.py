@@ -51,7 +51,6 @@ class Clock:
         self._now = now
 
     def seconds(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, float]:
-        """Median seconds of each."""
         return {name: statistics.median(laps) for name, laps in self.laps(works).items()}
 
     def laps(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, list[float]]:
@@ -102,7 +101,6 @@ class StepSpeed:
 
     @property
     def step_bytes(self) -> int:
-        """What a plain step reads."""
         return self.weight_bytes + self.kv_bytes
 
     @property
@@ -112,7 +110,6 @@ class StepSpeed:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a plain step: one row."""
         return self.rows_s[1]
 
     @property
@@ -129,7 +126,6 @@ class StepSpeed:
         return {rows: seconds / self.step_s for rows, seconds in self.rows_s.items() if rows > 1}
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
         return asdict(self) | {
             "step_bytes": self.step_bytes,
             "limit_s": self.limit_s,
@@ -173,7 +169,6 @@ class Passes:
     """Passes of up to `most` rows behind one context."""
 
     def __init__(self, backbone: Backbone, context: int, *, most: int) -> None:
-        """Runs the context."""
         self._backbone = backbone
         self._context = context
         self.lease = Lease(backbone.num_layers)
@@ -199,7 +194,6 @@ class Passes:
 _ROWS = 8
 """As many as a pinned pass has."""
 
-_CONTEXT = 256
 _REPEATS = 15
 _SHORT = 8
 """A short pass runs this fraction of the layers."""
@@ -214,100 +208,100 @@ def measure(
     heads: ExitHeads | None,
     *,
     rows: int = _ROWS,
-    context: int = _CONTEXT,
+    context: int = CONTEXT,
     now: Callable[[], float] = time.perf_counter,
 ) -> Costs:
     """Medians of 15 passes, in turns, of 1..`rows` rows behind `context` tokens; a few seconds.
 
     Without heads their cost is 0.
     """
-    bench = _Bench(backbone, heads, rows, min(context, backbone.max_positions // 2))
-    return bench.costs(Clock(backbone.device, _REPEATS, now).laps(dict(bench.works())))
+    context = min(context, backbone.max_positions // 2)
+    short = max(1, backbone.num_layers // _SHORT)
+    works = dict(_works(backbone, heads, rows, context, short))
+    return _costs(Clock(backbone.device, _REPEATS, now).laps(works), backbone.num_layers, short)
 
 
-@dataclass
-class _Bench:
-    """Parts of a round."""
+def _works(
+    backbone: Backbone, heads: ExitHeads | None, most: int, context: int, short: int
+) -> Iterator[tuple[_Part, Callable[[], object]]]:
+    """Every part of a round, by its rows, behind a context."""
+    lease = Lease(backbone.num_layers)
+    block = torch.zeros(context, dtype=torch.int64, device=backbone.device)
 
-    backbone: Backbone
-    heads: ExitHeads | None
-    rows: int
-    context: int
-
-    def __post_init__(self) -> None:
-        """Fill a cache, and begin a plain decoding beside it."""
-        backbone = self.backbone
-        exit_layers = () if self.heads is None else self.heads.config.exit_layers
-        self._lease = Lease(backbone.num_layers)
-        self._text: Attention | None = None
-        block = torch.zeros(self.context, dtype=torch.int64, device=backbone.device)
-        self._token = block[:1]
-        self._embedded = backbone.embed(block)
-        self._outputs = self._run(self._embedded, backbone.num_layers)
-        self._judge = ExitJudge(backbone.num_layers, dict.fromkeys(exit_layers, 1.0))
-        self._layers = itertools.cycle(exit_layers)
-        self._short = max(1, backbone.num_layers // _SHORT)
-        greedy = Sampler(LogitsProcessorList())
-        state = DecodeState(backbone, block[None])
-        endless = StopRule(max_length=self.context + 2 * _REPEATS)
-        self._rounds = rounds(state, NoDrafter(), GreedyMatch(greedy), endless, Stopwatch())
-        next(self._rounds)
-
-    def works(self) -> Iterator[tuple[_Part, Callable[[], object]]]:
-        """Every part of a round, by its rows."""
-        num_layers, logits = self.backbone.num_layers, self.backbone.logits
-        for rows in range(1, self.rows + 1):
-            part, ends = self._embedded[:rows], self._outputs[:rows]
-            yield ("layers", rows), partial(self._run, part, num_layers)
-            yield ("logits", rows), partial(logits, ends)
-            yield ("short", rows), partial(self._run, part, self._short)
-            if rows == 1:  # next to what is subtracted from it
-                yield ("round", rows), partial(next, self._rounds)
-            if self.heads is not None:
-                yield ("head", rows), partial(self._judge_one, self.heads)
-
-    def costs(self, laps: Mapping[_Part, list[float]]) -> Costs:
-        """Medians of the parts' laps, which were run in turns."""
-        middle = {part: statistics.median(seconds) for part, seconds in laps.items()}
-        counts = range(1, self.rows + 1)
-        num_layers, short = self.backbone.num_layers, self._short
-        layers = tuple(middle["layers", rows] for rows in counts)
-        starts = (
-            (num_layers * middle["short", rows] - short * whole) / (num_layers - short)
-            for rows, whole in zip(counts, layers, strict=True)
-        )
-        parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)
-        rest = statistics.median(whole - run - read for whole, run, read in parts)
-        heads = [lap for rows in counts for lap in laps.get(("head", rows), ())]
-        return Costs(
-            num_layers=num_layers,
-            layers=layers,
-            start=tuple(
-                min(max(start, 0.0), whole) for start, whole in zip(starts, layers, strict=True)
-            ),
-            logits=tuple(middle["logits", rows] for rows in counts),
-            head=statistics.median(heads) if heads else 0.0,
-            round=max(rest, 0.0),
-        )
-
-    def _run(self, hidden: Tensor, last: int) -> Tensor:
+    def run(hidden: Tensor, last: int) -> Tensor:
         """Layers 1..last on [T, d] behind the context; the lease stays as it was."""
-        held = self._lease.length(0)
-        rows = Rows.of(self._lease, held, len(hidden), hidden.device)
-        output = self.backbone.run(hidden, 0, last, rows)
-        self._lease.truncate(max(held, self.context))
+        held = lease.length(0)
+        output = backbone.run(hidden, 0, last, Rows.of(lease, held, len(hidden), hidden.device))
+        lease.truncate(max(held, context))
         return output
 
-    def _judge_one(self, heads: ExitHeads) -> None:
-        """What the exit drafter does for one token at one exit layer, layers left out."""
-        layer, newest = next(self._layers), self._outputs[-1:]
+    embedded = backbone.embed(block)
+    outputs = run(embedded, backbone.num_layers)
+    plain = rounds(
+        DecodeState(backbone, block[None]),
+        NoDrafter(),
+        GreedyMatch(Sampler(LogitsProcessorList())),
+        StopRule(max_length=context + 2 * _REPEATS),
+        Stopwatch(),
+    )
+    next(plain)
+    ask = None if heads is None else _question(backbone, heads, block[:1], outputs[-1:], context)
+    for rows in range(1, most + 1):
+        yield ("layers", rows), partial(run, embedded[:rows], backbone.num_layers)
+        yield ("logits", rows), partial(backbone.logits, outputs[:rows])
+        yield ("short", rows), partial(run, embedded[:rows], short)
+        if rows == 1:  # next to what is subtracted from it
+            yield ("round", rows), partial(next, plain)
+        if ask is not None:
+            yield ("head", rows), ask
+
+
+def _question(
+    backbone: Backbone, heads: ExitHeads, token: Tensor, hidden: Tensor, context: int
+) -> Callable[[], object]:
+    """What the exit drafter does for one token at one exit layer after the other, layers left out.
+
+    `hidden` [1, d] stands for what a head reads.
+    """
+    exit_layers = heads.config.exit_layers
+    judge = ExitJudge(backbone.num_layers, dict.fromkeys(exit_layers, 1.0))
+    layers = itertools.cycle(exit_layers)
+    text = None
+    if isinstance(heads, AttendingHeads):
+        text = Attention(heads, backbone.embed)
+        text.add(hidden.repeat(context, len(heads.layers)))
+
+    def ask() -> object:
+        layer, reads = next(layers), hidden
+        backbone.embed(token)
+        if text is not None and (read := alone(text.read([0] * (context + 1)))) is not None:
+            reads = done_alone(text.draft([0], read, [-1]))
         head = cast("ExitHead", heads.by_layer[str(layer)])
-        self.backbone.embed(self._token)
-        if isinstance(heads, AttendingHeads):
-            if self._text is None:
-                self._text = Attention(heads, self.backbone.embed)
-                self._text.add(self._outputs.repeat(1, len(heads.layers)))
-            if (read := alone(self._text.read([0] * (self.context + 1)))) is not None:
-                newest = done_alone(self._text.draft([0], read, [-1]))
-        deep = newest if heads.reads_deep else None
-        answer(head, newest, deep, temperature=self._judge.temperature(layer), count=1)
+        deep = hidden if heads.reads_deep else None
+        return answer(head, reads, deep, temperature=judge.temperature(layer), count=1)
+
+    return ask
+
+
+def _costs(laps: Mapping[_Part, list[float]], num_layers: int, short: int) -> Costs:
+    """Medians of the parts' laps, which were run in turns."""
+    middle = {part: statistics.median(seconds) for part, seconds in laps.items()}
+    counts = [rows for name, rows in laps if name == "layers"]
+    layers = tuple(middle["layers", rows] for rows in counts)
+    starts = (
+        (num_layers * middle["short", rows] - short * whole) / (num_layers - short)
+        for rows, whole in zip(counts, layers, strict=True)
+    )
+    parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)
+    rest = statistics.median(whole - run - read for whole, run, read in parts)
+    heads = [lap for rows in counts for lap in laps.get(("head", rows), ())]
+    return Costs(
+        num_layers=num_layers,
+        layers=layers,
+        start=tuple(
+            min(max(start, 0.0), whole) for start, whole in zip(starts, layers, strict=True)
+        ),
+        logits=tuple(middle["logits", rows] for rows in counts),
+        head=statistics.median(heads) if heads else 0.0,
+        round=max(rest, 0.0),
+    )

@@ -75,7 +75,6 @@ class PackedHead:
         self._program.add_layer(list(self._operations(head.parts)))
 
     def features(self, hidden: Tensor, deep: Tensor | None) -> Tensor:
-        """As those of the head."""
         inputs = hidden
         if self._reads_deep:
             beside = torch.zeros_like(hidden) if deep is None else deep.to(hidden.dtype)

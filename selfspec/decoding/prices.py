@@ -8,10 +8,10 @@ shares of a plain step what drafting adds to a round: the drafters' never-slower
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, islice, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from selfspec.decoding.stats import FREE, Round
 
@@ -60,11 +60,9 @@ class Costs:
 
     @property
     def counts(self) -> range:
-        """The numbers of rows that were measured."""
         return range(1, len(self.layers) + 1)
 
     def plain_step(self) -> float:
-        """One token without drafts."""
         return self.step(1)
 
     def seconds(
@@ -174,10 +172,25 @@ class DraftCost:
     holds for all beyond."""
     load: Load = field(default_factory=Load)
     token: float = 0.0
-    """A draft token of a second model."""
+    """A draft token of a second model, or of heads that attend."""
     head: float = 0.0
     """An exit head asked."""
     num_layers: int = 1
+
+    @classmethod
+    def for_model(cls, model: Backbone, load: Load | None = None) -> DraftCost:
+        """As its executor says where nobody measured it."""
+        claims, rows = model.claims, model.claims.row_costs
+        if not claims.steady and model.device.type == "cpu":
+            rows = (rows[0] + _PLAIN_SECOND_ROW, *rows)
+        return cls(
+            rows=rows, load=load or Load(), head=claims.head_cost, num_layers=model.num_layers
+        )
+
+    def with_prices(self, asked: Prices) -> DraftCost:
+        """This, or what was asked for."""
+        head = self.head if asked.head is None else asked.head
+        return replace(self, rows=asked.rows or self.rows, head=head)
 
     @property
     def row_costs(self) -> tuple[float, ...]:
@@ -204,19 +217,18 @@ class DraftCost:
         A draft token that left at layer l of L ran l / L of a step by itself. A difficult token did
         not: verification goes on where it stopped.
         """
-        rows = zip(each_row(self.row_costs), draft.sources, strict=False)
-        return sum(row for row, source in rows if source not in FREE) + self.beside_rows(draft)
+        rows = zip(each_row(self.row_costs), draft.proposed, strict=False)
+        return sum(row for row, one in rows if one.source not in FREE) + self.beside_rows(draft)
 
     def steps(self, draft: Draft) -> float:
         """A round with this draft, in rounds without. All its rows count, whoever gave them."""
-        rows = sum(islice(each_row(self.row_costs), len(draft.tokens)))
+        rows = sum(islice(each_row(self.row_costs), len(draft.proposed)))
         return 1.0 + rows + self.beside_rows(draft)
 
     def beside_rows(self, draft: Draft) -> float:
         """Of these steps what drafting took by itself. Siblings run in verification alone."""
-        ran = zip(draft.sources[: draft.trunk], draft.exit_layers, strict=False)
-        own = [layer for source, layer in ran if source not in FREE]
-        layers = sum(self.token + layer / self.num_layers for layer in own)
+        own = [one for one in draft.proposed[: draft.trunk] if one.source not in FREE]
+        layers = sum(self.token + one.layer / self.num_layers for one in own)
         return layers + self.asking * draft.heads
 
 
@@ -252,41 +264,13 @@ def token_cost(second: Backbone, model: Backbone) -> float:
     By the weights that a step reads, which is a little too much: two layers of SmolLM2-135M and its
     unembedding are 0.26 of it and took 0.17 (eval/results/papers/gammatune).
     """
-    return _weights(second) / _weights(model)
+    ours, theirs = (
+        sum(weight.numel() * weight.element_size() for weight in backbone.model.parameters())
+        for backbone in (model, second)
+    )
+    return theirs / ours
 
 
 def share(nbytes: int, model: Backbone) -> float:
     """What reading so many bytes of weights takes, as a share of a step of the model."""
     return nbytes / model.weight_bytes
-
-
-class Unmeasured(NamedTuple):
-    """What rows and heads cost a model where nobody measured it, as shares of a step of one row."""
-
-    rows: tuple[float, ...]
-    """A verification's second, its third and so on; the last value holds for all beyond."""
-    head: float
-    """An exit head asked."""
-    load: Load = Load()
-
-    @classmethod
-    def of(cls, model: Backbone, load: Load | None = None) -> Unmeasured:
-        """As its executor says."""
-        one_row_kernels = not model.claims.steady and model.device.type == "cpu"
-        rows = model.claims.row_costs
-        if one_row_kernels:
-            rows = (rows[0] + _PLAIN_SECOND_ROW, *rows)
-        return cls(rows, model.claims.head_cost, load or Load())
-
-    def unless(self, asked: Prices) -> Unmeasured:
-        """These, or what was asked for."""
-        return Unmeasured(
-            self.rows if asked.rows is None else asked.rows,
-            self.head if asked.head is None else asked.head,
-            self.load,
-        )
-
-
-def _weights(backbone: Backbone) -> int:
-    """Bytes of a model's weights; shared ones count once."""
-    return sum(weight.numel() * weight.element_size() for weight in backbone.model.parameters())

@@ -49,7 +49,6 @@ class PinnedProbe:
     """What was found about one model on this machine; each question is probed once."""
 
     def __init__(self, backbone: Backbone) -> None:
-        """Nothing is probed yet."""
         self._backbone = backbone
         self._found: dict[tuple[PassShape, int, bool], PinnedUnavailable | None] = {}
 
@@ -81,7 +80,6 @@ class PinnedProbe:
     def _failure(
         self, shape: PassShape, widest: int, *, quick: bool = False
     ) -> PinnedUnavailable | None:
-        """Why `shape` does not pin bits, or None."""
         key = (shape, widest, quick)
         if key not in self._found:
             try:
@@ -116,7 +114,6 @@ def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bo
 def _check_at(
     backbone: Backbone, shape: PassShape, widest: int, context: int, count: int, layers: int
 ) -> None:
-    """`count` tokens behind `context` others."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(backbone.vocab_size, (context + count,), generator=generator)
     front, ids = ids.to(backbone.device).split([context, count])

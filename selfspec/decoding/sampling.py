@@ -30,29 +30,15 @@ if TYPE_CHECKING:
 
 STATELESS = frozenset(
     {
-        "EncoderNoRepeatNGramLogitsProcessor",
-        "EncoderRepetitionPenaltyLogitsProcessor",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "ExponentialDecayLengthPenalty",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "MinPLogitsWarper",
-        "NoBadWordsLogitsProcessor",
-        "NoRepeatNGramLogitsProcessor",
-        "RepetitionPenaltyLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopHLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
+        *("EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"),
+        *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty"),
+        *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
+        *("InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor"),
+        *("MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor"),
+        *("NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
+        *("SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
+        *("SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper"),
+        *("TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
         "WatermarkLogitsProcessor",  # its generator is seeded anew for each row and call
     }
 )
@@ -109,14 +95,22 @@ def _by_itself(thing: Any, row: int) -> Any:
     )
 
 
-def _place(processor: Any, held: int, row: int, rows: int, *, shared: bool = False) -> slice:
-    """Which of `held` entries belongs to `row`; `shared` by several where prompts repeat."""
-    if held != rows and not (shared and held and rows % held == 0):
+def _part(processor: Any, held: Any, row: int, rows: int, *, shared: bool = False) -> Any:
+    """What of `held` belongs to `row`; `shared` by several rows where prompts repeat."""
+    count = len(held)
+    if count != rows and not (shared and count and rows % count == 0):
         raise InvalidOption(
-            f"{called(processor)} was made for {held} rows, the batch has {rows}. Make it anew"
+            f"{called(processor)} was made for {count} rows, the batch has {rows}. Make it anew"
         )
-    at = row // (rows // held)
-    return slice(at, at + 1)
+    at = row // (rows // count)
+    return held[at : at + 1]
+
+
+def _copied(processor: Any, **values: Any) -> Any:
+    """With these attributes."""
+    alone = copy.copy(processor)
+    vars(alone).update(values)
+    return alone
 
 
 def _prompt_lengths(processor: Any, row: int, rows: int) -> Any:
@@ -124,52 +118,39 @@ def _prompt_lengths(processor: Any, row: int, rows: int) -> Any:
     lengths = processor.prompt_ignore_length
     if not isinstance(lengths, Tensor):
         return processor
-    alone = copy.copy(processor)
-    alone.prompt_ignore_length = lengths[_place(processor, len(lengths), row, rows)]
-    return alone
+    return _copied(processor, prompt_ignore_length=_part(processor, lengths, row, rows))
 
 
 def _prompt_ids(processor: Any, row: int, rows: int) -> Any:
     """EncoderRepetitionPenalty: ids of the prompts, [B, P]."""
-    ids = processor.encoder_input_ids
-    alone = copy.copy(processor)
-    alone.encoder_input_ids = ids[_place(processor, len(ids), row, rows, shared=True)]
-    return alone
+    ids = _part(processor, processor.encoder_input_ids, row, rows, shared=True)
+    return _copied(processor, encoder_input_ids=ids)
 
 
 def _prompt_ngrams(processor: Any, row: int, rows: int) -> Any:
     """EncoderNoRepeatNGram: a table of n-grams per prompt."""
-    tables = processor.generated_ngrams
-    alone = copy.copy(processor)
-    alone.generated_ngrams = tables[_place(processor, len(tables), row, rows, shared=True)]
-    alone.batch_size = 1
-    return alone
+    tables = _part(processor, processor.generated_ngrams, row, rows, shared=True)
+    return _copied(processor, generated_ngrams=tables, batch_size=1)
 
 
 def _batch_id(processor: Any, row: int, _rows: int) -> Any:
     """PrefixConstrained: the user's function is told which row it is asked about."""
     allowed = processor._prefix_allowed_tokens_fn
-    alone = copy.copy(processor)
-    alone._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
-    return alone
+    return _copied(processor, _prefix_allowed_tokens_fn=lambda _, ids: allowed(row, ids))
 
 
 def _fresh_state(processor: Any, _row: int, _rows: int) -> Any:
     """SynthIDTextWatermark: contexts that were seen, [B, ..], made at the first call."""
-    alone = copy.copy(processor)
-    alone.state = None
-    return alone
+    return _copied(processor, state=None)
 
 
 def _own_context(processor: Any, row: int, rows: int) -> Any:
     """UnbatchedClassifierFreeGuidance: ids of the negative prompts, [B, N], and their cache."""
-    alone = copy.copy(processor)
     context = dict(processor.unconditional_context)
     for name in ("input_ids", "attention_mask"):
         if (held := context[name]) is not None:
-            context[name] = held[_place(processor, len(held), row, rows)]
-    alone.unconditional_context = context
-    return alone
+            context[name] = _part(processor, held, row, rows)
+    return _copied(processor, unconditional_context=context)
 
 
 _PROCESSORS: dict[str, Cut] = {
@@ -199,7 +180,6 @@ class OccurrencePenalty(LogitsProcessor):
         self._presence, self._frequency, self._start = presence, frequency, start
 
     def for_row(self, _row: int) -> OccurrencePenalty:
-        """Rows of a batch are treated alike."""
         return self
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -232,7 +212,6 @@ class GrammarMask(LogitsProcessor):
         self._text: list[int] = []
 
     def for_row(self, _row: int) -> GrammarMask:
-        """The same grammar for another text."""
         matcher = self._matcher.deep_copy()
         matcher.reset()
         return GrammarMask(matcher, self.start, self._ends)
@@ -261,7 +240,6 @@ class GrammarMask(LogitsProcessor):
         return found
 
     def allows(self, text: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of `tokens` may follow, one behind the other."""
         self._follow(text)
         return int(self._matcher.validate_tokens(list(tokens)))
 
@@ -407,7 +385,6 @@ class Sampler:
         return own.seeded((self.seed + row) & _BITS, self.generator.device)
 
     def seeded(self, seed: int, device: torch.device) -> Sampler:
-        """The same choice with draws from a seed."""
         generator = torch.Generator(device).manual_seed(seed)
         return replace(self, seed=seed, generator=generator)
 

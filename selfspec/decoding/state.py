@@ -44,14 +44,12 @@ class Schedule:
         self.clear()
 
     def clear(self) -> None:
-        """A new round: nothing waits, and nothing has run."""
         self.waiting = [0] * len(self.depths)
         self.pushed = 0
         """Rows that entered."""
         self.passes: list[Pass] = []
 
     def push(self, rows: int) -> None:
-        """Queue rows at boundary 0."""
         self.waiting[0] += rows
         self.pushed += rows
 

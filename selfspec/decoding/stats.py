@@ -9,7 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from selfspec.pages import palette
 
 EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
 SUCCESSORS = "successors"
@@ -17,8 +19,32 @@ SUCCESSORS = "successors"
 MODEL = "model"
 """Who gave a token that no drafter gave: a verification did, or the prompt's pass."""
 
-FREE = frozenset({NGRAM, GRAMMAR})
-"""Drafts of these take no work before their verification."""
+
+class Source(NamedTuple):
+    """Who gives tokens, for people."""
+
+    words: str
+    colour: str | None = None
+    """None: that of all text, or of the exit layer."""
+    line: str = "solid"
+    """Under its tokens, for eyes that see no colours."""
+    mark: str = ""
+    """A letter behind its tokens, for terminals without colours; exit layers have their number."""
+    free: bool = False
+    """Whether its drafts take no work before their verification."""
+
+
+SOURCES = {
+    MODEL: Source("the model"),
+    NGRAM: Source("text already seen", palette.SEEN, "dotted", "n", free=True),
+    SUCCESSORS: Source("successors seen before", palette.SEEN, "dotted", "s"),
+    GRAMMAR: Source("the grammar", palette.GRAMMAR, "dashed", "g", free=True),
+    DRAFT_MODEL: Source("a draft model", palette.SECOND, "double", "d"),
+    EXIT: Source("exit heads"),
+}
+"""In the order in which people are told of them."""
+
+FREE = frozenset(name for name, one in SOURCES.items() if one.free)
 
 
 def common(old: Sequence[int], new: Sequence[int]) -> int:
@@ -69,7 +95,7 @@ class Round:
     exit_layers: list[int]
     """Where each draft left; 0 for drafts that ran through no layer."""
     sources: list[str]
-    """Who drafted each: exit, ngram, draft-model or grammar."""
+    """Who drafted each, by the names in `SOURCES`."""
     parents: list[int] | None = None
     """Which draft each follows, -1: the newest token. None: each the one before."""
     kept: list[int]
@@ -127,7 +153,7 @@ class GenerationStats:
     """Tokens that verification itself gave: after a rejection or behind the last draft."""
     drafted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)
-    """Keys: exit, ngram, draft-model, grammar."""
+    """Keys: those of `SOURCES`."""
     drafted_by_layer: Counter[int] = field(default_factory=Counter)
     accepted_by_layer: Counter[int] = field(default_factory=Counter)
     """Drafts of exit heads only."""
@@ -145,7 +171,6 @@ class GenerationStats:
     stop_reason: StopReason | None = None
 
     def add(self, entry: Round) -> None:
-        """Count one round."""
         self.new_tokens += len(entry.tokens)
         self.row_layers += sum(rows * (last - first) for rows, first, last in entry.passes)
         self.stop_reason = entry.stop_reason

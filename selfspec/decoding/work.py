@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.decoding.acceptance import Target, Together
+from selfspec.decoding.acceptance import Target
 from selfspec.heads.heads import Answer, ExitHead, Signal, answer, joined
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows
@@ -24,26 +24,26 @@ from selfspec.model.kv import Lease, Rows
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 
-_AT_ONCE = (0, 0, 0)
-"""The turn of whatever brings a text on without a pass."""
-
 
 class Work(Protocol):
     """What one text needs."""
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """The least comes first."""
+        """The least comes first: whatever brings a text on without a pass."""
+        return 0, 0, 0
 
     @property
     def likeness(self) -> Hashable:
         """Works of equal likeness can be done together."""
+        return id(self)
 
     def done(self, alike: Sequence[Any], others: Sequence[Work], /) -> Sequence[Any]:
         """Do works of this likeness, itself among them: what each gives; None: more is to be done.
 
         Passes stop where rows of `others` wait, which then go on with them.
         """
+        raise NotImplementedError
 
 
 Steps = Generator[Work, Any, Result]
@@ -51,20 +51,17 @@ Steps = Generator[Work, Any, Result]
 
 
 @dataclass(eq=False, kw_only=True)
-class Embed:
+class Embed(Work):
     """Ids of one text; gives hidden states at boundary 0, [n, d]."""
 
     backbone: Backbone
     ids: Sequence[int]
-    turn = _AT_ONCE
 
     @property
     def likeness(self) -> Hashable:
-        """All of one model."""
         return Embed, id(self.backbone)
 
     def done(self, alike: Sequence[Embed], _others: Sequence[Work]) -> Sequence[Tensor]:
-        """One look into the table."""
         ids = [token for work in alike for token in work.ids]
         hidden = self.backbone.embed(torch.tensor(ids, device=self.backbone.device))
         parts: Sequence[Tensor] = hidden.split([len(work.ids) for work in alike])
@@ -72,7 +69,7 @@ class Embed:
 
 
 @dataclass(eq=False, kw_only=True)
-class Run:
+class Run(Work):
     """Rows of one text through layers first+1..last; gives what comes out, [T, d]."""
 
     backbone: Backbone
@@ -132,7 +129,7 @@ class Run:
 
 
 @dataclass(eq=False, kw_only=True)
-class Ask:
+class Ask(Work):
     """One exit head asked about rows of a text; gives an Answer."""
 
     head: ExitHead
@@ -144,15 +141,12 @@ class Ask:
     count: int
     """Tokens wanted."""
     signal: Signal | None = None
-    turn = _AT_ONCE
 
     @property
     def likeness(self) -> Hashable:
-        """One head, asked for the same."""
         return Ask, id(self.head), self.temperature, self.count, self.signal
 
     def done(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
-        """One question."""
         hidden = [work.hidden for work in alike]
         whole = answer(
             self.head,
@@ -168,7 +162,7 @@ class Ask:
 
 
 @dataclass(eq=False, kw_only=True)
-class Unembed:
+class Unembed(Work):
     """The way from the output of layer L to logits; gives a Target."""
 
     backbone: Backbone
@@ -176,7 +170,6 @@ class Unembed:
     """[T, d]"""
     least: int = 1
     """As in a Run."""
-    turn = _AT_ONCE
 
     @property
     def likeness(self) -> Hashable:
@@ -184,29 +177,24 @@ class Unembed:
         return (Unembed, id(self.backbone)) if _joins(self) else id(self)
 
     def done(self, alike: Sequence[Unembed], _others: Sequence[Work]) -> list[Target]:
-        """One product, and one device read where tokens are read."""
         if len(alike) == 1:
             logits = self.backbone.logits(padded(self.hidden, self.least))
             return [Target(logits[: len(self.hidden)])]
         hidden = [work.hidden for work in alike]
-        together = Together(self.backbone.logits(torch.cat(hidden)))
+        together = Target(self.backbone.logits(torch.cat(hidden)))
         return [together.part(slice(*ends)) for ends in _ends(hidden)]
 
 
 @dataclass(eq=False, kw_only=True)
-class Enter:
-    """A prompt that waits; gives how many of its rows may run now, at least one."""
+class Enter(Work):
+    """A prompt that waits; gives how many of its rows may run now, at least one.
+
+    It is for whoever runs the texts to say; alone, all rows may.
+    """
 
     rows: int
-    turn = _AT_ONCE
-
-    @property
-    def likeness(self) -> Hashable:
-        """It is for whoever runs the texts to say; alone, all rows may."""
-        return id(self)
 
     def done(self, alike: Sequence[Enter], _others: Sequence[Work]) -> list[int]:
-        """All rows."""
         return [work.rows for work in alike]
 
 

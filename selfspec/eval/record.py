@@ -552,7 +552,7 @@ class Recorder:
     def record(self) -> Record:
         """Everything so far."""
         backbone, options = self._speculator.backbone, self._options
-        cost = prices.Unmeasured.of(backbone)
+        cost = prices.DraftCost.for_model(backbone)
         known = conditions(backbone, self._heads)
         nodes, layers, alphas = self.nodes, len(self._layers), len(options.anneal_strengths)
         count, guesses = len(nodes.tokens), max(map(len, nodes.guesses), default=0)

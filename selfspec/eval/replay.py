@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import DraftController, make_controller
 from selfspec.decoding.drafters.base import Draft, DraftsFrom, DraftWriter, NoDrafter, PacedDrafter
-from selfspec.decoding.drafters.choice import make_ngram, make_tree, while_paying
-from selfspec.decoding.drafters.heads import ROOT, Guesses, Known
+from selfspec.decoding.drafters.choice import make_ngram, make_tree
+from selfspec.decoding.drafters.heads import ROOT, Guesses, Known, WhilePaying
 from selfspec.decoding.drafters.ngram import SeenTextFirst
-from selfspec.decoding.prices import Unmeasured
+from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.sampling import Choice
 from selfspec.decoding.state import Pass, Schedule
 from selfspec.decoding.stats import EXIT, Round, StopReason, Stopwatch
@@ -148,8 +148,8 @@ class _Guesser:
 
     def _node(self, draft: Draft, index: int) -> int:
         if index not in self._nodes:
-            parent = self._nodes[(draft.parents or [])[index]]
-            rank = self._record.guesses[parent].tolist().index(draft.tokens[index])
+            parent = self._nodes[draft.proposed[index].parent]
+            rank = self._record.guesses[parent].tolist().index(draft.proposed[index].token)
             self._nodes[index] = int(self._record.behind[parent, rank])
         return self._nodes[index]
 
@@ -245,23 +245,21 @@ def _drafter(
         raise InvalidOption(
             "what a draft model says was not recorded. Take exit, ngram, ngram+exit"
         )
-    cost = Unmeasured(record.info.row_costs, record.info.head_cost)
-    ngram = make_ngram(options, cost, record.info.end_tokens)
+    info = record.info
+    cost = DraftCost(rows=info.row_costs, head=info.head_cost, num_layers=info.num_layers)
+    cost = cost.with_prices(options.prices)
+    ngram = make_ngram(options, cost, info.end_tokens)
     if not options.uses("exit"):
         return ngram, ()
     setting = Setting.of(record, options)
     if setting.guesses > 1:
-        ends = record.info.end_tokens
         seen = ngram if options.uses("ngram") else None
-        return make_tree(_Guesser(record, setting), options, cost, ends, seen=seen), setting.layers
+        guesser = _Guesser(record, setting)
+        return make_tree(guesser, options, cost, info.end_tokens, seen), setting.layers
     controller = make_controller(options, options.exit.max_tokens)
-    exits = while_paying(
-        _ExitDrafter(record, setting, controller),
-        options,
-        unmeasured=cost,
-        num_layers=record.info.num_layers,
-        exit_layers=setting.layers,
-    )
+    exits: DraftsFrom[_State] = _ExitDrafter(record, setting, controller)
+    if options.never_slower:
+        exits = WhilePaying(exits, cost)
     return SeenTextFirst(ngram, exits) if options.uses("ngram") else exits, setting.layers
 
 
@@ -278,14 +276,4 @@ def _verified(state: _State, draft: Draft) -> Round:
         if not right:
             break
         kept.append(right[0])
-    return Round(
-        tokens=following[: len(kept) + 1],
-        draft_tokens=tokens,
-        exit_layers=draft.exit_layers,
-        sources=draft.sources,
-        parents=draft.parents,
-        kept=kept,
-        ended=draft.ended,
-        heads=draft.heads,
-        passes=state.schedule.passes,
-    )
+    return draft.verified(following[: len(kept) + 1], kept, state.schedule.passes)

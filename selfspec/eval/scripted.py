@@ -17,10 +17,17 @@ from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
+from selfspec.decoding.acceptance import (
+    AcceptanceRule,
+    Proposed,
+    Target,
+    Verdict,
+    acceptance_rule,
+    tied,
+)
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters.base import Draft, Drafter
-from selfspec.decoding.engine import Runtime, acceptance_rule, tied
+from selfspec.decoding.engine import Runtime
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Ended, Round, Stopwatch
@@ -45,7 +52,7 @@ class ScriptedDrafter:
         room = max(min(limit, self.width), 0)
         tokens = self.tokens(state.length - state.pad, room)[:room]
         ended: Ended = "width" if len(tokens) == self.width else "budget"
-        return ready(Draft(tokens=tokens, exit_layers=[0] * len(tokens), ended=ended))
+        return ready(Draft.of(tokens, ended=ended))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """The script stays as it is."""
@@ -142,7 +149,7 @@ class BranchingDrafter(MixedDrafter):
             if parent < 0 or depths(parents)[parent] + 1 < limit:
                 tokens += self.junk(1)
                 parents.append(parent)
-        draft = Draft(tokens=tokens, parents=parents, ended="width" if tokens else "budget")
+        draft = Draft.of(tokens, parents, ended="width" if tokens else "budget")
         exits = len(state.hidden.schedule.depths) - 2
         trunk = [*state.committed(-1), *tokens[: draft.trunk]]
         for token in trunk[: self.number(len(trunk) + 1) if exits else 0]:
@@ -198,9 +205,7 @@ class Recorder:
         """Of all tokens so far, [n, V]."""
         return torch.stack(self._rows)
 
-    def verdict(
-        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
-    ) -> Verdict:
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         """What the rule says."""
         verdict = self._rule.verdict(ids, target, row, proposed)
         self._rows.append(target.row(row)[0].clone())

@@ -63,12 +63,6 @@ def of_layer(layer: int, num_layers: int) -> str:
     return mixed(RAMP[low], RAMP[low + 1], place % 1)
 
 
-def of_source(source: str, layer: int, num_layers: int) -> str:
-    """Who drafted a token: a source, and where an exit head's draft left."""
-    named = {"ngram": SEEN, "successors": SEEN, "grammar": GRAMMAR, "draft-model": SECOND}
-    return named.get(source) or of_layer(layer, num_layers)
-
-
 def as_css() -> str:
     """All of them as custom properties of a page."""
     tones = [f"  --{name}: light-dark({tone.light}, {tone.dark});" for name, tone in TONES.items()]

@@ -164,7 +164,7 @@ class Explanation:
             {
                 "tokens": [{"text": text, **_giver(*giver)} for text, giver in by],
                 "drafts": self._drafts(entry),
-                "steps": 0.0 if entry.prefill else round(self._cost.steps(Draft.of(entry)), 4),
+                "steps": 0.0 if entry.prefill else round(self._cost.steps(Draft.again(entry)), 4),
                 "ended": entry.ended,
             }
         )

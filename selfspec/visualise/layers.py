@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from selfspec import files
-from selfspec.api.givers import NAMES, Giver
+from selfspec.api.givers import Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs
-from selfspec.decoding.stats import DRAFT_MODEL, GenerationStats, Round
+from selfspec.decoding.stats import DRAFT_MODEL, SOURCES, GenerationStats, Round
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
@@ -331,11 +331,8 @@ def givers(trace: LayerTrace) -> list[Giver]:
 
 def ranked(found: Sequence[Giver]) -> list[tuple[Giver, int]]:
     """How many tokens each gave: the model first, then text already seen, then by layer."""
-    order = {source: place for place, source in enumerate(NAMES)}
-    last = len(order)
-    return sorted(
-        Counter(found).items(), key=lambda pair: (order.get(pair[0].source, last), pair[0].layer)
-    )
+    order = {source: place for place, source in enumerate(SOURCES)}
+    return sorted(Counter(found).items(), key=lambda pair: (order[pair[0].source], pair[0].layer))
 
 
 def rejected(entry: Round) -> list[tuple[int, list[int]]]:

@@ -22,7 +22,7 @@ from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.decoding.drafters.choice import Sources
 from selfspec.decoding.drafters.ngram import NgramIndex
-from selfspec.decoding.prices import Unmeasured
+from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import EXIT, MODEL, NGRAM, Round
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.options import RecordOptions
@@ -161,7 +161,7 @@ def _resolved(speculator: Speculator, options: SpeculationOptions) -> Speculatio
         exits = replace(exits, layers=layers, threshold=taus, max_depth=None)
     if not Sources(speculator.backbone, heads).runs_trees(replace(options, drafter="exit")):
         exits = replace(exits, guesses=1)
-    cost = Unmeasured.of(speculator.backbone).unless(options.prices)
+    cost = DraftCost.for_model(speculator.backbone).with_prices(options.prices)
     prices = Prices(row=cost.rows, head=cost.head)
     return replace(options, speculate=True, drafter=drafter, exit=exits, prices=prices)
 

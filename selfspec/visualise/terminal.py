@@ -12,13 +12,14 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from selfspec.api.givers import Giver
+from selfspec.decoding.stats import EXIT, SOURCES
 from selfspec.pages import palette
 from selfspec.visualise import layers
 from selfspec.visualise.layers import LayerTrace, gain, ranked, readable
 
-_SUPERSCRIPT = str.maketrans("0123456789ndgs", "⁰¹²³⁴⁵⁶⁷⁸⁹ⁿᵈᵍˢ")
-_SOURCES = {"ngram": "n", "draft-model": "d", "grammar": "g", "successors": "s", "model": ""}
-"""Marks of tokens that ran through no layer on their own."""
+_SUPERSCRIPT = str.maketrans(
+    "0123456789abcdefghijklmnoprstuvwxyz", "⁰¹²³⁴⁵⁶⁷⁸⁹ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ"
+)
 
 
 def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None:
@@ -86,7 +87,8 @@ class _Marks:
         """A line ends behind its sign and mark."""
         shown = self._shown(text, "⏎" if self._marked else "")
         body = shown.rstrip("\n")
-        mark = _SOURCES.get(giver.source, str(giver.layer)) if self._marked else ""
+        layer = str(giver.layer) if giver.source == EXIT else ""
+        mark = (SOURCES[giver.source].mark or layer) if self._marked else ""
         if mark:
             mark = f"^{mark}" if self.ascii_only else mark.translate(_SUPERSCRIPT)
         colour = giver.colour(self._trace.info.num_layers)

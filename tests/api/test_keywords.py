@@ -317,12 +317,6 @@ def test_hf_refuses_what_it_would_ignore(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["pixel_values", "token_type_ids", "encoder_outputs", "anything"])
-def test_keywords_of_other_models_are_refused_where_a_model_takes_them(name: str) -> None:
-    with pytest.raises(InvalidOption, match=f"^{name} is not supported"):
-        refuse_model_keywords({name: torch.zeros(1, 3)}, random_ids(3))
-
-
 def test_a_filled_cache_is_refused_and_an_empty_one_is_not(
     speculator: Speculator, exact: Any
 ) -> None:

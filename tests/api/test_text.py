@@ -201,11 +201,3 @@ def test_what_may_begin_a_stop_is_held_back_and_no_more() -> None:
     assert until.push(" END of it") == " "
     assert until.push("more") == ""
     assert until.push("", last=True) == ""
-
-
-@pytest.mark.parametrize("last", ["E", "EN", "\n"])
-def test_the_end_gives_up_what_was_held_back(last: str) -> None:
-    until = UntilStop(["END", "\n\n"])
-    assert until.push(f"a{last}") == "a"
-    assert until.push("", last=True) == last
-    assert not until.found

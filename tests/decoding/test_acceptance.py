@@ -45,6 +45,7 @@ from tests.laws import (
     assert_same,
     completed,
     draft_words,
+    drafted,
     enumerate_law,
     make_sampler,
     one_round,
@@ -78,10 +79,10 @@ def test_greedy_keeps_drafts_up_to_the_first_that_is_not_the_targets(
     draft: list[int], expected: list[tuple[int, bool]]
 ) -> None:
     logits = rows(3, 1, 4, 5)[: len(draft) + 1]
-    assert verdicts(greedy_rule(), Words(0), logits, Draft(tokens=draft)) == expected
+    assert verdicts(greedy_rule(), Words(0), logits, Draft.of(draft)) == expected
     # the general path, with a processor that changes nothing, agrees
     rule = greedy_rule(TemperatureLogitsWarper(1.0))
-    assert verdicts(rule, Words(0), logits, Draft(tokens=draft)) == expected
+    assert verdicts(rule, Words(0), logits, Draft.of(draft)) == expected
 
 
 def test_greedy_and_full_lenience_are_lossless() -> None:
@@ -93,7 +94,7 @@ def test_greedy_and_full_lenience_are_lossless() -> None:
 def test_greedy_compares_processed_scores() -> None:
     # 3 would repeat: the second best of the second row is 5
     rule = greedy_rule(NoRepeatNGramLogitsProcessor(1))
-    found = verdicts(rule, Words(0), rows(3, 3, 1), Draft(tokens=[3, 5]))
+    found = verdicts(rule, Words(0), rows(3, 3, 1), Draft.of([3, 5]))
     assert found == [(3, True), (5, True), (1, False)]
 
 
@@ -114,7 +115,7 @@ def test_a_draft_is_never_refused_where_q_equals_p() -> None:
     object.__setattr__(sampler, "u", 1.0 - 2.0**-24)  # the largest float32 below 1
     target = torch.tensor([0.5, 0.25, 0.125, 0.125])
     for token in range(4):
-        draft = Draft(tokens=[token], probs=[target])
+        draft = drafted(token, law=target)
         found = verdicts(SpeculativeSampling(sampler), Words(0), target.log().expand(2, 4), draft)
         assert found[0] == (token, True)
         assert not found[1][1]
@@ -124,13 +125,13 @@ def test_an_impossible_draft_is_refused_even_at_u_zero() -> None:
     sampler = make_sampler(FixedSampler)
     object.__setattr__(sampler, "u", 0.0)
     target, law = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])
-    draft = Draft(tokens=[0], probs=[law])
+    draft = drafted(0, law=law)
     rule = SpeculativeSampling(sampler)
     assert verdicts(rule, Words(0), target.log().expand(2, 2), draft) == [(1, False)]
 
 
-@pytest.mark.parametrize("drafted", [[1, 0], [4, 4], [2, 3]])
-def test_certain_drafts_keep_the_targets_law(drafted: list[int]) -> None:
+@pytest.mark.parametrize("tokens", [[1, 0], [4, 4], [2, 3]])
+def test_certain_drafts_keep_the_targets_law(tokens: list[int]) -> None:
     # q is 1 here, so p itself must be a multiple of 1/8
     targets = torch.stack([(torch.tensor([2, 3, 0, 1, 2]) / 8).roll(shift) for shift in range(5)])
     sampler = make_sampler(LoadedSampler)
@@ -139,14 +140,14 @@ def test_certain_drafts_keep_the_targets_law(drafted: list[int]) -> None:
 
     def play() -> tuple[int, ...]:
         words = Words(0)
-        found = verdicts(rule, words, targets[[0, *drafted]].log(), Draft(tokens=drafted))
+        found = verdicts(rule, words, targets[[0, *tokens]].log(), Draft.of(tokens))
         kept[sum(is_draft for _, is_draft in found)] += sampler.dice.weight
         return tuple(words.tokens[1:])
 
     law = enumerate_law(sampler, play)
     assert_same(completed(law, 3, targets), plain(3, targets))
-    first = float(targets[0, drafted[0]])
-    second = float(targets[drafted[0], drafted[1]])
+    first = float(targets[0, tokens[0]])
+    second = float(targets[tokens[0], tokens[1]])
     assert kept.get(1, 0.0) + kept.get(2, 0.0) == pytest.approx(first, abs=2e-7)
     assert kept.get(2, 0.0) == pytest.approx(first * second, abs=2e-7)
 
@@ -237,22 +238,19 @@ LOGITS = TARGET.log().expand(2, 5)
 
 
 def cm_asd(sampler: Sampler, tolerance: float, confidence: float = 0.0, **options: Any) -> CmAsd:
-    given: dict[str, Any] = {"reading": "intent", "top_beta": 5, "tolerance_gain": 0.0} | options
-    return CmAsd(sampler, lambda _: torch.tensor(confidence), tolerance=tolerance, **given)
+    given: dict[str, Any] = {"top_beta": 5, "tolerance_gain": 0.0} | options
+    rule = CmAsd(sampler, rules.CmAsd(tolerance=tolerance, **given))
+    rule._signal = lambda _: torch.tensor(confidence)
+    return rule
 
 
 def easd(sampler: Sampler, entropy_threshold: float = 0.0, overlap_threshold: float = 0.4) -> Easd:
     # of the best two, {1, 4} and {0, 1}, one of two is in common
-    return Easd(
-        sampler,
-        entropy_threshold=entropy_threshold,
-        overlap_threshold=overlap_threshold,
-        overlap_tokens=2,
-    )
+    return Easd(sampler, rules.Easd(entropy=entropy_threshold, overlap=overlap_threshold, tokens=2))
 
 
 def draft_of(token: int) -> Draft:
-    return Draft(tokens=[token], probs=[DRAFT], beliefs=[DRAFT])
+    return drafted(token, law=DRAFT, belief=DRAFT)
 
 
 def greedy_choices(rule: AcceptanceRule) -> list[int]:
@@ -326,16 +324,16 @@ def test_the_two_readings_move_the_tolerance_in_opposite_directions(
 
 def test_a_draft_without_belief_counts_as_certain() -> None:
     rule = cm_asd(greedy_sampler(), 0.0, 0.0, tolerance_gain=0.7)
-    assert verdicts(rule, Words(0), LOGITS, Draft(tokens=[0]))[0] == (0, True)
+    assert verdicts(rule, Words(0), LOGITS, Draft.of([0]))[0] == (0, True)
     assert verdicts(rule, Words(0), LOGITS, draft_of(0))[0] == (1, False)
 
 
 def test_cm_asd_goes_on_behind_a_kept_draft_and_ends_behind_a_refused_one() -> None:
     rule = cm_asd(greedy_sampler(), 0.7)
     logits = TARGET.log().expand(4, 5)
-    draft = Draft(tokens=[0, 4, 2], beliefs=[DRAFT] * 3)
+    draft = drafted(0, 4, 2, belief=DRAFT)
     assert verdicts(rule, Words(0), logits, draft) == [(0, True), (4, True), (1, False)]
-    draft = Draft(tokens=[0, 4, 1], beliefs=[DRAFT] * 3)
+    draft = drafted(0, 4, 1, belief=DRAFT)
     assert len(verdicts(rule, Words(0), logits, draft)) == 4  # and the bonus
 
 
@@ -379,8 +377,8 @@ def test_easd_penalises_above_both_thresholds_only(
 
 def test_easd_without_a_belief_is_greedy_matching() -> None:
     rule = easd(greedy_sampler())
-    assert verdicts(rule, Words(0), LOGITS, Draft(tokens=[1]))[0] == (1, True)
-    assert verdicts(rule, Words(0), LOGITS, Draft(tokens=[4]))[0] == (1, False)
+    assert verdicts(rule, Words(0), LOGITS, Draft.of([1]))[0] == (1, True)
+    assert verdicts(rule, Words(0), LOGITS, Draft.of([4]))[0] == (1, False)
 
 
 def test_sampled_easd_at_a_penalised_place_never_keeps_the_draft() -> None:

@@ -12,11 +12,8 @@ from selfspec.decoding.controllers import (
     Bounds,
     CmAsdLength,
     DraftController,
-    Fixed,
     GammaTune,
-    GammaTunePlus,
     Heuristic,
-    Threshold,
     make_controller,
 )
 from selfspec.options import CONTROLLERS, Exit
@@ -46,8 +43,8 @@ def confident(controller: DraftController, confidences: list[float]) -> int:
 @pytest.mark.parametrize(
     ("controller", "kept", "expected"),
     [
-        (Fixed(4), [4, 0, 2], [4, 4, 4, 4]),
-        (Threshold(5, 0.4), [5, 0], [5, 5, 5]),
+        (DraftController(4), [4, 0, 2], [4, 4, 4, 4]),
+        (DraftController(5, 0.4), [5, 0], [5, 5, 5]),
         (Heuristic(5, BOUNDS), [5, 7, 3, 0, 7], [5, 7, 9, 8, 7, 9]),
         (Heuristic(9, BOUNDS), [9, 10], [9, 10, 10]),
         (Heuristic(2, BOUNDS), [0, 0], [2, 1, 1]),
@@ -56,7 +53,7 @@ def confident(controller: DraftController, confidences: list[float]) -> int:
         # all 4 kept: a = 6, mean 5;  2 of 5: mean 3.5, up to 4;  0 of 4: mean 1.75, up to 2;
         # all 2 kept: a = 4, mean 2.875, up to 3
         (GammaTune(4, BOUNDS, 0.5, 2.0), [4, 2, 0, 2], [4, 5, 4, 2, 3]),
-        (GammaTunePlus(4, BOUNDS, 0.5, 2.0, 0.4), [4, 2, 0, 2], [4, 5, 4, 2, 3]),
+        (GammaTune(4, BOUNDS, 0.5, 2.0, 0.4), [4, 2, 0, 2], [4, 5, 4, 2, 3]),
         # means 3.5, 2.45, 1.715; from the rounded lengths the last would be 0.7 * 3 = 2.1, up to 3
         (GammaTune(5, BOUNDS, 0.3, 2.0), [0, 0, 0], [5, 4, 3, 2]),
         (GammaTune(10, BOUNDS, 1.0, 2.0), [10, 0, 1], [10, 10, 1, 3]),  # back from a bound at once
@@ -73,11 +70,11 @@ def test_lengths_of_rounds_by_hand(
 @pytest.mark.parametrize(
     ("controller", "confidences", "drafted"),
     [
-        (Fixed(3), [0.0, 0.0, 0.0], 3),
-        (Threshold(5, 0.4), [0.9, 0.4, 0.39, 0.9], 3),
-        (Threshold(2, 0.4), [0.9, 0.9], 2),
+        (DraftController(3), [0.0, 0.0, 0.0], 3),
+        (DraftController(5, 0.4), [0.9, 0.4, 0.39, 0.9], 3),
+        (DraftController(2, 0.4), [0.9, 0.9], 2),
         (GammaTune(4, BOUNDS, 0.5, 2.0), [0.9, 0.3, 0.9, 0.9], 4),
-        (GammaTunePlus(4, BOUNDS, 0.5, 2.0, 0.4), [0.9, 0.3, 0.9, 0.9], 2),
+        (GammaTune(4, BOUNDS, 0.5, 2.0, 0.4), [0.9, 0.3, 0.9, 0.9], 2),
     ],
 )
 def test_a_threshold_stops_behind_the_first_unsure_token(

@@ -1,16 +1,283 @@
-"""Every drafter under every controller: the tokens of plain decoding, whatever was drafted."""
+"""Drafters: text already seen, a second model, successors; and what holds for all of them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+from transformers.generation.logits_process import TemperatureLogitsWarper
 
+from selfspec.api import speculator as facade
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.acceptance import Target, Verdict
+from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.drafters import successors
+from selfspec.decoding.drafters.base import Draft, DraftsFrom
+from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter, check_same_tokens
+from selfspec.decoding.drafters.heads import ROOT
+from selfspec.decoding.drafters.ngram import NgramDrafter, NgramIndex, SeenTextFirst
+from selfspec.decoding.drafters.successors import Remembering, SuccessorGuesser, Successors
+from selfspec.decoding.prices import DraftCost
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState
+from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.work import Steps, alone, ready
+from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidOption
+from selfspec.heads.heads import top_probability
+from selfspec.hub import models as hub
+from selfspec.hub.models import ModelFiles
+from selfspec.model.backbone import Backbone
+from selfspec.model.kv import Rows
 from selfspec.options import CONTROLLERS, TOGETHER
 from tests import ladder
-from tests.models import make_model, random_ids
+from tests.models import make_model, needs_compiler, random_ids
+from tests.talks import make_tokenizer
+
+
+class Text:
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def committed(self, start: int) -> list[int]:
+        return self.tokens[start:]
+
+
+def ask(drafter: DraftsFrom[Text], text: Text, limit: int = 99) -> Draft:
+    return alone(drafter.draft(text, limit, Stopwatch()))
+
+
+def make_drafter(width: int = 4, rows: tuple[float, ...] = (0.15,), **options: Any) -> NgramDrafter:
+    return NgramDrafter(DraftController(width), size=3, cost=DraftCost(rows=rows), **options)
+
+
+def naive(text: list[int], size: int) -> tuple[int, int]:
+    """The definition: the longest n-gram at the end that was continued, its newest continuation."""
+    for count in range(min(size, len(text)), 0, -1):
+        for place in range(len(text) - 1, count - 1, -1):
+            if text[place - count : place] == text[-count:]:
+                return count, place
+    return 0, len(text)
+
+
+# The index
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_growing_index_finds_what_a_search_of_the_whole_text_finds(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    text = torch.randint(4, (150,), generator=generator).tolist()
+    index = NgramIndex(size)
+    matches = set()
+    for start in range(0, 150, 3):  # a round commits several tokens
+        index.extend(text[start : start + 3])
+        assert index.find() == naive(text[: start + 3], size)
+        matches.add(index.find()[0])
+    assert matches >= set(range(1, min(size, 4)))
+    assert index.text == text
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "copy"),
+    [
+        ([], (0, 0), []),
+        ([1, 2, 3], (0, 3), []),  # a new word
+        ([1, 2, 7, 1, 2, 8, 1, 2], (2, 5), [8, 1, 2, 8]),  # the newest of equal matches
+        ([9, 1, 2, 1, 2], (2, 3), [1, 2, 1, 2, 1, 2, 1]),  # a copy goes on in itself
+        ([1, 5, 5], (1, 2), [5, 5, 5]),
+    ],
+)
+def test_matches_and_copies_by_hand(
+    text: list[int], found: tuple[int, int], copy: list[int]
+) -> None:
+    index = NgramIndex(3)
+    index.extend(text)
+    assert index.find() == found
+    if copy:
+        assert index.copied(found[1], len(copy)) == copy
+
+
+# The drafter
+
+
+def test_the_continuation_of_the_longest_match_is_drafted() -> None:
+    text = Text([1, 2, 3, 4, 5, 9, 3, 8, 1, 2, 3])
+    draft = ask(make_drafter(), text)
+    assert draft.tokens == [4, 5, 9, 3]
+    assert {(one.layer, one.law, one.source) for one in draft.proposed} == {(0, None, "ngram")}
+    assert draft.ended == "width"
+
+
+def test_the_limit_and_an_end_token_close_a_draft() -> None:
+    text = [1, 2, 3, 4, 5, 9, 1, 2, 3]
+    assert (ask(make_drafter(), Text(text), limit=2).ended) == "budget"
+    drafter = make_drafter(end_tokens=[5])
+    draft = ask(drafter, Text(text))
+    assert (draft.tokens, draft.ended) == ([4, 5], "eos")
+    assert ask(make_drafter(), Text(text), limit=0).tokens == []
+
+
+def test_drafting_stops_where_another_row_would_lower_the_tokens_per_time() -> None:
+    # a match of one token starts at 1/4, of two at 1/2, of three at 3/4: at a cost of 0.09
+    # 1.25 tokens in 1.09 steps, 1.375 in 1.18, which is more, and 1.469 in 1.27, which is less
+    chances = {0.26: 0, 0.24: 1, 0.12: 1, 0.09: 2, 0.06: 3, 0.0: 6}
+    for cost, expected in chances.items():
+        drafter = make_drafter(width=6, rows=(cost,))
+        assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected, cost
+
+
+@needs_compiler
+def test_a_block_costs_more_where_one_row_has_kernels_of_its_own() -> None:
+    ids = torch.arange(96)[None]  # whatever comes was there before: a chance of 1/2
+    options: dict[str, Any] = {"drafter": "ngram:size=1,max_tokens=1"}
+    for executor, expected in (("generic", False), ("fused", True)):
+        speculator = wrap(make_model("llama"), executor=executor, **options)
+        stats = speculator.generate(ids, max_new_tokens=6).stats
+        assert (stats.drafted > 0) is expected
+
+
+@needs_compiler
+def test_a_row_costs_more_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculator = wrap(make_model("llama"), executor="fused", drafter="ngram:size=1,max_tokens=1")
+    ids = torch.arange(96)[None]  # a chance of 1/2
+    assert speculator.generate(ids, max_new_tokens=6).stats.drafted > 0
+    dear = replace(speculator.backbone.claims, row_costs=(0.6,))
+    monkeypatch.setattr(speculator.backbone._executor, "claims", dear)
+    assert speculator.generate(ids, max_new_tokens=6).stats.drafted == 0
+    asked = speculator.generate(ids, max_new_tokens=6, prices="row=0.08")
+    assert asked.stats.drafted > 0  # what was asked for counts
+
+
+def test_a_draft_must_promise_what_its_first_row_costs() -> None:
+    # chances 1/4, 1/8, 3/32, 0.07: 0.54 tokens in all
+    for cost, expected in ((0.5, 4), (0.6, 0)):
+        drafter = make_drafter(rows=(cost, 0.0))
+        assert len(ask(drafter, Text([1, 2, 3, 4, 5, 6, 7, 1])).tokens) == expected
+    assert ask(make_drafter(), Text([1, 2, 3])).ended == "off"
+    assert ask(make_drafter(rows=(0.3,)), Text([1, 2, 1])).ended == "unsure"
+
+
+def test_wrong_guesses_end_the_proposals_and_right_ones_bring_them_back_unproposed() -> None:
+    # 1 is followed by anything but what followed it before
+    drafter, text = make_drafter(), Text([1, 2, 1])
+    proposed = []
+    for token in range(3, 23):
+        proposed.append(bool(ask(drafter, text).tokens))
+        text.tokens += [token, 1]
+    # 0.25 * (7/8)^3 = 0.167, then 0.147: four wrong guesses are the price of learning
+    assert proposed == [True] * 4 + [False] * 16
+    proposed = []
+    for count in range(4):  # now it is always 50, which the drafter guesses without proposing
+        text.tokens += [50, 60 + count, 1]
+        proposed.append(bool(ask(drafter, text).tokens))
+    # wrong once more, then right: 0.014, 0.137, 0.245, 0.339
+    assert proposed == [False, False, True, True]
+
+
+def test_a_guess_is_scored_up_to_its_first_wrong_token() -> None:
+    drafter, text = make_drafter(rows=(0.0,)), Text([1, 2, 3, 4, 5, 6, 1])
+    assert ask(drafter, text).tokens == [2, 3, 4, 5]
+    text.tokens += [2, 3, 9, 5]  # more than the guess was right for: another drafter's tokens
+    ask(drafter, text)
+    # two right, behind matches of one and two; the third wrong; the fourth no longer a guess
+    assert drafter._rates == [0.0, 0.25 + 0.75 / 8, 0.5 + 0.5 / 8, 0.75 - 0.75 / 8]
+
+
+class Listening(DraftController):
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.asked: list[float] = []
+        self.heard: list[tuple[int, int]] = []
+
+    def go_on(self, confidence: float) -> bool:
+        self.asked.append(confidence)
+        return confidence < 0.7
+
+    def end(self, drafted: int, accepted: int) -> None:
+        self.heard.append((drafted, accepted))
+
+
+def test_the_controller_hears_the_rate_of_each_match_and_ends_the_draft() -> None:
+    controller = Listening(6)
+    drafter = NgramDrafter(controller, size=3)
+    draft = ask(drafter, Text([1, 2, 3, 4, 5, 6, 1]))
+    assert controller.asked == [0.25, 0.5, 0.75]
+    assert (draft.tokens, draft.ended) == ([2, 3, 4], "unsure")
+    drafter.learn(Draft.of([1, 2, 3]), [0, 1])
+    drafter.learn(Draft(), [])
+    assert controller.heard == [(3, 2)]
+
+
+# Together with another drafter
+
+
+class Other:
+    """Drafts 90, 91, ..; notes what it is asked and told."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.heard: list[tuple[int, int]] = []
+
+    def draft(self, state: Text, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        self.asked += 1
+        return ready(Draft.of([90, 91][:limit]))
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        self.heard.append((len(draft.tokens), len(kept)))
+
+
+def test_the_other_drafts_where_no_text_matches_and_hears_only_of_its_own() -> None:
+    controller = Listening(1)
+    other = Other()
+    both = SeenTextFirst(NgramDrafter(cast(DraftController, controller), size=3), other)
+    text = Text([1, 2, 3])
+    draft = ask(both, text)
+    assert draft.tokens == [90, 91]
+    both.learn(draft, [0])
+    text.tokens += [1]
+    draft = ask(both, text)
+    assert draft.tokens == [2]
+    both.learn(draft, [0])
+    assert (other.asked, other.heard, controller.heard) == (1, [(2, 1)], [(1, 1)])
+
+
+def test_seen_text_has_to_promise_more_than_the_other_has_been_giving() -> None:
+    both = SeenTextFirst(make_drafter(width=1), Other())
+    text = Text([1, 2, 3, 4, 5])
+    for _ in range(2):  # 1/8 after the first, 0.234 after the second: below 1/4
+        both.learn(ask(both, text), [0])
+    assert [one.source for one in ask(both, Text([*text.tokens, 1])).proposed] == ["ngram"]
+    both = SeenTextFirst(make_drafter(width=1), Other())
+    for _ in range(3):  # 0.33 after the third
+        both.learn(ask(both, text), [0])
+    assert ask(both, Text([*text.tokens, 1])).tokens == [90, 91]
+
+
+# Through the facade
+
+
+def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(exact: Any) -> None:
+    speculator = wrap(exact, drafter="ngram:size=2", prices="row=0.0")
+    session = speculator.session()
+    first = random_ids(9)
+    answer = session.generate(first, max_new_tokens=8)
+    turn = torch.tensor([[*first[0].tolist(), *answer.token_ids[:5], 3, *first[0, :4].tolist()]])
+    with speculator.disabled():
+        plain = speculator.generate(turn, max_new_tokens=20)
+    again = session.generate(turn, max_new_tokens=20)
+    assert again.stats.reused_tokens >= 14
+    assert again.token_ids == plain.token_ids
+    assert again.stats.drafted_by_source["ngram"] > 0
+    alone = speculator.generate(turn, max_new_tokens=20)
+    assert alone.stats.drafted == again.stats.drafted
+
+
+# --- every drafter under every controller ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
@@ -27,16 +294,6 @@ def test_no_drafter_under_any_controller_changes_a_token(
     assert found.stats.drafted > plain.stats.drafted == 0
     assert found.stats.lossless
     assert set(found.stats.drafted_by_source) <= set(drafter.split("+"))
-
-
-@pytest.mark.parametrize("drafter", [name for name in TOGETHER if name != "none"])
-def test_no_drafter_changes_what_a_penalty_or_a_limit_does(eager: Speculator, drafter: str) -> None:
-    ids = random_ids(13)
-    for options in ({"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}):
-        for count in (1, 2, 17):
-            given: dict[str, Any] = {"max_new_tokens": count, **options}
-            plain = eager.generate(ids, drafter="none", **given)
-            assert eager.generate(ids, drafter=drafter, **given).token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "ngram+exit", "draft-model"])
@@ -69,3 +326,294 @@ def test_lengths_of_seen_text_and_of_exits_are_bounded_apart(eager: Speculator) 
     assert widths > 1
     with pytest.raises(InvalidOption, match="ngram:max_tokens 7 needs at least 8 rows"):
         eager.generate(random_ids(5), drafter="ngram", pinned=True, pinned_rows=7)
+
+
+# --- a second model drafts ------------------------------------------------------------------------
+
+
+class CountingBackbone(Backbone):
+    def __init__(self, model: Any) -> None:
+        self.passes: list[list[int]] = []
+        super().__init__(model, executor="generic")
+        self.passes.clear()
+
+    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        if first == 0:
+            self.passes.append(rows.positions.tolist())
+        return super().run(hidden, first, last, rows)
+
+
+@pytest.fixture(scope="module")
+def second() -> CountingBackbone:
+    """Two layers, float64."""
+    return CountingBackbone(make_model("llama", torch.float64, num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module")
+def target(exact: Any) -> Backbone:
+    """Only holds a state here; it runs nothing."""
+    return Backbone(exact, executor="generic")
+
+
+def make_sampler(*processors: Any, do_sample: bool = False) -> Sampler:
+    generator = torch.Generator().manual_seed(0)
+    return Sampler(LogitsProcessorList(processors), do_sample, generator)
+
+
+def own_text(backbone: Backbone, ids: Tensor, count: int) -> list[int]:
+    model: Any = backbone.model
+    return model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :].tolist()
+
+
+@torch.inference_mode()
+def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
+    second: CountingBackbone, target: Backbone
+) -> None:
+    state = DecodeState(target, random_ids(7))
+    drafter = DraftModelDrafter(DraftCache(second), make_sampler(), DraftController(4))
+    second.passes.clear()
+    for kept in (2, 4, 0):
+        draft = alone(drafter.draft(state, 20, Stopwatch()))
+        assert draft.tokens == own_text(second, state.ids, 4)
+        told = {(one.source, one.layer, one.law) for one in draft.proposed}
+        assert told == {("draft-model", 0, None)}
+        for token in draft.tokens[:kept]:
+            state.append(token, 0)
+        state.append((draft.tokens[kept] if kept < 4 else 0) ^ 1, 0)  # the target's own
+    assert second.passes == [
+        [*range(7)],
+        [7],
+        [8],
+        [9],  # the fourth draft does not run
+        [9],  # two of four were kept and are there; 9 is now the target's token
+        [10],
+        [11],
+        [12],
+        [13, 14],  # all four were kept: the last of them had not run, 14 is the target's
+        [15],
+        [16],
+        [17],
+    ]
+
+
+@torch.inference_mode()
+def test_sampled_drafts_come_with_the_law_they_were_drawn_from(
+    second: CountingBackbone, target: Backbone
+) -> None:
+    state = DecodeState(target, random_ids(7))
+    sampler = make_sampler(TemperatureLogitsWarper(3.0), do_sample=True)
+    drafter = DraftModelDrafter(DraftCache(second), sampler, DraftController(5))
+    draft = alone(drafter.draft(state, 20, Stopwatch()))
+    whole = torch.cat([state.ids, torch.tensor([draft.tokens])], dim=1)
+    logits = second.model(whole).logits[0, 6:-1].float()
+    for one, expected in zip(draft.proposed, (logits / 3.0).softmax(-1), strict=True):
+        # float64 run in other blocks, rounded to float32; largest difference measured: 0
+        torch.testing.assert_close(one.law, expected, rtol=0, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_the_controller_sees_the_other_models_top_probability(
+    second: CountingBackbone, target: Backbone
+) -> None:
+    state = DecodeState(target, random_ids(7))
+    whole_draft = DraftModelDrafter(DraftCache(second), make_sampler(), DraftController(9))
+    tokens = alone(whole_draft.draft(state, 9, Stopwatch())).tokens
+    whole = torch.cat([state.ids, torch.tensor([tokens])], dim=1)
+    sure = top_probability(second.model(whole).logits[0, 6:-1].float()).tolist()
+    unsure = next(place for place, value in enumerate(sure) if value < 0.5)
+    cut_short = DraftModelDrafter(DraftCache(second), make_sampler(), DraftController(9, 0.5))
+    draft = alone(cut_short.draft(state, 20, Stopwatch()))
+    assert draft.tokens == tokens[: unsure + 1]
+
+
+@torch.inference_mode()
+def test_nothing_is_drafted_beyond_the_other_models_last_position(target: Backbone) -> None:
+    short = Backbone(make_model("llama", num_hidden_layers=1, max_position_embeddings=16))
+    drafter = DraftModelDrafter(DraftCache(short), make_sampler(), DraftController(4))
+    for length, room in ((10, 4), (14, 3), (16, 1), (17, 0), (30, 0)):
+        state = DecodeState(target, random_ids(length))
+        assert len(alone(drafter.draft(state, 20, Stopwatch())).tokens) == room
+
+
+def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
+    second: CountingBackbone, exact: Any
+) -> None:
+    options = SpeculationOptions(drafter="draft-model")
+    speculator = Speculator(Backbone(exact), None, None, "", options, second)
+    session = speculator.session()
+    first = random_ids(9)
+    answer = session.generate(first, max_new_tokens=8)
+    turn = torch.cat([first, torch.tensor([[*answer.token_ids, 5, 6]])], dim=1)
+    second.passes.clear()
+    again = session.generate(turn, max_new_tokens=8)
+    assert second.passes[0][0] >= 9
+    assert again.token_ids == speculator.generate(turn, max_new_tokens=8).token_ids
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(exact: Any) -> None:
+    speculator = wrap(exact, draft_model=exact, drafter="draft-model:max_tokens=3")
+    assert wrap(exact, draft_model=exact).options.drafter == "draft-model"
+    assert wrap(exact, draft_model=exact, drafter="ngram").options.drafter == "ngram"
+    stats = speculator.generate(random_ids(9), max_new_tokens=21).stats
+    assert (stats.drafted, stats.accepted) == (15, 15)
+    assert stats.drafted_by_source == {"draft-model": 15}
+    sampled = speculator.generate(random_ids(9), max_new_tokens=21, do_sample=True, seed=1).stats
+    assert sampled.accepted == sampled.drafted
+
+
+def test_a_draft_model_takes_the_place_of_the_default_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny = make_model("llama"), make_tokenizer(), ModelFiles("tiny", "tiny", is_default=True)
+    monkeypatch.setattr(hub, "load_model", lambda *_, **__: tiny)
+    asked: list[Any] = []
+    monkeypatch.setattr(facade, "find_heads", lambda _model, heads, _label: asked.append(heads))
+    facade.load()
+    facade.load(draft_model="small")
+    facade.load(draft_model="small", heads="own")
+    assert asked == [hub.DEFAULT_HEADS, None, "own"]
+
+
+def test_another_vocabulary_is_refused_with_sizes_and_the_first_difference() -> None:
+    ours = make_tokenizer()
+    assert isinstance(ours, PreTrainedTokenizerFast)
+    words = {i: t for t, i in ours.get_vocab().items()}
+    check_same_tokens(ours, make_tokenizer(), "small")
+    other = make_tokenizer()
+    other.add_tokens(["zebra"])
+    with pytest.raises(DraftModelMismatch) as caught:
+        check_same_tokens(ours, other, "small")
+    size = len(words)
+    assert str(caught.value) == (
+        f"the draft model small has another vocabulary: {size + 1} tokens instead of {size}, the "
+        f"first that differs is {size}: 'zebra' instead of None. "
+        "Choose a smaller model of the same family"
+    )
+
+
+@pytest.mark.parametrize("rows", [64, 96, 128])
+def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int, exact: Any) -> None:
+    tokenizer = make_tokenizer()  # of ten tokens: all rows behind them are padding
+    small = make_model("llama", vocab_size=rows)
+    plain = wrap(exact, speculate=False).generate(random_ids(9), max_new_tokens=12).token_ids
+    speculator = wrap(exact, tokenizer, draft_model=small, drafter="draft-model:max_tokens=3")
+    for talker in (speculator, speculator.session()):
+        answer = talker.generate(random_ids(9), max_new_tokens=12)
+        assert answer.token_ids == plain
+        assert answer.stats.drafted > 0
+    sampled = speculator.generate(random_ids(9), max_new_tokens=12, do_sample=True, seed=0)
+    assert sampled.stats.drafted > 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [64, 128])
+def test_logits_have_the_targets_length_and_none_for_what_the_draft_model_lacks(
+    second: CountingBackbone, size: int
+) -> None:
+    ids = random_ids(7)[0].tolist()
+    own = alone(DraftCache(second).run(ids))
+    fitted = alone(DraftCache(second, size).run(ids))
+    shared = min(size, second.vocab_size)
+    assert fitted.shape == (1, size)
+    assert torch.equal(fitted[:, :shared], own[:, :shared])
+    assert bool((fitted[:, shared:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_another_number_of_logits_is_refused_unless_padding_begins_behind_the_last_token(
+    named: bool,
+) -> None:
+    tokenizer = make_tokenizer() if named else None
+    if tokenizer is not None:
+        tokenizer.add_tokens([f"word {number}" for number in range(70)])
+    with pytest.raises(DraftModelMismatch, match="has 64 rows in its unembedding, the model 96"):
+        wrap(make_model("llama"), tokenizer, draft_model=make_model("llama", vocab_size=64))
+
+
+# --- drafts from successors -----------------------------------------------------------------------
+
+
+def test_two_tokens_come_before_one_and_the_newest_entry_counts() -> None:
+    table = Successors()
+    assert table.behind([1, 2]).tokens == []
+    table.learn([1, 2], [5, 6], 5)
+    table.learn([3, 2], [7, 8], 7)
+    assert list(table.behind([1, 2]).tokens) == [5, 6]
+    assert list(table.behind([9, 2]).tokens) == [7, 8]  # by the last token alone
+    table.learn([1, 2], [6, 5], 6)
+    assert list(table.behind([1, 2]).tokens) == [6, 5]
+
+
+def test_chances_follow_what_was_right_and_fall() -> None:
+    table = Successors()
+    table.learn([1, 2], [5, 6], 5)
+    before = table.behind([1, 2]).chances
+    for _ in range(300):
+        table.learn([1, 2], [5, 6], 6)
+    after = table.behind([1, 2]).chances
+    assert after[0] < before[0]
+    assert list(after) == sorted(after, reverse=True)
+
+
+def test_the_oldest_entries_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(successors, "_MOST", 2)
+    table = Successors()
+    for first in (1, 2, 1, 3):
+        table.learn([first, first], [first + 10], 0)
+    assert [list(table.behind([n, n]).tokens) for n in (1, 2, 3)] == [[11], [], [13]]
+
+
+def test_a_rule_tells_the_table_each_row_and_decides_as_before() -> None:
+    class First:
+        lossless = True
+
+        def verdict(self, *_: Any) -> Verdict:
+            return Verdict(3)
+
+    table, logits = Successors(), torch.tensor([[0.0, 2.0, 1.0, 3.0], [4.0, 0.0, 1.0, 2.0]])
+    rule = Remembering(First(), table, [7, 8])
+    assert rule.verdict(torch.zeros(1, 2), Target(logits), 0, []).token == 3
+    rule.verdict(torch.zeros(1, 3), Target(logits), 1, [])
+    assert list(table.behind([7, 8]).tokens) == [3, 1, 2, 0]
+    assert list(table.behind([8, 3]).tokens) == [0, 3, 2, 1]
+
+
+def test_a_level_is_asked_behind_the_paths_of_its_tokens() -> None:
+    table = Successors()
+    table.learn([1, 2], [5, 6, 7], 5)
+    table.learn([2, 5], [8], 8)
+    guesser = SuccessorGuesser(table, 2)
+
+    class Text:
+        def committed(self, start: int) -> list[int]:
+            return [1, 2][start:]
+
+    guesser.begin(Text())
+    draft = Draft.of([5, 6], [-1, -1])
+    found = alone(guesser.ask(draft, [ROOT, 0, 1], Stopwatch()))
+    assert [[guess.choice(n) for n in range(len(guess.chances))] for guess in found[1:]] == [
+        [(8, None, None)],
+        [],
+    ]
+    assert len(found[0].chances) == 2
+
+
+@pytest.mark.parametrize("executor", ["generic", pytest.param("fused", marks=needs_compiler)])
+@pytest.mark.parametrize("drafter", ["successors", "ngram+successors"])
+def test_a_text_stays_what_it_is_and_is_drafted_when_it_comes_again(
+    drafter: str, executor: str
+) -> None:
+    speculator = wrap(make_model("llama"), executor=executor, drafter=drafter, prices="row=0.01")
+    many: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    ids = random_ids(9)
+    plain = speculator.generate(ids, speculate=False, **many)
+    found = [speculator.generate(ids, **many) for _ in range(2)]
+    assert [one.token_ids for one in found] == [plain.token_ids] * 2
+    assert found[1].stats.accepted_by_source["successors"] > 6
+    chains = speculator.generate(ids, controller="threshold", **many)
+    assert chains.token_ids == plain.token_ids
+
+
+def test_sampled_sequences_have_the_distribution_of_the_model() -> None:
+    model = make_model("llama", vocab_size=4, num_hidden_layers=2)
+    ladder.check_sampling(model, random_ids(3, vocab_size=4), drafter="successors:max_tokens=2")

@@ -265,15 +265,6 @@ def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening[Rec
         assert [token for entry in one.take() for token in entry.tokens] == expected
 
 
-def test_numbers_that_nothing_could_be_written_with_are_refused(
-    runtime: Listening[Recorder],
-) -> None:
-    with pytest.raises(InvalidOption, match="most is 0, expected at least 1"):
-        Engine(runtime, most=0)
-    with pytest.raises(InvalidOption, match="patience is -1, expected at least 0"):
-        Engine(runtime, patience=-1)
-
-
 def test_a_row_costs_more_of_a_fuller_round() -> None:
     rows = (0.05,) * 9 + (0.1,)
     assert beside(rows, 1) == rows

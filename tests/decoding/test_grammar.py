@@ -197,8 +197,7 @@ def test_a_trunk_is_what_is_forced_whatever_else_is_promised(
     begun = Text([0] * one.start + words('{"')["input_ids"])
     draft = drafter.propose(begun, 9, rival=5.0)
     assert len(draft.tokens) == 2
-    assert {*draft.sources} == {"grammar"}
-    assert draft.chances == [1.0] * 2
+    assert {(one.source, one.chance) for one in draft.proposed} == {("grammar", 1.0)}
     assert drafter.propose(begun, 1).tokens == draft.tokens[:1]
     assert drafter.propose(begun, 0).tokens == []
     free = Text([0] * one.start + words('{"name": "A')["input_ids"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +75,7 @@ def bonus_row_dropped(patch: pytest.MonkeyPatch) -> None:
     """The last draft never runs; its successor is read from the row before."""
 
     def wrong(state: DecodeState, draft: Draft) -> Steps[Target]:
-        shortened = Draft(tokens=draft.tokens[:-1])
+        shortened = Draft(proposed=draft.proposed[:-1])
         target = yield from right(state, shortened)
         if not draft.tokens:
             return target
@@ -101,7 +101,7 @@ def every_draft_stays(patch: pytest.MonkeyPatch) -> None:
     right = GreedyMatch.verdict
 
     def wrong(
-        self: GreedyMatch, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
+        self: GreedyMatch, ids: Tensor, target: Target, row: int, proposed: Proposed
     ) -> Verdict:
         if proposed:
             return Verdict(proposed[0].token, 0)

@@ -1,19 +1,38 @@
-"""What rounds cost: measured seconds of their parts, and shares of a plain step."""
+"""What rounds cost, what is measured of them, and when the never-slower rule pauses drafts."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from selfspec.api.speculator import wrap
 from selfspec.config import SpeculationOptions
+from selfspec.decoding import measure as measuring
+from selfspec.decoding.acceptance import DraftToken
+from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import Draft
-from selfspec.decoding.prices import Costs, DraftCost, token_cost
-from selfspec.decoding.stats import Round
+from selfspec.decoding.drafters.heads import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
+from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
+from selfspec.decoding.measure import ROWS, Clock, StepSpeed, measure, memory_rate, step_speed
+from selfspec.decoding.prices import Costs, DraftCost, Load, token_cost
+from selfspec.decoding.stats import Round, Stopwatch
+from selfspec.decoding.work import Steps, alone, ready
+from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.model.backbone import Backbone
 from selfspec.options import Prices
-from tests.models import make_model
+from tests import ladder
+from tests.decoding.test_drafters import Text
+from tests.heads.kinds import make_heads
+from tests.models import make_model, needs_compiler, random_ids
 
 COSTS = Costs(
     num_layers=10,
@@ -51,13 +70,6 @@ def test_rows_that_cost_nothing_or_too_much_are_within_what_options_allow() -> N
     dear = replace(COSTS, layers=(1.0, 3.0, 9.0), logits=(0.1, 0.1, 0.1))
     assert dear.row_costs == (1.0, 1.0)
     SpeculationOptions(prices=Prices(row=dear.row_costs))
-
-
-@pytest.mark.parametrize(("layers", "rows", "seconds"), [(10, 1, 1.0), (5, 1, 0.6), (1, 2, 0.6)])
-def test_a_pass_has_a_start_and_layers_that_all_cost_the_same(
-    layers: int, rows: int, seconds: float
-) -> None:
-    assert COSTS.seconds([(rows, 1, layers)], [], 0) == pytest.approx(seconds)
 
 
 def test_counts_may_be_expected_ones_or_arrays() -> None:
@@ -99,17 +111,23 @@ def test_rounds_cost_their_passes_their_verdicts_and_the_heads_asked() -> None:
 # What drafting adds, as a share of a plain step
 
 
+def made(source: str, *layers: int, heads: int = 0, rest: Sequence[DraftToken] = ()) -> Draft:
+    """A chain of tokens that left at `layers`, with the `rest` behind it."""
+    own = [DraftToken(1, at - 1, layer, source) for at, layer in enumerate(layers)]
+    return Draft(proposed=[*own, *rest], heads=heads)
+
+
 @pytest.mark.parametrize(
     ("rows", "draft", "cost"),
     [
-        ((0.08,), Draft(tokens=[1, 2], exit_layers=[3, 6], heads=3), 9 / 12 + 0.16 + 0.15),
-        ((0.08,), Draft(tokens=[1], exit_layers=[3], heads=3), 3 / 12 + 0.08 + 0.15),
+        ((0.08,), made("exit", 3, 6, heads=3), 9 / 12 + 0.16 + 0.15),
+        ((0.08,), made("exit", 3, heads=3), 3 / 12 + 0.08 + 0.15),
         ((0.08,), Draft(heads=2), 0.1),  # a difficult token: all heads and no layers
         ((0.8, 0.1), Draft(), 0.0),
-        ((0.8, 0.1), Draft(tokens=[1], sources=["draft-model"]), 0.8),
-        ((0.8, 0.1), Draft(tokens=[1] * 3, sources=["draft-model"] * 3), 1.0),
+        ((0.8, 0.1), made("draft-model", 0), 0.8),
+        ((0.8, 0.1), made("draft-model", 0, 0, 0), 1.0),
         # text already seen is no cost of heads
-        ((0.8, 0.1, 0.2), Draft(tokens=[1] * 3, sources=["ngram"] * 2 + ["exit"], heads=1), 0.25),
+        ((0.8, 0.1, 0.2), made("ngram", 0, 0, rest=[DraftToken(1, 1)], heads=1), 0.25),
     ],
 )
 def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_were_asked(
@@ -128,5 +146,335 @@ def test_a_draft_model_costs_its_share_of_the_weights() -> None:
     assert token_cost(Backbone(second, executor="generic"), backbone) == pytest.approx(share)
     wide = Backbone(second.double(), executor="generic")
     assert token_cost(wide, backbone) == pytest.approx(2 * share)
-    drafts = Draft(tokens=[1, 2], exit_layers=[0, 0], sources=["draft-model"] * 2)
+    drafts = made("draft-model", 0, 0)
     assert DraftCost(rows=(0.1,), token=share).of(drafts) == pytest.approx(0.2 + 2 * share)
+
+
+# --- the never-slower rule ------------------------------------------------------------------------
+
+
+COST = DraftCost(rows=(0.08,), head=0.05, num_layers=12)
+
+
+def priced(row: float) -> DraftCost:
+    """A row is all that costs anything."""
+    return DraftCost(rows=(row,), num_layers=10**9)
+
+
+# When it pauses
+
+
+class Heads:
+    """Drafts a token at layer 3; notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, int]] = []
+
+    def draft(self, state: Text, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        return ready(Draft(proposed=[DraftToken(90, layer=3)], heads=1, ended="width"))
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        self.heard.append((len(draft.tokens), len(kept)))
+
+
+ONE = COST.of(alone(Heads().draft(Text([]), 1, Stopwatch())))
+"""What a round of `Heads` costs: 0.38 plain steps."""
+
+
+def play(paying: WhilePaying[Text], right: Sequence[bool]) -> list[bool]:
+    """Which rounds drafted, where a draft would have been right or wrong."""
+    drafted = []
+    for accepted in right:
+        draft = alone(paying.draft(Text([]), 9, Stopwatch()))
+        drafted.append(bool(draft.tokens))
+        assert draft.tokens or draft.ended == "off"
+        paying.learn(draft, [0] if accepted and draft.tokens else [])
+    return drafted
+
+
+def runs(drafted: Sequence[bool]) -> list[int]:
+    """Lengths of what alternates: rounds that drafted, a pause, .."""
+    return [len(list(group)) for _, group in groupby(drafted)]
+
+
+def test_drafts_that_are_never_right_are_made_in_14_rounds_and_then_in_one_of_65() -> None:
+    heads = Heads()
+    drafted = play(WhilePaying(heads, COST), [False] * 2000)
+    first = math.ceil(math.log(1 + 0.5 / ONE) / math.log(16 / 15))
+    assert first == 14
+    assert runs(drafted)[:10] == [first, 8, 1, 16, 1, 32, 1, 64, 1, 64]
+    assert sum(drafted) == first + 3 + (2000 - first - 8 - 16 - 32 - 3) // 65
+    assert heads.heard == [(1, 0)] * sum(drafted)
+
+
+def test_drafts_that_are_dear_begin_with_a_pause_and_are_made_once_they_pay() -> None:
+    dear = DraftCost(rows=(0.3,), head=0.3, num_layers=10**9)
+    wrong = runs(play(WhilePaying(Heads(), dear), [False] * 300))
+    assert wrong[:6] == [LONGEST_PAUSE // 2, 1, 64, 1, 64, 1]
+    right = runs(play(WhilePaying(Heads(), dear), [True] * 300))
+    assert right == [LONGEST_PAUSE // 2, 300 - LONGEST_PAUSE // 2]
+
+
+def test_drafts_that_are_dear_at_the_load_of_the_first_round_begin_with_a_pause() -> None:
+    load = Load()
+    cost = DraftCost(rows=(0.1,), head=0.1, num_layers=10**9, load=load)
+    paying = WhilePaying(Heads(), cost)
+    load.texts = 16  # since the text was added
+    assert cost.per_token == pytest.approx((16 * 0.1 + 16 * 0.1) / (1 + 15 * 0.1))
+    assert runs(play(paying, [False] * 100))[0] == LONGEST_PAUSE // 2
+
+
+def test_drafts_that_pay_are_always_made() -> None:
+    dice = random.Random(0)
+    right = [dice.random() < 0.8 for _ in range(500)]
+    assert all(play(WhilePaying(Heads(), COST), right))
+
+
+def test_heads_that_become_right_are_found_again_and_tried_sooner_when_they_fail_again() -> None:
+    paying = WhilePaying(Heads(), COST)
+    play(paying, [False] * 500)
+    drafted = play(paying, [True] * 100)
+    assert runs(drafted)[1] == 100 - runs(drafted)[0]  # once found, not lost again
+    assert not drafted[0]
+    assert runs(drafted)[0] <= LONGEST_PAUSE
+    again = runs(play(paying, [False] * 100))
+    assert again[1:4] == [SHORTEST_PAUSE, 1, 2 * SHORTEST_PAUSE]
+
+
+def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_pause() -> None:
+    worst = 0.0
+    for seed in range(200):
+        dice = random.Random(seed)
+        row = dice.choice([0.02, 0.3, 1.0, 5.0, 20.0])
+        paying, rate, gained, pauses, before = WhilePaying(Heads(), priced(row)), 0.5, 0.0, 0, True
+        for place in range(400):
+            if place % dice.randint(5, 60) == 0:
+                rate = dice.choice([0.0, 0.1, 0.5, 1.0])
+            right = dice.random() < rate
+            (drafts,) = play(paying, [right])
+            gained += (right - row) if drafts else 0.0
+            pauses += before and not drafts
+            before = drafts
+            # the pause that this round begins shows in the next one only
+            bound = 8.0 + row * (pauses + 1)
+            worst = max(worst, -gained / bound)
+    assert 0.5 < worst <= 1.0
+
+
+# Behind text already seen
+
+
+def test_what_text_already_seen_gives_is_no_gain_of_heads() -> None:
+    rule = Paying(DraftCost(rows=(0.1,), head=0.1))
+    both = Draft(proposed=[DraftToken(1, source="ngram"), DraftToken(2, 0)], heads=1)
+    pauses = 0
+    for _ in range(100):
+        if rule.pauses():
+            pauses += 1
+        else:
+            rule.learn(both, [0])
+    assert pauses > 50
+
+
+def test_a_pause_is_no_failure_of_the_other_drafter_and_leaves_the_field_to_seen_text() -> None:
+    heads = Heads()
+    paying = WhilePaying(heads, priced(0.9))
+    both = SeenTextFirst(NgramDrafter(DraftController(1), size=3), paying)
+    text = Text([1, 2, 3, 4, 5])
+
+    def go(accepted: int) -> Draft:
+        draft = alone(both.draft(text, 9, Stopwatch()))
+        both.learn(draft, range(min(accepted, len(draft.tokens))))
+        return draft
+
+    while not go(1).tokens:  # such dear drafts begin with a pause
+        pass
+    for _ in range(3):
+        assert [one.source for one in go(1).proposed] == ["exit"]  # 0.41 tokens a round by now
+    while go(0).tokens:  # no text matches
+        pass
+    gives = both._other_gives
+    heard = len(heads.heard)
+    go(0)
+    assert (both._other_gives, len(heads.heard)) == (gives, heard)
+    both._other_gives = 0.41  # more than the 1/4 that a match of one token promises
+    draft = alone(both.draft(Text([*text.tokens, 1]), 9, Stopwatch()))
+    assert draft.proposed == [DraftToken(2, source="ngram", chance=0.25)]
+
+
+# Through the facade
+
+
+EAGER = {"exit": "layers=2/5,threshold=0.05", "prices": "row=0.08"}
+"""Heads that nobody fitted: they draft all the time, wrongly."""
+
+
+@pytest.mark.parametrize("drafter", ["exit", "draft-model"])
+def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str, exact: Any) -> None:
+    second = make_model("llama", torch.float64, num_hidden_layers=2)
+    speculator = wrap(exact, heads="logit-lens", draft_model=second, drafter=drafter)
+    speculator.options = speculator.options.updated(EAGER)
+    ids, count = random_ids(13), 120
+    plain = speculator.generate(ids, max_new_tokens=count, speculate=False)
+    found = {
+        switch: speculator.generate(ids, max_new_tokens=count, never_slower=switch)
+        for switch in (True, False)
+    }
+    assert found[True].token_ids == found[False].token_ids == plain.token_ids
+    assert found[False].stats.ended["off"] == 0
+    stats = found[True].stats
+    # a round costs at least half a step here: eleven rounds, then one after 8, 16, 32 and 64 more
+    assert stats.rounds - stats.ended["off"] <= 11 + 4 + 2 * stats.accepted
+
+
+def test_dearer_heads_are_paused_earlier(exact: Any) -> None:
+    speculator = wrap(exact, heads="logit-lens")
+    speculator.options = speculator.options.updated(EAGER)
+    cheap, dear = (
+        speculator.generate(random_ids(13), max_new_tokens=60, prices={"head": cost}).stats.drafted
+        for cost in (0.0, 10.0)
+    )
+    assert cheap > dear > 0
+
+
+def test_pauses_do_not_change_the_distribution_of_samples() -> None:
+    model = make_model("llama", vocab_size=4, num_hidden_layers=2)
+    # two wrong drafts cost between 7.5 and 8.5 steps: a pause follows, where one is right none does
+    ladder.check_sampling(
+        model, random_ids(6, vocab_size=4), draws=600, length=4, prices="head=3.3,row=0.08"
+    )
+
+
+# --- measured costs -------------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+def test_works_are_timed_in_turns_and_the_first_time_does_not_count() -> None:
+    time, order = iter([0, 50, 100, 130, 200, 201, 300, 304, 400, 403, 500, 505]), []
+    clock = Clock(CPU, 2, lambda: float(next(time)))
+    works = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
+    assert clock.laps(works) == {"a": [1.0, 3.0], "b": [4.0, 5.0]}
+    assert order == ["a", "b"] * 3
+    time = iter([0, 1, 10, 17, 20, 22, 30, 33])
+    assert Clock(CPU, 3, lambda: float(next(time))).seconds({"a": lambda: None}) == {"a": 3.0}
+
+
+@pytest.fixture
+def heads(backbone: Backbone) -> ExitHeads:
+    return logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
+
+
+def test_a_clock_that_ticks_once_a_part_makes_all_parts_alike(
+    backbone: Backbone, heads: ExitHeads
+) -> None:
+    clock = itertools.count()
+    found = measure(backbone, heads, now=lambda: float(next(clock)))
+    ones = (1.0,) * 8
+    # a pass of few layers takes as long as one of all: everything is its start; a round takes less
+    # than the layers and the logits that it is made of: nothing is left for itself
+    assert found == Costs(num_layers=6, layers=ones, start=ones, logits=ones, head=1.0, round=0.0)
+
+
+def laps(seconds: Callable[[int], float]) -> Iterator[float]:
+    """Clock readings in pairs; lap n takes `seconds(n)`."""
+    time = 0.0
+    for lap in itertools.count():
+        yield time
+        time += seconds(lap)
+        yield time
+
+
+def test_one_slow_moment_does_not_show(backbone: Backbone, heads: ExitHeads) -> None:
+    clock = laps(lambda lap: 100.0 if lap in (3, 20, 31) else 2.0)
+    found = measure(backbone, heads, now=lambda: next(clock))
+    assert {*found.layers, *found.start, *found.logits, found.head} == {2.0}
+
+
+def test_heads_that_read_deep_states_are_measured_too(backbone: Backbone) -> None:
+    heads = make_heads("deep-fused", backbone.unembedding, exit_layers=(0, 2))
+    found = measure(backbone, heads, context=20)
+    assert found.head > 0.0
+    assert len(found.layers) == len(found.start) == len(found.logits) == 8
+    assert all(
+        0.0 <= start <= whole for start, whole in zip(found.start, found.layers, strict=True)
+    )
+
+
+# --- a plain step against the limit of memory
+
+LAYERS, KV_HEADS, HEAD_SIZE = 6, 2, 8
+PRODUCTS = LAYERS * (64 * 32 + 32 * 32 + 128 * 32 + 32 * 64) + 96 * 32
+"""Numbers in a tiny Llama: queries, keys and values; output; gate and up; down; lm_head."""
+NORMS = LAYERS * 2 * 32 + 32
+
+
+@pytest.fixture(autouse=True)
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_CPU_BYTES", 4000)
+
+
+def ticking(seconds: float = 1.0) -> Clock:
+    """Everything takes `seconds`."""
+    ticks = itertools.count()
+    return Clock(CPU, 1, lambda: seconds * next(ticks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("executor", "weights", "width"),
+    [
+        ("generic", PRODUCTS + NORMS, HEAD_SIZE),
+        ("cuda-graph", PRODUCTS + NORMS, HEAD_SIZE),  # its segments are the modules
+        pytest.param("fused", PRODUCTS, 16, marks=needs_compiler),  # values come in sixteens
+    ],
+)
+def test_a_step_reads_weights_keys_and_values_in_the_models_dtype(
+    executor: str, weights: int, width: int, dtype: torch.dtype
+) -> None:
+    backbone = Backbone(make_model("llama", dtype), executor=executor)
+    found = step_speed(backbone, context=10, clock=ticking(0.5))
+    assert found.weight_bytes == dtype.itemsize * weights
+    assert found.kv_bytes == dtype.itemsize * 2 * LAYERS * KV_HEADS * width * 10
+    assert found.rows_s == dict.fromkeys(ROWS, 0.5)
+    assert found.memory_bytes_per_s == memory_rate(ticking(0.5)) == 8000.0
+    assert found.rows_in_steps == {2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}
+
+
+def test_an_unembedding_that_is_the_embedding_counts_once_and_another_embedding_never() -> None:
+    tied, own = (
+        Backbone(make_model("llama", tie_word_embeddings=tie), executor="generic").weight_bytes
+        for tie in (True, False)
+    )
+    assert tied == own == 4 * (PRODUCTS + NORMS)
+
+
+@pytest.mark.parametrize(
+    ("positions", "context", "rows"), [(128, 112, ROWS), (24, 8, ROWS), (14, 1, (1, 2, 4, 8))]
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # rotations, and a table that ends
+def test_the_context_leaves_room_in_models_of_few_positions(
+    family: str, positions: int, context: int, rows: tuple[int, ...]
+) -> None:
+    model = make_model(family, max_position_embeddings=positions)
+    found = step_speed(Backbone(model), clock=ticking())
+    assert found.context_tokens == context
+    assert tuple(found.rows_s) == rows
+
+
+def test_the_limit_is_the_time_that_reading_takes() -> None:
+    given = {
+        "context_tokens": 10,
+        "weight_bytes": 900,
+        "kv_bytes": 100,
+        "memory_bytes_per_s": 500.0,
+        "rows_s": {1: 4.0, 2: 5.0, 8: 10.0},
+    }
+    assert StepSpeed(**given).to_dict() == given | {  # type: ignore[arg-type]  # by name
+        "step_bytes": 1000,
+        "limit_s": 2.0,
+        "step_s": 4.0,
+        "share_of_limit": 0.5,
+        "rows_in_steps": {2: 1.25, 8: 2.5},
+    }

@@ -19,10 +19,9 @@ from transformers import LogitsProcessorList
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding import sampling
-from selfspec.decoding.acceptance import SeededMatch, SpeculativeSampling
+from selfspec.decoding.acceptance import SeededMatch, SpeculativeSampling, acceptance_rule
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters.base import Draft, NoDrafter
-from selfspec.decoding.engine import acceptance_rule
 from selfspec.decoding.sampling import Sampler, mixed
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import alone
@@ -102,31 +101,6 @@ def test_no_drafts_change_a_sampled_token(
     assert 0 < accepted < drafted  # some were right, some were wrong
 
 
-@pytest.mark.parametrize("method", ["exit", "trees", "draft model"])
-def test_the_place_where_a_text_ends_changes_nothing_before(
-    speculator: Speculator, method: str
-) -> None:
-    ids = repeating(13)
-    whole = plain(speculator, ids)
-    for length in (1, 2, 3, 7):
-        given = FLAT | {"max_new_tokens": length, "seed": SEED} | METHODS[method]
-        assert speculator.generate(ids, **given).token_ids == whole[:length]
-    ended = speculator.generate(
-        ids, **FLAT, **METHODS[method], max_new_tokens=40, seed=SEED, eos_token_id=whole[9]
-    )
-    assert ended.token_ids == whole[: whole.index(whole[9]) + 1]
-
-
-def test_a_turn_of_a_conversation_is_what_it_is_by_itself(speculator: Speculator) -> None:
-    session, first = speculator.session(), repeating(9)
-    given: dict[str, Any] = FLAT | {"max_new_tokens": 20} | METHODS["exit"]
-    answer = session.generate(first, seed=3, **given)
-    turn = torch.cat([first, torch.tensor([[*answer.token_ids, 5, 6]])], dim=1)
-    again = session.generate(turn, seed=4, **given)
-    assert again.stats.reused_tokens > 0
-    assert again.token_ids == plain(speculator, turn, max_new_tokens=20, seed=4)
-
-
 def test_a_text_that_its_own_law_goes_on_is_the_text_itself(speculator: Speculator) -> None:
     """A draw knows its position, not how the prompt came to be."""
     ids = repeating(13)
@@ -176,16 +150,6 @@ def test_a_row_of_a_batch_is_its_prompt_alone_with_the_seed_plus_its_number(
     assert method is None or any(answer.stats.drafted for answer in answers)
 
 
-def test_texts_of_one_prompt_differ_and_can_be_made_again(speculator: Speculator) -> None:
-    given = FLAT | {"max_new_tokens": 12, "num_return_sequences": 3} | METHODS["exit"]
-    answers = speculator.generate_batch(PROMPTS[0], **given, seed=SEED)
-    texts = [answer.token_ids for answer in answers]
-    assert texts == [
-        plain(speculator, PROMPTS[0], max_new_tokens=12, seed=SEED + row) for row in range(3)
-    ]
-    assert len({tuple(text) for text in texts}) == 3
-
-
 def test_seeds_go_round_at_64_bits(speculator: Speculator) -> None:
     both = torch.cat([PROMPTS[0], PROMPTS[0]])
     last, first = speculator.generate_batch(both, **FLAT, max_new_tokens=8, seed=2**64 - 1)
@@ -212,8 +176,8 @@ def test_a_seed_asks_for_the_rule_that_matches_draws(speculator: Speculator) -> 
 def test_of_drafts_and_siblings_the_one_that_is_the_targets_own_draw_stays() -> None:
     sampler, kept = sampler_of(5), Counter[bool]()
     drafts = [
-        *(Draft(tokens=[token]) for token in range(5)),
-        Draft(tokens=[1, 4], parents=[-1, -1]),
+        *(Draft.of([token]) for token in range(5)),
+        Draft.of([1, 4], [-1, -1]),
     ]
     for draft, position in product(drafts, range(1, 60)):
         own = sampler.draw(laws.TARGET, position)
@@ -235,12 +199,11 @@ def test_every_drafter_draws_at_the_place_of_its_token(speculator: Speculator, m
     next(rounds(state, NoDrafter(), SeededMatch(asked.sampler), asked.stop, Stopwatch()))
     with state.round():
         draft = alone(drafter.draft(state, 9, Stopwatch()))
-    assert draft.probs is not None
     assert len(draft.tokens) > 1
-    for index, (token, law) in enumerate(zip(draft.tokens, draft.probs, strict=True)):
-        assert law is not None
+    for index, one in enumerate(draft.proposed):
+        assert one.law is not None
         place = state.length + len(draft.path(index)) - 1  # ids in front of it, and padding
-        assert token == asked.sampler.draw(law, place)
+        assert one.token == asked.sampler.draw(one.law, place)
 
 
 # The law

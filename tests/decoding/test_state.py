@@ -1,23 +1,32 @@
-"""What a sequence holds: committed ids, its deep state, and queues of hidden states."""
+"""What a sequence holds, every pass that a round makes, and what holds between rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.decode import StopRule, propose, rounds, verify
 from selfspec.decoding.drafters.base import Draft, NoDrafter
-from selfspec.decoding.state import DecodeState, HiddenCache
-from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.drafters.heads import ExitDrafter
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState, HiddenCache, Schedule
+from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.decoding.work import Steps, alone, padded
 from selfspec.eval.scripted import MixedDrafter
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows
 from tests import ladder
-from tests.models import random_ids
+from tests.models import VOCAB_SIZE, random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
 
 
@@ -116,20 +125,6 @@ def test_clear_drops_rows_and_passes_but_not_the_list_handed_out(
     assert len(cache.rows(0)) == 3
 
 
-@pytest.mark.parametrize(
-    ("rows", "pinned", "expected"), [(1, 4, 4), (4, 4, 4), (5, 4, 5), (1, None, 1)]
-)
-def test_pinned_passes_are_padded_with_zeros_to_a_fixed_number(
-    watched: WatchedBackbone, rows: int, pinned: int | None, expected: int
-) -> None:
-    cache = HiddenCache(watched, Lease(8), EXIT_LAYERS, pinned_rows=pinned)
-    hidden = torch.ones(rows, 32)
-    found = padded(hidden, cache.least)
-    assert found.shape == (expected, 32)
-    assert torch.equal(found[:rows], hidden)
-    assert not found[rows:].any()
-
-
 def test_logits_are_padded_as_passes_are_and_come_back_without_padding(
     watched: WatchedBackbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,3 +154,299 @@ def test_padding_leaves_no_trace_in_queues_keys_or_counts(watched: WatchedBackbo
     assert cache.schedule.passes == [(3, 0, 2)]
     assert [lease.length(layer) for layer in range(8)] == [3, 3, 0, 0, 0, 0, 0, 0]
     assert watched.runs[-1] == ([0, 1, 2, 3], 0, 2)
+
+
+# --- rounds over the queues -----------------------------------------------------------------------
+
+
+Decide = Callable[[int, int], int | None]
+"""(draft of the round, counted from 0; exit layer) -> a token to draft there, or None: unsure."""
+
+
+class ScriptedHeads:
+    """Stands in for ExitHeads: sure of what `decide` names, else all tokens alike."""
+
+    def __init__(self, state: DecodeState, decide: Decide) -> None:
+        self.state = state
+        self.decide = decide
+        self.seen: list[tuple[int, int, Tensor]] = []  # draft, layer, hidden state
+
+    reads_deep = False
+
+    def __getitem__(self, layer: int) -> ScriptedHeads:
+        self.layer = layer
+        return self
+
+    def features(self, hidden: Tensor, deep: Tensor | None) -> Tensor:
+        return hidden
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        assert hidden.shape == (1, 32)
+        # rows entered since the round began: the newest token's, then one per draft
+        step = self.state.hidden.schedule.pushed - 1
+        self.seen.append((step, self.layer, hidden))
+        token = self.decide(step, self.layer)
+        logits = torch.zeros(1, VOCAB_SIZE)
+        if token is not None:
+            logits[0, token] = 50.0
+        return logits
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids
+
+
+def make_state(backbone: Backbone, prompt: int = 5, **options: Any) -> DecodeState:
+    return DecodeState(backbone, random_ids(prompt), exit_layers=EXIT_LAYERS, **options)
+
+
+def make_drafter(heads: ScriptedHeads, width: int = 4) -> ExitDrafter:
+    judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
+    return ExitDrafter(cast(ExitHeads, heads), judge, greedy(), DraftController(width))
+
+
+def greedy() -> Sampler:
+    return Sampler(processors=cast(Any, []))
+
+
+def decode(state: DecodeState, decide: Decide, max_length: int = 64) -> Iterator[Round]:
+    """Rounds of greedy decoding, the prompt's pass first."""
+    drafter, rule = make_drafter(ScriptedHeads(state, decide)), GreedyMatch(greedy())
+    return rounds(state, drafter, rule, StopRule(max_length=max_length), Stopwatch())
+
+
+def scripted(exits: list[int | None]) -> Decide:
+    """Draft j leaves at `exits[j]`, as token 10 + j."""
+    return lambda step, layer: 10 + step if exits[step] == layer else None
+
+
+def lengths(state: DecodeState) -> list[int]:
+    return [state.lease.length(layer) for layer in range(state.backbone.num_layers)]
+
+
+LONG_SHALLOW_CHAIN: list[tuple[list[int], int, int]] = [
+    ([5], 0, 2),  # "?" gives "I" at layer 2 and waits there
+    ([6], 0, 2),  # "I" is unsure at layer 2,
+    ([5, 6], 2, 4),  # takes "?" along and gives "am" at layer 4
+    ([7], 0, 2),  # "am" is unsure at layer 2,
+    ([7], 2, 4),  # runs alone where the others have been,
+    ([5, 6, 7], 4, 6),  # takes them along and gives "a" at layer 6
+    ([8], 0, 2),  # "a" gives "chat" at layer 2: W_max drafts
+    ([9], 0, 2),  # "chat" enters for the bonus token,
+    ([8, 9], 2, 6),  # and is aligned with "a" to layer 6, the deepest exit
+    ([5, 6, 7, 8, 9], 6, 8),  # all go through layers 7 and 8 together
+]
+"""SpecBound, appendix A: a long shallow chain."""
+
+DIFFICULT_TOKEN: list[tuple[list[int], int, int]] = [
+    ([5], 0, 2),  # "?" gives "am" at layer 2
+    ([6], 0, 2),
+    ([5, 6], 2, 4),  # "am" gives "a" at layer 4
+    ([7], 0, 2),
+    ([7], 2, 4),
+    ([5, 6, 7], 4, 6),  # nothing is sure at D_max: all wait there by now
+    ([5, 6, 7], 6, 8),  # the deep pass decodes the difficult token too
+]
+"""SpecBound, section 2.3: a difficult token."""
+
+
+def test_appendix_a_exits_at_2_4_6_2_pass_by_pass(watched: WatchedBackbone) -> None:
+    state = make_state(watched)
+    loop = decode(state, scripted([2, 4, 6, 2]))
+    prefill, entry = next(loop), next(loop)
+    assert prefill.passes == [(5, 0, 8)]
+    assert (entry.draft_tokens, entry.exit_layers) == ([10, 11, 12, 13], [2, 4, 6, 2])
+    assert entry.ended == "width"
+    assert watched.runs == [([0, 1, 2, 3, 4], 0, 8), *LONG_SHALLOW_CHAIN]
+    assert entry.passes == [(len(rows), first, last) for rows, first, last in LONG_SHALLOW_CHAIN]
+
+
+def test_a_difficult_token_ends_drafting_at_the_depth_bound(watched: WatchedBackbone) -> None:
+    state = make_state(watched)
+    loop = decode(state, scripted([2, 4, None]))
+    next(loop)
+    entry = next(loop)
+    assert (entry.draft_tokens, entry.exit_layers) == ([10, 11], [2, 4])
+    assert entry.ended == "depth"
+    assert watched.runs[1:] == DIFFICULT_TOKEN
+    assert entry.passes == [(len(rows), first, last) for rows, first, last in DIFFICULT_TOKEN]
+
+
+@pytest.mark.parametrize(
+    ("exits", "max_length", "passes", "ended"),
+    [
+        # a difficult first token costs no row twice
+        ([None], 64, [(1, 0, 2), (1, 2, 4), (1, 4, 6), (1, 6, 8)], "depth"),
+        # room for 2 tokens, one of them the bonus, whose row alone aligns a chain at one layer
+        ([4, 4], 8, [(1, 0, 2), (1, 2, 4), (1, 0, 4), (2, 4, 8)], "budget"),
+    ],
+)
+def test_short_rounds_pass_by_pass(
+    watched: WatchedBackbone,
+    exits: list[int | None],
+    max_length: int,
+    passes: list[tuple[int, int, int]],
+    ended: str,
+) -> None:
+    loop = decode(make_state(watched), scripted(exits), max_length=max_length)
+    next(loop)
+    entry = next(loop)
+    assert (entry.passes, entry.ended) == (passes, ended)
+
+
+@pytest.mark.parametrize("exits", [[2, 4, 6, 2], [6, 2, 2, 4], [2, 2, 2, 2], [2, 4, None], [None]])
+def test_verification_sees_what_the_full_model_sees(
+    watched: WatchedBackbone, exits: list[int | None]
+) -> None:
+    state = make_state(watched)
+    stop, watch = StopRule(max_length=64), Stopwatch()
+    next(decode(state, scripted([])))
+    with torch.inference_mode(), state.round():
+        drafter = make_drafter(ScriptedHeads(state, scripted(exits)))
+        draft = alone(propose(state, drafter, stop, watch))
+        found = alone(verify(state, draft)).logits
+        ids = torch.cat([state.ids, torch.tensor([draft.tokens], dtype=torch.long)], dim=1)
+        expected = watched.model(ids).logits[0, 5:].float()
+    assert found.shape == (len(draft.tokens) + 1, VOCAB_SIZE)
+    # float64 leaves differences near 1e-14, so rounding to float32 moves a logit by at most its
+    # last bit; largest difference measured: 0
+    assert (found - expected).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("exits", [[2, 4, 6, 2], [6, 2, 2, 4], [2, 4, None]])
+@torch.inference_mode()
+def test_heads_see_the_row_being_drafted_at_their_own_layer(
+    watched: WatchedBackbone, exits: list[int | None]
+) -> None:
+    state = make_state(watched)
+    next(decode(state, scripted([])))
+    heads = ScriptedHeads(state, scripted(exits))
+    with state.round():
+        draft = alone(make_drafter(heads).draft(state, 50, Stopwatch()))
+    ids = torch.cat([state.ids, torch.tensor([draft.tokens])], dim=1)
+    expected = watched.model(ids, output_hidden_states=True).hidden_states
+    asked = [(step, layer) for step, layer, _ in heads.seen]
+    assert asked == [
+        (step, layer)
+        for step, leaves in enumerate(exits)
+        for layer in EXIT_LAYERS
+        if layer <= (leaves or 6)
+    ]
+    for step, layer, hidden in heads.seen:
+        # float64; largest difference measured: 0
+        assert (hidden - expected[layer][:, 5 + step]).abs().max() < 1e-13
+
+
+def coin_tosses(state: DecodeState, truth: list[int], seed: int) -> Decide:
+    """Sure in half of the cases; four times of five of the true token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def decide(step: int, layer: int) -> int | None:
+        coin, right = torch.rand(2, generator=generator).tolist()
+        token = truth[state.length + step]
+        return None if coin < 0.5 else token if right < 0.8 else (token + 1) % VOCAB_SIZE
+
+    return decide
+
+
+@pytest.fixture(scope="module")
+def truth(shared: WatchedBackbone) -> list[int]:
+    state = make_state(shared)
+    for _ in decode(state, lambda _step, _layer: None, max_length=45):
+        pass
+    return state.ids[0].tolist() + [0] * 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("pinned_rows", [None, 8])
+def test_between_rounds_every_layer_holds_all_ids_but_the_newest(
+    watched: WatchedBackbone, truth: list[int], seed: int, pinned_rows: int | None
+) -> None:
+    lease = Lease(8, slots=None if pinned_rows is None else 64)
+    state = make_state(watched, lease=lease, pinned_rows=pinned_rows)
+    kept = set()
+    for entry in decode(state, coin_tosses(state, truth, seed), max_length=45):
+        assert lengths(state) == [state.length - 1] * 8
+        assert state.waiting == [int(state.ids[0, -1])]
+        assert state.hidden.schedule.pushed == 0
+        assert state.hidden.schedule.passes == []
+        kept.add((entry.accepted, len(entry.draft_tokens)))
+    assert state.ids[0].tolist() == truth[:45]
+    # the rounds were of many kinds: kept all, kept a part, kept none
+    assert {accepted == drafted for accepted, drafted in kept} == {True, False}
+
+
+@pytest.mark.parametrize("passes", range(1, 11))
+def test_an_error_in_any_pass_of_a_round_leaves_what_is_committed(
+    watched: WatchedBackbone, truth: list[int], passes: int
+) -> None:
+    state = make_state(watched)
+    loop = decode(state, scripted([2, 4, 6, 2]))
+    next(loop)
+    watched.passes_until_error = passes
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(loop)
+    assert state.ids[0].tolist() == truth[:6]
+    assert set(lengths(state)) == {5}
+    assert state.hidden.schedule.pushed == 0
+    watched.passes_until_error = -1
+    for _ in decode(state, scripted([None] * 8), max_length=20):
+        pass
+    assert state.ids[0].tolist() == truth[:20]
+
+
+def test_an_error_in_the_prompts_pass_leaves_empty_caches(
+    watched: WatchedBackbone, truth: list[int]
+) -> None:
+    state = make_state(watched)
+    watched.passes_until_error = 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(decode(state, scripted([])))
+    assert (lengths(state), state.hidden.schedule.pushed, state.length) == ([0] * 8, 0, 5)
+    watched.passes_until_error = -1
+    for _ in decode(state, scripted([None] * 8), max_length=20):
+        pass
+    assert state.ids[0].tolist() == truth[:20]
+
+
+def test_a_controller_ends_a_draft_and_hears_what_was_kept(
+    watched: WatchedBackbone, truth: list[int]
+) -> None:
+    state = make_state(watched)
+    heads = ScriptedHeads(state, lambda step, _: truth[state.length + step] + (step == 2))
+    heard: list[tuple[int, int]] = []
+
+    class ThreeThenUnsure(DraftController):
+        def go_on(self, confidence: float) -> bool:
+            assert confidence == 1.0  # scripted heads are sure
+            return len(heads.seen) % 3 != 0
+
+        def end(self, drafted: int, accepted: int) -> None:
+            heard.append((drafted, accepted))
+
+    judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
+    drafter = ExitDrafter(cast(ExitHeads, heads), judge, greedy(), ThreeThenUnsure(5))
+    loop = rounds(state, drafter, GreedyMatch(greedy()), StopRule(max_length=64), Stopwatch())
+    entries = [next(loop) for _ in range(3)]
+    assert [entry.ended for entry in entries] == ["off", "unsure", "unsure"]
+    assert heard == [(3, 2), (3, 2)]
+    assert state.ids[0].tolist() == truth[: state.length]
+
+
+@given(
+    st.sets(st.integers(0, 7), max_size=3),
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+)
+def test_verification_takes_every_row_through_every_layer_once(
+    exit_layers: set[int], reached: list[int]
+) -> None:
+    """`reached`: how far each new row is taken, with all rows that it meets."""
+    schedule = Schedule(sorted(exit_layers), 8)
+    for until in reached:
+        schedule.push(1)
+        for boundary in range(min(until, len(exit_layers))):
+            schedule.advance(boundary)
+    for boundary, until in schedule.finish():
+        schedule.advance(boundary, until)
+    assert schedule.waiting == [0] * (len(exit_layers) + 1) + [len(reached)]
+    assert sum(rows * (last - first) for rows, first, last in schedule.passes) == 8 * len(reached)
+    assert [last for _, _, last in schedule.passes].count(8) == 1  # one pass for all

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.main import main
-from selfspec.decoding.acceptance import Together
+from selfspec.decoding.acceptance import Target
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.errors import PinnedUnavailable
 from selfspec.eval import verify as ladder
@@ -176,9 +176,9 @@ def test_a_text_that_gets_the_rows_of_another_fails_the_seventh_rung(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     subject = subject_of(speculator_of(make_model("llama"), executor="fused"))
-    right = Together.part
+    right = Target.part
     monkeypatch.setattr(
-        Together, "part", lambda self, rows: right(self, slice(0, rows.stop - rows.start))
+        Target, "part", lambda self, rows: right(self, slice(0, rows.stop - rows.start))
     )
     found = [rung.outcome for _, rung in climb(subject)]
     assert found == ["passed"] * 4 + ["skipped", "passed", "failed"]  # no other rung has company

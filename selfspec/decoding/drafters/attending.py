@@ -41,7 +41,7 @@ class AttendingDrafter(PacedDrafter):
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """A path of up to min(limit, W_max) tokens; no rows wait."""
-        writer = DraftWriter(self, limit, source=EXIT, sampled=self._sampler.do_sample)
+        writer = DraftWriter(self, limit, source=EXIT)
         head, text, signal = self.heads.head, state.attention, self.controller.signal
         ids = state.ids
         if text is None or not writer.room:

@@ -10,99 +10,103 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from torch import Tensor
-
-from selfspec.decoding.acceptance import Proposed
+from selfspec.decoding.acceptance import DraftToken
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.sampling import Choice
-from selfspec.decoding.state import DecodeState
-from selfspec.decoding.stats import EXIT, Ended, Round, Stopwatch
+from selfspec.decoding.state import DecodeState, Pass
+from selfspec.decoding.stats import EXIT, Ended, Round, StopReason, Stopwatch
 from selfspec.decoding.work import Steps, ready
 from selfspec.model.kv import depths
 
 
 @dataclass(kw_only=True)
 class Draft:
-    """k proposed tokens."""
+    """k proposed tokens: a chain, each behind the one before, or a tree, each behind its parent."""
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] | None = None
-    """None: each token follows the one before. Else, for each, the earlier one that it follows;
-    -1: the newest committed token."""
-    chances: list[float] = field(default_factory=list)
-    """Of each to stay, as its drafter has it, with all before it; where it says."""
-    probs: list[Tensor | None] | None = None
-    """The law each token was drawn from, [V] each, after the processors; None: it is certain."""
-    beliefs: list[Tensor] | None = None
-    """What the drafter thought of each place, [V], after the processors: where the acceptance rule
-    reads it, also for tokens that were not drawn. None: not kept, or there is none."""
-    exit_layers: list[int] = field(default_factory=list)
-    """Where each left; 0 for tokens that ran through no layer."""
-    sources: list[str] = field(default_factory=list)
-    """Who proposed each, as `sources` names them."""
+    proposed: list[DraftToken] = field(default_factory=list)
     heads: int = 0
     """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
     ended: Ended = "off"
 
-    def __post_init__(self) -> None:
-        """What is not said: tokens are of exit heads that read embeddings."""
-        self.exit_layers = self.exit_layers or [0] * len(self.tokens)
-        self.sources = self.sources or [EXIT] * len(self.tokens)
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[int],
+        parents: Sequence[int] | None = None,
+        *,
+        source: str = EXIT,
+        ended: Ended = "off",
+    ) -> Draft:
+        """Tokens that ran through no layer; None: a chain."""
+        behind = range(-1, len(tokens) - 1) if parents is None else parents
+        rows = zip(tokens, behind, strict=True)
+        return cls(proposed=[DraftToken(*row, source=source) for row in rows], ended=ended)
 
     @classmethod
-    def of(cls, entry: Round) -> Draft:
-        """What was proposed in a round."""
-        return cls(
-            tokens=entry.draft_tokens,
-            parents=entry.parents,
-            exit_layers=entry.exit_layers,
-            sources=entry.sources,
-            heads=entry.heads,
+    def again(cls, entry: Round) -> Draft:
+        """What was proposed in a round, without what drafters knew of it."""
+        parents = range(-1, len(entry.sources) - 1) if entry.parents is None else entry.parents
+        rows = zip(entry.draft_tokens, parents, entry.exit_layers, entry.sources, strict=True)
+        return cls(proposed=[DraftToken(*row) for row in rows], heads=entry.heads)
+
+    def verified(
+        self,
+        tokens: list[int],
+        kept: list[int],
+        passes: Sequence[Pass],
+        *,
+        prefill: bool = False,
+        stop_reason: StopReason | None = None,
+    ) -> Round:
+        """The round in which verification committed `tokens`, of which the draft's are `kept`."""
+        return Round(
+            tokens=tokens,
+            draft_tokens=self.tokens,
+            exit_layers=[one.layer for one in self.proposed],
+            sources=[one.source for one in self.proposed],
+            parents=None if self.is_chain else self.parents,
+            kept=kept,
+            ended=self.ended,
+            heads=self.heads,
+            passes=passes,
+            prefill=prefill,
+            stop_reason=stop_reason,
         )
 
     @property
-    def depth(self) -> int:
-        """Tokens of its longest path."""
-        if self.parents is None:
-            return len(self.tokens)
-        return 1 + max(depths(self.parents), default=-1)
+    def tokens(self) -> list[int]:
+        return [one.token for one in self.proposed]
+
+    @property
+    def parents(self) -> list[int]:
+        return [one.parent for one in self.proposed]
 
     @property
     def trunk(self) -> int:
         """Tokens of its first path, each behind the one before."""
-        if self.parents is None:
-            return len(self.tokens)
-        turned = (at for at, parent in enumerate(self.parents) if parent != at - 1)
-        return next(turned, len(self.parents))
+        turned = (at for at, one in enumerate(self.proposed) if one.parent != at - 1)
+        return next(turned, len(self.proposed))
+
+    @property
+    def is_chain(self) -> bool:
+        return self.trunk == len(self.proposed)
+
+    @property
+    def depth(self) -> int:
+        """Tokens of its longest path."""
+        return len(self.proposed) if self.is_chain else 1 + max(depths(self.parents))
 
     def path(self, index: int) -> list[int]:
-        """The tokens down to one of them, itself included; -1: none."""
-        if self.parents is None:
-            return [*range(index + 1)]
+        """The places of the tokens down to one of them, itself included; -1: none."""
         found: list[int] = []
         while index >= 0:
             found.append(index)
-            index = self.parents[index]
+            index = self.proposed[index].parent
         return found[::-1]
 
     def following(self, row: int) -> list[int]:
         """Tokens that follow a row of verification: 0 the newest token's, i + 1 that of token i."""
-        if self.parents is None:
-            return [row] if row < len(self.tokens) else []
-        return [index for index, parent in enumerate(self.parents) if parent == row - 1]
-
-    def proposed(self, index: int) -> Proposed:
-        """One of the tokens, with what is known of it."""
-        return Proposed(
-            self.tokens[index],
-            None if self.probs is None else self.probs[index],
-            None if self.beliefs is None else self.beliefs[index],
-        )
-
-    def parents_behind(self, waiting: int) -> list[int]:
-        """Parents of the rows of a verification: `waiting` committed tokens, then a tree's."""
-        behind = [waiting + parent for parent in self.parents or ()]
-        return [*range(-1, waiting - 1), *behind]
+        return [at for at, one in enumerate(self.proposed) if one.parent == row - 1]
 
 
 class Committed(Protocol):
@@ -147,11 +151,9 @@ class NoDrafter:
     """Proposes nothing: plain decoding."""
 
     def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
-        """An empty draft."""
         return ready(Draft())
 
-    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """There is nothing to learn."""
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None: ...
 
 
 class PacedDrafter:
@@ -171,44 +173,35 @@ class PacedDrafter:
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """Tell the controller; rounds without drafts say nothing about draft lengths."""
-        if draft.tokens:
+        if draft.proposed:
             self.controller.end(draft.depth, len(kept))
 
 
 class DraftWriter:
     """Writes one Draft, until W_max, `limit`, the controller or an end token completes it."""
 
-    def __init__(
-        self, drafter: PacedDrafter, limit: int, *, source: str, sampled: bool = False
-    ) -> None:
-        """`sampled`: tokens are drawn from laws, which acceptance will want."""
+    def __init__(self, drafter: PacedDrafter, limit: int, *, source: str) -> None:
         width = drafter.controller.begin()
         self.room = max(min(width, limit), 0)
         """Tokens that still fit; 0 when the draft is complete."""
-        self.draft = Draft(
-            probs=[] if sampled else None,
-            beliefs=[] if drafter.beliefs else None,
-            ended="width" if width <= limit else "budget",
-        )
-        self._source = source
-        self._drafter = drafter
+        self.draft = Draft(ended="width" if width <= limit else "budget")
+        self._source, self._drafter = source, drafter
 
-    def add(self, choice: Choice, confidence: float, *, layer: int = 0) -> None:
-        """Propose a token that left at `layer`."""
-        self.draft.tokens.append(choice.token)
-        self.draft.exit_layers.append(layer)
-        self.draft.sources.append(self._source)
-        if self.draft.probs is not None and choice.law is not None:
-            self.draft.probs.append(choice.law)
-        if self.draft.beliefs is not None and choice.belief is not None:
-            self.draft.beliefs.append(choice.belief)
+    def add(
+        self, choice: Choice, confidence: float, *, layer: int = 0, chance: float = 0.0
+    ) -> None:
+        """Propose a token that left at `layer`; `chance` of the whole path to stay."""
+        proposed = self.draft.proposed
+        token, law, belief = choice
+        proposed.append(
+            DraftToken(token, len(proposed) - 1, layer, self._source, chance, law, belief)
+        )
         self.room -= 1
-        if choice.token in self._drafter.end_tokens:
+        if token in self._drafter.end_tokens:
             self.stop("eos")
         elif self.room and not self._drafter.controller.go_on(confidence):
             self.stop("unsure")
 
     def stop(self, reason: Ended) -> None:
-        """The draft is complete."""
         self.draft.ended = reason
         self.room = 0

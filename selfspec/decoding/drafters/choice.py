@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding import prices
 from selfspec.decoding.controllers import make_controller
 from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
-from selfspec.decoding.drafters.base import Drafter, DraftsFrom, NoDrafter, Trunks
+from selfspec.decoding.drafters.base import Drafter, NoDrafter, Trunks
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.heads import (
     ExitDrafter,
@@ -21,8 +21,8 @@ from selfspec.decoding.drafters.heads import (
 )
 from selfspec.decoding.drafters.ngram import GrammarDrafter, NgramDrafter, SeenTextFirst, StateT
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
+from selfspec.decoding.prices import DraftCost, Load, share, token_cost
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
@@ -37,9 +37,9 @@ class Sources:
     backbone: Backbone
     heads: ExitHeads | None = None
     draft_model: DraftCache | None = None
-    successors: Successors | None = None
+    successors: Successors = field(default_factory=Successors)
     """What all texts of the model have found likely."""
-    load: prices.Load = field(default_factory=prices.Load)
+    load: Load = field(default_factory=Load)
     """How many texts are being written."""
 
     def runs_trees(self, options: SpeculationOptions) -> bool:
@@ -50,10 +50,6 @@ class Sources:
         """
         steady = not options.pinned or self.backbone.claims.steady
         return options.grows_trees and steady and self.backbone.runs_trees
-
-    def reads_embedding(self, options: SpeculationOptions) -> bool:
-        """Whether the only exit layer in use is 0: drafts run no layer, so a tree grows freely."""
-        return self.heads is not None and self.heads.layers_in_use(options) == (0,)
 
 
 def make_drafter(
@@ -69,133 +65,68 @@ def make_drafter(
     """
     if not options.speculate or options.drafter == "none":
         return NoDrafter()
-    cost = prices.Unmeasured.of(sources.backbone, sources.load)
-    if options.drafter == "ngram" and sampler.grammar is None:
-        return make_ngram(options, cost, end_tokens)
-    trunks = _trunks(options, cost, sampler, end_tokens)
+    cost = DraftCost.for_model(sources.backbone, sources.load).with_prices(options.prices)
+    seen: Trunks | None = None
+    if options.uses("ngram"):
+        seen = ngram = make_ngram(options, cost, end_tokens)
+        if options.drafter == "ngram" and sampler.grammar is None:
+            return ngram
+    if sampler.grammar is not None:  # nothing is proposed that it forbids
+        seen = GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
     if options.drafter == "ngram" or (options.drafter == "exit" and sources.heads is None):
-        return NoDrafter() if trunks is None else SeenTextFirst(trunks, NoDrafter())
-    other: Drafter
-    layers: tuple[int, ...] = ()
-    token = 0.0
-    if options.uses("successors"):
-        count = options.successors.guesses if sources.runs_trees(options) else 1
-        table = SuccessorGuesser(sources.successors or Successors(), count)
-        sampled = sampler.do_sample
-        return make_tree(table, options, cost, end_tokens, seen=trunks, sampled=sampled)
-    if options.uses("draft-model"):
-        other, token = _draft_model(options, sources, sampler, end_tokens)
-    elif sources.runs_trees(options) and sources.reads_embedding(options):
-        return _tree(options, sources, cost, sampler, end_tokens, trunks)
-    elif isinstance(sources.heads, AttendingHeads):
-        other = _attending(sources.heads, options, sampler, end_tokens)
-        token = prices.share(sources.heads.nbytes, sources.backbone)
-    else:
-        other, layers = _exit(options, sources, cost, sampler, end_tokens)
-    other = while_paying(
-        other,
-        options,
-        unmeasured=cost,
-        num_layers=sources.backbone.num_layers,
-        exit_layers=layers,
-        token_cost=token,
-    )
-    return other if trunks is None else SeenTextFirst(trunks, other)
+        return NoDrafter() if seen is None else SeenTextFirst(seen, NoDrafter())
+    if (guesser := _guesser(options, sources, sampler)) is not None:
+        own = options.uses("exit") and options.prices.head is None
+        if own and isinstance(sources.heads, AttendingHeads):
+            cost = replace(cost, head=share(sources.heads.nbytes, sources.backbone))
+        return make_tree(guesser, options, cost, end_tokens, seen)
+    chains = _chains(options, sources, cost, sampler, end_tokens)
+    return chains if seen is None else SeenTextFirst(seen, chains)
 
 
 def make_ngram(
-    options: SpeculationOptions, unmeasured: prices.Unmeasured, end_tokens: Collection[int]
+    options: SpeculationOptions, cost: DraftCost, end_tokens: Collection[int]
 ) -> NgramDrafter:
-    """A drafter of text already seen; `unmeasured`: the model's costs, where `options` say none."""
-    known = unmeasured.unless(options.prices)
-    return NgramDrafter(
-        make_controller(options, options.ngram.max_tokens),
-        end_tokens,
-        size=options.ngram.size,
-        cost=prices.DraftCost(rows=known.rows, load=known.load),
-    )
-
-
-def _trunks(
-    options: SpeculationOptions,
-    unmeasured: prices.Unmeasured,
-    sampler: Sampler,
-    end_tokens: Collection[int],
-) -> Trunks | None:
-    """What is proposed without work, if anything; under a grammar nothing that it forbids."""
-    seen = make_ngram(options, unmeasured, end_tokens) if options.uses("ngram") else None
-    if sampler.grammar is None:
-        return seen
-    return GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
-
-
-def while_paying(
-    drafter: DraftsFrom[StateT],
-    options: SpeculationOptions,
-    *,
-    unmeasured: prices.Unmeasured,
-    num_layers: int,
-    exit_layers: tuple[int, ...] = (),
-    token_cost: float = 0.0,
-) -> DraftsFrom[StateT]:
-    """`drafter` under the never-slower rule, or as it is where `options` switch that off.
-
-    `exit_layers`: those in use, of `num_layers`; `unmeasured` as in `make_ngram`.
-    """
-    if not options.never_slower:
-        return drafter
-    known = unmeasured.unless(options.prices)
-    head = known.head if exit_layers else 0.0
-    cost = prices.DraftCost(
-        rows=known.rows, load=known.load, token=token_cost, head=head, num_layers=num_layers
-    )
-    return WhilePaying(drafter, cost)
+    """A drafter of text already seen."""
+    controller = make_controller(options, options.ngram.max_tokens)
+    return NgramDrafter(controller, end_tokens, size=options.ngram.size, cost=cost)
 
 
 def make_tree(
     guesser: Guesser[StateT],
     options: SpeculationOptions,
-    unmeasured: prices.Unmeasured,
+    cost: DraftCost,
     end_tokens: Collection[int],
-    *,
-    seen: Trunks | None = None,
-    sampled: bool = False,
+    seen: Trunks | None,
 ) -> TreeDrafter[StateT]:
     """Trees of what `guesser` says, around what `seen` proposes."""
     return TreeDrafter(
         guesser,
-        _cost(options, unmeasured),
+        _to_pay(options, cost),
         make_controller(options, options.tree.max_tokens),
         end_tokens,
         most=options.most_drafts,
         seen=seen,
         never_slower=options.never_slower,
-        sampled=sampled,
     )
 
 
-def _tree(
-    options: SpeculationOptions,
-    sources: Sources,
-    unmeasured: prices.Unmeasured,
-    sampler: Sampler,
-    end_tokens: Collection[int],
-    seen: Trunks | None,
-) -> TreeDrafter[DecodeState]:
-    """Of exit heads that read embeddings, or attend."""
-    heads, kind = _required(sources.heads, options), HeadGuesser
-    if isinstance(heads, AttendingHeads):
-        kind = AttendingGuesser
-        unmeasured = unmeasured._replace(head=prices.share(heads.nbytes, sources.backbone))
-    guesser = kind(heads, _judge(heads, options), sampler, options.exit.guesses)
-    return make_tree(guesser, options, unmeasured, end_tokens, seen=seen, sampled=sampler.do_sample)
+def _to_pay(options: SpeculationOptions, cost: DraftCost) -> DraftCost:
+    """Rows and heads are free where nothing need pay."""
+    return cost if options.never_slower else replace(cost, rows=(0.0,), head=0.0)
 
 
-def _required(heads: ExitHeads | None, options: SpeculationOptions) -> ExitHeads:
-    """Raise HeadsNotFound where there are none."""
-    if heads is None:
-        raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
-    return heads
+def _guesser(
+    options: SpeculationOptions, sources: Sources, sampler: Sampler
+) -> Guesser[Any] | None:
+    """What says the tokens of a tree; None: drafts are chains."""
+    trees, heads = sources.runs_trees(options), sources.heads
+    if options.uses("successors"):
+        return SuccessorGuesser(sources.successors, options.successors.guesses if trees else 1)
+    if not trees or heads is None or heads.layers_in_use(options) != (0,):
+        return None
+    kind = AttendingGuesser if isinstance(heads, AttendingHeads) else HeadGuesser
+    return kind(heads, _judge(heads, options), sampler, options.exit.guesses)
 
 
 def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
@@ -209,72 +140,39 @@ def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
     )
 
 
-def _exit(
+def _chains(
     options: SpeculationOptions,
     sources: Sources,
-    unmeasured: prices.Unmeasured,
+    cost: DraftCost,
     sampler: Sampler,
     end_tokens: Collection[int],
-) -> tuple[ExitDrafter, tuple[int, ...]]:
-    """And the exit layers in use, up to D_max."""
-    heads = _required(sources.heads, options)
-    siblings = None
-    if sources.runs_trees(options):
-        cost = _cost(options, unmeasured, num_layers=sources.backbone.num_layers)
-        siblings = Siblings(options.exit.guesses, cost, options.most_drafts)
-    drafter = ExitDrafter(
-        heads,
-        _judge(heads, options),
-        sampler,
-        make_controller(options, options.exit.max_tokens),
-        end_tokens,
-        beliefs=options.acceptance.reads_beliefs,
-        siblings=siblings,
-    )
-    return drafter, heads.layers_in_use(options)
-
-
-def _attending(
-    heads: AttendingHeads,
-    options: SpeculationOptions,
-    sampler: Sampler,
-    end_tokens: Collection[int],
-) -> AttendingDrafter:
-    """Chains, on any executor."""
-    heads.layers_in_use(options)
-    return AttendingDrafter(
-        heads,
-        _judge(heads, options),
-        sampler,
-        make_controller(options, options.exit.max_tokens),
-        end_tokens,
-        beliefs=options.acceptance.reads_beliefs,
-    )
-
-
-def _cost(
-    options: SpeculationOptions, unmeasured: prices.Unmeasured, *, num_layers: int = 1
-) -> prices.DraftCost:
-    """Of drafts that exit heads make; rows and heads are free where nothing need pay."""
-    if not options.never_slower:
-        return prices.DraftCost(rows=(0.0,), num_layers=num_layers)
-    known = unmeasured.unless(options.prices)
-    return prices.DraftCost(
-        rows=known.rows, load=known.load, head=known.head, num_layers=num_layers
-    )
-
-
-def _draft_model(
-    options: SpeculationOptions,
-    sources: Sources,
-    sampler: Sampler,
-    end_tokens: Collection[int],
-) -> tuple[DraftModelDrafter, float]:
-    """And what a token of it costs, as a share of a step of the model."""
-    cache = sources.draft_model
-    if cache is None:
-        raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
-    controller = make_controller(options, options.draft_model.max_tokens)
+) -> Drafter:
+    """Of a draft model or of heads, under the never-slower rule unless that is off."""
+    backbone, heads, cache = sources.backbone, sources.heads, sources.draft_model
     beliefs = options.acceptance.reads_beliefs
-    drafter = DraftModelDrafter(cache, sampler, controller, end_tokens, beliefs=beliefs)
-    return drafter, prices.token_cost(cache.backbone, sources.backbone)
+    drafter: Drafter
+    if options.uses("draft-model"):
+        if cache is None:
+            raise InvalidOption(
+                f"drafter {options.drafter} needs a second model. Give --draft-model"
+            )
+        controller = make_controller(options, options.draft_model.max_tokens)
+        drafter = DraftModelDrafter(cache, sampler, controller, end_tokens, beliefs=beliefs)
+        cost = replace(cost, head=0.0, token=token_cost(cache.backbone, backbone))
+        return WhilePaying(drafter, cost) if options.never_slower else drafter
+    if heads is None:
+        raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
+    heads.layers_in_use(options)  # raises for those that it does not have
+    judge, controller = _judge(heads, options), make_controller(options, options.exit.max_tokens)
+    if isinstance(heads, AttendingHeads):
+        drafter = AttendingDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
+        cost = replace(cost, head=0.0, token=share(heads.nbytes, backbone))
+    else:
+        siblings = None
+        if sources.runs_trees(options):
+            paid = _to_pay(options, cost)
+            siblings = Siblings(options.exit.guesses, paid, options.most_drafts)
+        drafter = ExitDrafter(
+            heads, judge, sampler, controller, end_tokens, beliefs=beliefs, siblings=siblings
+        )
+    return WhilePaying(drafter, cost) if options.never_slower else drafter

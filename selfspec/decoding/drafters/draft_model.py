@@ -83,9 +83,7 @@ class DraftModelDrafter(PacedDrafter):
         """Up to min(limit, W_max) tokens, and none beyond the positions the model was made for."""
         ids = state.ids
         room = self._cache.backbone.max_positions - (state.length - state.pad) + 1
-        writer = DraftWriter(
-            self, min(limit, room), source=DRAFT_MODEL, sampled=self._sampler.do_sample
-        )
+        writer = DraftWriter(self, min(limit, room), source=DRAFT_MODEL)
         rows = self._cache.rewind(state.committed(0))
         while writer.room:
             logits = (yield from self._cache.run(rows)).to(ids.device)
@@ -96,7 +94,6 @@ class DraftModelDrafter(PacedDrafter):
         return writer.draft
 
     def _confidence(self, logits: Tensor) -> float:
-        """What the controller wants to know; 1 where it wants nothing."""
         signal = self.controller.signal
         return 1.0 if signal is None else float(signal(logits))
 

@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from selfspec.decoding.acceptance import DraftToken
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import (
     Draft,
@@ -72,7 +73,6 @@ class Paying:
     """
 
     def __init__(self, cost: DraftCost) -> None:
-        """Of one sequence; a session's next turn starts anew."""
         self._cost = cost
         self._begun = False
         self._gain = PRIOR
@@ -91,7 +91,7 @@ class Paying:
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """Weigh a round that did not pause. Drafts without work would be there anyway."""
-        accepted = sum(draft.sources[index] not in FREE for index in kept)
+        accepted = sum(draft.proposed[index].source not in FREE for index in kept)
         gain = accepted - self._cost.of(draft)
         self._gain += NEWEST * (gain - self._gain)
         if self._gain >= 0.0:
@@ -105,18 +105,15 @@ class WhilePaying(Generic[StateT]):
     """Asks another drafter while that has been `Paying`."""
 
     def __init__(self, drafter: DraftsFrom[StateT], cost: DraftCost) -> None:
-        """Of one sequence."""
         self._drafter = drafter
         self._rule = Paying(cost)
         self._drafted = False
 
     def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        """The other drafter's, or an empty one that ended "off"."""
         self._drafted = not self._rule.pauses()
         return self._drafter.draft(state, limit, watch) if self._drafted else ready(Draft())
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """Weigh the round, and tell the drafter; it does not hear of rounds without it."""
         if self._drafted:
             self._rule.learn(draft, kept)
             self._drafter.learn(draft, kept)
@@ -215,38 +212,34 @@ class Tree:
         self._said = {ROOT: 1.0}
         """By token: the head's own probability of its path, as far as it was asked."""
         self.draft = trunk
-        self.parents = trunk.parents = list(range(-1, len(trunk.tokens) - 1))
         self._cost, self._most, self._ends, self._source = cost, most, ends, source
         self._rows = tuple(islice(each_row(cost.row_costs), most))
-        self._tokens = 1.0 + sum(trunk.chances)
-        self._steps = 1.0 + sum(self._rows[: len(trunk.tokens)]) + paid
+        self._tokens = 1.0 + sum(one.chance for one in trunk.proposed)
+        self._steps = 1.0 + sum(self._rows[: len(trunk.proposed)]) + paid
 
     @property
     def rate(self) -> float:
-        """Tokens expected per plain step."""
         return self._tokens / self._steps
 
     @property
     def full(self) -> bool:
-        """Whether no more tokens fit."""
-        return len(self.draft.tokens) >= self._most
+        return len(self.draft.proposed) >= self._most
 
     @property
     def next_row(self) -> float:
         """The chance at which one more token pays."""
-        return self._rows[len(self.draft.tokens)] * self.rate
+        return self._rows[len(self.draft.proposed)] * self.rate
 
     def node(self, index: int) -> _Node:
-        """ROOT, or a token of the draft."""
-        chance = 1.0 if index == ROOT else self.draft.chances[index]
+        proposed = self.draft.proposed
+        chance = 1.0 if index == ROOT else proposed[index].chance
         behind = index + 1  # the trunk's tokens come first, in order
-        if behind < len(self.parents) and self.parents[behind] == index:
-            return _Node(index, max(chance - self.draft.chances[behind], 0.0), behind)
+        if behind < len(proposed) and proposed[behind].parent == index:
+            return _Node(index, max(chance - proposed[behind].chance, 0.0), behind)
         return _Node(index, chance, None)
 
     def closes(self, index: int) -> bool:
-        """Whether a token ends the sequence."""
-        return index != ROOT and self.draft.tokens[index] in self._ends
+        return index != ROOT and self.draft.proposed[index].token in self._ends
 
     def askable(self, index: int) -> bool:
         """Whether the head can say more there, and would mean it."""
@@ -257,7 +250,6 @@ class Tree:
         self._said[index] = self._said.get(parent, 0.0) * said
 
     def pay_head(self) -> None:
-        """One more level was asked."""
         self.draft.heads += 1
         self._steps += self._cost.asking
 
@@ -273,43 +265,29 @@ class Tree:
         return taken
 
     def _add(self, offer: Offer, choice: Choice) -> int:
-        """One more token; returns its index."""
-        draft, chance = self.draft, offer.chance
-        self._steps += self._rows[len(draft.tokens)]
-        self._tokens += chance
-        self.parents.append(offer.parent)
-        draft.tokens.append(choice.token)
-        draft.chances.append(chance)
-        draft.exit_layers.append(offer.layer)
-        draft.sources.append(self._source)
-        if draft.probs is not None:
-            draft.probs.append(choice.law)
-        self.note(len(draft.tokens) - 1, offer.parent, offer.said)
-        return len(draft.tokens) - 1
+        proposed, at = self.draft.proposed, len(self.draft.proposed)
+        self._steps += self._rows[at]
+        self._tokens += offer.chance
+        token, law, belief = choice
+        proposed.append(
+            DraftToken(token, offer.parent, offer.layer, self._source, offer.chance, law, belief)
+        )
+        self.note(at, offer.parent, offer.said)
+        return at
 
     def finished(self) -> Draft:
-        """Each token's likeliest child behind it, so that the best path is a chain to be kept.
-
-        Without parents if it is a chain as a whole.
-        """
-        order = self._in_depth()
-        places = {ROOT: ROOT} | {old: new for new, old in enumerate(order)}
-        draft = self.draft
-        draft.tokens = [draft.tokens[old] for old in order]
-        draft.chances = [draft.chances[old] for old in order]
-        draft.exit_layers = [draft.exit_layers[old] for old in order]
-        draft.sources = [draft.sources[old] for old in order]
-        if draft.probs is not None:
-            draft.probs = [draft.probs[old] for old in order]
-        parents = [places[self.parents[old]] for old in order]
-        draft.parents = None if parents == list(range(-1, len(order) - 1)) else parents
-        return draft
+        """Each token's likeliest child behind it, so that the best path is a chain to be kept."""
+        order, old = self._in_depth(), self.draft.proposed
+        if order != list(range(len(old))):
+            places = {ROOT: ROOT} | {at: new for new, at in enumerate(order)}
+            self.draft.proposed = [old[at]._replace(parent=places[old[at].parent]) for at in order]
+        return self.draft
 
     def _in_depth(self) -> list[int]:
         """All tokens: each before its children, and these, in their order, with all behind them."""
         children: dict[int, list[int]] = {}
-        for index, parent in enumerate(self.parents):
-            children.setdefault(parent, []).append(index)
+        for index, one in enumerate(self.draft.proposed):
+            children.setdefault(one.parent, []).append(index)
         found, waiting = [], children.get(ROOT, [])[::-1]
         while waiting:
             found.append(waiting.pop())
@@ -330,35 +308,21 @@ class TreeDrafter(Generic[StateT]):
         most: int,
         seen: Trunks | None = None,
         never_slower: bool = True,
-        sampled: bool = False,
     ) -> None:
-        """`cost`: what rows and heads cost; `most`: draft tokens of a round.
-
-        The `controller` sets the longest path; `seen` gives trunks. `sampled`: tokens are drawn
-        from laws, which acceptance will want.
-        """
+        """`most`: draft tokens of a round. The `controller` sets the longest path."""
         self._guesser, self._cost, self._controller = guesser, cost, controller
         self._end_tokens, self._most = frozenset(end_tokens), most
         self._seen = seen
         self._paying = Paying(cost) if never_slower else None
-        self._sampled = sampled
         self._best = deque([_FIRST_HOPE], maxlen=_REMEMBERED)
         self._trunk = Draft()
         self._asked = False
 
     def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        """A draft of at most `limit` tokens in a path."""
         self._trunk = Draft()
         if self._seen is not None:
             self._trunk = self._seen.propose(state, min(limit, self._most))
-        draft = Draft(
-            tokens=list(self._trunk.tokens),
-            chances=list(self._trunk.chances),
-            exit_layers=list(self._trunk.exit_layers),
-            sources=list(self._trunk.sources),
-            probs=[None] * len(self._trunk.tokens) if self._sampled else None,
-            ended=self._trunk.ended,
-        )
+        draft = Draft(proposed=list(self._trunk.proposed), ended=self._trunk.ended)
         self._asked = False
         if limit <= 0 or (self._paying is not None and self._paying.pauses()):
             return draft
@@ -369,16 +333,15 @@ class TreeDrafter(Generic[StateT]):
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """Tell everyone whose tokens were in it."""
         if self._seen is not None:
-            count = len(self._trunk.tokens)
+            count = len(self._trunk.proposed)
             self._seen.learn(self._trunk, [index for index in kept if index < count])
         if self._asked:
             if self._paying is not None:
                 self._paying.learn(draft, kept)
-            if draft.tokens:
+            if draft.proposed:
                 self._controller.end(draft.depth, len(kept))
 
     def _grow(self, tree: Tree, state: StateT, limit: int, watch: Stopwatch) -> Steps[None]:
-        """Level by level, one question to the head each."""
         width = self._controller.begin()
         level = [ROOT]
         self._guesser.begin(state)
@@ -405,7 +368,7 @@ class TreeDrafter(Generic[StateT]):
         """
         if tree.full:
             return []
-        if level == [ROOT] and not tree.draft.tokens:
+        if level == [ROOT] and not tree.draft.proposed:
             return [tree.node(ROOT)]
         row = tree.next_row
         nodes = [tree.node(index) for index in level if tree.askable(index)]
@@ -427,7 +390,7 @@ class TreeDrafter(Generic[StateT]):
             taken = 0.0
             if node.child is not None:
                 level.append(node.child)
-                guesses, taken = guesses.without(tree.draft.tokens[node.child])
+                guesses, taken = guesses.without(tree.draft.proposed[node.child].token)
                 tree.note(node.child, node.at, taken)
             share = node.free / max(1.0 - taken, _ROUNDING)
             offers += [
@@ -450,11 +413,9 @@ class Known:
     chances: Sequence[float]
 
     def choice(self, rank: int) -> Choice:
-        """The token of a rank."""
         return Choice(self.tokens[rank])
 
     def without(self, token: int) -> tuple[Known, float]:
-        """The others, and its chance."""
         if token not in self.tokens:
             return self, 0.0
         at = self.tokens.index(token)
@@ -504,7 +465,6 @@ class HeadGuesser:
     source = EXIT
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
-        """`count`: guesses behind a token at most."""
         self._heads = heads
         self._head = cast("ExitHead", heads.by_layer[str(self.layer)])
         self._judge, self._sampler, self._count = judge, sampler.for_drafts(), count
@@ -515,7 +475,6 @@ class HeadGuesser:
         """What the head made of each token that was asked, [1, d]."""
 
     def begin(self, state: DecodeState) -> None:
-        """A round begins."""
         self._state = state
         self._known = known_deep(self._heads, state)
         self._features = {}
@@ -543,8 +502,8 @@ class HeadGuesser:
 
     def _rows(self, draft: Draft, asked: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
         """What the head reads for each of `asked`, [n, d]: embeddings, and what stands beside."""
-        newest = self._state.committed(-1)
-        ids = [(newest if n == ROOT else draft.tokens[n:])[0] for n in asked]
+        (newest,) = self._state.committed(-1)
+        ids = [newest if at == ROOT else draft.proposed[at].token for at in asked]
         hidden: Tensor = yield Embed(backbone=self._state.backbone, ids=ids)
         return hidden, self._deep(draft, asked)
 
@@ -554,8 +513,7 @@ class HeadGuesser:
             return None
         if asked[0] == ROOT:
             return self._known
-        parents = [(draft.parents or [])[node] for node in asked]
-        return torch.cat([self._features[parent] for parent in parents])
+        return torch.cat([self._features[draft.proposed[at].parent] for at in asked])
 
     def _guesses(
         self, draft: Draft, node: int, logits: Tensor, tokens: list[int], chances: list[float]
@@ -565,7 +523,8 @@ class HeadGuesser:
             return Known([], [])
         if self._sampler.is_plain_greedy:
             return Known(tokens, chances)
-        path = self._state.ids.new_tensor([[draft.tokens[index] for index in draft.path(node)]])
+        tokens = [draft.proposed[at].token for at in draft.path(node)]
+        path = self._state.ids.new_tensor([tokens])
         ids = torch.cat([self._state.ids, path], dim=1)
         return processed(self._sampler, ids, self._head.to_target_logits(logits), self._count)
 
@@ -644,12 +603,12 @@ class ExitDrafter(PacedDrafter):
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """A path of up to min(limit, W_max) tokens; the rows that gave it wait where they left."""
-        writer = DraftWriter(self, limit, source=EXIT, sampled=self._sampler.do_sample)
+        writer = DraftWriter(self, limit, source=EXIT)
         ids = state.ids
         deep = known_deep(self._heads, state)
         exits: list[_Exit] = []
         while writer.room:
-            newest = writer.draft.tokens[-1:] or state.committed(-1)
+            newest = [exits[-1].choice.token] if exits else state.committed(-1)
             state.hidden.push((yield Embed(backbone=state.backbone, ids=newest)))
             found = yield from self._first_exit(state, ids, deep, writer.draft, watch)
             if found is None:
@@ -667,15 +626,15 @@ class ExitDrafter(PacedDrafter):
             return draft
         _, cost, most = self._siblings
         path, offers = 1.0, []
-        for parent, found in enumerate(exits, start=ROOT):
+        for at, found in enumerate(exits):
             guesses = found.guesses or Known([], [])
             offers += [
-                Offer(path * said, said, parent, rank, guesses, found.layer)
+                Offer(path * said, said, at - 1, rank, guesses, found.layer)
                 for rank, said in enumerate(guesses.chances)
                 if rank > 0
             ]
             path *= guesses.chances[0] if guesses.chances else 0.0
-            draft.chances.append(path)
+            draft.proposed[at] = draft.proposed[at]._replace(chance=path)
         tree = Tree(draft, cost, most, paid=cost.beside_rows(draft))
         tree.take(offers)
         return tree.finished()

@@ -12,6 +12,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Generic, TypeVar
 
+from selfspec.decoding.acceptance import DraftToken
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import (
     Committed,
@@ -40,7 +41,6 @@ class NgramIndex:
     """
 
     def __init__(self, size: int) -> None:
-        """N-grams of 1..`size` tokens."""
         self.text: list[int] = []
         self._size = size
         self._continued: dict[tuple[int, ...], int] = {}
@@ -102,7 +102,6 @@ class NgramDrafter(PacedDrafter):
         self._matched: list[int] = []
 
     def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
-        """What it proposes, at no work."""
         return ready(self.propose(state, limit))
 
     def propose(self, state: Committed, limit: int, rival: float = 0.0) -> Draft:
@@ -116,11 +115,11 @@ class NgramDrafter(PacedDrafter):
         chances = list(accumulate(rates, mul))
         length = self._best_length(chances)
         if sum(chances[:length]) > rival:
-            for token, rate in zip(self._guess[:length], rates, strict=False):
-                writer.add(Choice(token), rate)
+            rows = zip(self._guess[:length], rates, chances, strict=False)
+            for token, rate, chance in rows:
+                writer.add(Choice(token), rate, chance=chance)
                 if not writer.room:
                     break
-            writer.draft.chances = chances[: len(writer.draft.tokens)]
         if writer.room:
             writer.stop("unsure" if self._guess else "off")
         return writer.draft
@@ -150,7 +149,6 @@ class SeenTextFirst(Generic[StateT]):
     """
 
     def __init__(self, trunks: Trunks, other: DraftsFrom[StateT]) -> None:
-        """Each with a controller of its own: they are right unequally often."""
         self._trunks = trunks
         self._other = other
         self._other_gives = 0.0
@@ -158,18 +156,16 @@ class SeenTextFirst(Generic[StateT]):
         self._other_declines = False
 
     def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        """A draft of one of the two."""
         rival = 0.0 if self._other_declines else self._other_gives
         draft = self._trunks.propose(state, limit, rival)
         self._other_drafted = False
-        if not draft.tokens:
+        if not draft.proposed:
             draft = yield from self._other.draft(state, limit, watch)
-            self._other_declines = draft.ended == "off" and not draft.tokens
+            self._other_declines = draft.ended == "off" and not draft.proposed
             self._other_drafted = not self._other_declines
         return draft
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """Tell the one that drafted."""
         if self._other_drafted:
             self._other_gives += NEWEST * (len(kept) - self._other_gives)
             self._other.learn(draft, kept)
@@ -195,31 +191,16 @@ class GrammarDrafter:
         forced = self._mask.forced(text, max(min(limit, self._most), 0))
         self._forced = bool(forced)
         if forced:
-            return Draft(
-                tokens=forced,
-                chances=[1.0] * len(forced),
-                sources=[GRAMMAR] * len(forced),
-                ended="width",
-            )
+            rows = [DraftToken(t, at - 1, 0, GRAMMAR, 1.0) for at, t in enumerate(forced)]
+            return Draft(proposed=rows, ended="width")
         if self._seen is None:
             return Draft()
         draft = self._seen.propose(state, limit, rival)
-        return _cut(draft, self._mask.allows(text, draft.tokens))
+        allowed = self._mask.allows(text, draft.tokens)
+        if allowed == len(draft.proposed):
+            return draft
+        return Draft(proposed=draft.proposed[:allowed], ended="unsure")
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """Of text already seen; what is forced teaches nothing."""
         if self._seen is not None and not self._forced:
             self._seen.learn(draft, kept)
-
-
-def _cut(draft: Draft, count: int) -> Draft:
-    """The first `count` tokens of a chain without laws."""
-    if count == len(draft.tokens):
-        return draft
-    return Draft(
-        tokens=draft.tokens[:count],
-        chances=draft.chances[:count],
-        exit_layers=draft.exit_layers[:count],
-        sources=draft.sources[:count],
-        ended="unsure",
-    )

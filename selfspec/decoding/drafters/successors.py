@@ -40,7 +40,6 @@ class Successors:
     """The likeliest followers of two tokens, and of one."""
 
     def __init__(self) -> None:
-        """Empty."""
         self._tables: tuple[dict[object, Sequence[int]], ...] = ({}, {})
         self._right = [[_CREDIT * rate for rate in rates] for rates in _PRIOR]
         self._asked = [_CREDIT for _ in _PRIOR]
@@ -66,7 +65,6 @@ class Successors:
                 del table[next(iter(table))]
 
     def _found(self, tokens: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-        """Entries, that of two tokens first."""
         for order, key in enumerate(_keys(tokens)):
             if (found := self._tables[order].get(key)) is not None:
                 yield order, found
@@ -84,10 +82,7 @@ class Remembering:
         self._rule, self._table, self._newest = rule, table, list(newest)
         self.lossless = rule.lossless
 
-    def verdict(
-        self, ids: Tensor, target: Target, row: int, proposed: Sequence[Proposed]
-    ) -> Verdict:
-        """What the rule says."""
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         found = self._rule.verdict(ids, target, row, proposed)
         likely = target.logits[row].topk(min(KEPT, target.logits.shape[-1])).indices.tolist()
         self._table.learn(self._newest, likely, found.token)
@@ -102,18 +97,16 @@ class SuccessorGuesser:
     source = SUCCESSORS
 
     def __init__(self, table: Successors, count: int) -> None:
-        """`count`: guesses behind a token at most."""
         self._table, self._count = table, count
         self._newest: list[int] = []
 
     def begin(self, state: Committed) -> None:
-        """A round begins."""
         self._newest = state.committed(-2)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        """Behind the tokens of a level."""
         paths = (
-            [draft.tokens[at] for at in draft.path(node)] if node != ROOT else [] for node in asked
+            [draft.proposed[at].token for at in draft.path(node)] if node != ROOT else []
+            for node in asked
         )
         known = [self._table.behind([*self._newest, *path]) for path in paths]
         return ready(

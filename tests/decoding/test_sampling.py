@@ -1,12 +1,13 @@
-"""A row of a batch gives what it gives in Hugging Face's batch, whatever processors run.
+"""Scores, draws and penalties, and rows of a batch, each by itself as in Hugging Face's batch.
 
-Two different rows, one left-padded, in float64 and greedy: tokens must be those of transformers'
-own `generate`, row for row.
+Rows: two different ones, one left-padded, in float64 and greedy: tokens must be those of
+transformers' own `generate`, row for row.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
+    LogitsProcessorList,
     StoppingCriteria,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
@@ -21,15 +23,40 @@ from transformers import (
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.logits_process import (
     LogitNormalization,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
+    TopKLogitsWarper,
 )
 
-from selfspec.api.speculator import Speculator
+from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.stream import Generation
+from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.decode import StopRule, rounds
+from selfspec.decoding.drafters.base import Drafter, NoDrafter
+from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.engine import Engine, Running
-from selfspec.decoding.sampling import _PROCESSORS, STATELESS, criterion_for, processor_for
+from selfspec.decoding.sampling import (
+    _PROCESSORS,
+    STATELESS,
+    GrammarMask,
+    OccurrencePenalty,
+    Sampler,
+    criterion_for,
+    is_stateless,
+    processor_for,
+)
+from selfspec.decoding.state import DecodeState
+from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.errors import InvalidOption
-from tests.models import VOCAB_SIZE, random_ids
+from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
+from selfspec.heads.exit_heads import logit_lens
+from selfspec.heads.heads import ExitJudge
+from selfspec.model.backbone import Backbone
+from tests.models import VOCAB_SIZE, make_model, random_ids
 
 LENGTH, NEW = 30, 16
 END = 95
@@ -333,3 +360,273 @@ def test_a_clock_of_the_users_own_is_left_alone() -> None:
     fresh = criterion_for(own, 1, 2, max_time=5.0)
     assert fresh is not own
     assert fresh.initial_timestamp > 3.0
+
+
+# --- processed scores and draws -------------------------------------------------------------------
+
+
+PROMPT, LENGTH = 6, 26
+
+
+class Note(LogitsProcessor):
+    """A processor of the user's own: notes the ids of each call and changes nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append(input_ids[0].tolist())
+        return scores
+
+
+def make_sampler(*processors: Any, **values: Any) -> Sampler:
+    return Sampler(LogitsProcessorList(processors), **values)
+
+
+def watermark() -> SynthIDTextWatermarkLogitsProcessor:
+    return SynthIDTextWatermarkLogitsProcessor(
+        ngram_len=2,
+        keys=[1, 2],
+        sampling_table_size=8,
+        sampling_table_seed=0,
+        context_history_size=4,
+        device=torch.device("cpu"),
+    )
+
+
+def decode(
+    backbone: Backbone,
+    sampler: Sampler,
+    drafter: Drafter | None = None,
+    exit_layers: Sequence[int] = (),
+) -> tuple[list[int], list[Round]]:
+    """Greedy decoding of LENGTH ids: the ids and the rounds."""
+    state = DecodeState(backbone, random_ids(PROMPT), exit_layers=exit_layers)
+    rule, stop = GreedyMatch(sampler), StopRule(max_length=LENGTH)
+    entries = list(rounds(state, drafter or NoDrafter(), rule, stop, Stopwatch()))
+    return state.ids[0].tolist(), entries
+
+
+# One call
+
+
+def test_processors_run_in_their_order() -> None:
+    ids, logits = torch.tensor([[1]]), torch.tensor([[1.0, 2.0]])
+    sampler = make_sampler(lambda _, scores: scores + 1.0, TemperatureLogitsWarper(0.5))
+    assert sampler.scores(ids, logits).tolist() == [[4.0, 6.0]]
+    assert make_sampler().scores(ids, logits) is logits
+
+
+def test_probabilities_are_those_of_the_processed_scores() -> None:
+    logits = torch.tensor([[3.0, 1.0, 4.0, 1.0]])
+    probs = make_sampler(TopKLogitsWarper(2)).probs(torch.tensor([[1]]), logits)
+    kept = torch.tensor([3.0, -torch.inf, 4.0, -torch.inf]).softmax(-1)
+    assert torch.equal(probs, kept)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "plain"),
+    [
+        (make_sampler(), True),
+        (make_sampler(do_sample=True), False),
+        (make_sampler(TemperatureLogitsWarper(0.5)), False),
+    ],
+)
+def test_greedy_is_plain_without_sampling_and_processors(sampler: Sampler, plain: bool) -> None:
+    assert sampler.is_plain_greedy == plain
+
+
+def draws(sampler: Sampler) -> list[float]:
+    law = torch.full((50,), 0.02)
+    numbers = [float(sampler.uniform(law.device)) for _ in range(5)]
+    return [*numbers, *(sampler.draw(law) for _ in range(5))]
+
+
+def test_all_draws_come_from_the_given_generator_or_the_global_one() -> None:
+    state = torch.get_rng_state()
+    first = draws(make_sampler(do_sample=True, generator=torch.Generator().manual_seed(3)))
+    again = draws(make_sampler(do_sample=True, generator=torch.Generator().manual_seed(3)))
+    other = draws(make_sampler(do_sample=True, generator=torch.Generator().manual_seed(4)))
+    assert first == again != other
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(0.0 <= number < 1.0 for number in first[:5])
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        assert draws(make_sampler(do_sample=True)) == first
+
+
+# Which processors keep state
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        (TemperatureLogitsWarper(0.5), True),
+        (NoRepeatNGramLogitsProcessor(2), True),
+        (watermark(), False),
+        (Note(), False),
+        (lambda _ids, scores: scores, False),
+        # transformers' class around a function of the user's
+        (PrefixConstrainedLogitsProcessor(lambda _row, _ids: [1], num_beams=1), False),
+    ],
+)
+def test_only_transformers_own_processors_are_taken_to_be_stateless(
+    processor: object, expected: bool
+) -> None:
+    assert is_stateless(processor) == expected
+
+
+def test_drafts_are_chosen_without_processors_that_keep_state() -> None:
+    generator = torch.Generator()
+    kept = [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)]
+    sampler = make_sampler(
+        Note(), kept[0], watermark(), kept[1], do_sample=True, generator=generator
+    )
+    drafting = sampler.for_drafts()
+    assert list(drafting.processors) == kept
+    assert drafting.do_sample
+    assert drafting.generator is generator
+    assert len(sampler.processors) == 4
+
+
+# In the loop
+
+
+@pytest.fixture(scope="module")
+def truth(backbone: Backbone) -> list[int]:
+    """Prompt and greedy continuation."""
+    return decode(backbone, make_sampler())[0]
+
+
+SCRIPTS: dict[str, Callable[[list[int]], Drafter]] = {
+    "none": lambda truth: NoDrafter(),
+    "oracle": OracleDrafter,
+    "wrong": lambda truth: WrongDrafter(truth, VOCAB_SIZE),
+    "random": lambda truth: RandomDrafter(0, VOCAB_SIZE),
+    "mixed": lambda truth: MixedDrafter(truth, 0, VOCAB_SIZE),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_target_processors_see_each_true_prefix_once_whatever_was_drafted(
+    name: str, backbone: Backbone, truth: list[int]
+) -> None:
+    note = Note()
+    ids, _ = decode(backbone, make_sampler(note), SCRIPTS[name](truth))
+    assert ids == truth
+    assert note.seen == [truth[:length] for length in range(PROMPT, LENGTH)]
+
+
+@pytest.fixture
+def seen_by_all(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The ids of each call of any NoRepeatNGramLogitsProcessor, on either side."""
+    seen: list[list[int]] = []
+    original = NoRepeatNGramLogitsProcessor.__call__
+
+    def noting(self: Any, input_ids: Any, scores: Any) -> Any:
+        seen.append(input_ids[0].tolist())
+        return original(self, input_ids, scores)
+
+    monkeypatch.setattr(NoRepeatNGramLogitsProcessor, "__call__", noting)
+    return seen
+
+
+def exit_drafter(backbone: Backbone, sampler: Sampler) -> ExitDrafter:
+    """Drafts 3 tokens a round at layer 4, however unsure."""
+    heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
+    return ExitDrafter(
+        heads, ExitJudge(backbone.num_layers, {4: 1e-9}), sampler, DraftController(3)
+    )
+
+
+def test_the_exit_drafter_shows_its_drafts_to_stateless_processors_only(
+    backbone: Backbone, seen_by_all: list[list[int]]
+) -> None:
+    note = Note()
+    sampler = make_sampler(note, NoRepeatNGramLogitsProcessor(1))
+    ids, entries = decode(backbone, sampler, exit_drafter(backbone, sampler), exit_layers=(4,))
+    assert note.seen == [ids[:length] for length in range(PROMPT, LENGTH)]
+    first = entries[1]  # the round after the prompt's pass
+    assert len(first.draft_tokens) == 3
+    drafted = [ids[: PROMPT + 1] + first.draft_tokens[:count] for count in range(3)]
+    assert seen_by_all[1:4] == drafted
+    # and so no draft repeats anything
+    assert len({*ids[: PROMPT + 1], *first.draft_tokens}) == len({*ids[: PROMPT + 1]}) + 3
+
+
+def test_a_head_that_knows_no_allowed_token_has_a_law_all_the_same() -> None:
+    class Allows(GrammarMask):
+        def __init__(self, *tokens: int) -> None:
+            self.tokens = list(tokens)
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            masked = torch.full_like(scores, -torch.inf)
+            masked[:, self.tokens] = scores[:, self.tokens]
+            return masked
+
+    known = torch.tensor([[1.0, 2.0, -torch.inf, -torch.inf]])
+    ids = torch.tensor([[0]])
+    for tokens, law in (((2, 3), [0, 0, 0.5, 0.5]), ((3,), [0, 0, 0, 1]), ((0, 3), [1, 0, 0, 0])):
+        sampler = Sampler(LogitsProcessorList([Allows(*tokens)])).for_drafts()
+        assert sampler.probs(ids, known).tolist() == law
+
+
+# --- likelihoods that are noted beside tokens, and penalties for tokens that are there already ----
+
+
+@pytest.fixture(scope="module")
+def speaker() -> Speculator:
+    made = make_model("llama", torch.float64)
+    return wrap(made, heads="logit-lens", executor="generic")
+
+
+@pytest.mark.parametrize("drafts", [{"speculate": False}, {"drafter": "exit:threshold=0.01"}])
+@pytest.mark.parametrize("drawing", [{}, {"do_sample": True, "temperature": 3.0, "seed": 1}])
+def test_likelihoods_are_those_of_the_models_own_logits(
+    speaker: Speculator, drafts: dict[str, Any], drawing: dict[str, Any]
+) -> None:
+    ids = random_ids(9)
+    found = speaker.generate(ids, max_new_tokens=12, logprobs=3, **drafts, **drawing)
+    whole = torch.tensor([ids[0].tolist() + found.token_ids])
+    logs = speaker.model(whole).logits[0, 8:-1].log_softmax(-1)
+    assert found.logprobs is not None
+    assert [one.token for one in found.logprobs] == found.token_ids
+    for row, one in zip(logs, found.logprobs, strict=True):
+        assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-4)
+        assert [token for token, _ in one.top] == row.topk(3).indices.tolist()
+        assert [said for _, said in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    if drawing:
+        assert any(one.token != one.top[0][0] for one in found.logprobs)
+
+
+def test_they_are_noted_only_where_asked_for(speaker: Speculator) -> None:
+    assert speaker.generate(random_ids(4), max_new_tokens=3).logprobs is None
+    none = speaker.generate(random_ids(4), max_new_tokens=3, logprobs=0).logprobs
+    assert none is not None
+    assert [one.top for one in none] == [()] * 3
+    with pytest.raises(InvalidOption, match="logprobs is -1, expected at least 0"):
+        speaker.generate(random_ids(4), logprobs=-1)
+    many = speaker.generate(random_ids(4), max_new_tokens=1, logprobs=10**6).logprobs
+    assert many is not None
+    assert len(many[0].top) == VOCAB_SIZE
+
+
+def test_penalties_count_the_answer_alone() -> None:
+    penalty = OccurrencePenalty(0.5, 0.25, start=2)
+    scores = torch.zeros(1, 6)
+    found = penalty(torch.tensor([[1, 2, 3, 3, 4]]), scores)
+    assert found.tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, 0.0]]
+    assert scores.eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_penalties_change_the_answer_and_drafts_do_not(speaker: Speculator, name: str) -> None:
+    def answer(value: float, **drafts: Any) -> Generation:
+        asked: Any = {"max_new_tokens": 40, name: value, **drafts}
+        return speaker.generate(random_ids(6), **asked)
+
+    plain, penalised = (answer(value, speculate=False).token_ids for value in (0.0, 4.0))
+    assert len({*penalised}) > len({*plain})
+    drafted = answer(4.0, drafter="exit:threshold=0.01", never_slower=False)
+    assert drafted.token_ids == penalised
+    assert drafted.stats.accepted > 0  # drafts are made under the penalty, too
