@@ -52,11 +52,7 @@ if TYPE_CHECKING:
 MODEL = (
     Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
     Flag("base_model", str, "The model's name for the record; else its file or id."),
-    Flag(
-        "dtype",
-        str,
-        "float32, bfloat16 (the default where torch is quick in it), ...",
-    ),
+    Flag("dtype", str, "float32, bfloat16 (the default where torch is quick in it), ..."),
     Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
     CHAT_TEMPLATE,
     Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping."),
@@ -706,7 +702,6 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
 
 
 def _heads_of(folder: Path, model: Base) -> ExitHeads:
-    """Raises HeadsMismatch for those of another model."""
     from selfspec.heads.attending import heads_of
 
     own = model.backbone

@@ -423,7 +423,7 @@ def write(
 ) -> None:
     """Fill `folder`; goes on where a killed run of the same `manifest` was.
 
-    A shard that is there is done, unless a finished manifest says that it was another one.
+    A shard that is whole is done, unless a finished manifest says that it was another one.
     `progress` hears of positions, and whether this run computed them or found them there. Raises
     InvalidOption for a folder of other features, CannotWrite when a shard cannot be written (what
     is there stays).
@@ -438,7 +438,7 @@ def write(
     processes.wait_for_everyone()
     for number in range(processes.process_index, count, processes.num_processes):
         path, batches = _shard(folder, number), manifest.shards[number]
-        if path.is_file() and known[number] in ("", sha256(path)):
+        if _is_whole(path, known[number]):
             if progress:
                 progress(sum(source.sizes[index] for index in batches), False)
         else:
@@ -594,6 +594,15 @@ def _write_shard(
             progress(len(features), True)
     with files.replacing(path) as new:
         save_file(tensors, new)
+
+
+def _is_whole(path: Path, known: str) -> bool:
+    """By the length that its header says, and by its hash where it is known."""
+    try:
+        with safe_open(path, "pt"):
+            return known in ("", sha256(path))
+    except (OSError, SafetensorError):
+        return False
 
 
 def _shard(folder: Path, number: int) -> Path:

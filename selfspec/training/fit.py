@@ -376,24 +376,20 @@ class _Fit:
 
     def run(self, progress: Callable[[Progress], None]) -> Fitted:
         """All that is left to do."""
-        course = self._course
+        course, stride = self._course, self._job.options.accumulate
         while course.validated < self._job.options.epochs and not self._out_of_patience():
             # not from the steps alone: a fit can be killed between an epoch's last one and its end
             epoch = course.validated
             place = course.step - epoch * self._steps_per_epoch
             order = self._order(epoch)
             self._watch.start()
-            for start in range(place * self._stride, len(order), self._stride):
-                progress(self._step(order[start : start + self._stride], epoch))
+            for start in range(place * stride, len(order), stride):
+                progress(self._step(order[start : start + stride], epoch))
                 if course.step % self._job.options.checkpoint_steps == 0:
                     self._save()
             self._validate(epoch)
             self._save()
         return self._fitted()
-
-    @property
-    def _stride(self) -> int:
-        return self._job.options.accumulate
 
     def _order(self, epoch: int) -> list[int]:
         """The batches of an epoch, shuffled by seed and epoch alone."""

@@ -446,7 +446,8 @@ class Talk:
         read = [] if self.answers else [{"role": "user", "content": self.question}]
         messages = [*self.messages, *read]
         if self.turns.raw:
-            row |= zip(("prompt", "completion"), map(_content, messages), strict=False)
+            said = (turn["content"] for turn in messages)
+            row |= zip(("prompt", "completion"), said, strict=False)
         else:
             row["messages"] = messages
         row |= located(self.ids or self.prompt, self.answers)
@@ -759,25 +760,19 @@ def _sample(found: set[int]) -> set[int]:
 
 
 def _words_of(record: Record) -> str:
-    said = [_content(turn) for turn in record.get("messages", [])]
+    said = [turn["content"] for turn in record.get("messages", [])]
     return "\n".join([*said, *(record.get(name, "") for name in ("prompt", "completion", "text"))])
 
 
 def _asked_in(record: Record) -> str:
-    if "prompt" in record:
-        return str(record["prompt"])
-    return next(_content(turn) for turn in record["messages"] if turn["role"] == "user")
+    turns = record.get("messages", [])
+    return str(next((t["content"] for t in turns if t["role"] == "user"), record.get("prompt")))
 
 
 def _answered_in(record: Record) -> str:
-    if "prompt" in record:
-        return str(record.get("completion", ""))
-    answers = (turn for turn in record["messages"] if turn["role"] == "assistant")
-    return "\n".join(map(_content, answers))
-
-
-def _content(turn: Message) -> str:
-    return str(turn["content"])
+    turns = record.get("messages", [])
+    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    return "\n".join(said) if turns else str(record.get("completion", ""))
 
 
 def key(text: str) -> bytes:

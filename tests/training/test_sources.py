@@ -162,6 +162,10 @@ def test_a_damaged_shard_is_named_and_rebuilt(stream: StreamSource, tmp_path: Pa
     write(tmp_path, stream)
     assert victim.read_bytes() == whole
     CacheSource(tmp_path, stream._backbone)
+    manifest_of(stream).write(tmp_path)  # as a killed run leaves it
+    os.truncate(victim, len(whole) - 1)
+    write(tmp_path, stream)
+    assert victim.read_bytes() == whole
 
 
 def test_a_full_disk_is_reported_and_leaves_nothing_half_written(
