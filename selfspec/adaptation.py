@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +37,11 @@ from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.training import calibrate, checkpoint, fit, records, selfgen
+from selfspec.training.checkpoint import record_of
 from selfspec.training.features import Selection, StreamSource, whole
 from selfspec.training.measure import agreements
-from selfspec.training.options import CacheOptions, DataOptions, FitOptions
-from selfspec.training.recipe import Passages, Prompts, read_recipe
+from selfspec.training.options import CacheOptions, DataOptions, FitOptions, plain
+from selfspec.training.recipe import Passages, Prompts, Recipe, read_recipe
 from selfspec.training.text import (
     Conversation,
     Reader,
@@ -50,7 +51,7 @@ from selfspec.training.text import (
     special_ids,
     user_turns,
 )
-from selfspec.typed import annotations_of, check_keys, check_types
+from selfspec.typed import annotations_of, check_types
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
@@ -193,7 +194,6 @@ class Report:
         ]
 
     def _then(self) -> str:
-        """What to do next."""
         if self.used:
             return (
                 f"The heads are in {self.heads}. They are used with this model from now on; "
@@ -248,17 +248,25 @@ def adapt(
         folder.mkdir(parents=True, exist_ok=True)
         loading = {"model": model, "dtype": dtype, "device": device}
         text = DataOptions(raw=raw, seed=seed)
-        sources = _Sources(recipe, questions, passages, chat_template)
-        return _Adaptation(folder, seconds, loading, text, sources, show or _ignore).run()
+        own = [] if questions is None else list(Reader(questions, user_turns))
+        asks = read_recipe(recipe)
+        given = _Given(
+            recipe=asks,
+            own=own,
+            passages=Passages(passages, tuple(asks.languages)),
+            template=None if chat_template is None else templates.read(chat_template),
+        )
+        return _Adaptation(folder, seconds, loading, text, given, show or _ignore).run()
 
 
-class _Sources(NamedTuple):
-    """What a user gives beside the model."""
+class _Given(NamedTuple):
+    """What a user gives beside the model, or what is built in."""
 
-    recipe: str | Path | None
-    questions: str | Path | None
-    passages: str | Path | None
-    chat_template: str | None
+    recipe: Recipe
+    own: list[tuple[str, ...]]
+    """Prompts, the turns of each."""
+    passages: Passages
+    template: str | None
 
 
 @dataclass
@@ -289,21 +297,10 @@ class _State:
     used: bool = False
     finished: bool = False
 
-    @classmethod
-    def read(cls, file: Path) -> _State:
-        """Raises InvalidData for anything else."""
-        found = read_json(file)
-        try:
-            if not isinstance(found, dict):
-                raise InvalidOption("it is no mapping")
-            check_keys(found, [entry.name for entry in fields(cls)], "entry")
-            check_types(found, annotations_of(cls))
-            state = cls(**found)
-            for row in state.rows:
-                check_types(Row(*row)._asdict(), annotations_of(Row))
-        except (InvalidOption, TypeError) as error:
-            raise InvalidData(f"{file} is damaged: {error}. Remove its folder") from error
-        return state
+    def __post_init__(self) -> None:
+        """Raise InvalidOption for rows that are no Rows."""
+        for row in self.rows:
+            check_types(dict(zip(Row._fields, row, strict=True)), annotations_of(Row))
 
 
 class _Adaptation:
@@ -315,28 +312,22 @@ class _Adaptation:
         budget_s: float,
         loading: dict[str, Any],
         text: DataOptions,
-        sources: _Sources,
+        given: _Given,
         show: Show,
     ) -> None:
         """Loads the model. Raises InvalidOption where the folder was begun otherwise."""
         self._began = time.monotonic()
-        self._folder, self._show, self._text, self._sources = folder, show, text, sources
+        self._folder, self._show, self._text, self._given = folder, show, text, given
         show(0.0, budget_s, "loading the model")
         self._loading = loading
-        self._template = None
-        if sources.chat_template is not None:
-            self._template = templates.read(sources.chat_template)
-        self._own = _questions(sources.questions)
-        self._recipe = read_recipe(_path(sources.recipe))
-        self._passages = Passages(_path(sources.passages), tuple(self._recipe.languages))
         self._dtype = loading["dtype"] or hub.training_dtype(loading["device"])
         self._model, tokenizer, found = hub.load_model(
             loading["model"], dtype=self._dtype, device=loading["device"]
         )
         self._label = found.label
         self._fingerprint = fingerprint.of_loaded(self._model, found.stamps)
-        if self._template is not None and tokenizer is not None:
-            tokenizer = templates.having(tokenizer, self._template)
+        if given.template is not None and tokenizer is not None:
+            tokenizer = templates.having(tokenizer, given.template)
         self._tokenizer = tokenizer
         self._state = self._begun(budget_s)
         self._before = self._state.spent_s
@@ -348,15 +339,18 @@ class _Adaptation:
             "dtype": self._dtype,
             "raw": self._text.raw,
             "seed": self._text.seed,
-            "questions": len(self._own),
-            "recipe": self._recipe.digest,
-            "passages": self._passages.digest,
-            "chat_template": self._template,
+            "questions": len(self._given.own),
+            "recipe": self._given.recipe.digest,
+            "passages": self._given.passages.digest,
+            "chat_template": self._given.template,
         }
         file = self._folder / STATE
         if not file.exists():
             return _State(made_from=made_from, budget_s=budget_s)
-        state = _State.read(file)
+        try:
+            state = record_of(_State, read_json(file))
+        except (InvalidOption, ValueError) as error:
+            raise InvalidData(f"{file} is damaged: {error}. Remove its folder") from error
         for name, value in made_from.items():
             if state.made_from.get(name) != value:
                 raise InvalidOption(
@@ -439,7 +433,7 @@ class _Adaptation:
         excluded = {n for q in load_suite() for turn in q.turns for n in selfgen.ngrams(turn)}
         writer = selfgen.Writer(
             self._folder / TEXT,
-            asdict(options) | state.made_from | {"chat_template": self._template},
+            asdict(options) | state.made_from | {"chat_template": self._given.template},
             records.machine(),
         )
         done = writer.counts.answer_tokens
@@ -451,10 +445,10 @@ class _Adaptation:
             self._say(f"writing text: {done:,} answer tokens, {fresh:,} more in this batch")
 
         author = selfgen.Author(backbone, self._tokenizer, options, count)
-        own = [turns for number, turns in enumerate(self._own) if number % 5]
+        own = [turns for number, turns in enumerate(self._given.own) if number % 5]
         prompts = Prompts(
-            self._recipe,
-            self._passages,
+            self._given.recipe,
+            self._given.passages,
             options.seed,
             own,
             invents=not options.raw,
@@ -511,7 +505,7 @@ class _Adaptation:
         """To fit, to measure on, and what is measured on by family of the recipe."""
 
         def parse(record: dict[str, Any]) -> tuple[str, Conversation]:
-            return str(record.get("family", "")), Conversation(*encoded(record, self._tokenizer))
+            return str(record.get("family", "")), encoded(record, self._tokenizer)
 
         rows = list(Reader(self._folder / TEXT, parse))
         answered = [row for row in rows if row[1].answers]
@@ -561,7 +555,7 @@ class _Adaptation:
             validation=held_out,
             options=self._fit_options(backbone),
             special_ids=special_ids(self._tokenizer) if self._tokenizer else (),
-            chat_template=self._template,
+            chat_template=self._given.template,
             data=TEXT,
             held_out="other conversations",
         )
@@ -581,18 +575,11 @@ class _Adaptation:
         )
 
         def advance(progress: fit.Progress) -> None:
-            loss = sum(progress.losses.values()) / len(progress.losses)
-            words = f"fitting: step {progress.step} of {progress.steps}, loss {loss:.2f}"
-            if progress.agreement is not None:
-                words += f", agreement {progress.agreement:.1%}"
-            self._say(words)
+            self._say(f"fitting: step {progress.step} of {progress.steps}, {progress.words}")
 
         fitted = fit.fit(job, advance)
-        options = {
-            k: list(v) if isinstance(v, tuple) else v for k, v in asdict(job.options).items()
-        }
         run = {"command": "adapt", "budget_s": state.budget_s, "base_model": self._label}
-        records.write(self._heads, fitted, run | options)
+        records.write(self._heads, fitted, run | plain(job.options))
         checkpoint.remove(workplace)
         state.fitted = True
         self._save()
@@ -670,8 +657,8 @@ class _Adaptation:
         """To tune on: beginnings of text held out. To compare on: questions held out, or such."""
         begun: list[Prompt] = [[*talk.ids[: talk.answers[0][0]]] for talk in held_out]
         tuning = spread(begun, min(_TUNE_ON, max(1, len(begun) // 2)))
-        if self._own:
-            own = [turns[0] for number, turns in enumerate(self._own) if number % 5 == 0]
+        if self._given.own:
+            own = [turns[0] for number, turns in enumerate(self._given.own) if number % 5 == 0]
             return tuning, [("your questions", prompt) for prompt in own]
         if self._text.raw:
             rest = [prompt for prompt in begun if prompt not in tuning] or begun
@@ -741,15 +728,6 @@ class _Adaptation:
             last.stats.rounds,
             len({tuple(answer.token_ids) for answer in answers.values()}) == 1,
         )
-
-
-def _questions(name: str | Path | None) -> list[tuple[str, ...]]:
-    """A user's own prompts, the turns of each. Raises InvalidData."""
-    return [] if name is None else list(Reader(name, user_turns))
-
-
-def _path(name: str | Path | None) -> Path | None:
-    return None if name is None else files.local_path(name)
 
 
 def _ignore(_spent: float, _budget: float, _words: str) -> None:

@@ -76,13 +76,13 @@ def make_features(folder: Path, backbone: Backbone) -> None:
     source = StreamSource(
         backbone, FeatureSpec((2, 4), top_k=4), make_talks(backbone.model)[:3], 64
     )
-    base = {"base_model": "tiny", "base_fingerprint": "abc", "dtype": "float32", "data": "talks"}
-    store.write(folder, source, store.identity(source, base, 800))
+    base = {"base_model": "tiny", "dtype": "float32", "data": "talks"}
+    base["base_fingerprint"] = backbone.fingerprint
+    store.write(folder, source, store.Manifest.of(source, base, 800))
 
 
 def read_features(folder: Path, backbone: Backbone) -> None:
-    source = store.CacheSource(folder, "abc", (backbone.hidden_size, backbone.vocab_size))
-    source.check()
+    source = store.CacheSource(folder, backbone)
     for index in range(len(source.sizes)):
         source.batch(index)
 

@@ -21,7 +21,7 @@ import selfspec
 from selfspec.files import write
 from selfspec.heads.heads import entropy
 from selfspec.training.selfgen import DROPPED
-from selfspec.training.text import Conversation, encoded, padded, planned
+from selfspec.training.text import encoded, padded, planned
 
 LOGIT_ROWS = 128
 """Rows whose full logits exist at a time."""
@@ -99,7 +99,7 @@ def uncertainty(
     found = {}
     for name, rows in chosen.items():
         sums = {True: [0.0, 0], False: [0.0, 0]}
-        for group in planned([Conversation(*encoded(row, None)) for row in rows[:count]], 4096):
+        for group in planned([encoded(row, None) for row in rows[:count]], 4096):
             batch = padded(group)
             (hidden,) = backbone.states(batch.ids, (backbone.num_layers,))
             for answers in (True, False):

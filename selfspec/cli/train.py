@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta
@@ -32,18 +32,19 @@ from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecErr
 from selfspec.heads.folder import CONFIG_FILE, EAGLE3, FILES_OF_A_FIT, is_heads_folder, read_config
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
-from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions
+from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions, plain
 from selfspec.training.places import check_source
 from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
     from transformers import PreTrainedTokenizerBase
 
     from selfspec.heads.exit_heads import ExitHeads
     from selfspec.model.backbone import Backbone
     from selfspec.training.calibrate import Calibration
-    from selfspec.training.features import CacheSource, FeatureSpec, Processes, Selection
-    from selfspec.training.fit import Fitted, Job, Progress
+    from selfspec.training.features import FeatureSpec, Selection
+    from selfspec.training.fit import Fitted, Job
     from selfspec.training.recipe import Passages, Recipe
     from selfspec.training.selfgen import Counts, Source, Writer
     from selfspec.training.text import Conversation, Reader
@@ -71,7 +72,7 @@ class Base(NamedTuple):
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     """For the record."""
-    processes: Processes
+    processes: PartialState
     chat_template: str | None = None
     """Where it is not the model's own."""
 
@@ -91,11 +92,12 @@ def _load(asked: Asked, *, writes: bool = False) -> Base:
     from selfspec.api import chat_template as templates
     from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
-    from selfspec.training.features import Processes
+    from selfspec.training.features import launched
 
     template = _chat_template(asked)
-    processes = Processes.launched()
-    device = asked.get("device", processes.device)
+    processes = launched()
+    own = processes.num_processes > 1 and processes.device.type != "cpu"
+    device = asked.get("device", str(processes.device) if own else None)
     model, tokenizer, found = hub.load_model(
         asked.get("model"),
         dtype=asked.get("dtype", "bfloat16" if writes else hub.training_dtype(device)),
@@ -114,14 +116,14 @@ def _chat_template(asked: Asked) -> str | None:
     A line says where they differ. Raises InvalidOption, and InvalidData for what is no cache.
     """
     from selfspec.api import chat_template as templates
-    from selfspec.training.features import read_manifest
+    from selfspec.training.features import Manifest
     from selfspec.training.selfgen import template_of
 
     chosen = templates.read(asked["chat_template"]) if "chat_template" in asked else None
     for flag, template_in in (
         ("heads", lambda name: read_config(hub.resolve_heads(name)).get("chat_template")),
         ("data", lambda name: template_of(Path(name))),
-        ("cache", lambda name: read_manifest(Path(name)).get("chat_template")),
+        ("cache", lambda name: Manifest.read(Path(name)).chat_template),
     ):
         other = template_in(asked[flag]) if flag in asked else None
         if not isinstance(other, str):
@@ -171,16 +173,6 @@ def _read(
         max_tokens=max_tokens,
         skip_bad_rows=asked.get("skip_bad_rows", False),
     )
-
-
-def _cached(path: str, on: Base) -> CacheSource:
-    """The whole features that `selfspec cache` wrote for this model. Raises InvalidData."""
-    from selfspec.training.features import CacheSource
-
-    sizes = on.backbone.hidden_size, on.backbone.vocab_size
-    source = CacheSource(Path(path), on.backbone.fingerprint, sizes)
-    source.check()
-    return source
 
 
 def _streamed(
@@ -296,15 +288,14 @@ def data(*, asked: Asked) -> None:
 
 
 def _write_data(asked: Asked, options: DataOptions) -> Counts:
-    """Load, begin or continue the file, write."""
     from selfspec.training import selfgen
     from selfspec.training.recipe import Passages, read_recipe
     from selfspec.training.records import machine
 
     excluded = _excluded_ngrams(asked)
-    recipe = None if "source" in asked else read_recipe(_path(asked.get("recipe")))
+    recipe = None if "source" in asked else read_recipe(asked.get("recipe"))
     languages = () if recipe is None else tuple(recipe.languages)
-    passages = Passages(_path(asked.get("passages")), languages)
+    passages = Passages(asked.get("passages"), languages)
     model = _load(asked, writes=True)
     recorded = asdict(options) | {
         "source": _identity(asked.get("source")),
@@ -321,26 +312,28 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
     }
     del recorded["tokens"]  # a file may grow
     writer = selfgen.Writer(Path(asked["output"]), recorded, machine())
-    rates = Rates(writer.counts.answer_tokens)
-    if options.tokens is not None and rates.written >= options.tokens:
+    marks = [(time.perf_counter(), writer.counts.answer_tokens)]
+    if options.tokens is not None and marks[0][1] >= options.tokens:
         base.note(
-            f"selfspec: {asked['output']} is finished: it holds {rates.written:,} answer tokens. "
+            f"selfspec: {asked['output']} is finished: it holds {marks[0][1]:,} answer tokens. "
             "Raise --tokens to go on"
         )
         return writer.counts
+    generated = 0
     with base.bar("data", "answer tokens") as show:
 
         def count(tokens: int) -> None:
-            rates.generated += tokens
-            show(rates.written, options.tokens, rates.line())
+            nonlocal generated
+            generated += tokens
+            show(marks[-1][1], options.tokens, f"{generated:,} tokens generated")
 
         try:
             source, reader = _source(
                 asked, options, model, writer, count, recipe, passages, excluded
             )
             for counts in selfgen.write(source, writer, options, excluded):
-                rates.add(counts.answer_tokens)
-                files.write(writer.status, rates.status(options.tokens))
+                marks.append((time.perf_counter(), counts.answer_tokens))
+                files.write(writer.status, status(marks, options.tokens))
                 count(0)
             if "source" in asked and not writer.batches:
                 raise InvalidData(f"{asked['source']} holds no conversation. Give another --from")
@@ -352,7 +345,6 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
             raise
     if reader is not None:
         reader.report()
-    base.note(f"selfspec: {rates.line()}")
     return writer.counts
 
 
@@ -399,18 +391,18 @@ def _source(
             why = "no such --passages" + ("" if author.invents else ", or invented turns")
             base.note(f"selfspec: left out, {why}: {', '.join(prompts.left_out)}")
         return selfgen.Written(author, prompts, writer.records(), excluded), None
-    if author is not None:
-        parse_talk = partial(selfgen.talk_of, tokenizer=tokenizer, system=options.system)
-        talks = Reader(asked["source"], parse_talk, skip_bad_rows=skip)
-        return selfgen.Answered(author, talks, writer.batches), talks
-    parse = partial(
-        selfgen.converted,
-        tokenizer=tokenizer,
-        vocab_size=backbone.vocab_size,
-        max_length=backbone.max_positions,
+    parse: Callable[[dict[str, Any]], Any] = partial(
+        selfgen.talk_of, tokenizer=tokenizer, system=options.system
     )
+    if author is None:
+        parse = partial(
+            selfgen.converted,
+            tokenizer=tokenizer,
+            vocab_size=backbone.vocab_size,
+            max_length=backbone.max_positions,
+        )
     rows = Reader(asked["source"], parse, skip_bad_rows=skip)
-    return selfgen.Converted(rows, options, writer.batches), rows
+    return selfgen.Given(rows, options, writer.batches, author), rows
 
 
 def _excluded_ngrams(asked: Asked) -> set[int]:
@@ -429,14 +421,8 @@ def _excluded_ngrams(asked: Asked) -> set[int]:
 
 def _identity(source: str | None) -> str | None:
     """What tells a file from a changed one: its name and size; a data set by its name."""
-    path = _path(source)
-    if path is None or not path.is_file():
-        return source
-    return f"{path.name}, {path.stat().st_size} bytes"
-
-
-def _path(name: str | None) -> Path | None:
-    return None if name is None else files.local_path(name)
+    path = files.local_path(source or "")
+    return f"{path.name}, {path.stat().st_size} bytes" if path.is_file() else source
 
 
 def described(counts: Counts) -> str:
@@ -451,44 +437,21 @@ def described(counts: Counts) -> str:
     return ", ".join(parts) + (f"; dropped: {', '.join(words)}" if words else "")
 
 
-class Rates:
-    """Tokens and the time that they took."""
+def status(marks: Sequence[tuple[float, int]], wanted: int | None) -> str:
+    """How far a file is, for another terminal, by seconds and answer tokens behind each batch.
 
-    def __init__(self, before: int, now: Callable[[], float] = time.perf_counter) -> None:
-        """`before`: answer tokens that earlier runs wrote."""
-        self.generated = 0
-        """Tokens of this run, with user turns and what was dropped."""
-        self._now = now
-        self._marks = [(now(), before)]
-        """When the file held how many answer tokens: at the begin, and behind each batch."""
-
-    @property
-    def written(self) -> int:
-        """Answer tokens in the file."""
-        return self._marks[-1][1]
-
-    def add(self, written: int) -> None:
-        """A batch more: the file holds so many answer tokens."""
-        self._marks.append((self._now(), written))
-
-    def line(self) -> str:
-        """Both rates, in words."""
-        began, before = self._marks[0]
-        seconds = max(self._now() - began, 1e-9)
-        kept = (self.written - before) / seconds
-        return f"{self.generated / seconds:,.0f} tokens/s, {kept:,.0f} answer tokens/s in the file"
-
-    def status(self, wanted: int | None) -> str:
-        """How far it is, for another terminal; a pause, which one batch took, counts for little."""
-        rate = statistics.median(
-            (more - tokens) / max(then - since, 1e-9)
-            for (since, tokens), (then, more) in pairwise(self._marks[-10:])
-        )
-        text = f"{self.written:,} answer tokens, {rate:,.0f} a second"
-        if wanted is not None and rate > 0.0:
-            left = timedelta(seconds=round(max(0, wanted - self.written) / rate))
-            text = f"{text}, {left} left to {wanted:,}"
-        return f"{text} ({datetime.now().astimezone():%Y-%m-%d %H:%M})\n"
+    A pause, which one batch took, counts for little.
+    """
+    rate = statistics.median(
+        (more - tokens) / max(then - since, 1e-9)
+        for (since, tokens), (then, more) in pairwise(marks[-10:])
+    )
+    written = marks[-1][1]
+    text = f"{written:,} answer tokens, {rate:,.0f} a second"
+    if wanted is not None and rate > 0.0:
+        left = timedelta(seconds=round(max(0, wanted - written) / rate))
+        text = f"{text}, {left} left to {wanted:,}"
+    return f"{text} ({datetime.now().astimezone():%Y-%m-%d %H:%M})\n"
 
 
 # --- cache
@@ -519,7 +482,6 @@ def cache(*, asked: Asked) -> None:
 
 
 def _write_features(asked: Asked, options: CacheOptions) -> None:
-    """Load, compute, write."""
     model = _load(asked)
     from selfspec.heads.exit_heads import check_exit_layers
     from selfspec.training import features as store
@@ -540,8 +502,8 @@ def _write_features(asked: Asked, options: CacheOptions) -> None:
         "data": Path(asked["data"]).name,
         **({} if model.chat_template is None else {"chat_template": model.chat_template}),
     }
-    manifest = store.identity(source, known, size_of)
-    total, size = manifest["positions"], manifest["bytes"] / 1e9
+    manifest = store.Manifest.of(source, known, size_of)
+    total, size = manifest.positions, manifest.bytes / 1e9
     base.note(f"selfspec: {total:,} positions at {size_of:,} bytes: {size:.2f} GB")
     if "max_size" in asked and size > asked["max_size"]:
         raise InvalidOption(
@@ -557,7 +519,7 @@ def _write_features(asked: Asked, options: CacheOptions) -> None:
             show(done, total, found=not computed)
 
         store.write(Path(asked["output"]), source, manifest, model.processes, count)
-    if model.processes.is_main:
+    if model.processes.is_main_process:
         base.emit(
             f"{asked['output']}: {total:,} positions, {sum(source.answers):,} of them answers, "
             f"{size:.2f} GB\n"
@@ -631,7 +593,6 @@ def _check_heads_output(asked: Asked) -> None:
 
 
 def _fit(asked: Asked, options: FitOptions) -> Fitted:
-    """Load, fit, write."""
     from selfspec.heads import known
     from selfspec.training import checkpoint, fit, records
 
@@ -641,19 +602,11 @@ def _fit(asked: Asked, options: FitOptions) -> Fitted:
         checkpoint.remove(workplace)
     job = _job(asked, options, workplace)
     with base.bar("fit", "steps") as show:
-
-        def advance(progress: Progress) -> None:
-            loss = sum(progress.losses.values()) / len(progress.losses)
-            said = f"epoch {progress.epoch}  loss {loss:.3f}"
-            if progress.agreement is not None:
-                said += f"  agreement {progress.agreement:.1%}"
-            show(progress.step, progress.steps, said)
-
-        fitted = fit.fit(job, advance)
-    if job.processes.is_main:
+        fitted = fit.fit(job, lambda made: show(made.step, made.steps, made.words))
+    if job.processes.is_main_process:
         named = {flag.name: asked.get(flag.name) for flag in _FILES}
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(job.options).items()}
-        records.write(output, fitted, {**named, "base_model": job.base_model, **plain})
+        run = {**named, "base_model": job.base_model, **plain(job.options)}
+        records.write(output, fitted, run)
         known.remember(output)
         checkpoint.remove(workplace)
     return fitted
@@ -663,15 +616,15 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
     """The model, the features to fit on and those to measure on."""
     model = _load(asked)
     from selfspec.training import fit
-    from selfspec.training.features import StreamSource, split, whole
+    from selfspec.training.features import CacheSource, StreamSource, split, whole
     from selfspec.training.text import special_ids
     from selfspec.training.text import split as split_talks
 
     backbone, tokenizer = model.backbone, model.tokenizer
     validation = asked.get("validation")
     if "cache" in asked:
-        source = _cached(asked["cache"], model)
-        data = source.manifest["data"]
+        source = CacheSource(Path(asked["cache"]), model.backbone)
+        data = source.manifest.data
         train, held_out = (whole(source),) * 2 if validation else split(source)
         if asked.get("max_tokens"):
             train = train.limited(asked["max_tokens"])
@@ -754,7 +707,6 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
 
 
 def _heads_of(folder: Path, model: Base) -> ExitHeads:
-    """Raises HeadsMismatch for those of another model."""
     from selfspec.heads.attending import heads_of
 
     own = model.backbone
@@ -762,18 +714,17 @@ def _heads_of(folder: Path, model: Base) -> ExitHeads:
 
 
 def _calibrate(asked: Asked, folder: Path, *, stored: bool) -> Calibration:
-    """Load, measure, and write where it is wanted."""
     model = _load(asked)
     from selfspec.decoding.measure import measure
     from selfspec.model.backbone import Backbone
     from selfspec.training import calibrate as measuring
-    from selfspec.training.features import FeatureSpec, whole
+    from selfspec.training.features import CacheSource, FeatureSpec, whole
 
     heads = _heads_of(folder, model)
     needed = FeatureSpec.read_by(heads)
     limit = asked.get("max_tokens")
     if "cache" in asked:
-        source = _cached(asked["cache"], model)
+        source = CacheSource(Path(asked["cache"]), model.backbone)
         _require_features(source.spec, needed)
         features = whole(source) if limit is None else whole(source).limited(limit)
     else:

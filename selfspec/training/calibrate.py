@@ -26,7 +26,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, Exit, Ngram, NoDrafts
 from selfspec.training import records
 from selfspec.training.features import Features, FeatureSpec, Selection, features
-from selfspec.training.measure import Judged, coverage, judged
+from selfspec.training.measure import coverage, judged
 from selfspec.training.text import Conversation, padded, planned
 
 TEMPERATURES = tuple(round(0.5 * 1.06**step, 4) for step in range(31))
@@ -75,22 +75,33 @@ def score(
         )
         for t in TEMPERATURES
     ]
-    first: dict[int, list[Scores]] = {layer: [] for layer in layers}
-    later: dict[int, list[Scores]] = {layer: [] for layer in layers}
+    first: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+    later: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
     for batch in batches:
         for layer in layers:
-            once, *again = [
-                _scores(judges, layer, found) for found in judged(heads, layer, batch, drafts=2)
+            drafts = [
+                (
+                    torch.stack([judge.confidence(found.logits, layer) for judge in judges]).cpu(),
+                    found.right.cpu(),
+                )
+                for found in judged(heads, layer, batch, drafts=2)
             ]
-            first[layer].append(once)
-            later[layer] += again or [once]
-    return _by_layer(first), _by_layer(later)
+            first[layer].append(drafts[0])
+            later[layer].append(drafts[-1])
+
+    def joined(parts: list[tuple[Tensor, Tensor]]) -> Scores:
+        confidence, right = zip(*parts, strict=True)
+        return Scores(torch.cat(confidence, dim=1), torch.cat(right))
+
+    once, again = ({k: joined(parts) for k, parts in kind.items()} for kind in (first, later))
+    return once, again
 
 
 def reliability(scores: Scores) -> Reliability:
     """The temperature of the highest likelihood of being right and wrong where it was."""
-    losses = [_loss(confidence, scores.right) for confidence in scores.confidence]
-    best = min(range(len(TEMPERATURES)), key=losses.__getitem__)
+    chances = torch.where(scores.right, scores.confidence, 1.0 - scores.confidence).double()
+    losses = -chances.clamp_min(1e-9).log().mean(-1)  # negative log-likelihood, in nats
+    best = int(losses.argmin())
     neutral = min(range(len(TEMPERATURES)), key=lambda i: abs(TEMPERATURES[i] - 1.0))
     return Reliability(
         agreement=scores.right.double().mean().item(),
@@ -121,29 +132,7 @@ def threshold(confidence: Tensor, right: Tensor, precision: float) -> float | No
     return float(ranked[enough[-1]]) if len(enough) else None
 
 
-def _scores(judges: list[ExitJudge], layer: int, found: Judged) -> Scores:
-    confidence = torch.stack([judge.confidence(found.logits, layer) for judge in judges])
-    return Scores(confidence.cpu(), found.right.cpu())
-
-
-def _by_layer(found: dict[int, list[Scores]]) -> dict[int, Scores]:
-    return {layer: _joined(parts) for layer, parts in found.items()}
-
-
-def _joined(parts: list[Scores]) -> Scores:
-    return Scores(
-        torch.cat([part.confidence for part in parts], dim=1),
-        torch.cat([part.right for part in parts]),
-    )
-
-
-def _loss(confidence: Tensor, right: Tensor) -> float:
-    """Mean negative log-likelihood, in nats."""
-    chance = torch.where(right, confidence, 1.0 - confidence).double().clamp_min(1e-9)
-    return float(-chance.log().mean())
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setting:
     """Options of the runtime, and what they should give."""
 
@@ -187,15 +176,7 @@ def best_setting(
                 first, later = evaluate(layers, taus)
                 for width in range(1, len(costs.layers)):
                     rate, gain = expected(costs, layers, first, later, width)
-                    found.append(
-                        Setting(
-                            exit_layers=layers,
-                            exit_threshold=taus,
-                            max_draft_tokens=width,
-                            compression_rate=rate,
-                            speed_up=gain,
-                        )
-                    )
+                    found.append(Setting(layers, taus, width, rate, gain))
     return max(found, key=lambda setting: setting.speed_up)
 
 
@@ -351,7 +332,13 @@ def calibrate(
     candidates = {layer: _candidates(sure[layer], first[layer].right, precision) for layer in first}
 
     def evaluate(layers: tuple[int, ...], taus: tuple[float, ...]) -> tuple[Exits, Exits]:
-        return _exits(sure, first, layers, taus), _exits(sure_later, later, layers, taus)
+        once, again = (
+            exits(
+                [known[layer] for layer in layers], [scores[layer].right for layer in layers], taus
+            )
+            for known, scores in ((sure, first), (sure_later, later))
+        )
+        return once, again
 
     setting = best_setting(
         costs, {layer: taus for layer, taus in candidates.items() if taus}, evaluate, most_layers
@@ -395,13 +382,3 @@ def _candidates(confidence: Tensor, right: Tensor, precision: float | None) -> l
     ranked = confidence.sort(descending=True).values
     places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
     return sorted({max(float(value), 1e-3) for value in ranked[places]})
-
-
-def _exits(
-    sure: dict[int, Tensor],
-    scores: dict[int, Scores],
-    layers: tuple[int, ...],
-    taus: tuple[float, ...],
-) -> Exits:
-    chosen = [sure[layer] for layer in layers]
-    return exits(chosen, [scores[layer].right for layer in layers], taus)

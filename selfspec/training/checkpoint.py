@@ -1,7 +1,8 @@
-"""A fit that can be killed at any moment: its whole state in one file, renamed into place.
+"""What a killed run goes on from: a fit's whole state in one file, and records of any run.
 
-Comes in: named tensors and a record. Goes out: the same, bit for bit. Called by `fit`. The only
-randomness of a fit, the order of batches, follows from its seed and step, so nothing else is kept.
+Comes in: named tensors and a record. Goes out: the same, bit for bit. Called by `fit`; `record_of`
+by all that read records again. The only randomness of a fit, the order of batches, follows from its
+seed and step, so nothing else is kept.
 """
 
 from __future__ import annotations
@@ -11,22 +12,39 @@ import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfspec import files
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, first_line
+from selfspec.typed import annotations_of, check_keys, check_types, shown
 from selfspec.untrusted import parse_json
 
 FILE = "checkpoint.safetensors"
 
 _RECORD = "selfspec"  # what marks a file as ours has to stand near its beginning
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Kind = TypeVar("Kind")
+
+
+def record_of(kind: type[Kind], values: Any) -> Kind:
+    """A dataclass made of plain values from a file, their names and types checked.
+
+    Raises InvalidOption naming the first entry that is wrong.
+    """
+    if not isinstance(values, dict):
+        raise InvalidOption(f"it is {shown(values)}, expected a mapping")
+    hints = annotations_of(kind)
+    check_keys(values, hints, "entry")
+    check_types(values, hints)
+    try:
+        return kind(**values)
+    except TypeError as error:  # an entry is missing
+        raise InvalidOption(first_line(error).partition("() ")[2]) from error
 
 
 def save(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
@@ -36,10 +54,8 @@ def save(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None
         save_file(whole, new, {_RECORD: json.dumps(record)})
 
 
-def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Tensors and record, or None where there is no checkpoint. Raises InvalidData if damaged."""
-    if not path.is_file():
-        return None
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and record. Raises InvalidData if damaged."""
     try:
         with safe_open(path, "pt") as file:
             record = parse_json((file.metadata() or {})[_RECORD], "its record")
@@ -89,29 +105,3 @@ def require_same(path: Path, found: dict[str, Any], expected: dict[str, Any]) ->
                 f"{path} belongs to an unfinished run with {words}. Give the same options, another "
                 "--output, or --overwrite"
             )
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
-    """AdamW's moments by parameter name; empty before its first step."""
-    named: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        state = optimizer.state.get(parameter, {})
-        named |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS if moment in state}
-    return named
-
-
-def moments(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors of the shapes of AdamW's moments, by the names that `optimizer_tensors` gives."""
-    learning = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    return {f"{moment}.{name}": p.detach() for name, p in learning for moment in _MOMENTS}
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, module: nn.Module, tensors: dict[str, Tensor], step: int
-) -> None:
-    """Give AdamW back its moments after `step` steps."""
-    for name, parameter in module.named_parameters():
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(step)),
-            **{m: tensors[f"{m}.{name}"].to(parameter.device) for m in _MOMENTS},
-        }

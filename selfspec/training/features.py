@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import math
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import reduce
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
+from selfspec.training.checkpoint import record_of
 from selfspec.training.text import Batch, Conversation, padded, planned
 from selfspec.untrusted import read_json
 
@@ -127,7 +127,9 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     with _frozen(backbone.model):
         states = [hidden.to(device) for hidden in backbone.states(ids, stops)]
         last_output = states.pop() if spec.to_the_end else None
-        deep = _deep(backbone, last_output, kept) if spec.deep else None
+        deep = None
+        if last_output is not None and spec.deep:
+            deep = _shifted(backbone.unembedding.norm(last_output))[kept]
         top = _top(backbone, last_output, kept, spec.top_k)
     return Features(
         hidden={layer: s[kept] for layer, s in zip(spec.layers, states, strict=True)},
@@ -138,13 +140,6 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
         top_ids=None if top is None else top[0],
         top_log_probs=None if top is None else top[1],
     )
-
-
-def _deep(backbone: Backbone, last_output: Tensor | None, kept: Tensor) -> Tensor:
-    """Normed output of layer L one position before each of `kept`, [N, d]."""
-    assert last_output is not None  # noqa: S101  # FeatureSpec.to_the_end saw to it
-    normed: Tensor = backbone.unembedding.norm(last_output)
-    return _shifted(normed)[kept]
 
 
 def _top(
@@ -179,32 +174,6 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-
-
-class FeatureSource(Protocol):
-    """Numbered batches of features."""
-
-    spec: FeatureSpec
-    digest: str
-    """Hash of the text and of how it is cut into batches."""
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Positions in each batch."""
-
-    @property
-    def answers(self) -> Sequence[int]:
-        """How many of them predict a token of an answer."""
-
-    @property
-    def conversations(self) -> Sequence[int]:
-        """Conversations in each batch."""
-
-    def batch(self, index: int) -> Features:
-        """Batch `index`, 0..len(sizes)-1."""
-
-    def token_counts(self) -> Counter[int]:
-        """How often each token stands in an answer."""
 
 
 class StreamSource:
@@ -323,101 +292,110 @@ def digest(plan: Sequence[Sequence[Conversation]]) -> str:
     return found.hexdigest()
 
 
-Item = TypeVar("Item")
+def launched() -> PartialState:
+    """This process among those that a launcher started; alone without one."""
+    # left to itself, PartialState takes processes on a CPU for strangers
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
-class Processes:
-    """This process among its peers; alone unless a launcher started several."""
-
-    def __init__(self, state: PartialState | None = None) -> None:
-        """`state` None: alone."""
-        self._state = state
-        self.rank = 0 if state is None else state.process_index
-        self.count = 1 if state is None else state.num_processes
-
-    @classmethod
-    def launched(cls) -> Processes:
-        """As the launcher's environment says."""
-        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-        # left to itself, PartialState takes processes on a CPU for strangers
-        return cls() if alone else cls(PartialState(cpu=not torch.accelerator.is_available()))
-
-    @property
-    def device(self) -> str | None:
-        """Where this process should compute; None: where the model is put by default."""
-        if self._state is None or self._state.device.type == "cpu":
-            return None
-        return str(self._state.device)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this one writes the results."""
-        return self.rank == 0
-
-    def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """This process's part of `items`."""
-        return items[self.rank :: self.count]
-
-    def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace gradients by their sums over all processes."""
-        if self.count == 1:
-            return
-        for parameter in parameters:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = reduce(grad, reduction="sum")
-
-    def total(self, values: dict[int, float]) -> dict[int, float]:
-        """Sums over all processes, key by key."""
-        if self.count == 1 or self._state is None:
-            return values
-        summed = reduce(
-            torch.tensor(list(values.values()), dtype=torch.float32, device=self._state.device),
-            reduction="sum",
-        )
-        return dict(zip(values, summed.tolist(), strict=True))
-
-    def wait(self) -> None:
-        """Until all are here."""
-        if self._state is not None:
-            self._state.wait_for_everyone()
-
+# --- on disk --------------------------------------------------------------------------------------
 
 FORMAT_VERSION = 3
 """2: answer positions alone were kept."""
 
 MANIFEST = "manifest.json"
 
-Progress = Callable[[int, bool], None]
-"""Called with so many positions more, and whether this run computed them or found them there."""
-
 _SHARD_BYTES = 256 << 20
-_IDENTITY = (
-    "format_version",
-    "base_model",
-    "base_fingerprint",
-    "spec",
-    "dtype",
-    "digest",
-    "shards",
-)
 
 
-def identity(source: FeatureSource, base: dict[str, str], size_of: int) -> dict[str, Any]:
-    """What a manifest says before any work; `size_of` is the bytes of one position.
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a cache folder holds, as `manifest.json` says it."""
 
-    `base`: base_model, base_fingerprint, dtype, and data, the text's name.
-    """
-    return {
-        "format_version": FORMAT_VERSION,
-        **base,
-        "spec": asdict(source.spec) | {"layers": list(source.spec.layers)},
-        "digest": source.digest,
-        "conversations": list(source.conversations),
-        "answers": list(source.answers),
-        "positions": sum(source.sizes),
-        "bytes": sum(source.sizes) * size_of,
-        "shards": _cut(source.sizes, size_of),
-    }
+    format_version: int = FORMAT_VERSION
+    base_model: str
+    base_fingerprint: str
+    dtype: str
+    data: str
+    """The text's name."""
+    chat_template: str | None = None
+    """Where it is not the model's own."""
+    spec: FeatureSpec
+    digest: str
+    conversations: list[int]
+    """In each batch."""
+    answers: list[int]
+    positions: int
+    bytes: int
+    shards: list[list[int]]
+    """Numbers of the batches of each, in order."""
+    sha256: list[str] | None = None
+    """Of each shard; None until all are there."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidOption where the parts do not belong together."""
+        for name in ("base_model", "base_fingerprint", "dtype", "data", "digest"):
+            text = getattr(self, name)
+            if not text.isprintable() or len(text) > 1000:
+                raise InvalidOption(f"{name} is {reprlib.repr(text)}, expected a line of text")
+        layers = self.spec.layers
+        if not layers or list(layers) != sorted(set(layers)) or min(*layers, self.spec.top_k) < 0:
+            raise InvalidOption(f"spec is {reprlib.repr(self.spec)}, expected rising layers")
+        numbers = [index for batches in self.shards for index in batches]
+        lengths = {len(numbers), len(self.conversations), len(self.answers)}
+        if numbers != list(range(len(numbers))) or not all(self.shards) or len(lengths) != 1:
+            raise InvalidOption("shards, conversations and answers are of other batches")
+        if min(numbers + self.conversations + self.answers, default=-1) < 0:
+            raise InvalidOption("shards, conversations or answers are none, or below 0")
+        if self.sha256 is not None and len(self.sha256) != len(self.shards):
+            raise InvalidOption("sha256 has not one entry per shard")
+
+    @classmethod
+    def of(cls, source: StreamSource, base: dict[str, Any], size_of: int) -> Manifest:
+        """What is known before any work; `base`: model, dtype and text, `size_of`: a position's."""
+        shards: list[list[int]] = []
+        room = 0
+        for index, positions in enumerate(source.sizes):
+            if room < positions * size_of:
+                shards.append([])
+                room = _SHARD_BYTES
+            shards[-1].append(index)
+            room -= positions * size_of
+        return cls(
+            **base,
+            spec=source.spec,
+            digest=source.digest,
+            conversations=source.conversations,
+            answers=source.answers,
+            positions=sum(source.sizes),
+            bytes=sum(source.sizes) * size_of,
+            shards=shards,
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Raises InvalidData for a folder without one that this version reads."""
+        path = folder / MANIFEST
+        try:
+            found = read_json(path)
+            if not isinstance(found, dict) or "format_version" not in found:
+                raise InvalidOption("it has no format version")
+            version = found["format_version"]
+            if type(version) is not int or version != FORMAT_VERSION:
+                raise InvalidOption(
+                    f"format version {reprlib.repr(version)}, expected {FORMAT_VERSION}. Run "
+                    "selfspec cache with another --output"
+                )
+            spec = record_of(FeatureSpec, found.get("spec"))
+            found["spec"] = replace(spec, layers=tuple(spec.layers))
+            return record_of(cls, found)
+        except (InvalidData, InvalidOption) as error:
+            raise InvalidData(f"{folder} is no feature cache: {path}: {error}") from error
+
+    def write(self, folder: Path) -> None:
+        """Raises CannotWrite."""
+        entries = {name: value for name, value in asdict(self).items() if value is not None}
+        files.write(folder / MANIFEST, json.dumps(entries, indent=1) + "\n")
 
 
 def check_output(name: str, reads: Iterable[object] = ()) -> Path:
@@ -427,220 +405,152 @@ def check_output(name: str, reads: Iterable[object] = ()) -> Path:
     """
     folder = Path(name)
     shards = [path.name for path in folder.glob("shard-*")] if name and folder.is_dir() else []
-    return files.check_folder(name, {MANIFEST, *shards}, _is_ours, overwrite=True, reads=reads)
 
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        return "shards" in read_manifest(folder)
-    except InvalidData:
+    def is_ours(folder: Path) -> bool:
+        with suppress(InvalidData):
+            return bool(Manifest.read(folder))
         return False
+
+    return files.check_folder(name, {MANIFEST, *shards}, is_ours, overwrite=True, reads=reads)
 
 
 def write(
     folder: Path,
-    source: FeatureSource,
-    manifest: dict[str, Any],
-    processes: Processes | None = None,
-    progress: Progress | None = None,
+    source: StreamSource,
+    manifest: Manifest,
+    processes: PartialState | None = None,
+    progress: Callable[[int, bool], None] | None = None,
 ) -> None:
     """Fill `folder`; goes on where a killed run of the same `manifest` was.
 
-    Raises InvalidOption for a folder of other features, CannotWrite when a shard cannot be written
-    (what is there stays).
+    A shard that is whole is done, unless a finished manifest says that it was another one.
+    `progress` hears of positions, and whether this run computed them or found them there. Raises
+    InvalidOption for a folder of other features, CannotWrite when a shard cannot be written (what
+    is there stays).
     """
-    processes = processes or Processes()
+    processes = processes or launched()
     folder.mkdir(parents=True, exist_ok=True)
-    if processes.is_main:
+    if processes.is_main_process:
         _claim(folder, manifest)
-    processes.wait()
-    mine = processes.share(list(enumerate(manifest["shards"])))
-    for number, batches in mine:
-        positions = sum(source.sizes[index] for index in batches)
-        if _is_whole(_shard(folder, number)):
+    processes.wait_for_everyone()
+    count = len(manifest.shards)
+    known = Manifest.read(folder).sha256 or [""] * count
+    processes.wait_for_everyone()
+    for number in range(processes.process_index, count, processes.num_processes):
+        path, batches = _shard(folder, number), manifest.shards[number]
+        if _is_whole(path, known[number]):
             if progress:
-                progress(positions, False)
-            continue
-        _write_shard(_shard(folder, number), source, batches, progress)
-    processes.wait()
-    if processes.is_main:
-        hashes = [_hash_of(_shard(folder, number)) for number in range(len(manifest["shards"]))]
-        _save(folder / MANIFEST, manifest | {"sha256": hashes})
+                progress(sum(source.sizes[index] for index in batches), False)
+        else:
+            _write_shard(path, source, batches, progress)
+    processes.wait_for_everyone()
+    if processes.is_main_process:
+        hashes = [sha256(_shard(folder, number)) for number in range(count)]
+        replace(manifest, sha256=hashes).write(folder)
 
 
 class CacheSource:
     """Batches from a cache folder."""
 
-    def __init__(
-        self, folder: Path, fingerprint: str | None = None, sizes: tuple[int, int] | None = None
-    ) -> None:
-        """Raises InvalidData if it is incomplete, damaged, or of a model without `fingerprint`.
-
-        `sizes`: the model's hidden size and number of tokens, to which all features must keep.
-        """
-        self._model_sizes = sizes
-        self.manifest = read_manifest(folder)
-        if "sha256" not in self.manifest:
+    def __init__(self, folder: Path, backbone: Backbone) -> None:
+        """Raises InvalidData if it is incomplete, damaged, or of another model."""
+        self._sizes = backbone.hidden_size, backbone.vocab_size
+        self.manifest = Manifest.read(folder)
+        if self.manifest.sha256 is None:
             raise InvalidData(f"{folder} is unfinished. Run the selfspec cache command again")
-        check_manifest(self.manifest, folder / MANIFEST)
-        if fingerprint not in (None, self.manifest["base_fingerprint"]):
+        if backbone.fingerprint != self.manifest.base_fingerprint:
             raise InvalidData(
-                f"{folder} holds features of {self.manifest['base_model']} "
-                f"({self.manifest['base_fingerprint'][:12]}), the model is another one "
-                f"({str(fingerprint)[:12]})"
+                f"{folder} holds features of {self.manifest.base_model} "
+                f"({self.manifest.base_fingerprint[:12]}), the model is another one "
+                f"({backbone.fingerprint[:12]})"
             )
-        spec = self.manifest["spec"]
-        self.spec = FeatureSpec(**spec | {"layers": tuple(spec["layers"])})
-        self.digest: str = self.manifest["digest"]
-        self.conversations: list[int] = self.manifest["conversations"]
-        self.answers: list[int] = self.manifest["answers"]
-        self._places = {
-            index: _shard(folder, number)
-            for number, batches in enumerate(self.manifest["shards"])
-            for index in batches
-        }
-        self.sizes = [self._sizes_of(index) for index in range(len(self._places))]
-
-    def check(self) -> None:
-        """Raise InvalidData naming the first shard whose bytes are not those that were written."""
-        paths = list(dict.fromkeys(self._places.values()))
-        for path, expected in zip(paths, self.manifest["sha256"], strict=True):
-            if not path.is_file() or sha256(path) != expected:
-                raise _damaged(path, "its bytes are not those that were written")
+        self.spec = self.manifest.spec
+        self.digest = self.manifest.digest
+        self.conversations = self.manifest.conversations
+        self.answers = self.manifest.answers
+        self.sizes: list[int] = []
+        """Positions in each batch."""
+        self._places: list[Path] = []
+        for number, batches in enumerate(self.manifest.shards):
+            path = _shard(folder, number)
+            with _explained(path):
+                if sha256(path) != self.manifest.sha256[number]:
+                    raise InvalidData("its bytes are not those that were written")
+                with safe_open(path, "pt") as file:
+                    shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
+            self.sizes += [math.prod(shape) for shape in shapes]
+            self._places += [path] * len(batches)
 
     def batch(self, index: int) -> Features:
-        """Batch `index`."""
+        """Batch `index`, 0..len(sizes)-1."""
         path, prefix = self._places[index], f"{index}."
-        try:
+        with _explained(path):
             with safe_open(path, "pt") as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  # no dict
                 tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in names}
-            check_tensors(tensors, self.spec, self._model_sizes)
+            check_tensors(tensors, self.spec, *self._sizes)
             return Features.of(tensors)
-        except (OSError, SafetensorError, InvalidData) as error:
-            raise _damaged(path, error) from error
 
     def token_counts(self) -> Counter[int]:
         """How often each token stands in an answer."""
         counts: Counter[int] = Counter()
-        for index in self._places:
+        for index in range(len(self.sizes)):
             batch = self.batch(index)
             counts.update(batch.following[batch.answers].tolist())
         return counts
 
-    def _sizes_of(self, index: int) -> int:
-        path = self._places[index]
-        try:
-            with safe_open(path, "pt") as file:
-                (size,) = file.get_slice(f"{index}.following").get_shape()
-                return int(size)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise _damaged(path, error) from error
+
+FeatureSource = StreamSource | CacheSource
+"""Numbered batches of features; `digest` is that of the text and of how it is cut into batches."""
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises InvalidData for a folder without one that this version reads."""
-    path = folder / MANIFEST
-    try:
-        manifest = read_json(path)
-    except InvalidData as error:
-        raise InvalidData(f"{folder} is no feature cache: {error}") from error
-    if not isinstance(manifest, dict) or "format_version" not in manifest:
-        raise InvalidData(f"{folder} is no feature cache: {path} has no format version")
-    version = manifest["format_version"]
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise InvalidData(
-            f"{path} has format version {reprlib.repr(version)}, expected {FORMAT_VERSION}. Run "
-            "selfspec cache with another --output"
-        )
-    return manifest
-
-
-def check_manifest(manifest: dict[str, Any], path: Path) -> None:
-    """Raise InvalidData unless a finished manifest has what `identity` gives."""
-    texts = ("base_model", "base_fingerprint", "dtype", "data", "digest")
-    for name in texts:
-        text = manifest.get(name)
-        if not isinstance(text, str) or not text.isprintable() or len(text) > 1000:
-            raise InvalidData(f"{path}: {name} is {reprlib.repr(text)}, expected a line of text")
-    spec, shards = manifest.get("spec"), manifest.get("shards")
-    layers = spec.get("layers") if isinstance(spec, dict) else None
-    if (
-        not isinstance(spec, dict)
-        or spec.keys() != {"layers", "deep", "top_k", "everywhere"}
-        or not (_are_counts(layers) and layers and layers == sorted(set(layers)))
-        or not type(spec["deep"]) is type(spec["everywhere"]) is bool
-        or not _are_counts([spec["top_k"]])
-    ):
-        raise InvalidData(
-            f"{path}: spec is {reprlib.repr(spec)}, expected layers, deep, top_k, everywhere"
-        )
-    if not (isinstance(shards, list) and shards and all(_are_counts(part) for part in shards)):
-        raise InvalidData(f"{path}: shards is {reprlib.repr(shards)}, expected lists of batches")
-    numbers = [index for part in shards for index in part]
-    conversations: Any = manifest.get("conversations")
-    hashes: Any = manifest.get("sha256")
-    counts: tuple[Any, Any] = (conversations, manifest.get("answers"))
-    same = all(_are_counts(count) and len(count) == len(numbers) for count in counts)
-    if not same or numbers != list(range(len(numbers))):
-        raise InvalidData(f"{path}: shards, conversations and answers are of other batches")
-    texts_only = isinstance(hashes, list) and all(isinstance(text, str) for text in hashes)
-    if not texts_only or len(hashes) != len(shards):
-        raise InvalidData(f"{path}: sha256 is {reprlib.repr(hashes)}, expected one per shard")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensors(
-    tensors: dict[str, Tensor], spec: FeatureSpec, sizes: tuple[int, int] | None
+    tensors: dict[str, Tensor], spec: FeatureSpec, hidden_size: int, vocab_size: int
 ) -> None:
-    """Raise InvalidData unless a batch is one of `spec`; `sizes` as `CacheSource` has it."""
-    following = tensors.get("following")
-    if following is None or following.dim() != 1:
-        raise InvalidData("a batch has no following tokens")
-    count, hidden = len(following), tensors.get(f"hidden.{spec.layers[0]}")
-    width = sizes[0] if sizes else 0 if hidden is None else hidden.shape[-1]
-    expected: dict[str, tuple[int, ...]]
-    expected = {f"hidden.{layer}": (count, width) for layer in spec.layers}
-    expected |= dict.fromkeys(("following", "continues", "answers"), (count,))
-    expected |= {"deep": (count, width)} if spec.deep else {}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    tops = {found.pop(name, None) for name in ("top_ids", "top_log_probs")}
-    if found != expected:
-        raise InvalidData(f"a batch holds {reprlib.repr(found)}, expected {expected}")
-    if len(tops) != 1 or (spec.top_k > 0) != (None not in tops):
-        raise InvalidData("a batch lacks the likeliest tokens, or has some too many")
-    for name, tensor in tensors.items():
-        kinds = _KINDS.get(name, _NUMBERS)
-        if tensor.dtype not in kinds:
-            raise InvalidData(f"{name} is {tensor.dtype}")
-        wrong = tensor.isnan() if kinds is not _NUMBERS else ~tensor.isfinite()
-        if bool(wrong.any()):
+    """Raise InvalidData unless a batch is one of `spec`: names, types, shapes, finite, known ids.
+
+    Only log-probabilities may be minus infinity: float16 has none that small.
+    """
+    count = tensors["following"].numel() if "following" in tensors else 0
+    vector, tops = (count, hidden_size), (count, min(spec.top_k, vocab_size))
+    expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        **{f"hidden.{layer}": (vector, _FLOATS) for layer in spec.layers},
+        "following": ((count,), (torch.int64,)),
+        **dict.fromkeys(("continues", "answers"), ((count,), (torch.bool,))),
+        **({"deep": (vector, _FLOATS)} if spec.deep else {}),
+        **({"top_ids": (tops, (torch.int32,))} if spec.top_k else {}),
+        **({"top_log_probs": (tops, (torch.float16,))} if spec.top_k else {}),
+    }
+    if wrong := sorted(tensors.keys() ^ expected.keys()):
+        raise InvalidData(f"a batch lacks {wrong[0][:80]!r}, or has it and should not")
+    for name, (shape, dtypes) in expected.items():
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            raise InvalidData(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtypes[0]} {list(shape)}"
+            )
+        bad = tensor.isnan() if name == "top_log_probs" else ~tensor.isfinite()
+        if bool(bad.any()):
             raise InvalidData(f"{name} holds numbers that are not finite")
-    for name in ("following", "top_ids"):
-        ids = tensors.get(name)
-        if ids is not None and ids.numel() and sizes:
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= sizes[1]:
-                raise InvalidData(f"{name} holds token ids outside 0..{sizes[1] - 1}")
+        if name in ("following", "top_ids") and not bool(
+            ((tensor >= 0) & (tensor < vocab_size)).all()
+        ):
+            raise InvalidData(f"{name} holds token ids outside 0..{vocab_size - 1}")
 
 
-_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_KINDS = {
-    "following": (torch.int64,),
-    "continues": (torch.bool,),
-    "answers": (torch.bool,),
-    "top_ids": (torch.int32,),
-    "top_log_probs": (torch.float16,),  # which may be too small for it: minus infinity
-}
-
-
-def _are_counts(values: Any) -> bool:
-    """Whether it is a list of whole numbers, none below 0."""
-    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
-
-
-def _damaged(path: Path, reason: object) -> InvalidData:
-    words = " ".join(str(reason).split())
-    return InvalidData(f"{path} is damaged: {words}. Run the selfspec cache command again")
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Whatever is wrong with a shard is an InvalidData that names it."""
+    try:
+        yield
+    except (OSError, SafetensorError, InvalidData) as error:
+        words = " ".join(str(error).split())
+        raise InvalidData(
+            f"{path} is damaged: {words}. Run the selfspec cache command again"
+        ) from error
 
 
 def sha256(path: Path) -> str:
@@ -652,27 +562,17 @@ def sha256(path: Path) -> str:
     return found.hexdigest()
 
 
-def _cut(sizes: Sequence[int], size_of: int) -> list[list[int]]:
-    """Numbers of the batches of each shard, in order."""
-    shards: list[list[int]] = []
-    room = 0
-    for index, positions in enumerate(sizes):
-        if room < positions * size_of:
-            shards.append([])
-            room = _SHARD_BYTES
-        shards[-1].append(index)
-        room -= positions * size_of
-    return shards
+_IDENTITY = ("base_model", "base_fingerprint", "spec", "dtype", "digest", "shards")
 
 
-def _claim(folder: Path, manifest: dict[str, Any]) -> None:
+def _claim(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, or find the same one there."""
     if not (folder / MANIFEST).exists():
-        _save(folder / MANIFEST, manifest)
+        manifest.write(folder)
         return
-    found = read_manifest(folder)
+    found = Manifest.read(folder)
     for name in _IDENTITY:
-        if found.get(name) != manifest[name]:
+        if getattr(found, name) != getattr(manifest, name):
             raise InvalidOption(
                 f"{folder} holds features with another {name.replace('_', ' ')}. Remove the "
                 "folder, or give another --output"
@@ -681,11 +581,10 @@ def _claim(folder: Path, manifest: dict[str, Any]) -> None:
 
 def _write_shard(
     path: Path,
-    source: FeatureSource,
+    source: StreamSource,
     batches: Sequence[int],
-    progress: Progress | None,
+    progress: Callable[[int, bool], None] | None,
 ) -> None:
-    """One shard, then the record of its hash."""
     tensors: dict[str, Tensor] = {}
     for index in batches:
         features = source.batch(index)
@@ -695,30 +594,16 @@ def _write_shard(
             progress(len(features), True)
     with files.replacing(path) as new:
         save_file(tensors, new)
-        digest = sha256(new)
-    _save(_hash_path(path), {"sha256": digest})
 
 
-def _is_whole(path: Path) -> bool:
-    return path.is_file() and _hash_of(path) == sha256(path)
-
-
-def _hash_of(path: Path) -> str | None:
-    """What a shard's record says; None where there is none that can be read."""
+def _is_whole(path: Path, known: str) -> bool:
+    """By the length that its header says, and by its hash where it is known."""
     try:
-        found = read_json(_hash_path(path))["sha256"]
-    except (InvalidData, LookupError, TypeError):
-        return None
-    return found if isinstance(found, str) else None
-
-
-def _hash_path(path: Path) -> Path:
-    return path.with_suffix(".json")
+        with safe_open(path, "pt"):
+            return known in ("", sha256(path))
+    except (OSError, SafetensorError):
+        return False
 
 
 def _shard(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
-
-
-def _save(path: Path, value: dict[str, Any]) -> None:
-    files.write(path, json.dumps(value, indent=1) + "\n")

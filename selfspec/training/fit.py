@@ -1,24 +1,29 @@
 """Fits exit heads to a frozen model: features come in, heads and their metrics go out.
 
-Epochs, validation, the best heads of each layer, checkpoints, early stop. What happens within a
-step is in `trainer`. Called by `selfspec fit`.
+All exit layers learn from the same features, each head on its own loss. Heads are float32 while
+they learn; what is measured and saved is their copy in the model's dtype: each layer's from its
+best epoch. Called by `selfspec fit`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from accelerate import PartialState
+from accelerate.utils import reduce
+from torch import Tensor, nn
 
 from selfspec.decoding.stats import Stopwatch
-from selfspec.errors import InvalidData, InvalidOption
-from selfspec.heads.attending import AttendingConfig, layer_like
+from selfspec.errors import InvalidData, InvalidOption, SelfspecError
+from selfspec.heads.attending import AttendingConfig, AttendingHeads, layer_like
 from selfspec.heads.exit_heads import (
     ExitHeads,
     HeadsConfig,
@@ -26,14 +31,18 @@ from selfspec.heads.exit_heads import (
     possible_exit_layers,
 )
 from selfspec.heads.folder import EAGLE3
+from selfspec.heads.heads import ExitHead
+from selfspec.hub.models import fast_products
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED
 from selfspec.training import checkpoint
-from selfspec.training.features import FeatureSpec, Processes, Selection
-from selfspec.training.measure import agreements, coverage
-from selfspec.training.options import FitOptions
+from selfspec.training.checkpoint import record_of
+from selfspec.training.features import Features, FeatureSpec, Selection, launched
+from selfspec.training.losses import Targets, cross_entropy, draft_index, targets
+from selfspec.training.measure import Agreement, agreements, coverage, unrolled
+from selfspec.training.options import FitOptions, plain
 from selfspec.training.text import draft_vocabulary
-from selfspec.training.trainer import Trainer
+from selfspec.typed import annotations_of, check_keys, check_types, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +60,13 @@ class Progress:
     """By exit layer, in nats per position."""
     agreement: float | None
     """The best layer's on held-out text, as far as an epoch was closed, in 0..1."""
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        loss = sum(self.losses.values()) / len(self.losses)
+        known = "" if self.agreement is None else f"  agreement {self.agreement:.1%}"
+        return f"epoch {self.epoch}  loss {loss:.3f}{known}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +90,7 @@ class Job:
     """Name of the text that is measured on."""
     workplace: Path | None = None
     """Folder for the checkpoint of an unfinished fit; None: it cannot be resumed."""
-    processes: Processes = field(default_factory=Processes)
+    processes: PartialState = field(default_factory=launched)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,61 +109,52 @@ class Fitted:
 class _Course:
     """How far a fit has come; everything but tensors that a checkpoint holds."""
 
+    sums: dict[str, float]
+    """Loss of this epoch by layer, times positions."""
     step: int = 0
     """Steps done."""
-    sums: dict[int, float] = field(default_factory=dict)
-    """Loss of this epoch by layer, times positions."""
     positions: int = 0
     """Positions of this epoch so far."""
     entries: list[dict[str, Any]] = field(default_factory=list)
-    best: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By layer, its entry of the best epoch."""
+    """One per closed epoch and layer."""
 
     @property
     def validated(self) -> int:
         """Epochs that are closed: all their steps done, and measured."""
-        return int(self.entries[-1]["epoch"]) if self.entries else 0
+        return len(self.entries) // len(self.sums)
 
-    def record(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
+    def best(self, layer: int) -> dict[str, Any]:
+        """A layer's entry of its best epoch."""
+        own = (entry for entry in self.entries if entry["layer"] == layer)
+        return max(own, key=lambda entry: float(entry["agreement"]))
 
     @classmethod
-    def of(cls, record: Any, layers: Sequence[int]) -> _Course:
-        """The inverse of `record`, after JSON made text of the layers.
-
-        Raises ValueError, KeyError, TypeError or AttributeError for what `record` never gives.
-        """
-        layered = {name: {int(k): v for k, v in record[name].items()} for name in ("sums", "best")}
-        course = cls(**record | layered)
-        if list(course.sums) != list(layers) or not set(course.best) <= set(layers):
-            raise ValueError("it is of other exit layers")
-        for entry in (*course.entries, *course.best.values()):
-            numbers = [entry["train_loss"], entry["agreement"], entry["positions"]]
-            if type(entry["epoch"]) is not int or entry["layer"] not in layers:
-                raise ValueError("an entry without epoch and layer")
-            if not all(math.isfinite(number) for number in numbers):
-                raise ValueError("an entry that is not finite")
-        if not all(math.isfinite(total) for total in course.sums.values()):
-            raise ValueError("a loss that is not finite")
+    def read(cls, record: Any, layers: Sequence[int], steps_per_epoch: int, epochs: int) -> _Course:
+        """What a checkpoint says. Raises InvalidOption for what no such fit can have come to."""
+        course = record_of(cls, record)
+        for entry in course.entries:
+            check_keys(entry, _ENTRY, "entry")
+            check_types(dict.fromkeys(_ENTRY) | entry, _ENTRY)
+        place = course.step - course.validated * steps_per_epoch
+        measured = [(entry["epoch"], entry["layer"]) for entry in course.entries]
+        whole = list(product(range(1, course.validated + 1), layers))
+        if (
+            list(course.sums) != [str(layer) for layer in layers]
+            or measured != whole
+            or course.validated > epochs
+            or not 0 <= place <= steps_per_epoch
+            or (place > 0) != (course.positions > 0)
+        ):
+            raise InvalidOption(f"{shown(course)} is of no fit of layers {list(layers)}")
         return course
 
-    def check(self, steps_per_epoch: int, epochs: int) -> None:
-        """Raise ValueError unless steps, positions and entries can be those of one fit."""
-        if type(self.step) is not int or type(self.positions) is not int:
-            raise ValueError("steps and positions are no whole numbers")
-        if len(self.entries) != self.validated * len(self.sums) or self.validated > epochs:
-            raise ValueError(f"{len(self.entries)} entries for {self.validated} epochs")
-        if self.validated and set(self.best) != set(self.sums):
-            raise ValueError("no best epoch")
-        place = self.step - self.validated * steps_per_epoch
-        if not 0 <= place <= steps_per_epoch or (place > 0) != (self.positions > 0):
-            raise ValueError(f"{self.step} steps, {self.validated} epochs measured")
+
+_ENTRY = {"epoch": int, "layer": int, "train_loss": float, **annotations_of(Agreement)}
 
 
 def fit(
     job: Job,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] = lambda _: None,
     watch: Stopwatch | None = None,
 ) -> Fitted:
     """Heads for all exit layers at once; goes on where a killed fit of the same job was.
@@ -155,7 +162,7 @@ def fit(
     Raises InvalidOption for layers or sizes that do not fit the model or another job's checkpoint,
     InvalidData for an empty text, SelfspecError when a loss is not finite.
     """
-    return _Fit(job, watch or Stopwatch()).run(progress or _ignore)
+    return _Fit(job, watch or Stopwatch()).run(progress)
 
 
 def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> FeatureSpec:
@@ -214,6 +221,140 @@ def default_exit_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(layer for layer in spread if 1 <= layer < num_layers))
 
 
+_HEAD_ROWS = 1024
+"""Rows whose draft logits exist at a time; 34 MB for 8,192 of them. A step takes twice as long with
+256 rows, and no less with 2,048 (2 cores, AVX512-bf16)."""
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Trainer:
+    """Heads, their optimiser and its schedule."""
+
+    def __init__(self, job: Job, steps: int) -> None:
+        """Heads as they begin, for `steps` steps in all."""
+        self._options = job.options
+        self._processes = job.processes
+        self._steps = steps
+        self._answer_weights = answer_weights(job.train, job.options.answer_share)
+        backbone, draft_ids = job.backbone, _draft_ids(job)
+        config = _config(job, draft_ids, _record(job, steps))
+        own = backbone.unembedding
+        self._own, device = own, own.weight.device
+        self._mixed = backbone.dtype == torch.bfloat16 and fast_products(torch.bfloat16, device)
+        weight = own.weight if self._mixed else own.weight.float()
+        torch.manual_seed(job.options.seed)  # inner layers begin with random numbers
+        heads = (
+            AttendingHeads.fresh(config, own._replace(weight=weight), draft_ids)
+            if isinstance(config, AttendingConfig)
+            else ExitHeads(config, own._replace(weight=weight), draft_ids)
+        )
+        self.heads = heads.float()
+        self._index = draft_index(draft_ids, backbone.vocab_size).to(device)
+        learning = [entry for entry in self.heads.parameters() if entry.requires_grad]
+        decay = {"weight_decay": job.options.weight_decay}
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in learning if p.dim() >= 2], **decay},
+                {"params": [p for p in learning if p.dim() < 2], "weight_decay": 0.0},  # norms
+            ]
+        )
+        for parameter in learning:  # as AdamW makes it at its first step; so checkpoints fit at any
+            moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
+            self._optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+
+    def step(self, number: int, batches: Sequence[Features], positions: int) -> dict[int, float]:
+        """Step `number`, from 0, on this process's part of `positions` positions.
+
+        Gives the loss by exit layer, nats per position, over all processes. Raises
+        SelfspecError, with the weights as they were, when one is not finite.
+        """
+        totals = dict.fromkeys(self.heads.config.exit_layers, 0.0)
+        for batch in batches:
+            wanted = targets(batch, self._index, self._options.ce_share, self._answer_weights)
+            for layer in totals:
+                totals[layer] += self._backward(layer, batch, wanted, positions)
+        together = self._processes.num_processes > 1
+        if together:
+            summed = torch.tensor([*totals.values()], device=self._processes.device)
+            totals = dict(zip(totals, reduce(summed, "sum").tolist(), strict=True))
+        for layer, loss in totals.items():
+            parameters = list(self.heads.part(layer).parameters())
+            for parameter in parameters if together else ():
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = reduce(grad, "sum")
+            norm = nn.utils.clip_grad_norm_(parameters, self._options.max_grad_norm)
+            if not (math.isfinite(loss) and bool(norm.isfinite())):
+                raise SelfspecError(
+                    f"the loss is {loss} with a gradient of {float(norm)} at step {number + 1}, "
+                    f"exit layer {layer}. Lower the learning rate, or check the model's weights"
+                )
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._options.learning_rate * self._rate(number)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return totals
+
+    def finished(self) -> ExitHeads:
+        """A copy in the model's dtype, on the model's own unembedding, no longer learning."""
+        return self.heads.twin(self._own)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that `restore` needs."""
+        named = {f"heads.{k}": p.detach() for k, p in self.heads.named_parameters()}
+        for name, parameter in self.heads.named_parameters():
+            if parameter.requires_grad:
+                state = self._optimizer.state[parameter]
+                named |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS}
+        return named
+
+    def restore(self, tensors: dict[str, Tensor], step: int) -> None:
+        """Go back to where `tensors` were taken, after `step` steps."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+        for state in self._optimizer.state.values():
+            state["step"].fill_(step)
+
+    def _backward(self, layer: int, batch: Features, wanted: Targets, positions: int) -> float:
+        """Add the gradients of one exit layer's drafts; the first's part of the loss per position.
+
+        Draft logits exist for some rows at a time: each piece goes back as far as the features.
+        """
+        head = cast("ExitHead", self.heads.by_layer[str(layer)])
+        floats = {layer: hidden.float() for layer, hidden in batch.hidden.items()}
+        deep = None if batch.deep is None else batch.deep.float()
+        batch = replace(batch, hidden=floats, deep=deep)
+        with self._autocast(batch.following.device):
+            drafts = list(unrolled(self.heads, layer, batch, self._options.draft_steps))
+        weight, first, gradients = 1.0 / positions, 0.0, []
+        for features, valid in drafts:
+            leaf, losses = features.detach().requires_grad_(), []
+            chosen = wanted.where(valid)
+            for start in range(0, len(batch), _HEAD_ROWS):
+                rows = slice(start, start + _HEAD_ROWS)
+                with self._autocast(batch.following.device):
+                    loss = cross_entropy(head.unembed(leaf[rows]), chosen.rows(rows))
+                (loss * weight).backward()
+                losses.append(loss.detach())
+            gradients.append(leaf.grad)
+            first = first or float(torch.stack(losses).sum()) / positions
+            weight *= self._options.step_decay
+        torch.autograd.backward([features for features, _ in drafts], gradients)
+        return first
+
+    def _rate(self, step: int) -> float:
+        """Share of the highest learning rate at `step`, from 0: a ramp, then a cosine to 0."""
+        warmup = round(self._steps * self._options.warmup)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, self._steps - warmup)))
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Matrix products in bfloat16 where the model has them too: that is how heads will run."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self._mixed)
+
+
 class _Fit:
     """One job on its way."""
 
@@ -225,45 +366,30 @@ class _Fit:
             )
         self._job = job
         self._watch = watch
-        options = job.options
-        self._steps_per_epoch = math.ceil(len(job.train.indices) / options.accumulate)
-        self._steps = self._steps_per_epoch * options.epochs
-        draft_ids = _draft_ids(job)
-        config = _config(job, draft_ids, _record(job, self._steps))
-        self._layers = config.exit_layers
-        self._trainer = Trainer(
-            job.backbone,
-            config,
-            draft_ids,
-            options,
-            self._steps,
-            job.processes,
-            answer_weights(job.train, options.answer_share),
-        )
-        self._course = _Course(sums=dict.fromkeys(self._layers, 0.0))
+        self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
+        self._steps = self._steps_per_epoch * job.options.epochs
+        self._trainer = Trainer(job, self._steps)
+        self._layers = self._trainer.heads.config.exit_layers
+        self._course = _Course(dict.fromkeys(map(str, self._layers), 0.0))
         self._best = self._trainer.finished()
         self._resume()
 
     def run(self, progress: Callable[[Progress], None]) -> Fitted:
         """All that is left to do."""
-        course = self._course
+        course, stride = self._course, self._job.options.accumulate
         while course.validated < self._job.options.epochs and not self._out_of_patience():
             # not from the steps alone: a fit can be killed between an epoch's last one and its end
             epoch = course.validated
             place = course.step - epoch * self._steps_per_epoch
             order = self._order(epoch)
             self._watch.start()
-            for start in range(place * self._stride, len(order), self._stride):
-                progress(self._step(order[start : start + self._stride], epoch))
+            for start in range(place * stride, len(order), stride):
+                progress(self._step(order[start : start + stride], epoch))
                 if course.step % self._job.options.checkpoint_steps == 0:
                     self._save()
             self._validate(epoch)
             self._save()
         return self._fitted()
-
-    @property
-    def _stride(self) -> int:
-        return self._job.options.accumulate
 
     def _order(self, epoch: int) -> list[int]:
         """The batches of an epoch, shuffled by seed and epoch alone."""
@@ -276,13 +402,15 @@ class _Fit:
         course, source = self._course, self._job.train.source
         positions = sum(source.sizes[index] for index in indices)
         device = self._job.backbone.unembedding.weight.device
-        mine = [source.batch(index).to(device) for index in self._job.processes.share(indices)]
+        processes = self._job.processes
+        share = indices[processes.process_index :: processes.num_processes]
+        mine = [source.batch(index).to(device) for index in share]
         self._watch.lap("features")
         losses = self._trainer.step(course.step, mine, positions)
         course.step += 1
         course.positions += positions
         for layer, loss in losses.items():
-            course.sums[layer] += loss * positions
+            course.sums[str(layer)] += loss * positions
         self._watch.lap("heads")
         return Progress(
             step=course.step,
@@ -290,7 +418,7 @@ class _Fit:
             epoch=epoch + 1,
             positions=positions,
             losses=losses,
-            agreement=max((entry["agreement"] for entry in course.best.values()), default=None),
+            agreement=max((entry["agreement"] for entry in course.entries), default=None),
         )
 
     def _validate(self, epoch: int) -> None:
@@ -301,77 +429,70 @@ class _Fit:
             entry = {
                 "epoch": epoch + 1,
                 "layer": layer,
-                "train_loss": course.sums[layer] / course.positions,
+                "train_loss": course.sums[str(layer)] / course.positions,
                 **asdict(shares[layer]),
             }
             course.entries.append(entry)
-            if layer not in course.best or _better(entry, course.best[layer]):
-                course.best[layer] = entry
+            if course.best(layer) is entry:
                 self._best.part(layer).load_state_dict(heads.part(layer).state_dict())
-        course.sums, course.positions = dict.fromkeys(self._layers, 0.0), 0
+        course.sums, course.positions = dict.fromkeys(course.sums, 0.0), 0
         self._watch.lap("validation")
 
     def _out_of_patience(self) -> bool:
         course, patience = self._course, self._job.options.patience
-        if patience is None or not course.best:
+        if patience is None or not course.entries:
             return False
-        last_gain = max(entry["epoch"] for entry in course.best.values())
-        return bool(course.entries[-1]["epoch"] - last_gain >= patience)
+        last_gain = max(int(course.best(layer)["epoch"]) for layer in self._layers)
+        return course.validated - last_gain >= patience
 
     def _fitted(self) -> Fitted:
         course = self._course
         metrics = {
-            "layers": {str(layer): course.best[layer] for layer in self._layers},
+            "layers": {str(layer): course.best(layer) for layer in self._layers},
             "coverage": coverage(self._best, self._job.validation.batches()),
             "train_answer_tokens": self._job.train.answers,
             "train_positions": self._job.train.positions,
             "steps": course.step,
-            "processes": self._job.processes.count,
+            "processes": self._job.processes.num_processes,
             "seconds": {part: round(seconds, 1) for part, seconds in self._watch.seconds.items()},
         }
         return Fitted(heads=self._best, metrics=metrics, epochs=course.entries)
 
     def _save(self) -> None:
         job = self._job
-        if job.workplace is None or not job.processes.is_main:
+        if job.workplace is None or not job.processes.is_main_process:
             return
-        best = {f"best.{name}": tensor for name, tensor in self._best.named_parameters()}
-        record = {"job": _description(job), "course": self._course.record()}
-        checkpoint.save(job.workplace / checkpoint.FILE, self._trainer.tensors() | best, record)
+        record = {"job": _description(job), "course": asdict(self._course)}
+        checkpoint.save(job.workplace / checkpoint.FILE, self._tensors(), record)
 
     def _resume(self) -> None:
         """Go on from the checkpoint of the same job, if there is one."""
-        if self._job.workplace is None:
+        job = self._job
+        if job.workplace is None or not (job.workplace / checkpoint.FILE).is_file():
             return
-        path = self._job.workplace / checkpoint.FILE
-        found = checkpoint.load(path)
-        if found is None:
-            return
-        tensors, record = found
-        checkpoint.require_same(path, record["job"], _description(self._job))
-        epochs = self._job.options.epochs
+        path = job.workplace / checkpoint.FILE
+        tensors, record = checkpoint.load(path)
+        checkpoint.require_same(path, record["job"], _description(job))
         try:
-            self._course = _Course.of(record.get("course"), self._layers)
-            self._course.check(self._steps_per_epoch, epochs)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._course = _Course.read(
+                record.get("course"), self._layers, self._steps_per_epoch, job.options.epochs
+            )
+        except InvalidOption as error:
             raise checkpoint.damaged(path, f"its course makes no sense: {error}") from error
-        best = {f"best.{name}": p for name, p in self._best.named_parameters()}
-        expected = self._trainer.expected_tensors(self._course.step) | best
-        checkpoint.check_tensors(path, tensors, expected)
+        checkpoint.check_tensors(path, tensors, self._tensors())
         self._trainer.restore(tensors, self._course.step)
-        for name, parameter in best.items():
-            parameter.copy_(tensors[name])
+        for name, parameter in self._best.named_parameters():
+            parameter.copy_(tensors[f"best.{name}"])
 
-
-def _better(entry: dict[str, Any], best: dict[str, Any]) -> bool:
-    return bool(entry["agreement"] > best["agreement"])
+    def _tensors(self) -> dict[str, Tensor]:
+        best = {f"best.{name}": tensor for name, tensor in self._best.named_parameters()}
+        return self._trainer.tensors() | best
 
 
 def _description(job: Job) -> dict[str, Any]:
     """What must be the same for a checkpoint to be continued; ready for JSON."""
-    options = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(job.options).items()}
     return {
-        **options,
+        **plain(job.options),
         "model": job.backbone.fingerprint,
         "dtype": str(job.backbone.dtype).removeprefix("torch."),
         "data": job.train.description(),
@@ -438,7 +559,3 @@ def _record(job: Job, steps: int) -> dict[str, Any]:
         "seed": options.seed,
         "versions": {name: metadata.version(name) for name in ("torch", "transformers")},
     }
-
-
-def _ignore(_progress: Progress) -> None:
-    """Nobody watches."""

@@ -43,10 +43,8 @@ class Judged(NamedTuple):
 
     logits: Tensor
     """[N, V_draft]"""
-    tokens: Tensor
-    """[N]: the head's top tokens, as ids of the model."""
     right: Tensor
-    """[N] bool: it is the model's."""
+    """[N] bool: its top token is the model's."""
 
 
 def unrolled(
@@ -124,7 +122,7 @@ def judged(heads: ExitHeads, layer: int, batch: Features, drafts: int = 1) -> li
         rows = (answers & valid).nonzero()[:, 0]
         logits = head.unembed(features[rows])
         tokens = head.to_target_ids(logits.argmax(-1))
-        found.append(Judged(logits, tokens, tokens == batch.top_ids[rows, 0]))
+        found.append(Judged(logits, tokens == batch.top_ids[rows, 0]))
         answers = batch.answers & answers.roll(1)
     return found
 

@@ -6,7 +6,7 @@ Imports no torch, so that `selfspec fit --help` stays fast.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from selfspec.errors import InvalidOption
@@ -77,11 +77,9 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that nothing could be written with."""
-        for name in ("batch_size", "max_question_tokens", "max_new_tokens"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "at least 1")
-        least = self.max_prompt_tokens
-        require(least >= 32, "max_prompt_tokens", least, "at least 32")
+        ones = ("tokens", "batch_size", "max_question_tokens", "max_new_tokens")
+        least = {"max_prompt_tokens": 32, "question_top_k": 0, "seed": 0}
+        require_least(self, dict.fromkeys(ones, 1) | least)
         require(0.0 <= self.greedy_share <= 1.0, "greedy_share", self.greedy_share, "in [0, 1]")
         low_and_high = self.question_temperature
         require(
@@ -90,9 +88,7 @@ class DataOptions:
             ",".join(map(str, low_and_high)),
             "a lowest and a highest one, above 0",
         )
-        require(self.question_top_k >= 0, "question_top_k", self.question_top_k, "at least 0")
         require(self.temperature > 0.0, "temperature", self.temperature, "above 0")
-        require(self.seed >= 0, "seed", self.seed, "at least 0")
         require(not (self.raw and self.system), "system", self.system, "none with raw")
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", self.shard)
         inside = match is not None and 1 <= int(match[1]) <= int(match[2])
@@ -132,9 +128,7 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that make no sense for any model."""
-        for name in ("top_k", "batch_tokens", "max_tokens"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "at least 1")
+        require_least(self, {"top_k": 1, "batch_tokens": 1, "max_tokens": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,17 +204,8 @@ class FitOptions:
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no fit could make sense of."""
         require(self.head_type in FITTED_HEAD_TYPES, "head_type", self.head_type, FITTED_HEAD_TYPES)
-        for name in (
-            "inner_size",
-            "draft_vocab_size",
-            "draft_steps",
-            "epochs",
-            "patience",
-            "accumulate",
-            "checkpoint_steps",
-        ):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "at least 1")
+        ones = ("inner_size", "draft_vocab_size", "draft_steps", "epochs", "patience", "accumulate")
+        require_least(self, dict.fromkeys((*ones, "checkpoint_steps"), 1) | {"weight_decay": 0})
         for name in ("learning_rate", "max_grad_norm"):
             require(getattr(self, name) > 0.0, name, getattr(self, name), "above 0")
         require(0.0 <= self.ce_share <= 1.0, "ce_share", self.ce_share, "in [0, 1]")
@@ -228,7 +213,18 @@ class FitOptions:
         require(share is None or 0.0 < share <= 1.0, "answer_share", share, "in (0, 1]")
         require(0.0 < self.step_decay <= 1.0, "step_decay", self.step_decay, "in (0, 1]")
         require(0.0 <= self.warmup < 1.0, "warmup", self.warmup, "in [0, 1)")
-        require(self.weight_decay >= 0.0, "weight_decay", self.weight_decay, "at least 0")
+
+
+def plain(options: Any) -> dict[str, Any]:
+    """Options by name, ready for JSON and YAML: what is read again is the same."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
+
+
+def require_least(options: Any, least: dict[str, int]) -> None:
+    """Raise InvalidOption for an option below its least value; None is above all."""
+    for name, low in least.items():
+        value = getattr(options, name)
+        require(value is None or value >= low, name, value, f"at least {low}")
 
 
 def require(condition: bool, name: str, value: object, expected: object) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.files import local_path
-from selfspec.typed import annotations_of, check_keys, check_types
+from selfspec.training.checkpoint import record_of
+from selfspec.typed import check_keys, check_types
 from selfspec.untrusted import read_text, read_yaml
 
 BUILT_IN = Path(str(resources.files(__package__).joinpath("text.yaml")))
@@ -51,6 +52,13 @@ class Passage:
     count: tuple[int, int] = (1, 1)
     """Fewest and most of them in a prompt; several are numbered."""
     language: tuple[str, ...] = ("en",)
+
+    def __post_init__(self) -> None:
+        """Raise InvalidOption for ranges that hold nothing, or too much."""
+        for name, most in (("tokens", 1 << 20), ("count", _MOST_PARTS)):
+            low, high = getattr(self, name)
+            if not 1 <= low <= high <= most:
+                raise InvalidOption(f"{name} is {low}, {high}, expected a range in 1..{most}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +115,9 @@ class Row:
         return None if turn is None else turn.format_map(self.values)
 
 
-def read_recipe(path: Path | None = None) -> Recipe:
+def read_recipe(path: str | Path | None = None) -> Recipe:
     """A recipe file, or the built-in one. Raises InvalidData: file, place, reason."""
-    path = BUILT_IN if path is None else path
+    path = BUILT_IN if path is None else local_path(path)
     found = read_yaml(path)
     try:
         return _recipe(found)
@@ -120,7 +128,9 @@ def read_recipe(path: Path | None = None) -> Recipe:
 class Passages:
     """Paragraphs of the text files in a folder; a sub-folder `de` holds German ones, and so on."""
 
-    def __init__(self, folder: Path | None = None, languages: Sequence[str] = ("en",)) -> None:
+    def __init__(
+        self, folder: str | Path | None = None, languages: Sequence[str] = ("en",)
+    ) -> None:
         """Raises InvalidData for a folder without text, or with more than fits into memory."""
         self.digest = ""
         self._files: list[list[str]] = []
@@ -145,8 +155,9 @@ class Passages:
         return "\n\n".join(taken)
 
     def _read(self, folder: Path, languages: set[str]) -> None:
+        suffixes = ", ".join(_PASSAGE_SUFFIXES)
         if not folder.is_dir():
-            raise InvalidData(f"{folder} is no folder. Give one with {_suffixes()} files")
+            raise InvalidData(f"{folder} is no folder. Give one with {suffixes} files")
         digest, room = hashlib.sha256(), _MOST_PASSAGES
         for path in sorted(path for path in folder.rglob("*") if path.suffix in _PASSAGE_SUFFIXES):
             name = path.relative_to(folder).as_posix()
@@ -165,7 +176,7 @@ class Passages:
             self._files.append(paragraphs)
         self.digest = digest.hexdigest()[:16]
         if not self._files:
-            raise InvalidData(f"{folder} holds no text. Put {_suffixes()} files there")
+            raise InvalidData(f"{folder} holds no text. Put {suffixes} files there")
 
 
 class Prompts:
@@ -225,7 +236,8 @@ class Prompts:
             {},
             random.Random(f"{self._seed} {number}"),
         )
-        for name in sorted(_used(row.turns) & self._recipe.lists.keys()):
+        used = {name for turn in row.turns if turn for name in _placeholders(turn)}
+        for name in sorted(used & self._recipe.lists.keys()):
             values = self._recipe.lists[name]
             row.values[name] = values[dealt(len(values), turn, f"{seed} {name}")]
         if family.passage is not None:
@@ -290,115 +302,82 @@ def _interleaved(families: Sequence[Family]) -> list[Family]:
 # --- reading a recipe -----------------------------------------------------------------------------
 
 
+_KEYS = {"families": dict, "lists": dict, "languages": dict, "written-share": float}
+
+
 def _recipe(found: Any) -> Recipe:
     """Raises InvalidOption for anything but a whole recipe."""
     if not isinstance(found, dict):
         raise InvalidOption("expected families and lists, each with a name")
-    check_keys(map(str, found), ("families", "lists", "languages", "written-share"), "key")
-    lists = {str(name): _texts(name, v) for name, v in _mapping(found, "lists").items()}
-    languages = {str(k): str(v) for k, v in _mapping(found, "languages").items()}
-    families = tuple(
-        _family(str(name), values) for name, values in _mapping(found, "families").items()
-    )
+    check_keys(map(str, found), _KEYS, "key")
+    found = {name: value for name, value in found.items() if value is not None}
+    check_types(found, _KEYS)
+    lists = {}
+    for name, values in found.get("lists", {}).items():
+        label = f"the list {name}"
+        check_types({label: values}, {label: list[str | int | float]})
+        if not values:
+            raise InvalidOption(f"{label} is empty, expected texts or numbers")
+        lists[str(name)] = tuple(str(value) for value in values)
+    languages = {str(k): str(v) for k, v in found.get("languages", {}).items()}
+    families = []
+    for name, values in found.get("families", {}).items():
+        try:
+            families.append(_family(str(name), values))
+            _check_family(families[-1], set(lists), {"en", *languages})
+        except InvalidOption as error:
+            raise InvalidOption(f"family {name}: {error}") from error
     share = found.get("written-share", 0.5)
-    check_types({"written-share": share}, {"written-share": float})
     if not 0.0 <= share <= 1.0:
         raise InvalidOption(f"written-share is {share}, expected 0 to 1")
     if not families:
         raise InvalidOption("families is empty, expected at least one")
-    for family in families:
-        _check_family(family, set(lists), set(languages))
-    digest = hashlib.sha256(repr((families, lists, languages, share)).encode()).hexdigest()[:16]
+    whole = repr((tuple(families), lists, languages, share))
     return Recipe(
-        families=families,
+        families=tuple(families),
         lists=lists,
         languages={"en": "English"} | languages,
         written_share=share,
-        digest=digest,
+        digest=hashlib.sha256(whole.encode()).hexdigest()[:16],
     )
 
 
-def _mapping(found: dict[str, Any], name: str) -> dict[Any, Any]:
-    value = found.get(name) or {}
-    if not isinstance(value, dict):
-        raise InvalidOption(f"{name} is no mapping of names")
-    return value
-
-
-def _texts(name: object, values: Any) -> tuple[str, ...]:
-    """A list's entries; numbers are written as they are."""
-    if not isinstance(values, list) or not values:
-        raise InvalidOption(f"the list {name} is empty, expected texts or numbers")
-    if wrong := [v for v in values if isinstance(v, bool) or not isinstance(v, str | int | float)]:
-        raise InvalidOption(
-            f"the list {name} holds {wrong[0]!r}, expected texts or numbers: quote it"
-        )
-    return tuple(str(value) for value in values)
-
-
 def _family(name: str, values: Any) -> Family:
-    if not isinstance(values, dict):
-        raise InvalidOption(f"family {name} is no mapping")
-    hints = annotations_of(Family)
-    check_keys(map(str, values), hints.keys() - {"name"}, f"key of family {name}")
-    known = dict(values)
-    asks = known.pop("ask", None)
-    if isinstance(asks, list):
-        asks = [tuple(ask) if isinstance(ask, list) else (ask,) for ask in asks]
-        known["ask"] = tuple(asks)
-    if isinstance(known.get("passage"), dict):
-        wanted = known["passage"]
-        check_keys(map(str, wanted), annotations_of(Passage), f"key of passage in family {name}")
-        check_types(wanted, annotations_of(Passage))
-        if "tokens" not in wanted:
-            raise InvalidOption(f"the passage of family {name} has no tokens: [fewest, most]")
-        known["passage"] = Passage(**{key: tuple(value) for key, value in wanted.items()})
-    try:
-        check_types(known, hints)
-    except InvalidOption as error:
-        raise InvalidOption(f"family {name}: {error}") from error
-    if missing := {"weight", "ask"} - known.keys():
-        raise InvalidOption(f"family {name} has no {' and no '.join(sorted(missing))}")
-    return replace(Family(name=name, **known), question=tuple(known.get("question", ())))
+    known = values | {"name": name} if isinstance(values, dict) else values
+    if isinstance(known, dict) and isinstance(asks := known.get("ask"), list):
+        known["ask"] = tuple(tuple(ask) if isinstance(ask, list) else (ask,) for ask in asks)
+    if isinstance(known, dict) and known.get("passage") is not None:
+        wanted = record_of(Passage, known["passage"])
+        parts = {name: tuple(value) for name, value in vars(wanted).items()}
+        known["passage"] = Passage(**parts)
+    family = record_of(Family, known)
+    return replace(family, question=tuple(family.question))
 
 
 def _check_family(family: Family, lists: set[str], languages: set[str]) -> None:
     """Raise InvalidOption for a family whose prompts cannot be made."""
-    where = f"family {family.name}"
     if family.weight <= 0.0:
-        raise InvalidOption(f"{where}: weight is {family.weight}, expected above 0")
+        raise InvalidOption(f"weight is {family.weight}, expected above 0")
     if not family.ask or not all(ask and ask[0] is not None for ask in family.ask):
-        raise InvalidOption(f"{where}: ask holds no first turn")
-    given = lists | ({"question"} if family.question else set())
-    if family.passage is not None:
-        given |= {"passage", "language"}
-        _check_passage(family.passage, where, languages)
+        raise InvalidOption("ask holds no first turn")
     if family.question and family.passage is None:
-        raise InvalidOption(f"{where}: a question needs a passage")
+        raise InvalidOption("a question needs a passage")
+    given = lists | ({"question"} if family.question else set())
+    if (wanted := family.passage) is not None:
+        given |= {"passage", "language"}
+        unknown = set(wanted.language) - languages
+        if unknown or not wanted.language:
+            raise InvalidOption(f"language {', '.join(sorted(unknown))} has no name")
     for turn in (turn for ask in family.ask for turn in ask if turn is not None):
         try:
             names = set(_placeholders(turn))
         except ValueError as error:
-            raise InvalidOption(f"{where}: {turn[:60]!r}: {error}") from error
+            raise InvalidOption(f"{turn[:60]!r}: {error}") from error
         if names - given:
             raise InvalidOption(
-                f"{where}: {{{min(names - given)}}} in {turn[:60]!r} is none of the lists; a brace "
-                "that stays is written twice"
+                f"{{{min(names - given)}}} in {turn[:60]!r} is none of the lists; a brace that "
+                "stays is written twice"
             )
-
-
-def _check_passage(wanted: Passage, where: str, languages: set[str]) -> None:
-    for name, most in (("tokens", 1 << 20), ("count", _MOST_PARTS)):
-        low, high = getattr(wanted, name)
-        if not 1 <= low <= high <= most:
-            raise InvalidOption(f"{where}: {name} is {low}, {high}, expected a range in 1..{most}")
-    unknown = set(wanted.language) - languages - {"en"}
-    if unknown or not wanted.language:
-        raise InvalidOption(f"{where}: language {', '.join(sorted(unknown))} has no name")
-
-
-def _used(turns: Sequence[str | None]) -> set[str]:
-    return {name for turn in turns if turn is not None for name in _placeholders(turn)}
 
 
 def _placeholders(text: str) -> Iterator[str]:
@@ -419,7 +398,3 @@ def _invents(family: Family) -> bool:
 def _asks(family: Family) -> bool:
     """Whether it writes the first turn's question."""
     return bool(family.question)
-
-
-def _suffixes() -> str:
-    return ", ".join(_PASSAGE_SUFFIXES)

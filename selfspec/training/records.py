@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
+from huggingface_hub import ModelCardData
+from jinja2 import Environment, StrictUndefined, TemplateError
 
 from selfspec import files
 from selfspec.api.chat_template import name_of
@@ -31,57 +33,78 @@ from selfspec.untrusted import read_json, read_yaml
 logger = logging.getLogger(__name__)
 
 _CARD = """\
-# Exit heads for {base_model}
+---
+{{ header.to_yaml() }}
+---
 
-{kind} heads at exit layers {layers} of {num_layers}, drafting from {vocabulary}. For
-speculative decoding with selfspec, whose output they never change. Weights: {dtype}.
+# Exit heads for {{ config.base_model }}
 
-Fitted with `selfspec fit` (loss: {loss}; learning rate {learning_rate}, {epochs} epoch(s), {steps}
-steps, seed {seed}) on {answer_tokens:,} answer tokens of {conversations:,} conversations
-({data}); `run.yaml` holds all options, `metrics.jsonl` the course of it. Base fingerprint:
-`{fingerprint}`.
+{{ config.head_type.capitalize() }} heads at exit layers {{ config.exit_layers|join(", ") }} of \
+{{ config.num_layers }}, drafting from {{ vocabulary }}. For
+speculative decoding with selfspec, whose output they never change. Weights: {{ run.dtype }}.
+
+Fitted with `selfspec fit` (loss: {{ loss }}; learning rate {{ run.learning_rate }}, \
+{{ run.epochs }} epoch(s), {{ run.steps }}
+steps, seed {{ run.seed }}) on {{ "{:,}".format(run.answer_tokens) }} answer tokens of \
+{{ "{:,}".format(run.conversations) }} conversations
+({{ run.data }}); `run.yaml` holds all options, `metrics.jsonl` the course of it. Base fingerprint:
+`{{ config.base_fingerprint }}`.
 
 ## Use
 
 ```sh
-selfspec generate --model {model} --heads HEADS --stats "Why is the sky blue?"
+selfspec generate --model {{ header.base_model or "MODEL" }} --heads HEADS --stats \
+"Why is the sky blue?"
 ```
 
 HEADS is this folder, or its id on the hub; MODEL, where it says so, the model itself. Behind
-`selfspec heads pull HEADS` these heads are used with their model by themselves.{template}
+`selfspec heads pull HEADS` these heads are used with their model by themselves.
+{% if config.chat_template is not none %}
+
+Their text was written with a chat template that the model does not bring, `{{ template }}`. It is \
+kept in
+`config.json` and used with these heads by itself.
+{% endif %}
 
 ## Agreement on held-out text
 
-Share of {positions:,} answer positions ({validation}) where a head's top token is the
+Share of {{ "{:,}".format(first.positions) }} answer positions ({{ run.validation }}) where a \
+head's top token is the
 model's own, over the full vocabulary, and the same among the positions where the head is most
-confident (`metrics.json`). {coverage:.1%} of the model's tokens are in the draft vocabulary.
+confident (`metrics.json`). {{ "{:.1%}".format(metrics.coverage) }} of the model's tokens are in \
+the draft vocabulary.
 Text of another kind than the conversations has lower shares.
 
-| exit layer | all | most confident 25 % | most confident 10 % |{second_head}
-|---|---|---|---|{second_rule}
-{rows}
-"""
+| exit layer | all | most confident 25 % | most confident 10 % |{{ " second draft |" if second }}
+|---|---|---|---|{{ "---|" if second }}
+{% for layer, found in metrics.layers.items() %}
+| {{ layer }} | {{ shares(found)|join(" | ") }} |
+{% endfor %}
+{% if calibration is not none %}
 
-_TEMPLATE = """
-
-Their text was written with a chat template that the model does not bring, `{name}`. It is kept in
-`config.json` and used with these heads by itself."""
-
-_CALIBRATION = """
 ## Calibration
 
-`selfspec calibrate` on {positions:,} positions of other text (`calibration.json`). T: temperature
+`selfspec calibrate` on {{ "{:,}".format(calibration.positions) }} positions of other text \
+(`calibration.json`). T: temperature
 of a head's confidence; ECE: how far that then is from the truth.
 
 | exit layer | agreement | T | ECE before | ECE |
 |---|---|---|---|---|
-{rows}
+{% for layer, found in calibration.layers.items() %}
+| {{ layer }} | {{ "%.1f %%"|format(100 * found.agreement) }} | \
+{{ "%.2f | %.3f | %.3f"|format(found.temperature, found.ece_before, found.ece) }} |
+{% endfor %}
 
-Of the settings that it tried the best is exit layers {layers}, thresholds {thresholds}, at most
-{width} draft tokens. By measured costs of layers and heads on the machine that it ran on, that is
-{rate:.2f} tokens per verification and {speed_up:.2f} times the speed of plain decoding behind the
+Of the settings that it tried the best is exit layers {{ setting.exit_layers|join(", ") }}, \
+thresholds {{ setting.exit_threshold|join(", ") }}, at most
+{{ setting.max_draft_tokens }} draft tokens. By measured costs of layers and heads on the machine \
+that it ran on, that is
+{{ "%.2f"|format(setting.compression_rate) }} tokens per verification and \
+{{ "%.2f"|format(setting.speed_up) }} times the speed of plain decoding behind the
 prompt. `selfspec tune` finds what suits another machine.
+{% endif %}
 """
+_SHARES = ("agreement", "agreement_top_25", "agreement_top_10", "agreement_second")
 
 
 def card(
@@ -90,107 +113,39 @@ def card(
     calibration: Mapping[str, Any] | None = None,
     licence: str | None = None,
 ) -> str:
-    """The README of a heads folder; `licence` stands in the header."""
-    text = header(config, licence) + _described(config, metrics)
-    return text if calibration is None else text + _calibrated(calibration)
+    """The README of a heads folder; `licence` stands in the header, which the hub reads.
 
-
-def header(config: HeadsConfig, licence: str | None = None) -> str:
-    """What the hub reads, between two rules."""
-    values: dict[str, Any] = {"library_name": "selfspec"}
-    if _is_hub_id(config.base_model):
-        values["base_model"] = config.base_model
-    if licence is not None:
-        values["license"] = licence
-    values["tags"] = ["selfspec", "speculative-decoding", "early-exit"]
-    return f"---\n{yaml.safe_dump(values, sort_keys=False)}---\n\n"
-
-
-def _described(config: HeadsConfig, metrics: Mapping[str, Any]) -> str:
-    size, template = config.draft_vocab_size, config.chat_template
-    layers = metrics["layers"]
-    second = any(shares["agreement_second"] is not None for shares in layers.values())
-    return _CARD.format(
-        **config.training,
-        base_model=config.base_model,
-        model=config.base_model if _is_hub_id(config.base_model) else "MODEL",
-        template="" if template is None else _TEMPLATE.format(name=name_of(template)),
-        kind=config.head_type.capitalize(),
-        layers=", ".join(map(str, config.exit_layers)),
-        num_layers=config.num_layers,
-        vocabulary="the whole vocabulary" if size is None else f"{size:,} tokens",
-        fingerprint=config.base_fingerprint,
-        loss=_loss(config.training["ce_share"]),
-        positions=next(iter(layers.values()))["positions"],
-        coverage=metrics["coverage"],
-        second_head=" second draft |" if second else "",
-        second_rule="---|" if second else "",
-        rows="\n".join(_row(layer, shares) for layer, shares in layers.items()),
-    )
-
-
-def _calibrated(found: Mapping[str, Any]) -> str:
-    setting = found["setting"]
-    return _CALIBRATION.format(
-        positions=found["positions"],
-        rows="\n".join(
-            f"| {layer} | {100 * entry['agreement']:.1f} % | {entry['temperature']:.2f} | "
-            f"{entry['ece_before']:.3f} | {entry['ece']:.3f} |"
-            for layer, entry in found["layers"].items()
+    Raises jinja2.TemplateError, LookupError, TypeError or ValueError for records of other things.
+    """
+    size, ce_share = config.draft_vocab_size, config.training["ce_share"]
+    on_hub = "/" in config.base_model and HUB_ID.fullmatch(config.base_model) is not None
+    loss = "divergence from the model's own distribution"
+    if ce_share > 0.0:
+        loss += f", {ce_share:g} of it cross-entropy on the next token"
+    first: Mapping[str, Any] = next(iter(metrics["layers"].values()), {})
+    page = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return page.from_string(_CARD).render(
+        header=ModelCardData(
+            base_model=config.base_model if on_hub else None,
+            library_name="selfspec",
+            license=licence,
+            tags=["selfspec", "speculative-decoding", "early-exit"],
         ),
-        layers=", ".join(map(str, setting["exit_layers"])),
-        thresholds=", ".join(map(str, setting["exit_threshold"])),
-        width=setting["max_draft_tokens"],
-        rate=setting["compression_rate"],
-        speed_up=setting["speed_up"],
+        config=config,
+        run=config.training,
+        vocabulary="the whole vocabulary" if size is None else f"{size:,} tokens",
+        loss="cross-entropy on the next token" if ce_share == 1.0 else loss,
+        template=name_of(config.chat_template or ""),
+        metrics=metrics,
+        first=first,
+        second=first["agreement_second"] is not None,
+        shares=lambda found: [f"{100 * found[n]:.1f} %" for n in _SHARES if found[n] is not None],
+        calibration=calibration,
+        setting={} if calibration is None else calibration["setting"],
     )
-
-
-def _loss(ce_share: float) -> str:
-    """In words."""
-    if ce_share == 1.0:
-        return "cross-entropy on the next token"
-    own = "divergence from the model's own distribution"
-    return own if ce_share == 0.0 else f"{own}, {ce_share:g} of it cross-entropy on the next token"
-
-
-def _row(layer: str, shares: Mapping[str, float | None]) -> str:
-    names = ("agreement", "agreement_top_25", "agreement_top_10", "agreement_second")
-    known = [value for name in names if (value := shares[name]) is not None]
-    return " | ".join([f"| {layer}", *(f"{100 * value:.1f} %" for value in known)]) + " |"
-
-
-def _is_hub_id(name: str) -> bool:
-    return "/" in name and HUB_ID.fullmatch(name) is not None
 
 
 PICTURE = "curves.png"
-
-
-class Curve(NamedTuple):
-    """One exit layer over the epochs."""
-
-    layer: int
-    epochs: list[int]
-    train_loss: list[float]
-    """Nats per answer token."""
-    agreement: list[float]
-    """Percent of held-out positions."""
-
-
-def curves(entries: Sequence[dict[str, Any]]) -> list[Curve]:
-    """By exit layer."""
-    layers = sorted({entry["layer"] for entry in entries})
-    by_layer = {layer: [e for e in entries if e["layer"] == layer] for layer in layers}
-    return [
-        Curve(
-            layer,
-            [entry["epoch"] for entry in found],
-            [entry["train_loss"] for entry in found],
-            [100 * entry["agreement"] for entry in found],
-        )
-        for layer, found in by_layer.items()
-    ]
 
 
 def picture_of(entries: Sequence[dict[str, Any]]) -> bytes | None:
@@ -202,9 +157,12 @@ def picture_of(entries: Sequence[dict[str, Any]]) -> bytes | None:
         return None
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     loss, agreement = figure.subplots(1, 2)
-    for curve in curves(entries):
-        loss.plot(curve.epochs, curve.train_loss, marker="o", label=f"layer {curve.layer}")
-        agreement.plot(curve.epochs, curve.agreement, marker="o")
+    for layer in sorted({entry["layer"] for entry in entries}):
+        found = [entry for entry in entries if entry["layer"] == layer]
+        epochs = [entry["epoch"] for entry in found]
+        losses = [entry["train_loss"] for entry in found]
+        loss.plot(epochs, losses, marker="o", label=f"layer {layer}")
+        agreement.plot(epochs, [100 * entry["agreement"] for entry in found], marker="o")
     loss.set(xlabel="epoch", ylabel="training loss [nats per token]")
     agreement.set(xlabel="epoch", ylabel="agreement, held out [%]")
     for axes in (loss, agreement):
@@ -261,7 +219,14 @@ def card_of(folder: Path, licence: str | None = None) -> str:
             read_json(calibration) if calibration.is_file() else None,
             licence,
         )
-    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+    except (
+        TemplateError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        StopIteration,
+    ) as error:
         raise InvalidData(
             f"the records do not make a card: {type(error).__name__} {error}"
         ) from error

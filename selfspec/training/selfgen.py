@@ -22,9 +22,9 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import IO, Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec import files
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.model.backbone import Backbone
+from selfspec.training.checkpoint import record_of
 from selfspec.training.options import DataOptions
 from selfspec.training.recipe import Prompts, Row
 from selfspec.training.text import (
@@ -47,7 +48,6 @@ from selfspec.training.text import (
     loop_start,
     messages_of,
 )
-from selfspec.typed import fits
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,35 @@ class Counts:
         return self.total("answer_tokens")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What OUTPUT.run.json holds."""
+
+    format_version: int = FORMAT_VERSION
+    made_by: str = "selfspec data"
+    options: dict[str, Any]
+    versions: dict[str, Any]
+    counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=lambda: asdict(Counts()))
+    seeds: list[int] = field(default_factory=list)
+    """Of the batches that are written."""
+    bytes: int = 0
+    """Of the file that are whole batches."""
+    next: list[str] = field(default_factory=list)
+    """Lines of the batch that is being written."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidOption for what is no record of this version, or of no file."""
+        families = self.counts.get("families", {"": {}}).values()
+        kinds = {*KEPT, *DROPPED}
+        numbers = [self.bytes, *self.seeds, *(n for found in families for n in found.values())]
+        if (
+            self.format_version != FORMAT_VERSION
+            or any(found.keys() != kinds for found in families)
+            or not all(0 <= number < 2**63 for number in numbers)
+        ):
+            raise InvalidOption("it is of another version, or its counts are no counts")
+
+
 class Writer:
     """Appends batches of lines; what it holds is what `run.json` counted last."""
 
@@ -121,56 +150,46 @@ class Writer:
         self.output = check_output(output)
         self._record = _record_of(output)
         plain = json.loads(json.dumps(dict(options)))  # as it will be read: lists, no tuples
-        self._state: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "made_by": "selfspec data",
-            "options": plain,
-            "versions": dict(versions),
-            "counts": asdict(Counts()),
-            "seeds": [],
-            "bytes": 0,
-            "next": [],
-        }
-        try:
+        self._run = _Run(options=plain, versions=dict(versions))
+        with _explained(output):
             if self._record.exists():
-                self._resume(plain)
+                self._resume()
             else:
-                self._save(self._state)
+                self._save(self._run)
                 self.output.touch()
-        except OSError as error:
-            raise _cannot_write(output, error) from error
 
     @property
     def batches(self) -> int:
         """How many are written."""
-        return len(self._state["seeds"])
+        return len(self._run.seeds)
 
     @property
     def counts(self) -> Counts:
         """Of all batches so far; a copy."""
-        return Counts(copy.deepcopy(self._state["counts"]["families"]))
+        return Counts(copy.deepcopy(self._run.counts["families"]))
 
     def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
         """Add a batch. Raises CannotWrite if the disk is full; earlier batches stay whole."""
         block = self._block(lines)
-        state = self._state | {
-            "seeds": [*self._state["seeds"], seed],
-            "counts": asdict(counts),
-            "bytes": self._state["bytes"] + len(block),
-        }
-        try:
-            self._save(self._state | {"next": list(lines)})
-            with files.appended(self.output, block) as file:
-                os.fsync(file.fileno())
-                self._save(state)
-        except (OSError, CannotWrite) as error:
-            with suppress(CannotWrite):
-                self._save(self._state)
-            raise _cannot_write(self.output, error) from error
-        self._state = state
+        written = replace(
+            self._run,
+            seeds=[*self._run.seeds, seed],
+            counts=asdict(counts),
+            bytes=self._run.bytes + len(block),
+        )
+        with _explained(self.output):
+            try:
+                self._save(replace(self._run, next=list(lines)))
+                with files.appended(self.output, block) as file:
+                    os.fsync(file.fileno())
+                    self._save(written)
+            except (OSError, CannotWrite):
+                with suppress(CannotWrite):
+                    self._save(self._run)
+                raise
+        self._run = written
 
     def _block(self, lines: Sequence[str]) -> bytes:
-        """As the file holds them."""
         block = "".join(f"{line}\n" for line in lines).encode()
         if block and self.output.suffix == ".gz":
             block = gzip.compress(block, mtime=0)  # members in a row are one file, and no clock
@@ -186,23 +205,27 @@ class Writer:
         """What is written so far."""
         return iter(Reader(self.output, lambda record: record))
 
-    def _resume(self, options: dict[str, Any]) -> None:
+    def _resume(self) -> None:
         """Take over what is recorded and cut off what a killed run wrote behind it."""
-        found = self._read()
-        for name in options | found["options"]:
-            before, now = found["options"].get(name), options.get(name)
+        try:
+            found = record_of(_Run, read_json(self._record, _MOST_BYTES))
+        except (InvalidData, InvalidOption) as error:
+            raise InvalidData(
+                f"{self._record} is no record of this version of selfspec data: {error}. Delete it "
+                f"and {self.output.name} to start over"
+            ) from error
+        for name in self._run.options | found.options:
+            before, now = found.options.get(name), self._run.options.get(name)
             if before != now:
                 raise InvalidOption(
                     f"{self.output} was begun with {name} {before}, not {now}. Give the same "
                     f"options to continue it, another --output, or remove {self._record} with it"
                 )
-        changed = {
-            k: v for k, v in self._state["versions"].items() if found["versions"].get(k) != v
-        }
-        if changed:
+        own = self._run.versions
+        if changed := {k: v for k, v in own.items() if found.versions.get(k) != v}:
             logger.warning("%s was begun with other versions than %s", self.output, changed)
         self.output.touch()  # a run may be killed between its record and its file
-        whole = found["bytes"]
+        whole = found.bytes
         if (size := self.output.stat().st_size) < whole:
             raise InvalidData(
                 f"{self.output} has {size} bytes, its record says {whole}. Delete both to start "
@@ -211,7 +234,7 @@ class Writer:
         with self.output.open("rb") as file:
             lines = _lines(file, whole, zipped=self.output.suffix == ".gz")
             file.seek(whole)
-            cut = self._block(found["next"])
+            cut = self._block(found.next)
             added = file.read(len(cut) + 1)
         if lines is None:
             raise InvalidData(
@@ -224,28 +247,16 @@ class Writer:
                 "Move it to a file of its own, or give another --output"
             )
         os.truncate(self.output, whole)
-        self._state = found | {"next": []}
-
-    def _read(self) -> dict[str, Any]:
-        """The record. Raises InvalidData if it is none of this format."""
-        found = None
-        with suppress(InvalidData):
-            found = read_json(self._record, _MOST_BYTES)
-        if not _is_record(found):
-            raise InvalidData(
-                f"{self._record} is no record of this version of selfspec data. Delete it and "
-                f"{self.output.name} to start over"
-            )
-        return dict(found or {})
+        self._run = replace(found, next=[])
 
     @property
     def status(self) -> Path:
         """Where people may read how far it is."""
         return _status_of(self.output)
 
-    def _save(self, state: Mapping[str, Any]) -> None:
+    def _save(self, run: _Run) -> None:
         """Replace the record: it is always whole."""
-        files.write(self._record, json.dumps(state, indent=1) + "\n")
+        files.write(self._record, json.dumps(asdict(run), indent=1) + "\n")
 
 
 def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
@@ -254,7 +265,7 @@ def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
     Asked before a model is loaded. Raises CannotWrite, for a file that the command `reads`, too.
     """
     path = Path(output)
-    try:
+    with _explained(path):
         record = _record_of(path) if path.name else path
         files.refuse_inputs([path, record], reads)
         if not path.name or not (path.exists() or record.exists() or path.is_symlink()):
@@ -273,8 +284,6 @@ def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
                 f"{path} exists and there is no {record.name} to continue it by. Give another "
                 "--output"
             )
-    except (OSError, ValueError) as error:
-        raise _cannot_write(path, error) from error
     return path
 
 
@@ -283,7 +292,7 @@ def template_of(output: Path) -> str | None:
     try:
         found = read_json(_record_of(output))
         template = found["options"]["chat_template"]
-    except (InvalidData, KeyError, TypeError, ValueError):
+    except (InvalidData, LookupError, TypeError, ValueError):
         return None
     return template if isinstance(template, str) else None
 
@@ -314,35 +323,17 @@ def _status_of(output: Path) -> Path:
     return output.with_name(output.name + ".status")
 
 
-def _cannot_write(path: Path, error: Exception) -> CannotWrite:
-    if isinstance(error, CannotWrite):
-        return error
-    reason = getattr(error, "strerror", None) or str(error)
-    return CannotWrite(
-        f"cannot write {path}: {reason}. What was written before is whole: make room, or name "
-        "another place, and run the same command again"
-    )
-
-
-_RECORD: dict[str, Any] = {
-    **dict.fromkeys(("options", "versions"), dict[str, Any]),
-    **dict.fromkeys(("format_version", "bytes"), int),
-    **{"made_by": str, "seeds": list[int], "next": list[str]},
-    "counts": dict[str, dict[str, dict[str, int]]],
-}
-
-
-def _is_record(found: Any) -> bool:
-    """Whether JSON is what `Writer` saves, with counts that can be counts."""
-    if not isinstance(found, dict) or found.keys() != _RECORD.keys():
-        return False
-    if not all(fits(found[name], hint) for name, hint in _RECORD.items()):
-        return False
-    families = found["counts"].get("families")
-    if families is None or any(f.keys() != {*KEPT, *DROPPED} for f in families.values()):
-        return False
-    numbers = [found["bytes"], *found["seeds"], *(n for f in families.values() for n in f.values())]
-    return found["format_version"] == FORMAT_VERSION and all(0 <= n < 2**63 for n in numbers)
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Whatever the system says of a file is a CannotWrite that says how to go on."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CannotWrite(
+            f"cannot write {path}: {reason}. What was written before is whole: make room, or name "
+            "another place, and run the same command again"
+        ) from error
 
 
 Record = dict[str, Any]
@@ -455,7 +446,8 @@ class Talk:
         read = [] if self.answers else [{"role": "user", "content": self.question}]
         messages = [*self.messages, *read]
         if self.turns.raw:
-            row |= zip(("prompt", "completion"), map(_content, messages), strict=False)
+            said = (turn["content"] for turn in messages)
+            row |= zip(("prompt", "completion"), said, strict=False)
         else:
             row["messages"] = messages
         row |= located(self.ids or self.prompt, self.answers)
@@ -538,7 +530,6 @@ class Author:
         )
 
     def _answer(self, talks: list[Talk]) -> None:
-        """Answer the waiting question of each."""
         for sampled in (False, True):
             group = [talk for talk in talks if talk.sampled == sampled]
             written = self.answers(group, self.options.temperature if sampled else None)
@@ -622,7 +613,6 @@ class Written:
         return [record | {"seed": seed} for record in kept]
 
     def _size(self, counts: Counts) -> int:
-        """Rows of the next batch."""
         options = self._author.options
         if options.tokens is None:
             return options.batch_size
@@ -646,7 +636,14 @@ class Written:
             if place in heard and not self._heard(row, heard[place]):
                 counts.add(row.family.name, "unfinished")
                 continue
-            talk = self._talk(row)
+            first, *later = (row.text(turn) for turn in row.turns)
+            talk = Talk.begun(
+                self._author.turns,
+                (first or "").strip(),
+                [] if self._author.options.raw else later,
+                sampled=row.rng.random() >= self._author.options.greedy_share,
+                family=row.family.name,
+            )
             if (problem := self._problem(talk)) is not None:
                 counts.add(row.family.name, problem)
             elif row.family.read:
@@ -699,16 +696,6 @@ class Written:
         line = said.strip("\n").split("\n")[0]
         row.values["question"] += line[: line.find("?") + 1]
         return "?" in line
-
-    def _talk(self, row: Row) -> Talk:
-        first, *later = (row.text(turn) for turn in row.turns)
-        if self._author.options.raw:
-            later = []
-        sampled = row.rng.random() >= self._author.options.greedy_share
-        question = (first or "").strip()
-        return Talk.begun(
-            self._author.turns, question, later, sampled=sampled, family=row.family.name
-        )
 
     def _problem(self, talk: Talk) -> str | None:
         """Why a row is not to be written, as `Counts` calls it; None where it is."""
@@ -773,25 +760,19 @@ def _sample(found: set[int]) -> set[int]:
 
 
 def _words_of(record: Record) -> str:
-    said = [_content(turn) for turn in record.get("messages", [])]
+    said = [turn["content"] for turn in record.get("messages", [])]
     return "\n".join([*said, *(record.get(name, "") for name in ("prompt", "completion", "text"))])
 
 
 def _asked_in(record: Record) -> str:
-    if "prompt" in record:
-        return str(record["prompt"])
-    return next(_content(turn) for turn in record["messages"] if turn["role"] == "user")
+    turns = record.get("messages", [])
+    return str(next((t["content"] for t in turns if t["role"] == "user"), record.get("prompt")))
 
 
 def _answered_in(record: Record) -> str:
-    if "prompt" in record:
-        return str(record.get("completion", ""))
-    answers = (turn for turn in record["messages"] if turn["role"] == "assistant")
-    return "\n".join(map(_content, answers))
-
-
-def _content(turn: Message) -> str:
-    return str(turn["content"])
+    turns = record.get("messages", [])
+    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    return "\n".join(said) if turns else str(record.get("completion", ""))
 
 
 def key(text: str) -> bytes:
@@ -799,69 +780,49 @@ def key(text: str) -> bytes:
     return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=16).digest()
 
 
-T = TypeVar("T")
-
-
-class Answered:
-    """Rows of a file or data set whose user turns the model answers."""
-
-    def __init__(self, author: Author, reader: Reader[Talk], done: int) -> None:
-        """`reader` parses with `talk_of`; `done` batches are written already."""
-        self._author = author
-        self._rows = _Rows(reader, author.options, done, Talk.asked)
-
-    def batch(self, index: int, seed: int, counts: Counts) -> list[Record] | None:  # noqa: ARG002  # in order
-        """Answer the next rows; which of them are sampled is drawn."""
-        talks = self._rows.take(counts)
-        if talks is None:
-            return None
-        rng, options = random.Random(seed), self._author.options
-        for talk in talks:
-            talk.sampled = rng.random() >= options.greedy_share
-        records = self._author.converse(talks, options.temperature, counts)
-        return [record | {"seed": seed} for record in records]
-
-
-class Converted:
-    """Rows of a file or data set with the answers that they hold."""
-
-    def __init__(self, reader: Reader[Record], options: DataOptions, done: int) -> None:
-        """`reader` parses with `converted`; `done` batches are written already."""
-        self._rows = _Rows(reader, options, done, lambda record: str(record["input_ids"]))
-
-    def batch(self, index: int, seed: int, counts: Counts) -> list[Record] | None:  # noqa: ARG002  # in order, nothing is drawn
-        """The next rows."""
-        return self._rows.take(counts)
-
-
-class _Rows(Generic[T]):
-    """One part of a reader's rows, in batches, without duplicates."""
+class Given:
+    """Rows of a file or data set, with the answers that they hold or those of an author."""
 
     def __init__(
-        self, reader: Reader[T], options: DataOptions, done: int, text: Callable[[T], str]
+        self,
+        reader: Reader[Any],
+        options: DataOptions,
+        done: int,
+        author: Author | None = None,
     ) -> None:
+        """`reader` parses with `converted`, for an author with `talk_of`.
+
+        `done` batches are written already.
+        """
         first, parts = options.part
         self._reader = reader
+        self._author = author
+        self._options = options
         self._rows = itertools.islice(reader, first, None, parts)
-        self._size = options.batch_size
-        self._text = text
-        self._known = {key(text(row)) for row in self._next(done * self._size)}
+        self._known = {self._key(row) for row in self._next(done * options.batch_size)}
 
-    def take(self, counts: Counts) -> list[T] | None:
-        """The next batch; None behind the last."""
-        rows = self._next(self._size)
+    def batch(self, index: int, seed: int, counts: Counts) -> list[Record] | None:  # noqa: ARG002  # in order
+        """The next rows, without duplicates; which answers are sampled is drawn."""
+        rows, fresh = self._next(self._options.batch_size), []
         counts.add("", "bad_rows", self._reader.skipped - counts.total("bad_rows"))
-        fresh = []
         for row in rows:
-            known = len(self._known)
-            self._known.add(key(self._text(row)))
-            if len(self._known) > known:
-                fresh.append(row)
-            else:
+            if self._key(row) in self._known:
                 counts.add("", "duplicates")
-        return fresh if rows else None
+            else:
+                self._known.add(self._key(row))
+                fresh.append(row)
+        if not rows or self._author is None:
+            return fresh if rows else None
+        rng = random.Random(seed)
+        for talk in fresh:
+            talk.sampled = rng.random() >= self._options.greedy_share
+        records = self._author.converse(fresh, self._options.temperature, counts)
+        return [record | {"seed": seed} for record in records]
 
-    def _next(self, count: int) -> list[T]:
+    def _key(self, row: Any) -> bytes:
+        return key(row.asked() if self._author else str(row["input_ids"]))
+
+    def _next(self, count: int) -> list[Any]:
         return list(itertools.islice(self._rows, count))
 
 

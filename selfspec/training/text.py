@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,13 +37,12 @@ from selfspec.decoding.stats import StopReason
 from selfspec.errors import InvalidData, InvalidPrompt, first_line
 from selfspec.model.backbone import Backbone
 from selfspec.training.places import file_of, opened
+from selfspec.typed import fits, shown
 
 logger = logging.getLogger(__name__)
 
 
 Message = dict[str, str]
-Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
-"""Ids; first and one-past-last index of each answer among them, rising, the first at least 1."""
 
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
 _SHAREGPT_ROLES = _ROLES | {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
@@ -57,6 +56,19 @@ _MOST_ARRAY = 1 << 30
 """Bytes of a .json file that is one array: it is read as a whole."""
 
 T = TypeVar("T")
+
+
+class Conversation(NamedTuple):
+    """One text and which of its tokens the model answered; none of one that is only read."""
+
+    ids: tuple[int, ...]
+    answers: tuple[tuple[int, int], ...]
+    """First and one-past-last index in `ids` of each answer, rising; the first is at least 1."""
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """The tokens that heads learn to predict."""
+        return [token for first, end in self.answers for token in self.ids[first:end]]
 
 
 @dataclass
@@ -111,10 +123,12 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
         yield from _lines(path)
 
 
-def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Encoded:
+def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Conversation:
     """A record's ids and answers. Raises InvalidData with the reason."""
     if "input_ids" in record:
         return _from_ids(record)
+    if tokenizer is None:
+        raise InvalidData("holds no ids, and there is no tokenizer. Give input_ids")
     if "messages" in record or "conversations" in record:
         return _from_messages(messages_of(record), tokenizer)
     if "turns" in record:
@@ -132,22 +146,28 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
     Raises InvalidData for a record without any, for unknown roles and for turns without text.
     """
-    if "messages" in record:
-        return _messages(record["messages"], "messages", "role", "content")
-    if "conversations" in record:
-        turns = record["conversations"]
-        first = turns[0] if isinstance(turns, list) and turns else None
-        named = isinstance(first, dict) and "role" in first
-        names = ("role", "content") if named else ("from", "value")
-        return _messages(turns, "conversations", *names)
-    if "turns" in record:
-        turns = record["turns"]
-        if isinstance(turns, list):
-            turns = [{"role": "user", "content": text} for text in turns]
-        return _messages(turns, "turns", "role", "content")
-    raise InvalidData(
-        f"holds {', '.join(record) or 'nothing'}, expected messages, conversations or turns"
-    )
+    keys = [name for name in ("messages", "conversations", "turns") if name in record]
+    if not keys:
+        raise InvalidData(
+            f"holds {', '.join(record) or 'nothing'}, expected messages, conversations or turns"
+        )
+    key, turns = keys[0], record[keys[0]]
+    if not isinstance(turns, list) or not turns:
+        raise InvalidData(f"has {key} that are no list with at least one message")
+    if key == "turns":
+        turns = [{"role": "user", "content": text} for text in turns]
+    role_key, text_key, roles = "role", "content", _ROLES
+    if key == "conversations" and not (isinstance(turns[0], dict) and "role" in turns[0]):
+        role_key, text_key, roles = "from", "value", _SHAREGPT_ROLES
+    made = []
+    for turn in turns:
+        if not isinstance(turn, dict) or not _is_text(turn.get(text_key)):
+            raise InvalidData(f"has a message without text as its {text_key}")
+        role = turn.get(role_key)
+        if not isinstance(role, str) or role not in roles:
+            raise InvalidData(f"has role {role!r}, expected {', '.join(roles)}")
+        made.append({"role": roles[role], "content": turn[text_key]})
+    return made
 
 
 def user_turns(record: dict[str, Any]) -> tuple[str, ...]:
@@ -260,22 +280,6 @@ def _data_set(name: str) -> Iterator[tuple[str, Any]]:
 # --- records --------------------------------------------------------------------------------------
 
 
-def _messages(turns: Any, key: str, role_key: str, text_key: str) -> list[Message]:
-    """Turns of one format by role and content."""
-    if not isinstance(turns, list) or not turns:
-        raise InvalidData(f"has {key} that are no list with at least one message")
-    roles = _SHAREGPT_ROLES if role_key == "from" else _ROLES
-    made = []
-    for turn in turns:
-        if not isinstance(turn, dict) or not _is_text(turn.get(text_key)):
-            raise InvalidData(f"has a message without text as its {text_key}")
-        role = turn.get(role_key)
-        if not isinstance(role, str) or role not in roles:
-            raise InvalidData(f"has role {role!r}, expected {', '.join(roles)}")
-        made.append({"role": roles[role], "content": turn[text_key]})
-    return made
-
-
 def _is_text(value: Any) -> bool:
     """Text without lone surrogates, which JSON can hold and tokenizers cannot read."""
     if not isinstance(value, str):
@@ -287,114 +291,76 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-def _from_ids(record: dict[str, Any]) -> Encoded:
+def _from_ids(record: dict[str, Any]) -> Conversation:
+    """Ids with `answers`, [[first, end], ...], a `loss_mask`, or one answer up to their end."""
     ids = record["input_ids"]
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+    if not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
         raise InvalidData("has input_ids that are no list of whole numbers")
-    if "answers" in record:
-        return tuple(ids), _spans(record["answers"], len(ids))
-    if "loss_mask" in record:
-        return tuple(ids), _masked(record["loss_mask"], len(ids))
-    start = record.get("answer_start")
-    if type(start) is not int or not 1 <= start < len(ids):
-        raise InvalidData(f"has answer_start {start}, expected 1..{len(ids) - 1}")
-    return tuple(ids), ((start, len(ids)),)
+    length, name = len(ids), "answers"
+    if name in record:
+        answers = record[name]
+    elif "loss_mask" in record:
+        name, mask = "loss_mask", record["loss_mask"]
+        kinds = {*map(type, mask)} if isinstance(mask, list) else {str}
+        if not kinds <= {int, bool} or len(mask) != length:
+            raise InvalidData(f"has a loss_mask that is no list of {length} zeros and ones")
+        bits = [0, *map(bool, mask[1:]), 0]  # the first token of a text is never predicted
+        borders = [place for place in range(1, length + 1) if bits[place] != bits[place - 1]]
+        answers = list(zip(borders[::2], borders[1::2], strict=True))
+    else:
+        name = "answer_start"
+        answers = [(record.get(name), length)]
+    pairs = fits(answers, list[tuple[int, int]])
+    places = [1, *(place for pair in answers for place in pair), length] if pairs else []
+    if not pairs or places != sorted(places) or any(first == end for first, end in answers):
+        wanted = "rising pairs [first, end] in 1..{}" if name == "answers" else "a place in 1..{}"
+        raise InvalidData(f"has {name} {shown(record.get(name))}, expected {wanted.format(length)}")
+    return Conversation(tuple(ids), tuple((first, end) for first, end in answers))
 
 
-def _spans(answers: Any, length: int) -> tuple[tuple[int, int], ...]:
-    """[[first, end], ...] within `length` ids, each behind the one before it."""
-    wrong = InvalidData(f"has answers {answers}, expected rising pairs [first, end] in 1..{length}")
-    spans, before = [], 1
-    if not isinstance(answers, list):
-        raise wrong
-    for pair in answers:
-        if not isinstance(pair, list) or [type(entry) for entry in pair] != [int, int]:
-            raise wrong
-        first, end = pair
-        if not before <= first < end <= length:
-            raise wrong
-        spans.append((first, end))
-        before = end
-    return tuple(spans)
-
-
-def _masked(mask: Any, length: int) -> tuple[tuple[int, int], ...]:
-    """Runs of ones; the first token of a text is never predicted."""
-    if not isinstance(mask, list) or len(mask) != length or not {*map(type, mask)} <= {int, bool}:
-        raise InvalidData(f"has a loss_mask that is no list of {length} zeros and ones")
-    bits = [0, *(int(bool(bit)) for bit in mask[1:]), 0]
-    borders = [place for place in range(1, length + 1) if bits[place] != bits[place - 1]]
-    return tuple(zip(borders[::2], borders[1::2], strict=True))
-
-
-def _from_text(text: Any, tokenizer: PreTrainedTokenizerBase | None) -> Encoded:
+def _from_text(text: Any, tokenizer: PreTrainedTokenizerBase) -> Conversation:
     """Text without turns: there is something to learn behind every token."""
-    if tokenizer is None:
-        raise InvalidData("holds text, but there is no tokenizer. Give input_ids")
     if not _is_text(text):
         raise InvalidData("has a text that is no string of Unicode characters")
     ids = tuple(tokenizer(text)["input_ids"])
     if len(ids) < 2:
         raise InvalidData(f"has a text of {len(ids)} tokens, expected at least 2")
-    return ids, ((1, len(ids)),)
+    return Conversation(ids, ((1, len(ids)),))
 
 
-def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase | None) -> Encoded:
+def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> Conversation:
     """Messages through the chat template; every assistant turn is an answer."""
-    if tokenizer is None:
-        raise InvalidData("holds messages, but there is no tokenizer. Give input_ids")
     if tokenizer.chat_template is None:
         raise InvalidData(
             "holds messages, but the model has no chat template. "
             f"{advice(tokenizer.name_or_path)}; or give input_ids"
         )
-    answers, ids = [], _templated(tokenizer, messages)
+
+    def templated(messages: list[Message], *, add_generation_prompt: bool = False) -> list[int]:
+        if not messages:
+            raise InvalidData("begins with the assistant, expected a user's turn first")
+        text = rendered(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    answers, ids = [], templated(messages)
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = _templated(tokenizer, messages[:index], add_generation_prompt=True)
-            turn = _templated(tokenizer, messages[: index + 1])
+            before = templated(messages[:index], add_generation_prompt=True)
+            turn = templated(messages[: index + 1])
             if turn[: len(before)] != before or ids[: len(turn)] != turn:
                 raise InvalidData(
                     f"has an answer, turn {index + 1}, whose tokens the chat template does not "
                     "keep: it may begin with spaces. Change it, or give --skip-bad-rows"
                 )
-            answers.append((len(before), _answer_end(turn, tokenizer.eos_token_id)))
-    return tuple(ids), tuple(answers)
+            # a model stops at its end token, the template may go on
+            end, stop = len(turn), tokenizer.eos_token_id
+            if stop in turn:
+                end -= turn[::-1].index(stop)
+            answers.append((len(before), end))
+    return Conversation(tuple(ids), tuple(answers))
 
 
-def _templated(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    *,
-    add_generation_prompt: bool = False,
-) -> list[int]:
-    if not messages:
-        raise InvalidData("begins with the assistant, expected a user's turn first")
-    text = rendered(tokenizer, messages, add_generation_prompt=add_generation_prompt)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _answer_end(turn: list[int], end_token: Any) -> int:
-    """One past the end token of the last turn: a model stops there, the template may go on."""
-    return len(turn) - turn[::-1].index(end_token) if end_token in turn else len(turn)
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """One text and which of its tokens the model answered; none of one that is only read."""
-
-    ids: tuple[int, ...]
-    answers: tuple[tuple[int, int], ...]
-    """First and one-past-last index in `ids` of each answer, rising; the first is at least 1."""
-
-    @property
-    def answer_ids(self) -> list[int]:
-        """The tokens that heads learn to predict."""
-        return [token for first, end in self.answers for token in self.ids[first:end]]
-
-
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Conversations side by side, padded on the right."""
 
     ids: Tensor
@@ -421,7 +387,7 @@ def read_conversations(
     """
 
     def parse(record: dict[str, Any]) -> Conversation:
-        conversation = Conversation(*encoded(record, tokenizer))
+        conversation = encoded(record, tokenizer)
         check(conversation, vocab_size, max_length)
         return conversation
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData
 from selfspec.training.options import DataOptions
-from selfspec.training.selfgen import Answered, Converted, Counts, Writer, converted, talk_of, write
+from selfspec.training.selfgen import Counts, Given, Writer, converted, talk_of, write
 from selfspec.training.text import Reader, encoded
 from tests.authors import make_author, prompt_ids, read
 from tests.talks import WORDS, make_tokenizer
@@ -44,7 +44,8 @@ def answer(rows: Path, output: Path, **options: Any) -> Counts:
     author = make_author(regenerate=True, **{"batch_size": 4, "greedy_share": 1.0} | options)
     parse = partial(talk_of, tokenizer=make_tokenizer(), system=author.options.system)
     writer = Writer(output, {}, {})
-    source = Answered(author, Reader(rows, parse, skip_bad_rows=True), writer.batches)
+    reader = Reader(rows, parse, skip_bad_rows=True)
+    source = Given(reader, author.options, writer.batches, author)
     for _ in write(source, writer, author.options):
         pass
     return writer.counts
@@ -56,7 +57,7 @@ def convert(rows: Path, output: Path, max_length: int = 64, **options: Any) -> C
         converted, tokenizer=make_tokenizer(), vocab_size=len(WORDS), max_length=max_length
     )
     writer = Writer(output, {}, {})
-    source = Converted(Reader(rows, parse, skip_bad_rows=True), chosen, writer.batches)
+    source = Given(Reader(rows, parse, skip_bad_rows=True), chosen, writer.batches)
     for _ in write(source, writer, chosen):
         pass
     return writer.counts

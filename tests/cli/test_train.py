@@ -18,6 +18,7 @@ import pytest
 import yaml
 from rich.progress import Progress
 
+from selfspec.api.speculator import load
 from selfspec.cli import train
 from selfspec.cli.base import bar
 from selfspec.cli.main import main
@@ -25,7 +26,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.heads.attending import AttendingConfig
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.heads.folder import attends
-from selfspec.training import features as store
+from selfspec.options import Easd
 from selfspec.training import selfgen
 from selfspec.training.selfgen import Counts
 from tests.authors import RECIPE as PROMPTS
@@ -104,7 +105,7 @@ def test_the_model_writes_conversations_and_the_last_line_counts_them(
     assert output.out.splitlines()[-1] == f"out.jsonl: {train.described(counts)}"
     assert counts.total("rows") == len(lines)
     assert counts.answer_tokens >= 200
-    assert "tokens/s" in output.err
+    assert "tokens generated" in output.err
     assert output.err.splitlines()[-1] == (
         "next: selfspec fit --data out.jsonl --output heads --model words --dtype float32"
     )
@@ -212,16 +213,10 @@ def test_counts_in_words_name_what_was_dropped() -> None:
     )
 
 
-def test_rates_count_what_this_run_wrote_and_a_pause_counts_for_little() -> None:
-    seconds = iter([0.0, 10.0, 20.0, 5000.0, 5010.0, 5020.0])
-    rates = train.Rates(100, now=lambda: next(seconds))
-    for written in (1100, 2100, 3100, 4100):
-        rates.generated += 2000
-        rates.add(written)
-    assert rates.line() == "2 tokens/s, 1 answer tokens/s in the file"
-    assert rates.status(14_100).startswith(
-        "4,100 answer tokens, 100 a second, 0:01:40 left to 14,1"
-    )
+def test_the_status_says_what_is_left_and_a_pause_counts_for_little() -> None:
+    marks = [(0.0, 100), (10.0, 1100), (20.0, 2100), (5000.0, 3100), (5010.0, 4100)]
+    said = train.status(marks, 14_100)
+    assert said.startswith("4,100 answer tokens, 100 a second, 0:01:40 left to 14,1")
 
 
 # --- cache and fit
@@ -321,31 +316,6 @@ def test_what_was_found_says_nothing_about_the_time_that_is_left(
     assert (tasks[0].fields["words"], tasks[1].fields["words"][-9:]) == ("", " tokens/s")
 
 
-def test_a_killed_cache_ends_as_if_never_killed(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fit that is killed is in tests/training/test_killed_fit.py."""
-    monkeypatch.setattr(store, "_SHARD_BYTES", 20_000)
-    expected, found = workplace / "expected", workplace / "features"
-    assert main([*CACHE[:-1], "expected"]) == 0
-    write = store._write_shard
-
-    def dying() -> None:
-        def once(*arguments: Any) -> None:
-            write(*arguments)
-            os._exit(9)
-
-        monkeypatch.setattr(store, "_write_shard", once)
-
-    for kills in (1, 2):
-        os.waitpid(forked(CACHE, dying), 0)
-        assert len(list(found.glob("*.safetensors"))) == kills
-    assert main(CACHE) == 0
-    assert {file.name for file in found.iterdir()} == {file.name for file in expected.iterdir()}
-    for file in found.glob("*.safetensors"):
-        assert file.read_bytes() == (expected / file.name).read_bytes()
-
-
 def test_two_processes_take_the_steps_of_one(workplace: Path) -> None:
     """The same batches per step, shared by two: the same losses and, up to rounding, heads."""
     shared = [*FIT, "--accumulate", "2", "--exit-layers", "2", "--draft-vocab-size", "90"]
@@ -425,3 +395,32 @@ def test_a_dry_run_only_reports_and_then_defaults_are_written_into_the_heads(
     assert said.err.splitlines()[-1] == (
         "next: selfspec tune --heads heads --model model --dtype float32"
     )
+
+
+def test_the_entropy_threshold_becomes_a_default_that_easd_uses_and_calibration_keeps(
+    workplace: Path, capsys: Capture
+) -> None:
+    (workplace / "heads").unlink()
+    shutil.copytree(workplace / "others", workplace / "heads")
+    command = ["calibrate", "--entropy", *MODEL]
+    before = HeadsConfig.read(workplace / "heads")
+    assert main(command) == 2
+    assert "no --data" in capsys.readouterr().err
+    command += ["--data", "talks.jsonl"]
+    assert main(command) == 0
+    assert "not stored: give it as --acceptance easd:entropy=" in capsys.readouterr().out
+    assert main([*command, "--heads", "heads", "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"entropy_threshold", "positions", "mean_entropy"}
+    assert 0 < found["mean_entropy"] < (value := found["entropy_threshold"])
+    assert HeadsConfig.read(workplace / "heads") == before
+    assert main([*command, "--heads", "heads"]) == 0
+    assert f"entropy threshold {value} nats" in capsys.readouterr().out
+    after = HeadsConfig.read(workplace / "heads")
+    assert after.defaults == before.defaults | {"easd": f"entropy={value}"}
+    speculator = load("model", heads="heads", dtype="float32", acceptance="easd")
+    assert speculator.options.acceptance == Easd(entropy=value)
+    assert not speculator.generate([5, 6, 7], max_new_tokens=4).stats.lossless
+    assert main(["calibrate", *MODEL, "--heads", "heads", "--data", "talks.jsonl"]) == 0
+    kept = HeadsConfig.read(workplace / "heads").defaults
+    assert SpeculationOptions().updated(kept).easd.entropy == value

@@ -3,13 +3,11 @@
 Each damaged one is one line that names the file; none is a traceback, and none is changed.
 """
 
-# mypy: disable-error-code="var-annotated"
-# mixed values in a row, for which mypy finds no common type
-
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,11 @@ from selfspec.errors import (
 from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
 from selfspec.training import features as store
-from selfspec.training.features import FeatureSpec, StreamSource
+from selfspec.training.features import FeatureSpec, Manifest, StreamSource
 from selfspec.training.fit import fit
 from selfspec.training.text import Conversation
 from tests.bad_input import NAN, Change, one_line
 from tests.models import VOCAB_SIZE
-from tests.talks import make_talks
 from tests.training.test_fit import make_job, stop_after
 
 # --- features -------------------------------------------------------------------------------------
@@ -39,49 +36,56 @@ SPEC = FeatureSpec((2, 4), deep=True, top_k=4)
 
 
 @pytest.fixture(scope="module")
-def talks(backbone: Backbone) -> list[Conversation]:
-    return make_talks(backbone.model)
+def made(
+    tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, talks: list[Conversation]
+) -> Path:
+    """Features, and a fit killed in its second epoch."""
+    folder = tmp_path_factory.mktemp("made")
+    source = StreamSource(backbone, SPEC, talks[:3], 64)
+    base = {"base_model": "tiny", "dtype": "float32", "data": "talks"}
+    base["base_fingerprint"] = backbone.fingerprint
+    store.write(folder / "features", source, Manifest.of(source, base, 800))
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_job(backbone, talks, workplace=folder), stop_after(5))
+    return folder
 
 
 @pytest.fixture
-def features(tmp_path: Path, backbone: Backbone, talks: list[Conversation]) -> Path:
-    source = StreamSource(backbone, SPEC, talks[:3], 64)
-    base = {"base_model": "tiny", "base_fingerprint": "abc", "dtype": "float32", "data": "talks"}
-    store.write(tmp_path / "features", source, store.identity(source, base, 800))
-    return tmp_path / "features"
+def features(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made / "features", tmp_path / "features")
 
 
 def read_features(folder: Path, backbone: Backbone) -> None:
-    source = store.CacheSource(folder, "abc", (backbone.hidden_size, backbone.vocab_size))
-    source.check()
+    source = store.CacheSource(folder, backbone)
     for index in range(len(source.sizes)):
         source.batch(index)
     source.token_counts()
 
 
-MANIFEST_VALUES: list[tuple[str, Any]] = [
-    *(("format_version", value) for value in (1, 0, "2", True, None, [])),
-    *(("base_fingerprint", value) for value in (None, 3, ["abc"], "x\ny")),
-    *(("spec", value) for value in (None, [], {}, {"layers": [2, 4]}, {"layers": [4, 2]})),
-    ("spec", {"layers": ["2"], "deep": True, "top_k": 4}),
-    ("spec", {"layers": [2, 4], "deep": 1, "top_k": 4}),
-    ("spec", {"layers": [2, 4], "deep": False, "top_k": 4}),
-    ("spec", {"layers": [2, 4], "deep": True, "top_k": 0}),
-    ("spec", {"layers": [2, 4], "deep": True, "top_k": -1}),
-    ("spec", {"layers": [2], "deep": True, "top_k": 4}),
-    ("spec", {"layers": [2, 4], "deep": True, "top_k": 4, "more": 1}),
-    *(
-        ("shards", value)
-        for value in (None, [], 3, [[]], [["0"]], [[0, 0]], [[1]], [[-1]], [[0.0]])
-    ),
-    *(("shards", value) for value in ([[10**9]], {"0": 1}, [[0], [1], [2], [3], [4], [5]])),
-    *(("conversations", value) for value in (None, [], [-1], ["1"], 3)),
-    *(("sha256", value) for value in (None, [], [3], "abc", ["0" * 64], {})),
-    *(("digest", value) for value in (None, 3)),
-]
+WHOLE = {"layers": [2, 4], "deep": True, "top_k": 4, "everywhere": False}
+MANIFEST: dict[str, list[Any]] = {
+    "format_version": [1, 0, "2", True, None, []],
+    "base_fingerprint": [None, 3, ["abc"], "x\ny", "x" * 2000],
+    "spec": [
+        *(None, [], {}, {"layers": [2, 4]}),
+        *(WHOLE | {"layers": value} for value in (["2"], [4, 2], [], [-1], [2])),
+        *(WHOLE | {"top_k": value} for value in (0, -1, "4")),
+        *(WHOLE | {"deep": 1}, WHOLE | {"deep": False}, WHOLE | {"more": 1}),
+    ],
+    "shards": [
+        *(None, [], 3, [[]], [["0"]], [[0, 0]], [[1]], [[-1]], [[0.0]], [[10**9]], {"0": 1}),
+        [[0], [1], [2], [3], [4], [5]],
+    ],
+    "conversations": [None, [], [-1], ["1"], 3],
+    "sha256": [None, [], [3], "abc", ["0" * 64], {}],
+    "digest": [None, 3],
+    "more": [1],
+}
 
 
-@pytest.mark.parametrize(("name", "value"), MANIFEST_VALUES, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in MANIFEST.items() for value in values]
+)
 def test_a_manifest_with_a_strange_value(
     features: Path, backbone: Backbone, name: str, value: Any
 ) -> None:
@@ -144,53 +148,41 @@ def test_a_strange_shard(features: Path, backbone: Backbone, damage: str) -> Non
 
 
 @pytest.fixture
-def begun(tmp_path: Path, backbone: Backbone, talks: list[Conversation]) -> Path:
-    """A fit killed in its second epoch."""
-    with pytest.raises(KeyboardInterrupt):
-        fit(make_job(backbone, talks, workplace=tmp_path), stop_after(5))
-    return tmp_path / checkpoint.FILE
+def begun(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(made / checkpoint.FILE, tmp_path))
 
 
 def course(**values: Any) -> Callable[[dict[str, Tensor], Any], Any]:
     return lambda tensors, record: record["course"].update(values)
 
 
+def tensor(name: str, value: Tensor) -> Callable[[dict[str, Tensor], Any], Any]:
+    return lambda tensors, record: tensors.update({name: value})
+
+
+COURSES: dict[str, list[Any]] = {
+    "step": ["4", -4, NAN, True, 10**12],
+    "sums": [[], {"3": 0.0}, {"2": NAN, "4": 0.0}, {"2": "a", "4": "b"}],
+    "entries": [[3], [], {}],
+    "positions": ["7", 0],
+    "more": [1],
+}
+NORM = "by_layer.2.norm.weight"
 CHECKPOINTS: dict[str, Callable[[dict[str, Tensor], Any], Any]] = {
+    **{f"{n} {v!r}"[:30]: course(**{n: v}) for n, several in COURSES.items() for v in several},
     "no job": lambda tensors, record: record.pop("job"),
     "job of a list": lambda tensors, record: record.update(job=[]),
     "no course": lambda tensors, record: record.pop("course"),
     "course of a list": lambda tensors, record: record.update(course=[]),
-    "steps of text": course(step="4"),
-    "steps below 0": course(step=-4),
-    "steps of nan": course(step=NAN),
-    "steps of truth": course(step=True),
-    "too many steps": course(step=10**12),
-    "sums of a list": course(sums=[]),
-    "sums of other layers": course(sums={"3": 0.0}),
-    "sums of nan": course(sums={"2": NAN, "4": 0.0}),
-    "sums of text": course(sums={"2": "a", "4": "b"}),
-    "entries of numbers": course(entries=[3]),
-    "entries of none": course(entries=[]),
-    "entries of a dict": course(entries={}),
-    "no best": course(best={}),
-    "best of text": course(best={"2": "a", "4": "b"}),
-    "positions of text": course(positions="7"),
-    "no positions": course(positions=0),
-    "something more": course(more=1),
-    "a tensor less": lambda tensors, record: tensors.pop("heads.by_layer.2.norm.weight"),
-    "a tensor more": lambda tensors, record: tensors.update(more=torch.zeros(2)),
-    "another shape": lambda tensors, record: tensors.update(
-        {"heads.by_layer.2.norm.weight": torch.zeros(31)}
-    ),
-    "one number for all": lambda tensors, record: tensors.update(
-        {"heads.by_layer.2.norm.weight": torch.zeros(1)}
-    ),
-    "nan": lambda tensors, record: tensors.update(
-        {"heads.by_layer.2.norm.weight": torch.full((32,), NAN)}
-    ),
-    "moments of whole numbers": lambda tensors, record: tensors.update(
-        {"exp_avg.by_layer.2.norm.weight": torch.zeros(32, dtype=torch.int32)}
-    ),
+    "an entry less": lambda tensors, record: record["course"]["entries"].pop(),
+    "an entry of nan": lambda tensors, record: record["course"]["entries"][0].update(agreement=NAN),
+    "an entry without": lambda tensors, record: record["course"]["entries"][0].pop("train_loss"),
+    "a tensor less": lambda tensors, record: tensors.pop(f"heads.{NORM}"),
+    "a tensor more": tensor("more", torch.zeros(2)),
+    "another shape": tensor(f"heads.{NORM}", torch.zeros(31)),
+    "one number for all": tensor(f"heads.{NORM}", torch.zeros(1)),
+    "nan": tensor(f"heads.{NORM}", torch.full((32,), NAN)),
+    "moments of whole numbers": tensor(f"exp_avg.{NORM}", torch.zeros(32, dtype=torch.int32)),
 }
 
 
@@ -198,9 +190,7 @@ CHECKPOINTS: dict[str, Callable[[dict[str, Tensor], Any], Any]] = {
 def test_a_strange_checkpoint(
     begun: Path, backbone: Backbone, talks: list[Conversation], damage: str
 ) -> None:
-    found = checkpoint.load(begun)
-    assert found is not None
-    tensors, record = found
+    tensors, record = checkpoint.load(begun)
     CHECKPOINTS[damage](tensors, record)
     checkpoint.save(begun, tensors, record)
     before = begun.read_bytes()

@@ -23,7 +23,10 @@ from selfspec.training.calibrate import (
     Scores,
     best_setting,
     calibration_error,
+    entropies,
     exits,
+    high_entropy,
+    measured_entropy,
     threshold,
 )
 from selfspec.training.text import Conversation
@@ -44,7 +47,8 @@ def test_calibration_error_is_the_mean_distance_of_confidence_and_truth() -> Non
 
 
 @pytest.mark.parametrize(
-    ("precision", "tau"), [(1.0, 0.9), (0.75, 0.7), (0.6, 0.5), (0.5, 0.3), (0.2, 0.3)]
+    ("precision", "tau"),
+    [(1.0, 0.9), (0.75, 0.7), (0.6, 0.5), (0.5, 0.3), (0.2, 0.3)],
 )
 def test_a_threshold_gives_the_wanted_precision_to_as_many_as_it_can(
     precision: float, tau: float
@@ -143,11 +147,6 @@ def test_the_best_setting_is_the_best_of_all() -> None:
     assert found.speed_up == max(gains)
 
 
-@pytest.fixture(scope="module")
-def talks(backbone: Backbone) -> list[Conversation]:
-    return make_talks(backbone.model)
-
-
 @pytest.mark.parametrize("head_type", ["translator", "deep-fused"])
 def test_calibrated_heads_carry_settings_that_the_runtime_takes(
     backbone: Backbone, talks: list[Conversation], tmp_path: Path, head_type: str
@@ -206,3 +205,36 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
     )
     assert defaults(rows)[0].drafter == "none"
     assert defaults(FLAT)[0] == fast
+
+
+# --- the entropy threshold of easd
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(1, 0.0), (20, 19.0), (21, 19.5), (40, 38.5), (41, 39.0)],  # the highest 1, 1, 2, 2, 3
+)
+def test_the_threshold_is_the_mean_of_the_highest_twentieth(count: int, expected: float) -> None:
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    assert high_entropy(order.float()) == expected
+
+
+def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(
+    backbone: Backbone,
+) -> None:
+    talks = make_talks(backbone.model)
+    found = entropies(backbone, talks[:3])
+    expected = []
+    for talk in talks[:3]:
+        with torch.no_grad():
+            probs = backbone.model(torch.tensor([talk.ids])).logits[0].softmax(-1)
+        ((first, end),) = talk.answers
+        expected.append(-(probs * probs.log()).sum(-1)[first - 1 : end - 1])
+    # float32, batched otherwise; largest difference measured: 2e-6
+    torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=2e-5)
+    heard: list[tuple[int, int]] = []
+    whole = measured_entropy(backbone, talks, 64, lambda done, total: heard.append((done, total)))
+    assert whole.positions == sum(len(talk.answer_ids) for talk in talks)
+    assert heard == [(step + 1, len(heard)) for step in range(len(heard))]
+    one_batch = measured_entropy(backbone, talks, 10_000, lambda *_: None)
+    assert one_batch.entropy_threshold == pytest.approx(whole.entropy_threshold, abs=2e-4)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from transformers import PreTrainedModel
 
 from selfspec.model.backbone import Backbone
-from selfspec.training.features import Features, FeatureSpec, features
+from selfspec.training.features import FeatureSpec, features
 from selfspec.training.text import Conversation, padded
-from tests.talks import make_talks
 
 LAYERS = (0, 2, 4)
 WHOLE = FeatureSpec(LAYERS, deep=True, top_k=5)
-
-
-@pytest.fixture(scope="module")
-def talks(backbone: Backbone) -> list[Conversation]:
-    return make_talks(backbone.model)
 
 
 def test_features_are_the_models_own_states_at_answer_positions(
@@ -96,15 +89,6 @@ def test_without_targets_the_layers_behind_the_last_exit_do_not_run(
     expected = features(backbone, WHOLE, padded(talks))
     assert all(torch.equal(found.hidden[layer], expected.hidden[layer]) for layer in LAYERS)
     assert (found.deep, found.top_ids) == (None, None)
-
-
-def test_tensors_by_name_give_the_same_features_back(
-    backbone: Backbone, talks: list[Conversation]
-) -> None:
-    found = features(backbone, WHOLE, padded(talks))
-    again = Features.of(found.tensors())
-    assert list(again.hidden) == list(LAYERS)
-    assert all(torch.equal(t, again.tensors()[name]) for name, t in found.tensors().items())
 
 
 def test_the_announced_size_is_the_real_one(backbone: Backbone, talks: list[Conversation]) -> None:

@@ -23,7 +23,6 @@ from selfspec.heads import exit_heads as heads_module
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint, fit
-from selfspec.training.trainer import Trainer
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
 
@@ -44,7 +43,7 @@ class Moments:
         for place, name in [
             *((os, name) for name in ("fsync", "truncate")),
             *((Path, name) for name in ("replace", "mkdir", "unlink", "write_bytes", "rmdir")),
-            (Trainer, "step"),
+            (fit.Trainer, "step"),
             (fit, "agreements"),
         ]:
             patch.setattr(place, name, self._watched(getattr(place, name), name))

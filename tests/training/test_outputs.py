@@ -19,6 +19,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.training import checkpoint
 from selfspec.training.selfgen import Writer
 from tests.authors import counted
+from tests.bad_input import snapshot
 from tests.heads.kinds import make_heads
 
 FIT = ["fit", "--data", "talks.jsonl", "--output"]
@@ -51,14 +52,6 @@ def place(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "dangling").symlink_to("nowhere")
     os.mkfifo(tmp_path / "pipe")
     return tmp_path
-
-
-def contents(folder: Path) -> dict[str, bytes | str]:
-    return {
-        str(path): str(path.readlink()) if path.is_symlink() else path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_symlink() or path.is_file()
-    }
 
 
 @pytest.mark.parametrize(
@@ -97,11 +90,11 @@ def contents(folder: Path) -> dict[str, bytes | str]:
 def test_an_output_is_refused_before_a_model_is_loaded_and_nothing_changes(
     place: Path, capsys: pytest.CaptureFixture[str], command: list[str], reason: str
 ) -> None:
-    before = contents(place)
+    before = snapshot(place)
     assert main(command) == 2
     (line,) = [text for text in capsys.readouterr().err.splitlines() if "error" in text]
     assert reason in line
-    assert contents(place) == before
+    assert snapshot(place) == before
 
 
 @pytest.mark.parametrize("command", [[*FIT, "new"], [*CACHE, "new"], [*DATA, "new.jsonl"]])
@@ -139,7 +132,7 @@ def test_a_full_disk_keeps_the_batches_before(
     """The first write to disk of a batch is the text, the second its record."""
     writer = Writer(tmp_path / name, {}, {})
     writer.append(['{"a": 1}'], 7, counted(rows=1))
-    before, real, calls = contents(tmp_path), os.fsync, [0]
+    before, real, calls = snapshot(tmp_path), os.fsync, [0]
 
     def fsync(handle: int) -> None:
         calls[0] += 1
@@ -149,7 +142,7 @@ def test_a_full_disk_keeps_the_batches_before(
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(CannotWrite, match="No space left on device"):
             writer.append(['{"a": 2}'], 8, counted(rows=2))
-    assert contents(tmp_path) == before
+    assert snapshot(tmp_path) == before
     writer.append(['{"a": 2}'], 8, counted(rows=2))
     assert [record["a"] for record in Writer(tmp_path / name, {}, {}).records()] == [1, 2]
 

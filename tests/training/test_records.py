@@ -17,7 +17,6 @@ from selfspec.model.backbone import Backbone
 from selfspec.training import records
 from selfspec.training.text import Conversation
 from tests.models import make_model
-from tests.talks import make_talks
 from tests.training.test_fit import LAYERS, fitted
 
 FILES = {
@@ -29,11 +28,6 @@ FILES = {
     "model.safetensors",
     "run.yaml",
 }
-
-
-@pytest.fixture(scope="module")
-def talks(backbone: Backbone) -> list[Conversation]:
-    return make_talks(backbone.model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -103,13 +97,3 @@ def test_the_header_names_a_model_of_the_hub_and_the_card_how_to_use_the_heads(
     local = records.card(result.heads.config, result.metrics)
     assert "base_model" not in yaml.safe_load(local.split("---\n")[1])
     assert "--model MODEL --heads HEADS" in local
-
-
-def test_curves_hold_every_epoch_of_every_layer(
-    backbone: Backbone, talks: list[Conversation]
-) -> None:
-    result = fitted(backbone, talks, epochs=3)
-    found = records.curves(result.epochs)
-    assert [curve.layer for curve in found] == list(LAYERS)
-    assert all(curve.epochs == [1, 2, 3] for curve in found)
-    assert found[0].agreement == [100 * e["agreement"] for e in result.epochs if e["layer"] == 2]

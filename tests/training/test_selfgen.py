@@ -26,14 +26,9 @@ from selfspec.training.selfgen import (
 from selfspec.training.text import Sampling, Turns, continued, loop_start
 from tests.authors import RECIPE, SMALL, invent, make_author, prompt_ids, read, recipe_of
 from tests.models import MAX_POSITIONS
-from tests.talks import WORDS, make_tokenizer
+from tests.talks import WORDS
 
 ONE_TURN = RECIPE.replace(', ["c {other}", null, "b"]', "")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return make_tokenizer()
 
 
 def words(ids: list[int]) -> str:

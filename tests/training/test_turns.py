@@ -85,9 +85,6 @@ def test_a_template_that_cannot_be_taken_apart_is_refused(
     tokenizer.chat_template = template
     with pytest.raises(InvalidData, match=reason):
         Turns.of(tokenizer)
-
-
-def test_no_tokenizer_is_no_chat_template() -> None:
     with pytest.raises(InvalidData, match="no chat template"):
         Turns.of(None)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.training.selfgen import DROPPED, KEPT, Counts, Writer
 from tests.authors import counted
+from tests.bad_input import one_line, snapshot
 
 OPTIONS = {"seed": 0, "shard": "1/1", "pair": (0.8, 1.0)}
 LINES = [['{"a": "é"}', '{"a": 2}'], [], ['{"a": 3}']]
@@ -57,7 +59,7 @@ def test_what_a_killed_run_left_behind_is_cut_off(
     path = tmp_path / name
     writer = write(path, 0, whole)
     block = writer._block(LINES[whole])
-    writer._save(writer._state | {"next": LINES[whole]})
+    writer._save(replace(writer._run, next=LINES[whole]))
     with path.open("ab") as file:
         file.write(block[:written])
     record(path).with_name(record(path).name + ".new").write_text("{")  # killed while writing it
@@ -78,7 +80,7 @@ def test_lines_of_somebody_else_behind_ours_are_kept(
     path = tmp_path / name
     writer = write(path)
     block = writer._block(LINES[0]) * coming
-    writer._save(writer._state | {"next": LINES[0] * coming})
+    writer._save(replace(writer._run, next=LINES[0] * coming))
     with path.open("ab") as file:
         file.write(block + added)
     before = path.read_bytes()
@@ -141,12 +143,43 @@ def test_lost_lines_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 3}', "5"])
-def test_a_strange_record_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "a.jsonl"
-    write(path)
-    record(path).write_text(content)
+def test_what_is_no_record_is_refused(tmp_path: Path, content: str) -> None:
+    write(tmp_path / "a.jsonl")
+    record(tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(InvalidData, match="is no record of this version"):
+        opened(tmp_path / "a.jsonl")
+
+
+RECORD: dict[str, list[Any]] = {
+    "format_version": [0, 1, 3, "2", True, None],
+    "options": [None, [], "a"],
+    "versions": [None, [], 3],
+    "counts": [
+        *(None, [], {}, {"families": [1]}, {"families": {"a": {"rows": 1}}}),
+        *(
+            {"families": {"": counted(rows=1).families[""] | {"answers": n}}}
+            for n in ("many", -1, 1.5)
+        ),
+    ],
+    "seeds": [None, 3, ["a"], [-1], [1.0], [10**30], {}],
+    "bytes": [None, "10", -1, 1.0, 10**30, True, [], 3, 10**9],
+    "more": [1],
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in RECORD.items() for value in values]
+)
+def test_a_strange_record_loses_no_line(tmp_path: Path, name: str, value: Any, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    write(path, 0, 1)
+    record(path).write_text(json.dumps(json.loads(record(path).read_text()) | {name: value}))
+    before = snapshot(tmp_path)
+    with pytest.raises(InvalidData) as caught:
         opened(path)
+    one_line(caught, path)
+    assert snapshot(tmp_path) == before
 
 
 def test_other_versions_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

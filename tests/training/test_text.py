@@ -1,0 +1,381 @@
+"""Rows in the formats that people have become conversations, and conversations batches.
+
+A damaged row is one line that names file, line and reason; no file is changed.
+"""
+
+# mypy: disable-error-code="var-annotated"
+# mixed values in a row, for which mypy finds no common type
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.errors import InvalidData, InvalidOption
+from selfspec.training import text
+from selfspec.training.text import (
+    Conversation,
+    Reader,
+    encoded,
+    messages_of,
+    padded,
+    planned,
+    rendered,
+    rows,
+)
+from tests.bad_input import DEEP, one_line
+from tests.models import VOCAB_SIZE
+from tests.talks import WORDS, make_tokenizer
+
+USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+TALK = [
+    {"role": "system", "content": "c"},
+    {"role": "user", "content": "a b"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "a a"},
+]
+SHARED = [{"from": "system", "value": "c"}] + [
+    {"from": name, "value": entry["content"]}
+    for name, entry in zip(("human", "gpt", "user", "chatgpt"), TALK[1:], strict=True)
+]
+LINE = b'{"input_ids": [1, 2, 3, 4], "answer_start": 2, "messages": []}\n'
+
+
+def read(path: Path, *, skip: bool = False, **limits: Any) -> list[Conversation]:
+    sizes = {"vocab_size": VOCAB_SIZE, "max_length": 64} | limits
+    known = make_tokenizer()
+    return text.read_conversations(path, known, skip_bad_rows=skip, **sizes)
+
+
+def numbers(path: Path, **options: Any) -> list[Any]:
+    return list(Reader(path, lambda record: record["n"], **options))
+
+
+# --- records
+
+
+@pytest.mark.parametrize(
+    "record", [{"messages": TALK}, {"conversations": SHARED}, {"conversations": TALK}]
+)
+def test_messages_and_sharegpt_are_the_same_conversation(
+    record: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Every assistant turn is an answer, up to its end token."""
+    assert messages_of(record) == TALK
+    ids, answers = encoded(record, tokenizer)
+    said = [[WORDS[token] for token in ids[first:end]] for first, end in answers]
+    assert said == [["b", "<end>"], ["a", "a", "<end>"]]
+    whole: Any = tokenizer.apply_chat_template(TALK, return_dict=True)
+    assert list(ids) == whole["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("record", "ids", "answers"),
+    [
+        ({"text": "a b c"}, (7, 8, 9), ((1, 3),)),  # every token but the first is to be learned
+        ({"input_ids": [5, 6, 7], "answer_start": 2}, (5, 6, 7), ((2, 3),)),
+        ({"input_ids": [5, 6, 7], "answers": [[1, 2], [2, 3]]}, (5, 6, 7), ((1, 2), (2, 3))),
+        ({"input_ids": [5, 6, 7, 8], "loss_mask": [1, 1, 0, 1]}, (5, 6, 7, 8), ((1, 2), (3, 4))),
+    ],
+)
+def test_ids_and_text_say_what_is_learned(
+    record: Any, ids: Any, answers: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert encoded(record, tokenizer) == (ids, answers)
+
+
+def test_turns_are_questions_without_answers() -> None:
+    asked = [{"role": "user", "content": name} for name in ("a", "b")]
+    assert messages_of({"turns": ["a", "b"], "question_id": 1}) == asked
+
+
+BAD: dict[str, list[Any]] = {
+    "is not JSON": [b"{", b'{"n": "\xff"}', DEEP.encode()],
+    "expected an object": [3, None, True, "text", [], [{}]],
+    "holds nothing, expected input_ids": [{}],
+    "holds prose, expected input_ids": [{"prose": "hello"}],
+    "no list of whole numbers": [
+        {"input_ids": value, "answer_start": 1}
+        for value in (None, 3, "12", {}, ["1", "2"], [1.0, 2.0], [1, True], [[1], [2]])
+    ],
+    "answer_start": [
+        *({"input_ids": [1, 2, 3], "answer_start": n} for n in (None, "1", 0, 3, -1, 1.0)),
+        {"input_ids": [], "answer_start": 1},
+    ],
+    "token id": [{"input_ids": [1, n], "answer_start": 1} for n in (-1, 96, 10**40)],
+    "tokens, at most 64": [{"input_ids": [1] * 65, "answer_start": 1}],
+    "1 tokens, expected at least 2": [{"input_ids": [1], "answers": []}, {"text": "a"}],
+    "rising pairs [first, end] in 1..3": [
+        {"input_ids": [1, 2, 3], "answers": value}
+        for value in (None, 3, "ab", [1], [[1]], [[0, 1]], [[1, 9]], [[2, 1]], [["1", "2"]])
+    ],
+    "rising pairs": [
+        {"input_ids": [1, 2, 3], "answers": value}
+        for value in ([[1, 3], [2, 3]], [[2, 3], [1, 2]], [[1, True]])
+    ],
+    "loss_mask": [{"input_ids": [1, 2, 3], "loss_mask": v} for v in (None, 1, [0, 1], ["a"] * 3)],
+    "no list with at least one message": [
+        *({"messages": value} for value in (None, 3, "hi", {}, [])),
+        *({"conversations": value} for value in (None, 3, [])),
+    ],
+    "without text as its content": [
+        *({"messages": value} for value in ([3], [None], [[]], [{}], [{"role": "user"}])),
+        *({"messages": [USER, ASSISTANT | {"content": v}]} for v in (None, 3, [], {}, "\ud800")),
+    ],
+    "without text as its value": [{"conversations": value} for value in ([3], [{"from": "human"}])],
+    "expected system, user, assistant": [
+        *({"messages": [USER, ASSISTANT | {"role": v}]} for v in (None, 3, [], "robot", "human")),
+        {"messages": [USER, {"content": "b"}]},
+        {"conversations": [{"role": "gpt", "content": "a"}]},
+    ],
+    "expected system, user, assistant, human": [
+        {"conversations": [{"from": name, "value": "a"}]} for name in ("bot", ["gpt"])
+    ],
+    "begins with the assistant": [
+        {"messages": [ASSISTANT]},
+        {"conversations": [{"from": "gpt", "value": "a"}]},
+    ],
+    "--regenerate": [{"turns": value} for value in (None, [], ["a"], [3])],
+    "text that is no string": [{"text": value} for value in (None, 3, [], "\udfff a b")],
+    "a text of 0 tokens": [{"text": ""}],
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [(row, reason) for reason, several in BAD.items() for row in several],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_bad_row_is_named_with_file_line_and_reason(
+    tmp_path: Path, row: Any, reason: str
+) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_bytes(LINE + (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n")
+    with pytest.raises(InvalidData) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}, line 2 ")
+    assert reason in str(caught.value)
+    one_line(caught, path)
+    assert read(path, skip=True) == [Conversation((1, 2, 3, 4), ((2, 4),))]
+
+
+@pytest.mark.parametrize("record", [{"text": "a"}, {}, {"turns": []}, {"turns": [5]}])
+def test_records_without_turns_have_no_messages(record: dict[str, Any]) -> None:
+    with pytest.raises(InvalidData):
+        messages_of(record)
+
+
+@pytest.mark.parametrize("record", [{"text": "a b"}, {"messages": TALK}])
+def test_text_and_messages_need_a_tokenizer(record: dict[str, Any]) -> None:
+    with pytest.raises(InvalidData, match="Give input_ids"):
+        encoded(record, None)
+
+
+def test_what_the_template_refuses_is_a_reason() -> None:
+    picky = make_tokenizer()
+    picky.chat_template = "{{ raise_exception('no system here') }}"
+    with pytest.raises(InvalidData, match="does not take these messages: no system here"):
+        rendered(picky, TALK, add_generation_prompt=False)
+    picky.chat_template = None
+    with pytest.raises(InvalidData, match="Give --chat-template"):
+        encoded({"messages": TALK}, picky)
+
+
+# --- sources
+
+
+def test_lines_are_read_with_their_numbers_and_empty_ones_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\n{"n": 2}')
+    assert [place for place, _ in rows(path)] == ["line 1", "line 3"]
+    assert numbers(path) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.txt"])
+def test_any_name_may_hold_lines(tmp_path: Path, name: str) -> None:
+    content = b'{"n": 1}\n{"n": 2}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert numbers(tmp_path / name) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_an_array_is_read_item_by_item(tmp_path: Path, name: str) -> None:
+    content = b' [{"n": 1},\n {"n": 2}, "text", 5]'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert [place for place, _ in rows(tmp_path / name)] == [f"item {n}" for n in (1, 2, 3, 4)]
+    with pytest.raises(InvalidData, match="item 3 holds a str, expected an object"):
+        numbers(tmp_path / name)
+    assert numbers(tmp_path / name, skip_bad_rows=True) == [1, 2]
+
+
+def test_skipped_rows_are_counted_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"n": 1}\n"text"\n{"n": 2}\n[]\n')
+    reader = Reader(path, lambda record: record["n"], skip_bad_rows=True)
+    with caplog.at_level(logging.WARNING):
+        reader.report()
+        assert not caplog.messages
+        assert (list(reader), reader.skipped) == ([1, 2], 2)
+        reader.report()
+    (said,) = caplog.messages
+    assert said.startswith(f"{path}: skipped 2 bad rows, the first: line 2 holds a str")
+
+
+CONTENTS: dict[str, tuple[str, bytes]] = {
+    "empty": ("a.jsonl", b""),
+    "blank": ("a.jsonl", b"\n \n\t\n"),
+    "zero bytes": ("a.jsonl", bytes(100)),
+    "utf-16": ("a.jsonl", '{"text": "a"}'.encode("utf-16")),
+    "latin": ("a.jsonl", b'{"text": "\xe9 a b c"}\n'),
+    "deep array": ("a.json", DEEP.encode()),
+    "half a line": ("a.jsonl", LINE + LINE[:9]),
+    "array of numbers": ("a.json", b"[1, 2]"),
+    "array without end": ("a.json", b"[" + LINE),
+    "array and more": ("a.json", b"[] []"),
+    "huge number": ("a.jsonl", b'{"input_ids": [1, ' + b"9" * 6000 + b'], "answer_start": 1}'),
+    "a long line": ("a.jsonl", b'"' + bytes(9000)),
+    "long blank": ("a.jsonl", b" \n" * 6000),
+    "no gzip": ("a.jsonl.gz", LINE),
+    "half a gzip": ("a.jsonl.gz", gzip.compress(LINE * 99)[:40]),
+    "damaged gzip": ("a.jsonl.gz", gzip.compress(LINE * 99)[:-9] + bytes(9)),
+    "gzip and more": ("a.jsonl.gz", gzip.compress(LINE) + b"more"),
+    "a bomb of one line": ("a.jsonl.gz", gzip.compress(b"[" * (1 << 24))),
+    "a bomb of blanks": ("a.jsonl.gz", gzip.compress(b"\n" * (1 << 20))),
+    "a bomb of an array": ("a.json.gz", gzip.compress(b"[" + b" " * (1 << 24))),
+}
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_a_file_of_conversations_of_other_content(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "_MOST_LINE", 8192)
+    monkeypatch.setattr(text, "_MOST_ARRAY", 1 << 16)
+    name, content = CONTENTS[kind]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InvalidData) as caught:
+        read(path)
+    one_line(caught, path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("long", [LINE[:-1] + b" " * 8192, b"{" * 8193, b"x" * 99999])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_line_that_is_too_long_is_a_bad_row(
+    tmp_path: Path, place: int, long: bytes, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "_MOST_LINE", 8192)
+    lines = [LINE.rstrip()] * 3
+    lines.insert(place, long)
+    path = tmp_path / name
+    content = b"\n".join(lines)
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert len(read(path, skip=True)) == 3
+    with pytest.raises(InvalidData, match=f"{name}, line {place + 1} has more than 8192 bytes"):
+        read(path)
+
+
+@pytest.mark.parametrize("kind", ["gone", "a pipe", "a device", "a loop", "a long name"])
+def test_what_is_no_file_of_conversations(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.jsonl"
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "a loop":
+        path.symlink_to(path)
+    elif kind == "a long name":
+        path = tmp_path / f"{'a' * 300}.jsonl"
+    with pytest.raises((InvalidData, InvalidOption)) as caught:
+        read(path)
+    one_line(caught, path)
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "data/none.json", "./none", "/none/at/all"])
+def test_a_missing_file_is_not_taken_for_a_data_set(name: str) -> None:
+    with pytest.raises(InvalidData, match=f"cannot read {Path(name)}: .*No such file"):
+        next(rows(name))
+
+
+def test_a_hub_id_is_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, *, split: str) -> Any:
+        if (name, split) != ("someone/some-talks", "train"):
+            raise FileNotFoundError(f"no {name}\nhere")
+        return [{"n": 1}, {"n": 2}]
+
+    fake = ModuleType("datasets")
+    vars(fake).update(load_dataset=load_dataset, exceptions=ModuleType("exceptions"))
+    vars(fake.exceptions).update(DatasetsError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert list(rows("someone/some-talks")) == [("row 1", {"n": 1}), ("row 2", {"n": 2})]
+    assert numbers(Path("someone/some-talks")) == [1, 2]
+    with pytest.raises(InvalidData) as caught:
+        list(rows("someone/else"))
+    assert str(caught.value) == "cannot read the data set someone/else: no someone/else"
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InvalidData, match=r'pip install "selfspec\[train\]"'):
+        list(rows("someone/some-talks"))
+
+
+def test_the_real_package_reads_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "train.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    ((place, row),) = rows(tmp_path / "in")
+    assert (place, messages_of(row)) == ("row 1", TALK)
+
+
+# --- batches
+
+
+def test_reading_stops_behind_max_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINE * 5)
+    assert len(read(tmp_path / "a.jsonl", max_tokens=3)) == 2
+
+
+def test_a_twentieth_is_held_out_and_one_conversation_is_too_few(talks: list[Conversation]) -> None:
+    train, held_out = text.split(talks * 5)
+    assert (len(train), held_out) == (57, talks[-3:])
+    with pytest.raises(InvalidData, match="too few"):
+        text.split(talks[:1])
+
+
+def test_batches_hold_every_conversation_once_within_the_limit(talks: list[Conversation]) -> None:
+    plan = planned(talks, 64)
+    assert sorted(talk.ids for group in plan for talk in group) == sorted(t.ids for t in talks)
+    assert all(padded(group).ids.numel() <= 64 for group in plan)
+    assert len(plan) < len(talks)
+
+
+def test_a_position_predicts_the_token_behind_it() -> None:
+    batch = padded(
+        [Conversation((5, 6, 7, 8, 9), ((1, 2), (3, 5))), Conversation((5, 6), ((1, 2),))]
+    )
+    assert batch.predicts.int().tolist() == [[1, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
+
+
+def test_the_draft_vocabulary_is_special_then_frequent_then_low() -> None:
+    counts = Counter({7: 3, 3: 2, 5: 1})
+    assert text.draft_vocabulary(counts, 3, {50}, 60).tolist() == [3, 7, 50]
+    assert text.draft_vocabulary(counts, 6, {50, 2}, 60).tolist() == [0, 2, 3, 5, 7, 50]
+    assert len(text.draft_vocabulary(counts, 60, (), 60)) == 60
+
+
+def test_special_tokens_without_a_role_count_too(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert text.special_ids(tokenizer) == {0, 1, 3}
