@@ -68,9 +68,7 @@ def _one(
     from selfspec.serve.gate import run
     from selfspec.serve.writer import Writer
 
-    writer = Writer(speculator, options, kv_memory)
-    room = speculator.backbone.max_positions
-    app = make_app(writer, speculator.label, room, options, keys)
+    app = make_app(Writer(speculator, options, kv_memory), keys)
     run(app, at, options, _ready(speculator.label))
 
 
@@ -78,13 +76,13 @@ def _several(
     asked: Asked, at: socket, options: ServeOptions, keys: Keys, kv_memory: int | None
 ) -> None:
     with _packages("ray", "more than one copy"):
-        from selfspec.serve.replicas import copies, label, make_front
+        from selfspec.serve.replicas import copies, make_front
     from selfspec.serve.gate import run
     from selfspec.serve.replica import Plan
 
     loading = picked(asked, (*LOADING, *SPECULATION))
     with copies(Plan(loading=loading, options=options, kv_memory=kv_memory)) as handle:
-        said = f"{label(handle)}, {options.replicas} copies,"
+        said = f"{handle.label.remote().result()}, {options.replicas} copies,"
         run(make_front(handle, options, keys), at, options, _ready(said))
 
 
