@@ -66,9 +66,8 @@ def serve(*, asked: Asked) -> None:
             from selfspec.serve.app import make_app
             from selfspec.serve.writer import Writer
 
-            label, room = speculator.label, speculator.backbone.max_positions
-            app = make_app(Writer(speculator, options, kv_memory), label, room, options, keys)
-            run(app, at, options, ready)
+            label = speculator.label
+            run(make_app(Writer(speculator, options, kv_memory), keys), at, options, ready)
             return
         with _packages("ray", "more than one copy"):
             from selfspec.serve import replicas
@@ -77,7 +76,7 @@ def serve(*, asked: Asked) -> None:
         loading = picked(asked, (*LOADING, *SPECULATION))
         plan = Plan(loading=loading, options=options, kv_memory=kv_memory)
         with replicas.copies(plan) as handle:
-            label = replicas.label(handle)
+            label = handle.label.remote().result()
             run(replicas.make_front(handle, options, keys), at, options, ready)
 
 

@@ -9,16 +9,13 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
-
 from selfspec.decoding.stats import GenerationStats
-from selfspec.serve.pieces import Json, Piece
-from selfspec.serve.protocol import Choice, Refused, of_error, places
-from selfspec.serve.writer import Job, Writer
+from selfspec.serve.pieces import Job, Json, Piece
+from selfspec.serve.protocol import ChatBody, Choice, Refused, of_error, places
+from selfspec.serve.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -27,29 +24,49 @@ _MOST_WAITING = 256
 
 
 class Reply:
-    """What one request gets back, made of pieces as they come."""
+    """What one request gets back: pieces come from the writer's thread to this loop."""
 
-    def __init__(self, model: str, choices: Sequence[Choice], *, chat: bool) -> None:
-        """`chat`: messages, else text."""
-        self._chat, self._notes = chat, "logprobs" in choices[0].options
+    def __init__(self, writer: Writer, choices: Sequence[Choice], field: str) -> None:
+        """Submits the request, whose prompt is in `field`. Raises Refused where too much waits."""
+        self._writer, self._field = writer, field
+        self._chat = field == ChatBody.field
+        self._notes = "logprobs" in choices[0].options
         self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": model,
+            "model": writer.label,
         }
         self._pieces: list[list[Piece]] = [[] for _ in choices]
-        self.prompt_tokens = 0
-        self.asked = [choice.prompt for choice in choices]
-        """What it answers, for a log that may say so."""
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Piece] = asyncio.Queue()
+        self._room = _MOST_WAITING * len(choices)
+        self._job = Job(choices, self._wrote)
+        writer.submit(self._job)
 
-    def add(self, piece: Piece) -> None:
-        """One more piece."""
+    async def next(self) -> Piece:
+        """The next piece, counted in; raises what ended its choice."""
+        piece = await self._queue.get()
+        if piece.error is not None:
+            self.leave()
+            if not isinstance(piece.error, Refused):
+                logger.info("an answer failed:\n%s", places(piece.error))
+            raise of_error(piece.error, self._field)
         self._pieces[piece.choice].append(piece)
+        return piece
+
+    async def rest(self) -> None:
+        """All of them."""
+        while not self._complete:
+            await self.next()
+
+    def leave(self) -> None:
+        """Nobody wants the rest."""
+        self._writer.cancel(self._job)
 
     @property
-    def complete(self) -> bool:
-        """Whether all choices have ended."""
-        return all(pieces and pieces[-1].finish for pieces in self._pieces)
+    def asked(self) -> list[Any]:
+        """The prompts, for a log that may say them."""
+        return [choice.prompt for choice in self._job.choices]
 
     @property
     def texts(self) -> list[str]:
@@ -60,7 +77,7 @@ class Reply:
     def usage(self) -> Json:
         """Tokens of what has ended, and what speculation did."""
         stats = [pieces[-1].stats for pieces in self._pieces if pieces]
-        return usage(self.prompt_tokens, [one for one in stats if one is not None])
+        return usage(self._job.prompt_tokens, [one for one in stats if one is not None])
 
     def whole(self) -> Json:
         """The answer to a request that does not stream."""
@@ -77,38 +94,48 @@ class Reply:
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": self.usage}
 
-    def opening(self) -> list[Json]:
-        """The chunks before any text: who speaks."""
-        delta = {"role": "assistant", "content": ""}
-        numbers = range(len(self._pieces)) if self._chat else ()
-        return [self._chunk(self._choice(index, [], {"delta": delta})) for index in numbers]
+    async def lines(self, piece: Piece, *, with_usage: bool) -> AsyncIterator[str]:
+        """Server-sent events, from the first piece on."""
+        try:
+            if self._chat:
+                delta = {"role": "assistant", "content": ""}
+                for index in range(len(self._pieces)):
+                    yield self._event(self._choice(index, [], {"delta": delta}))
+            for choice in self._told(piece):
+                yield self._event(choice)
+            while not self._complete:
+                for choice in self._told(await self.next()):
+                    yield self._event(choice)
+            if with_usage:
+                yield self._event(usage=self.usage)
+            yield "data: [DONE]\n\n"
+        except Refused as error:  # behind a status that said otherwise
+            self._writer.metrics.refused(error.status)
+            yield _data(error.body())
 
-    def chunks(self, piece: Piece) -> list[Json]:
-        """A piece that was added, for a client that reads along."""
-        found = []
-        told = piece.told is not None and piece.told["rounds"]
+    @property
+    def _complete(self) -> bool:
+        return all(pieces and pieces[-1].finish for pieces in self._pieces)
+
+    def _told(self, piece: Piece) -> Iterator[Json]:
+        """What a client that reads along hears of a piece."""
+        rounds = piece.told is not None and piece.told["rounds"]
+        something = piece.text or piece.logprobs or rounds
         if not self._chat:
-            if piece.text or piece.logprobs or told or piece.finish:
-                text: Json = {"text": piece.text}
-                found.append(self._choice(piece.choice, [piece], text, piece.finish))
-            return [self._chunk(one) for one in found]
-        if piece.text or piece.logprobs or told:
-            said = {"delta": {"content": piece.text}}
-            found.append(self._choice(piece.choice, [piece], said))
+            if something or piece.finish:
+                yield self._choice(piece.choice, [piece], {"text": piece.text}, piece.finish)
+            return
+        if something:
+            yield self._choice(piece.choice, [piece], {"delta": {"content": piece.text}})
         if piece.calls:
             calls = [{"index": index, **call} for index, call in enumerate(piece.calls)]
-            found.append(self._choice(piece.choice, [], {"delta": {"tool_calls": calls}}))
+            yield self._choice(piece.choice, [], {"delta": {"tool_calls": calls}})
         if piece.finish:
-            found.append(self._choice(piece.choice, [], {"delta": {}}, piece.finish))
-        return [self._chunk(one) for one in found]
+            yield self._choice(piece.choice, [], {"delta": {}}, piece.finish)
 
-    def last(self) -> Json:
-        """The chunk behind all text, for who asked for usage."""
-        return self._chunk() | {"usage": self.usage}
-
-    def _chunk(self, *choices: Json) -> Json:
+    def _event(self, *choices: Json, **more: Json) -> str:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices}
+        return _data({**self._head, "object": kind, "choices": choices, **more})
 
     def _choice(
         self, index: int, pieces: Sequence[Piece], said: Json, finish: str | None = None
@@ -137,6 +164,19 @@ class Reply:
             ],
             "text_offset": offsets[len(offsets) - len(entries) :],
         }
+
+    def _wrote(self, piece: Piece) -> None:
+        self._loop.call_soon_threadsafe(self._put, piece)
+
+    def _put(self, piece: Piece) -> None:
+        """On the loop. Ends an answer that its client does not read."""
+        if self._room > self._queue.qsize():
+            self._queue.put_nowait(piece)
+        elif self._room:
+            self._room = 0  # nothing more is taken
+            self.leave()
+            error = Refused(408, "the client reads more slowly than its answer is written")
+            self._queue.put_nowait(Piece(choice=piece.choice, error=error))
 
 
 def usage(prompt_tokens: int, all_stats: Sequence[GenerationStats]) -> Json:
@@ -176,97 +216,5 @@ def usage(prompt_tokens: int, all_stats: Sequence[GenerationStats]) -> Json:
     return found
 
 
-class Pieces:
-    """Pieces of one request's answers, from the writer's thread to this loop, where they reply."""
-
-    def __init__(self, writer: Writer, choices: Sequence[Choice], reply: Reply, field: str) -> None:
-        """Submits the request. Raises Refused where too much waits."""
-        self.reply = reply
-        self._writer, self._field = writer, field
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece] = asyncio.Queue()
-        self._room = _MOST_WAITING * len(choices)
-        self._job = Job(choices=choices, begun=self._begun, wrote=self._wrote)
-        writer.submit(self._job)
-
-    async def next(self) -> Piece:
-        """The next piece, counted in; raises what ended its choice."""
-        piece = await self._queue.get()
-        if piece.error is not None:
-            self.leave()
-            if not isinstance(piece.error, Refused):
-                logger.info("an answer failed:\n%s", places(piece.error))
-            raise of_error(piece.error, self._field)
-        self.reply.add(piece)
-        return piece
-
-    async def rest(self) -> None:
-        """All of them."""
-        while not self.reply.complete:
-            await self.next()
-
-    def leave(self) -> None:
-        """Nobody wants the rest."""
-        self._writer.cancel(self._job)
-
-    async def lines(self, piece: Piece, *, with_usage: bool) -> AsyncIterator[str]:
-        """Server-sent events, from the first piece on."""
-        reply = self.reply
-        try:
-            for chunk in reply.opening():
-                yield _event(chunk)
-            while True:
-                for chunk in reply.chunks(piece):
-                    yield _event(chunk)
-                if reply.complete:
-                    break
-                piece = await self.next()
-            if with_usage:
-                yield _event(reply.last())
-            yield "data: [DONE]\n\n"
-        except Refused as error:  # behind a status that said otherwise
-            self._writer.metrics.refused(error.status)
-            yield _event(error.body())
-
-    def _begun(self, prompt_tokens: int) -> None:
-        self.reply.prompt_tokens = prompt_tokens
-
-    def _wrote(self, piece: Piece) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._put, piece)
-        except RuntimeError:  # the loop has ended: nobody reads
-            logger.debug("a piece came too late")
-
-    def _put(self, piece: Piece) -> None:
-        """On the loop. Ends an answer that its client does not read."""
-        if self._room > self._queue.qsize():
-            self._queue.put_nowait(piece)
-        elif self._room:
-            self._room = 0  # nothing more is taken
-            self.leave()
-            error = Refused(408, "the client reads more slowly than its answer is written")
-            self._queue.put_nowait(Piece(choice=piece.choice, error=error))
-
-
-class Stream(StreamingResponse):
-    """Ends its answer when it ends, however that is: its lines may never have begun."""
-
-    def __init__(self, pieces: Pieces, first: Piece, *, with_usage: bool) -> None:
-        """Behind the first piece: what is refused is no stream."""
-        super().__init__(
-            pieces.lines(first, with_usage=with_usage),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
-        self._pieces = pieces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._pieces.leave()
-
-
-def _event(value: Json) -> str:
+def _data(value: Json) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

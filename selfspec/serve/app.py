@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from selfspec import pages, untrusted
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.serve import gate
-from selfspec.serve.answers import Pieces, Reply, Stream
-from selfspec.serve.options import Keys, ServeOptions
+from selfspec.serve.answers import Reply
+from selfspec.serve.options import Keys
 from selfspec.serve.protocol import (
     Body,
     ChatBody,
@@ -38,21 +38,18 @@ _SCRIPTS = ("tokens.js", "figures.js", "api.js", "answer.js", "main.js")
 """Of the page, in this order: one module."""
 
 
-def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys: Keys) -> FastAPI:
-    """The server's application. `label`: the model's name; `room`: tokens of its texts at most.
-
-    It stops the writer when it ends.
-    """
-    server = _Server(writer, label, room, options)
+def make_app(writer: Writer, keys: Keys) -> FastAPI:
+    """The server's application. It stops the writer when it ends."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(writer.stop)
 
+    server = _Server(writer)
     app = FastAPI(title="selfspec", openapi_url=None, lifespan=life)
     app.add_exception_handler(HTTPException, _refuse_path)
-    gate.guard(app, options, keys, writer.metrics.refused)
+    gate.guard(app, writer.options, keys, writer.metrics.refused)
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.text)
     app.get("/v1/models")(server.models)
@@ -66,15 +63,14 @@ def make_app(writer: Writer, label: str, room: int, options: ServeOptions, keys:
 class _Server:
     """What the routes do."""
 
-    def __init__(self, writer: Writer, label: str, room: int, options: ServeOptions) -> None:
-        self._writer, self._room, self._options = writer, room, options
-        self._label = label
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
         self._model = {
-            "id": label,
+            "id": writer.label,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "selfspec",
-            "max_model_len": room,
+            "max_model_len": writer.room,
         }
         self._page = chat_page()
 
@@ -110,28 +106,26 @@ class _Server:
 
     async def _answer(self, request: Request, kind: type[Body]) -> Response:
         body = await self._read(request, kind)
-        choices = body.choices(self._options, self._room)
+        choices = body.choices(self._writer.options, self._writer.room)
         await self._check(choices[0])  # all have one grammar, and the same tools
-        reply = Reply(self._label, choices, chat=kind is ChatBody)
+        reply = Reply(self._writer, choices, body.field)
         setattr(request.state, gate.REPLY, reply)
-        pieces = Pieces(self._writer, choices, reply, body.field)
-        try:
-            if not body.stream:
-                await gate.unless_gone(request.receive, pieces.rest())
-                return JSONResponse(reply.whole())
-            first = await gate.unless_gone(request.receive, pieces.next())
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return Stream(pieces, first, with_usage=with_usage)
-        except BaseException:
-            pieces.leave()
-            raise
+        if not body.stream:
+            await gate.unless_gone(request.receive, reply.rest())
+            return JSONResponse(reply.whole())
+        first = await gate.unless_gone(request.receive, reply.next())  # a refusal is no stream
+        return StreamingResponse(
+            reply.lines(first, with_usage=body.wants_usage),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         """A body of that kind. Raises Refused."""
         sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if sent != "application/json":  # what a page elsewhere cannot send without being asked
             raise Refused(415, "Content-Type must be application/json")
-        held = await gate.read(request, self._options)
+        held = await gate.read(request, self._writer.options)
         try:
             body = kind.model_validate(untrusted.parse_json(held.decode(), "the body"))
         except UnicodeDecodeError as error:
@@ -142,35 +136,28 @@ class _Server:
             raise of_validation(error) from error
         self._require_model(body.model)
         if body.stream_options is not None and not body.stream:
-            raise Refused(
-                400, "stream_options is for streams. Leave it out", field="stream_options"
-            )
+            said = "stream_options is for streams. Leave it out"
+            raise Refused(400, said, field="stream_options")
         return body
 
     def _require_model(self, name: str | None) -> None:
-        if name not in (None, self._label):
-            raise Refused(
-                404,
-                f"the model {name} is not here. There is {self._label}",
-                field="model",
-                code="model_not_found",
-            )
+        if name not in (None, self._writer.label):
+            said = f"the model {name} is not here. There is {self._writer.label}"
+            raise Refused(404, said, field="model", code="model_not_found")
 
     async def _check(self, choice: Choice) -> None:
         """Tools, and the grammar, beside the answers that are being written. Raises Refused."""
-        field = choice.needs_tools
-        if field is not None and not self._writer.knows_tools:
+        if choice.needs_tools is not None and not self._writer.knows_tools:
             raise Refused(
                 400,
-                f"{field}: the chat template of {self._label} knows no tools, or calls them in a "
-                "way that is not known here. Use response_format with a schema",
-                field=field,
+                f"{choice.needs_tools}: the chat template of {self._writer.label} knows no tools, "
+                "or calls them in a way that is not known here. Use response_format with a schema",
+                field=choice.needs_tools,
             )
-        if choice.has_grammar:
-            try:
-                await asyncio.to_thread(self._writer.read_grammar, choice)
-            except InvalidOption as error:
-                raise of_error(error) from error
+        try:
+            await asyncio.to_thread(self._writer.read_grammar, choice)
+        except InvalidOption as error:
+            raise of_error(error) from error
 
 
 def chat_page() -> tuple[str, dict[str, str]]:

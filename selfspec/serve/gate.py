@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -27,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from selfspec.errors import InvalidOption
-from selfspec.serve.options import Keys, ServeOptions
+from selfspec.serve.options import Keys, ServeOptions, is_loopback
 from selfspec.serve.protocol import Refused, of_error, places
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def guard(
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
         )
-    app.add_middleware(_Log, options=options, refused=refused)
+    app.add_middleware(_Around, options=options, refused=refused)
 
 
 def response(error: Refused) -> Response:
@@ -119,7 +118,7 @@ async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = waits, _ = asyncio.ensure_future(wanted), asyncio.ensure_future(gone())
+    tasks = waits, _ = asyncio.create_task(wanted), asyncio.create_task(gone())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not waits.done():
@@ -133,11 +132,10 @@ async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
 
 def tokens(scope: Scope) -> tuple[int, int] | None:
     """Of the prompt and the answer, where something was written."""
-    state = scope.get("state", {})
-    reply: Reply | None = state.get(REPLY)
+    reply: Reply | None = scope["state"].get(REPLY)
     if reply is not None:
         return reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
-    found: tuple[int, int] | None = state.get(TOKENS)
+    found: tuple[int, int] | None = scope["state"].get(TOKENS)
     return found
 
 
@@ -162,22 +160,22 @@ class _Guard:
                 return None
             return Refused(401, "the API key is missing or wrong", code="invalid_api_key")
         host = headers.get("host", "")
-        if not host or not self._options.is_local or self._means_here(host):
+        if not host or not self._options.is_local:
+            return None
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:  # half of an IPv6 address
+            name = ""
+        if name == self._options.host or is_loopback(name):
             return None
         return Refused(403, "the Host header names another machine. Set API keys")
 
-    def _means_here(self, found: str) -> bool:
-        try:
-            name = urlsplit(f"//{found}").hostname or ""
-            return name in ("localhost", self._options.host) or ip_address(name).is_loopback
-        except ValueError:
-            return False
 
+class _Around:
+    """What surrounds a request: its answer ends with it, and the log says what was asked for.
 
-class _Log:
-    """Says what was asked for, and by whom; of an error that nobody foresaw, where it came from.
-
-    No text of a request or an answer is said, unless `log_prompts` asks for it.
+    Of an error that nobody foresaw, the log says where it came from. No text of a request or an
+    answer is logged, unless `log_prompts` asks for it.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, refused: Callable[[int], None]) -> None:
@@ -187,7 +185,7 @@ class _Log:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope.setdefault("state", {})
+        state = scope.setdefault("state", {})
         begun, status = time.monotonic(), 0
 
         async def sent(message: Message) -> None:
@@ -206,22 +204,23 @@ class _Log:
                 raise RuntimeError("the answer was cut, as the log says above") from None
             await response(of_error(error))(scope, receive, sent)
         finally:
-            self._say(scope, status, time.monotonic() - begun)
+            reply: Reply | None = state.get(REPLY)
+            if reply is not None:
+                reply.leave()
+            if self._options.log_requests:
+                self._say(scope, status, time.monotonic() - begun)
+            if self._options.log_prompts and reply is not None:
+                logger.info("asked for %s", json.dumps(reply.asked))
+                logger.info("answered %s", json.dumps(reply.texts))
 
     def _say(self, scope: Scope, status: int, seconds: float) -> None:
-        if self._options.log_requests:
-            path, client = scope["path"][:_LONGEST_PATH], scope["client"]
-            found = tokens(scope)
-            logger.info(
-                "%s %s %s, %s in %.3f s for %s",
-                *(scope["method"], ascii(path)[1:-1], status or "unanswered"),
-                "no tokens" if found is None else f"{found[0]} + {found[1]} tokens",
-                *(seconds, client[0] if client else "nobody known"),
-            )
-        reply: Reply | None = scope["state"].get(REPLY)
-        if self._options.log_prompts and reply is not None:
-            logger.info("asked for %s", json.dumps(reply.asked))
-            logger.info("answered %s", json.dumps(reply.texts))
+        path, client, found = scope["path"][:_LONGEST_PATH], scope["client"], tokens(scope)
+        logger.info(
+            "%s %s %s, %s in %.3f s for %s",
+            *(scope["method"], ascii(path)[1:-1], status or "unanswered"),
+            "no tokens" if found is None else f"{found[0]} + {found[1]} tokens",
+            *(seconds, client[0] if client else "nobody known"),
+        )
 
 
 # Connections

@@ -93,49 +93,44 @@ class Metrics:
             for name, (said, buckets) in _HISTOGRAMS.items()
         }
 
-    def prompt(self, tokens: int) -> None:
-        """A request's prompts were read; as its usage counts them."""
-        self._counters["prompt_tokens"].inc(tokens)
+    def count(self, name: str, *label: str, by: int = 1) -> None:
+        """Add to a counter; `label`: its value, where it has one. From any thread."""
+        counter = self._counters[name]
+        (counter.labels(*label) if label else counter).inc(by)
+
+    def refused(self, status: int) -> None:
+        """A request got an error. From any thread."""
+        self.count("request_refused", str(status))
 
     def wrote(self, answer: Answer) -> None:
         """Counts rounds of an answer which nobody took yet."""
-        counters, running = self._counters, answer.running
+        running = answer.running
         for entry in running.fresh:
-            by_source = counters["tokens_by_source"]
-            counters["generation_tokens"].inc(len(entry.tokens))
-            by_source.labels(MODEL).inc(len(entry.tokens) - entry.accepted)
+            self.count("generation_tokens", by=len(entry.tokens))
+            self.count("tokens_by_source", MODEL, by=len(entry.tokens) - entry.accepted)
             if entry.prefill:
-                counters["prefix_cache_queries"].inc(running.stats.prompt_tokens)
-                counters["prefix_cache_hits"].inc(running.stats.reused_tokens)
+                self.count("prefix_cache_queries", by=running.stats.prompt_tokens)
+                self.count("prefix_cache_hits", by=running.stats.reused_tokens)
             if entry.draft_tokens:
-                counters["spec_decode_num_drafts"].inc()
-                counters["spec_decode_num_draft_tokens"].inc(len(entry.draft_tokens))
-                counters["spec_decode_num_accepted_tokens"].inc(entry.accepted)
+                self.count("spec_decode_num_drafts")
+                self.count("spec_decode_num_draft_tokens", by=len(entry.draft_tokens))
+                self.count("spec_decode_num_accepted_tokens", by=entry.accepted)
             for position, index in enumerate(entry.kept):
-                by_place = counters["spec_decode_num_accepted_tokens_per_pos"]
-                by_place.labels(str(position)).inc()
-                by_source.labels(entry.sources[index]).inc()
+                self.count("spec_decode_num_accepted_tokens_per_pos", str(position))
+                self.count("tokens_by_source", entry.sources[index])
         if any(entry.tokens for entry in running.fresh):
             now = time.perf_counter()
             if answer.newest_s is None:
-                self._histograms["time_to_first_token_seconds"].observe(now - answer.came_s)
+                self._histograms["time_to_first_token_seconds"].observe(now - answer.job.came_s)
             else:
                 self._histograms["inter_token_latency_seconds"].observe(now - answer.newest_s)
             answer.newest_s = now
 
     def finished(self, answer: Answer, reason: str) -> None:
         """An answer came to its end."""
-        self._counters["request_success"].labels(reason).inc()
-        seconds = time.perf_counter() - answer.came_s
+        self.count("request_success", reason)
+        seconds = time.perf_counter() - answer.job.came_s
         self._histograms["e2e_request_latency_seconds"].observe(seconds)
-
-    def cancelled(self) -> None:
-        """An answer was left before its end."""
-        self._counters["request_cancelled"].inc()
-
-    def refused(self, status: int) -> None:
-        """A request got an error. From any thread."""
-        self._counters["request_refused"].labels(str(status)).inc()
 
     def show(self, state: State) -> None:
         """Set gauges. From any thread."""

@@ -9,6 +9,7 @@ import hmac
 import ipaddress
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,34 +92,35 @@ class ServeOptions:
     @property
     def is_local(self) -> bool:
         """Whether nobody outside of this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Keys:
     """API keys that are accepted; none: everybody is."""
 
-    def __init__(self, keys: list[str]) -> None:
+    def __init__(self, keys: Iterable[str]) -> None:
         """Raises InvalidOption for a key that no header could carry."""
-        for key in keys:
-            if not key.isascii() or not key.isprintable() or " " in key:
-                raise InvalidOption("an API key has characters that no header can carry")
-        self._keys = [key.encode() for key in keys]
+        self._keys = [key.strip() for key in keys if key.strip()]
+        if not all(key.isascii() and key.isprintable() and " " not in key for key in self._keys):
+            raise InvalidOption("an API key has characters that no header can carry")
 
     @classmethod
     def found(cls, file: Path | None) -> Keys:
         """Of a file, one a line, and of SELFSPEC_API_KEY, with commas between several."""
         lines = [] if file is None else untrusted.read_text(file, _MOST_KEY_BYTES).splitlines()
         given = [line for line in lines if not line.startswith("#")]
-        given += os.environ.get(VARIABLE, "").split(",")
-        keys = [key.strip() for key in given if key.strip()]
+        keys = cls([*given, *os.environ.get(VARIABLE, "").split(",")])
         if file is not None and not keys:
             raise InvalidOption(f"{file} holds no API key. Give one a line")
-        return cls(keys)
+        return keys
 
     def __bool__(self) -> bool:
         return bool(self._keys)
@@ -127,5 +129,5 @@ class Keys:
         """The value of an Authorization header. Takes as long whichever key it is."""
         scheme, _, key = authorization.partition(" ")
         given = key.strip().encode("utf-8", "replace")
-        matches = [hmac.compare_digest(given, one) for one in self._keys]
+        matches = [hmac.compare_digest(given, one.encode()) for one in self._keys]
         return scheme.lower() == "bearer" and any(matches)

@@ -6,24 +6,24 @@ On the writer's thread. Nothing here knows of HTTP.
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.api.stream import Call
 from selfspec.api.text import TextDecoder, UntilStop, begun, is_end
 from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.engine import Running
 from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import EXIT, GenerationStats, Round
 from selfspec.errors import InvalidData
-from selfspec.serve.protocol import Tools
+from selfspec.serve.protocol import Choice, Tools
 from selfspec.untrusted import parse_json
-
-_HALF = "\N{REPLACEMENT CHARACTER}"
 
 Json = dict[str, Any]
 
@@ -34,9 +34,8 @@ class Piece:
 
     choice: int
     text: str = ""
-    tokens: Sequence[int] = ()
     logprobs: Sequence[Json] = ()
-    """Of the tokens, as a chat's answer has them, where they are noted."""
+    """Of its tokens, as a chat's answer has them, where they are noted."""
     calls: Sequence[Json] = ()
     """Of functions, with the last piece."""
     told: Json | None = None
@@ -49,64 +48,72 @@ class Piece:
     """In place of an end."""
 
 
+@dataclass(eq=False)
+class Job:
+    """The choices of a request, and who hears of them, on the writer's thread."""
+
+    choices: Sequence[Choice]
+    wrote: Callable[[Piece], None]
+    prompt_tokens: int = 0
+    """Known before the first piece."""
+    left: int = 0
+    """Choices that have no end yet."""
+    came_s: float = field(default_factory=time.perf_counter)
+
+
 class Answer:
-    """One choice while it is written."""
+    """One choice of a job while it is written."""
 
     def __init__(
-        self,
-        choice: int,
-        running: Running,
-        tokenizer: PreTrainedTokenizerBase | None,
-        stops: Sequence[str],
-        *,
-        came_s: float,
-        calls: Calls | None = None,
-        explanation: Explanation | None = None,
+        self, job: Job, place: int, call: Call, running: Running, form: ToolFormat | None
     ) -> None:
-        """`stops`: texts that end it, and are not part of it; `calls`: reads these out of it."""
-        self.choice, self.running = choice, running
-        self.came_s = came_s
-        """When its request came, by `time.perf_counter`."""
+        """`place`: which choice; `form`: how the model calls tools, if it can."""
+        choice = job.choices[place]
+        self.job, self.place, self.running = job, place, running
         self.newest_s: float | None = None
         """When its newest tokens came."""
-        self._tokenizer, self._calls, self._explanation = tokenizer, calls, explanation
-        self._decoder, self._stops = TextDecoder(tokenizer), UntilStop(stops)
+        self._tokenizer = call.tokenizer
+        self._decoder = TextDecoder(call.tokenizer)
+        ends = (call.end,) if call.end else ()
+        self._stops = UntilStop([*choice.options.get("stop_strings", ()), *ends])
+        self._calls = Calls(form, choice.tools) if form is not None and choice.tools else None
+        self._explanation = None
+        if choice.explain:  # as if it ran alone: so a request's explanation is always the same
+            cost = running.draft_cost(call.speculation)
+            self._explanation = Explanation(call.tokenizer, cost)
         self._told = 0
         """Tokens that are in earlier pieces."""
 
     def piece(self) -> Piece:
         """What is new; the last one when the text has ended. Raises what ended it otherwise."""
-        text, tokens = "", list[int]()
-        for entry in self.running.take():
+        running, text, begin = self.running, "", self._told
+        for entry in running.take():
             text += self._read(entry)
-            tokens += entry.tokens
-        if self.running.error is not None:
-            raise self.running.error
-        begin, self._told = self._told, self._told + len(tokens)
-        noted = self.running.logprobs[begin : self._told]
-        ended, calls, content = self.running.ended, list[Json](), text
-        if ended:
-            content = text = text + self._rest()
-            self.running.stats.seconds = self.running.watch.seconds
+            self._told += len(entry.tokens)
+        if running.error is not None:
+            raise running.error
+        if running.ended:
+            text += self._rest()
+            running.stats.seconds = running.watch.seconds
+        content, calls = text, list[Json]()
         if self._calls is not None:
             content = self._calls.push(text)
-            if ended:
+            if running.ended:
                 rest, calls = self._calls.end()
                 content += rest
         explanation = self._explanation
         return Piece(
-            choice=self.choice,
+            choice=self.place,
             text=content,
-            tokens=tokens,
             logprobs=[
                 self._likely(one.token, one.logprob)
                 | {"top_logprobs": [self._likely(*other) for other in one.top]}
-                for one in noted
+                for one in running.logprobs[begin : self._told]
             ],
-            told=None if explanation is None else explanation.shown(text, last=ended),
+            told=None if explanation is None else explanation.shown(text, last=running.ended),
             calls=calls,
-            finish=self._finish(calls) if ended else None,
-            stats=self.running.stats if ended else None,
+            finish=self._finish(calls) if running.ended else None,
+            stats=running.stats if running.ended else None,
         )
 
     def _read(self, entry: Round) -> str:
@@ -131,7 +138,7 @@ class Answer:
     def _likely(self, token: int, logprob: float) -> Json:
         """Half of a character has no bytes here: a tokenizer gives text alone."""
         text = "" if self._tokenizer is None else str(self._tokenizer.decode([token]))
-        data = None if _HALF in text else [*text.encode()]
+        data = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
         return {"token": text, "logprob": logprob, "bytes": data}
 
     def _finish(self, calls: Sequence[Json]) -> str:
@@ -180,37 +187,30 @@ class Explanation:
         self._shown += len(text)
         found = []
         while self._waiting:
-            length = sum(len(token["text"]) for token in self._waiting[0]["tokens"])
-            if length > self._shown and not last:
+            told = self._waiting[0]
+            if not last and sum(len(token["text"]) for token in told["tokens"]) > self._shown:
                 break
-            found.append(self._cut(self._waiting.popleft()))
+            found.append(self._waiting.popleft())
+            for token in told["tokens"]:
+                token["text"] = token["text"][: self._shown]
+                self._shown -= len(token["text"])
+            kept = iter(told["tokens"])  # drafts that stayed are the first tokens, in their order
+            for draft in told["drafts"]:
+                if draft["accepted"]:
+                    draft["text"] = next(kept)["text"]
         return {"rounds": found, "num_layers": self._cost.num_layers}
 
-    def _cut(self, told: Json) -> Json:
-        """What was shown of a round, counted off."""
-        for token in told["tokens"]:
-            token["text"] = token["text"][: self._shown]
-            self._shown -= len(token["text"])
-        for draft in told["drafts"]:
-            if draft["accepted"]:
-                draft["text"] = told["tokens"][draft.pop("place")]["text"]
-        return told
-
     def _drafts(self, entry: Round) -> list[Json]:
-        """Accepted ones get their text when it is shown, from the token at their `place`."""
-        parents = entry.parents
-        if parents is None:
-            parents = [*range(-1, len(entry.draft_tokens) - 1)]
+        """Accepted ones get their text when it is shown."""
         found: list[Json] = []
-        for index, parent in enumerate(parents):
+        for index, token in enumerate(entry.draft_tokens):
+            parent = index - 1 if entry.parents is None else entry.parents[index]
             by = _giver(entry.sources[index], entry.exit_layers[index])
-            more: Json = {"parent": parent, "accepted": index in entry.kept}
-            if more["accepted"]:
-                more["place"] = entry.kept.index(index)
-            else:
+            draft = by | {"parent": parent, "accepted": index in entry.kept}
+            if not draft["accepted"]:
                 before = self._newest if parent < 0 else [entry.draft_tokens[parent]]
-                more["text"] = self._text(before, entry.draft_tokens[index])
-            found.append(by | more)
+                draft["text"] = self._text(before, token)
+            found.append(draft)
         return found
 
     def _text(self, before: list[int], token: int) -> str:

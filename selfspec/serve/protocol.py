@@ -17,7 +17,9 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    Strict,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -25,13 +27,7 @@ from pydantic import (
 )
 
 from selfspec.config import GenerateOptions, check_request
-from selfspec.errors import (
-    InvalidData,
-    InvalidOption,
-    InvalidPrompt,
-    ModelChanged,
-    SelfspecError,
-)
+from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, ModelChanged, SelfspecError
 from selfspec.serve.options import ServeOptions
 from selfspec.untrusted import parse_json
 
@@ -49,20 +45,10 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 }
 """Values of fields that are not supported, which ask for nothing."""
 
-MOST_CHOICES = 128
-
-MOST_LIKELY = 20
-"""Likely tokens beside each."""
-
-Truth = Annotated[bool, Strict()]
-Whole = Annotated[int, Strict()]
-Real = Annotated[float, Strict()]
-"""Of JSON: no text that reads like one, no truth for a number."""
-
-Penalty = Annotated[Real, Field(ge=-2, le=2)]
-Bias = Annotated[Real, Field(ge=-100, le=100)]
-Count = Annotated[Whole, Field(ge=1)]
-Likely = Annotated[Whole, Field(ge=0, le=MOST_LIKELY)]
+Penalty = Annotated[StrictFloat, Field(ge=-2, le=2)]
+Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
+Count = Annotated[StrictInt, Field(ge=1)]
+Likely = Annotated[StrictInt, Field(ge=0, le=20)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """The id of a token; keys of JSON are text."""
 
@@ -90,65 +76,49 @@ class Choice:
     needs_tools: str | None = None
     """The field that only a chat template which knows tools can honour."""
 
-    @property
-    def has_grammar(self) -> bool:
-        """Whether not every text would do."""
-        return self.must_call or "json_schema" in self.options or "grammar" in self.options
 
-
-class Shape(BaseModel):
+class _Shape(BaseModel):
     """An object of a body: what is not named is refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Text(Shape):
-    """A part of a message."""
-
+class _Text(_Shape):
     type: Literal["text"]
     text: str
 
 
-class Named(Shape):
-    """The function of a choice."""
-
+class _Named(_Shape):
     name: str
 
 
-class Called(Named):
-    """The function of an earlier call."""
-
+class _Called(_Named):
     arguments: str
 
 
-class Call(Shape):
-    """A call that an earlier answer made."""
-
+class _Call(_Shape):
     id: str
     type: Literal["function"]
-    function: Called
+    function: _Called
 
     def as_part(self) -> dict[str, Any]:
         """For the chat template, which wants arguments as values."""
-        arguments: Any = self.function.arguments
-        with contextlib.suppress(InvalidData):  # then it stays text
-            arguments = parse_json(arguments, "arguments")
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": function}
+        part = self.model_dump()
+        with contextlib.suppress(InvalidData):  # then they stay text
+            part["function"]["arguments"] = parse_json(self.function.arguments, "arguments")
+        return part
 
 
-class Message(Shape):
-    """A turn."""
-
+class _Message(_Shape):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Text] | None = None
+    content: str | list[_Text] | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     refusal: None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _says_something(self) -> _Message:
         if self.content is None and not self.tool_calls:
             raise ValueError("a message without content")
         if self.tool_calls and self.role != "assistant":
@@ -157,9 +127,9 @@ class Message(Shape):
 
     def as_turn(self) -> dict[str, Any]:
         """For the chat template."""
-        role = "system" if self.role == "developer" else self.role
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        role = "system" if self.role == "developer" else self.role
         turn: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:
             turn["tool_calls"] = [call.as_part() for call in self.tool_calls]
@@ -168,46 +138,36 @@ class Message(Shape):
         return turn
 
 
-class Function(Shape):
-    """A function that may be called."""
-
+class _Function(_Shape):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Truth | None = None
+    strict: StrictBool | None = None
 
 
-class Tool(Shape):
-    """One of `tools`."""
-
+class _Tool(_Shape):
     type: Literal["function"]
-    function: Function
+    function: _Function
 
 
-class Chosen(Shape):
-    """`tool_choice` for one function."""
-
+class _Chosen(_Shape):
     type: Literal["function"]
-    function: Named
+    function: _Named
 
 
-class Schema(Shape):
-    """A JSON schema, with what OpenAI puts around it."""
-
+class _Schema(_Shape):
     name: str
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: Truth | None = None
+    strict: StrictBool | None = None
 
 
-class ResponseFormat(Shape):
-    """Any text, any JSON object, or JSON that follows a schema."""
-
+class _ResponseFormat(_Shape):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Schema | None = None
+    json_schema: _Schema | None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> ResponseFormat:
+    def _fits(self) -> _ResponseFormat:
         if (self.type == "json_schema") is not (self.json_schema is not None):
             raise ValueError('type "json_schema" and json_schema go together')
         return self
@@ -220,19 +180,17 @@ class ResponseFormat(Shape):
         return None if self.type == "text" else True
 
 
-class StreamOptions(Shape):
-    """What a stream has besides the text."""
-
-    include_usage: Truth = False
+class _StreamOptions(_Shape):
+    include_usage: StrictBool = False
 
 
-class Speculation(Shape):
+class _Speculation(_Shape):
     """Drafts of one request; whatever they are, the text is the same."""
 
     drafter: Setting | None = None
     controller: Setting | None = None
-    never_slower: Truth | None = None
-    explain: Truth = False
+    never_slower: StrictBool | None = None
+    explain: StrictBool = False
     """Say who gave each token; see `Explanation`."""
 
     @field_validator("drafter", "controller")
@@ -245,30 +203,30 @@ class Speculation(Shape):
         return said
 
 
-class Body(Shape):
-    """What all requests have."""
+class Body(_Shape):
+    """What requests for chats and for texts have in common."""
 
     field: ClassVar[str]
     """Where the prompt stands."""
 
     model: str | None = None
-    stream: Truth = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] = 1
+    stream: StrictBool = False
+    stream_options: _StreamOptions | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=128)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
-    temperature: Annotated[Real, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[Whole, Field(ge=0)] = 0
-    min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64)] | None = None
+    temperature: Annotated[StrictFloat, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[StrictInt, Field(ge=0)] = 0
+    min_p: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: _ResponseFormat | None = None
     max_tokens: Count | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
-    speculation: Truth | Speculation | None = None
+    speculation: StrictBool | _Speculation | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -282,44 +240,41 @@ class Body(Shape):
             if value is not None and not (name in _NOTHING and value in _NOTHING[name])
         }
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
         """The texts to write; none gets longer than `room` tokens."""
         raise NotImplementedError
 
     def _choices(self, prompts: Sequence[Prompt], options: Any, **more: Any) -> list[Choice]:
-        """`n` of each prompt; `options`: those of all, for `generate`."""
-        more["explain"] = isinstance(self.speculation, Speculation) and self.speculation.explain
-        options |= self._drawing() | self._shaping()
-        if isinstance(self.speculation, bool):
-            options["speculate"] = self.speculation
-        elif self.speculation is not None:
-            options |= self.speculation.model_dump(exclude_none=True, exclude={"explain"})
-        found = []
-        for prompt, number in itertools.product(prompts, range(self.n)):
-            own: Any = {**options, "raw": isinstance(prompt, str)}
-            if options["do_sample"] and self.seed is not None:
-                own["seed"] = (self.seed + number) % 2**64
-            found.append(Choice(prompt=prompt, options=own, **more))
-        return found
-
-    def _drawing(self) -> dict[str, Any]:
-        """How tokens are drawn."""
-        if self.temperature == 0:
-            return {"do_sample": False}
-        names = {"temperature", "top_p", "top_k", "min_p"}
-        return {"do_sample": True, **self.model_dump(include=names)}
-
-    def _shaping(self) -> dict[str, Any]:
-        """What moves scores, rules tokens out, or ends the text."""
+        """`n` of each prompt; `options`: what `generate` takes beside those of every body."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        found = {
+        wished = {
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "sequence_bias": [[[int(k)], v] for k, v in (self.logit_bias or {}).items()],
             "json_schema": self.response_format and self.response_format.wanted,
             "stop_strings": [stop for stop in stops if stop],
         }
-        return {name: value for name, value in found.items() if value not in (None, 0, [])}
+        options |= {name: value for name, value in wished.items() if value not in (None, 0, [])}
+        options["do_sample"] = draws = self.temperature > 0
+        if draws:
+            options |= self.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+        if isinstance(self.speculation, _Speculation):
+            options |= self.speculation.model_dump(exclude_none=True, exclude={"explain"})
+            more["explain"] = self.speculation.explain
+        elif self.speculation is not None:
+            options["speculate"] = self.speculation
+        found = []
+        for prompt, number in itertools.product(prompts, range(self.n)):
+            own: Any = {**options, "raw": isinstance(prompt, str)}
+            if draws and self.seed is not None:
+                own["seed"] = (self.seed + number) % 2**64
+            found.append(Choice(prompt=prompt, options=own, **more))
+        return found
 
 
 class ChatBody(Body):
@@ -327,13 +282,13 @@ class ChatBody(Body):
 
     field: ClassVar[str] = "messages"
 
-    messages: Some[Message]
+    messages: Some[_Message]
     max_completion_tokens: Count | None = None
-    logprobs: Truth = False
+    logprobs: StrictBool = False
     top_logprobs: Likely | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
-    parallel_tool_calls: Truth = True
+    tools: Annotated[list[_Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _Chosen | None = None
+    parallel_tool_calls: StrictBool = True
 
     @model_validator(mode="after")
     def _fits(self) -> ChatBody:
@@ -345,7 +300,7 @@ class ChatBody(Body):
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice without tools")
-        if isinstance(choice, Chosen) and choice.function.name not in names:
+        if isinstance(choice, _Chosen) and choice.function.name not in names:
             raise ValueError(f"tool_choice names {choice.function.name}, which is no tool")
         if self._must_call and self.response_format is not None and self.response_format.wanted:
             raise ValueError("response_format beside a tool that must be called")
@@ -353,7 +308,7 @@ class ChatBody(Body):
 
     @property
     def _must_call(self) -> bool:
-        return isinstance(self.tool_choice, Chosen) or self.tool_choice == "required"
+        return isinstance(self.tool_choice, _Chosen) or self.tool_choice == "required"
 
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
         """Of one prompt; of two names for a length, the newer one wins."""
@@ -361,17 +316,14 @@ class ChatBody(Body):
         options = {"max_new_tokens": min(longest, room), "max_time": limits.timeout}
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        if isinstance(self.tool_choice, Chosen):
-            name = self.tool_choice.function.name
-            tools = [tool for tool in tools if tool["function"]["name"] == name]
-        elif self.tool_choice == "none":
-            tools = []
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        if isinstance(self.tool_choice, _Chosen):
+            tools = [one for one in tools if one.function.name == self.tool_choice.function.name]
         shown = any(message.role == "tool" or message.tool_calls for message in self.messages)
         return self._choices(
             [[message.as_turn() for message in self.messages]],
             options,
-            tools=tools,
+            tools=[tool.model_dump(exclude_none=True) for tool in tools],
             must_call=self._must_call,
             needs_tools="tools" if tools else "messages" if shown else None,
         )
@@ -382,7 +334,7 @@ class TextBody(Body):
 
     field: ClassVar[str] = "prompt"
 
-    prompt: str | Some[str] | Some[Whole] | Some[list[Whole]]
+    prompt: str | Some[str] | Some[StrictInt] | Some[list[StrictInt]]
     max_tokens: Count | None = 16
     logprobs: Likely | None = None
 
@@ -430,17 +382,16 @@ _FIELDS = {
 """Fields of a request, by what the runtime calls them at the beginning of an error."""
 
 
-def of_error(error: BaseException, field: str = "") -> Refused:
+def of_error(error: BaseException, field: str | None = None) -> Refused:
     """For what a request made the model raise; `field` is where its prompt stands."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, InvalidPrompt):
-        return Refused(400, str(error), field=field)
     if isinstance(error, InvalidOption):
         name, _, rest = str(error).partition(" ")
-        if name not in _FIELDS:
-            return Refused(400, str(error))
-        return Refused(400, f"{_FIELDS[name]} {rest}", field=_FIELDS[name])
+        field = _FIELDS.get(name)
+        return Refused(400, f"{field or name} {rest}", field=field)
+    if isinstance(error, InvalidPrompt):
+        return Refused(400, str(error), field=field)
     if isinstance(error, SelfspecError):
         return Refused(503 if isinstance(error, ModelChanged) else 500, str(error))
     return Refused(500, "the answer failed by a fault of the server. Its log says more")
@@ -450,21 +401,19 @@ def of_validation(error: ValidationError) -> Refused:
     """What a body has wrong: of several, the one that is furthest inside it."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     found = max(errors, key=lambda one: len(one["loc"]))
-    said = found["msg"].removeprefix("Value error, ")
     field = ""  # messages[0].content; names of types, which pydantic puts in between, are left out
     for place in found["loc"]:
         if isinstance(place, int):
             field += f"[{place}]"
         elif place.isidentifier() and place not in _TYPES:
             field += f".{place}" if field else place
-    message = {
-        "extra_forbidden": f"{field} is not supported here. Leave it out",
-        "missing": f"{field} is missing",
-    }.get(found["type"], f"{field or 'the body'} is wrong: {said}")
+    said = f"is wrong: {found['msg'].removeprefix('Value error, ')}"
+    known = {"extra_forbidden": "is not supported here. Leave it out", "missing": "is missing"}
+    message = f"{field or 'the body'} {known.get(found['type'], said)}"
     return Refused(400, message, field=field or None)
 
 
-_TYPES = {"str", "bool", "int", "float", "list", "dict", "Text", "Speculation", "Chosen"}
+_TYPES = {"str", "bool", "int", "float", "list", "dict", "_Speculation", "_Chosen"}
 
 
 def places(error: BaseException) -> str:

@@ -10,8 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +28,7 @@ TOKENS = "selfspec.tokens"
 """Type of a message before the last: the tokens of the answer, for the log."""
 
 MARK = "selfspec: cannot load: "
+"""Stands before the reason in what Ray says of a copy that could not start."""
 
 _BEGINNING = 256
 """Characters or ids of a prompt without messages that make its session."""
@@ -48,26 +48,28 @@ class Replica:
     """A model, its writer and its application."""
 
     def __init__(self, plan: Plan) -> None:
-        """Loads the model. Raises CannotLoad, which says on one line why there is none."""
+        """Loads the model. Raises RuntimeError, which says behind MARK why there is none."""
         from ray.serve import get_replica_context
 
-        _log_to_stderr()
         from selfspec.api.speculator import load
         from selfspec.serve.app import make_app
         from selfspec.serve.writer import Writer
 
-        # what only the front does
+        logger = logging.getLogger("selfspec")  # as the command line's; Ray passes stderr on
+        logger.setLevel(logging.INFO)
+        logger.handlers[:] = [logging.StreamHandler()]
+        # without what only the front does
         options = replace(plan.options, cors_origin=None, log_requests=False)
-        with _plainly():
-            speculator = load(**plan.loading)
-            self._writer = Writer(speculator, options, plan.kv_memory)
-        self._label, room = speculator.label, speculator.backbone.max_positions
+        try:
+            self._writer = Writer(load(**plan.loading), options, plan.kv_memory)
+        except SelfspecError as error:
+            raise RuntimeError(f"{MARK}{error}") from None
         self._name = NAME.encode(), get_replica_context().replica_id.unique_id.encode()
-        self._app = make_app(self._writer, self._label, room, options, Keys([]))
+        self._app = make_app(self._writer, Keys([]))
 
     def label(self) -> str:
         """The model's name."""
-        return self._label
+        return self._writer.label
 
     def check_health(self) -> None:
         """Ray starts another copy where this raises."""
@@ -98,25 +100,6 @@ class Replica:
             task.cancel()
 
 
-class CannotLoad(Exception):
-    """Its text comes behind MARK, so that it is found in what Ray says."""
-
-
-@contextmanager
-def _plainly() -> Iterator[None]:
-    try:
-        yield
-    except SelfspecError as error:
-        raise CannotLoad(f"{MARK}{' '.join(str(error).split())}") from None
-
-
-def _log_to_stderr() -> None:
-    """From notices up, as the command line does; Ray passes it on to the front."""
-    logger = logging.getLogger("selfspec")
-    logger.setLevel(logging.INFO)
-    logger.handlers[:] = [logging.StreamHandler()]
-
-
 def session(body: bytes) -> str:
     """Which conversation a body belongs to: the same for all its turns; empty where it has none.
 
@@ -124,20 +107,15 @@ def session(body: bytes) -> str:
     """
     try:
         found = untrusted.parse_json(body.decode(), "the body")
-        beginning = _beginning(found) if isinstance(found, dict) else None
-        words = json.dumps(beginning).encode()
     except (InvalidData, UnicodeError):
         return ""
-    return hashlib.sha256(words).hexdigest() if beginning else ""
-
-
-def _beginning(body: dict[str, Any]) -> Any:
-    messages, prompt = body.get("messages"), body.get("prompt")
-    if not isinstance(messages, list):
-        return prompt[:_BEGINNING] if isinstance(prompt, str | list) else None
-    users = (
-        place
-        for place, message in enumerate(messages)
-        if isinstance(message, dict) and message.get("role") == "user"
-    )
-    return messages[: next(users, len(messages)) + 1]
+    if not isinstance(found, dict):
+        return ""
+    beginning = found.get("messages")
+    if isinstance(beginning, list):
+        roles = [isinstance(one, dict) and one.get("role") for one in beginning]
+        beginning = beginning[: roles.index("user") + 1] if "user" in roles else beginning
+    else:
+        prompt = found.get("prompt")
+        beginning = prompt[:_BEGINNING] if isinstance(prompt, str | list) else None
+    return hashlib.sha256(json.dumps(beginning).encode()).hexdigest() if beginning else ""

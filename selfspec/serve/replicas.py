@@ -116,20 +116,11 @@ def _deployed(plan: Plan, threads: int, quiet: LoggingConfig) -> DeploymentHandl
     try:
         return serve.run(deployment.bind(plan), name=_NAME, route_prefix=None)
     except (RuntimeError, RayError) as error:
-        raise InvalidOption(_why(str(error))) from error
-
-
-def _why(said: str) -> str:
-    """The line that a copy wrote when it could not load its model; else what Ray says."""
-    statuses = serve.status().applications[_NAME].deployments.values()
-    told = "".join(status.message for status in statuses)
-    _, found, why = told.partition(MARK)
-    return why.splitlines()[0] if found else f"no copy of the model could start: {said}"
-
-
-def label(handle: DeploymentHandle[Replica]) -> str:
-    """The model's name, from one of the copies."""
-    return str(handle.label.remote().result())
+        statuses = serve.status().applications[_NAME].deployments.values()
+        told = "".join(status.message for status in statuses)
+        _, found, why = told.partition(MARK)  # the line of a copy that could not load its model
+        said = why.splitlines()[0] if found else f"no copy of the model could start: {error}"
+        raise InvalidOption(said) from error
 
 
 def make_front(handle: DeploymentHandle[Replica], options: ServeOptions, keys: Keys) -> Starlette:

@@ -14,10 +14,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -29,7 +27,7 @@ from selfspec.decoding.engine import Running
 from selfspec.errors import InvalidPrompt
 from selfspec.serve.metrics import Metrics, State
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.pieces import Answer, Calls, Explanation, Piece, format_of
+from selfspec.serve.pieces import Answer, Job, Piece, format_of
 from selfspec.serve.protocol import Choice, Refused, places
 
 logger = logging.getLogger(__name__)
@@ -41,20 +39,6 @@ _POLL_S = 0.5
 """Between two looks at whether to stop, where nothing is written."""
 
 
-@dataclass(eq=False, kw_only=True)
-class Job:
-    """The choices of a request, and who hears of them; called on the writer's thread."""
-
-    choices: Sequence[Choice]
-    begun: Callable[[int], None]
-    """Gets the tokens of its prompts, once."""
-    wrote: Callable[[Piece], None]
-    answers: list[Answer] = field(default_factory=list)
-    left: int = 0
-    """Choices that have no end yet."""
-    came_s: float = field(default_factory=time.perf_counter)
-
-
 class Writer:
     """Writes the answers of all requests, in one engine."""
 
@@ -62,14 +46,17 @@ class Writer:
         self, speculator: Speculator, options: ServeOptions, kv_memory: int | None = None
     ) -> None:
         """Raises InvalidOption as `Engine` does."""
-        self._speculator, self._options = speculator, options
+        self.options, self.label = options, speculator.label
+        self.room = speculator.backbone.max_positions
+        """Tokens of a text at most, its prompt included."""
         self.metrics = Metrics()
+        self._speculator = speculator
         self._engine = speculator.engine(
             most=options.concurrency, patience=options.patience, kv_memory=kv_memory
         )
         self._tool_format = format_of(speculator.tokenizer)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._answers: dict[Running, tuple[Job, Answer]] = {}
+        self._answers: dict[Running, Answer] = {}
         self._open = 0
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -97,7 +84,7 @@ class Writer:
 
     def submit(self, job: Job) -> None:
         """Have a job written. Raises Refused where too much waits already."""
-        count, most = len(job.choices), self._options.concurrency + self._options.queue
+        count, most = len(job.choices), self.options.concurrency + self.options.queue
         if count > most:
             raise Refused(400, f"{count} answers at once, expected at most {most}", field="n")
         with self._lock:
@@ -121,8 +108,7 @@ class Writer:
 
         def answer() -> None:
             if found.set_running_or_notify_cancel():
-                texts, waiting = self._engine.texts, self._engine.waiting
-                running = texts - waiting
+                running = self._engine.texts - self._engine.waiting
                 found.set_result(State(running, self._open - running, self._engine.memory))
 
         self._orders.put(answer)
@@ -139,14 +125,13 @@ class Writer:
             try:
                 self._take_orders()
                 for running in self._engine.step() if self._engine.texts else ():
-                    job, answer = self._answers[running]
-                    self.metrics.wrote(answer)
-                    self._tell(job, answer)
+                    self.metrics.wrote(self._answers[running])
+                    self._tell(self._answers[running])
             except BaseException as error:  # noqa: BLE001  # its message may hold what a client wrote
                 logger.error("a round failed; its answers end, others go on:\n%s", places(error))
-                for job, answer in list(self._answers.values()):
+                for answer in list(self._answers.values()):
                     if answer.running.ended:  # the round did not come to say so
-                        self._tell(job, answer)
+                        self._tell(answer)
         for running in list(self._answers):
             running.close()
 
@@ -160,18 +145,18 @@ class Writer:
         except queue.Empty:
             return
 
-    def _tell(self, job: Job, answer: Answer) -> None:
+    def _tell(self, answer: Answer) -> None:
         try:
             piece = answer.piece()
         except BaseException as error:  # noqa: BLE001  # whatever it is, the answer has an end
-            piece = Piece(choice=answer.choice, error=error)
+            piece = Piece(choice=answer.place, error=error)
             if not answer.running.ended:
                 answer.running.close()
         if piece.finish is not None:
             self.metrics.finished(answer, piece.finish)
-        if answer.running.ended or piece.error is not None:
-            self._done(job, answer)
-        self._say(job, piece)
+        if answer.running.ended:
+            self._done(answer)
+        self._say(answer.job, piece)
 
     def _say(self, job: Job, piece: Piece) -> None:
         try:
@@ -183,19 +168,16 @@ class Writer:
     def _begin(self, job: Job) -> None:
         """A job's texts join the engine: all, or none."""
         try:
-            ids: dict[int, Tensor] = {}  # choices of one prompt share it
-            for choice in job.choices:
-                if id(choice.prompt) not in ids:
-                    ids[id(choice.prompt)] = self._ids(choice)
+            prompts = {id(choice.prompt): choice for choice in job.choices}  # choices share them
+            ids = {name: self._ids(choice) for name, choice in prompts.items()}
             calls = [self._call(ids[id(choice.prompt)], choice) for choice in job.choices]
-            prompt_tokens = sum(one.shape[1] for one in ids.values())
-            job.begun(prompt_tokens)
-            self.metrics.prompt(prompt_tokens)
-            for choice, call in zip(job.choices, calls, strict=True):
-                self._add(job, choice, call)
+            job.prompt_tokens = sum(one.shape[1] for one in ids.values())
+            self.metrics.count("prompt_tokens", by=job.prompt_tokens)
+            for place, call in enumerate(calls):
+                running = self._engine.add(call.request.only(), call.speculation)
+                self._answers[running] = Answer(job, place, call, running, self._tool_format)
         except BaseException as error:  # noqa: BLE001  # as above
-            if not isinstance(error, Refused):
-                logger.debug("a request failed:\n%s", places(error))
+            logger.debug("a request failed:\n%s", places(error))
             self._leave(job)
             self._say(job, Piece(choice=0, error=error))
 
@@ -203,8 +185,7 @@ class Writer:
         """A prompt's ids, [1, P]. Raises InvalidPrompt for more than there is room for."""
         raw, tools = choice.options.get("raw", False), list(choice.tools)
         ids = encode(self._speculator.tokenizer, choice.prompt, raw=raw, tools=tools)
-        room = self._speculator.backbone.max_positions - 1
-        count, most = ids.shape[1], min(self._options.max_prompt_tokens or room, room)
+        count, most = ids.shape[1], min(self.options.max_prompt_tokens or self.room, self.room - 1)
         if count > most:
             raise InvalidPrompt(
                 f"the prompt has {count} tokens, this server takes {most}. Shorten the prompt"
@@ -213,8 +194,7 @@ class Writer:
 
     def _call(self, ids: Tensor, choice: Choice) -> Call:
         """An answer ends where the model's positions end."""
-        room = self._speculator.backbone.max_positions - ids.shape[1]
-        longest = min(choice.options["max_new_tokens"], room)
+        longest = min(choice.options["max_new_tokens"], self.room - ids.shape[1])
         return self._speculator.call(ids, {**self._asked(choice), "max_new_tokens": longest})
 
     def _asked(self, choice: Choice) -> GenerateOptions:
@@ -222,37 +202,17 @@ class Writer:
             return choice.options
         return {**choice.options, "grammar": self._tool_format.grammar(choice.tools)}
 
-    def _add(self, job: Job, choice: Choice, call: Call) -> None:
-        form, explanation = self._tool_format, None
-        if choice.explain:
-            # as if it ran alone: so a request's explanation is always the same
-            cost = self._speculator.runtime.draft_cost(call.speculation)
-            explanation = Explanation(call.tokenizer, cost)
-        running = self._engine.add(call.request.only(), call.speculation)
-        answer = Answer(
-            len(job.answers),
-            running,
-            call.tokenizer,
-            [*choice.options.get("stop_strings", ()), *([call.end] if call.end else [])],
-            came_s=job.came_s,
-            calls=Calls(form, choice.tools) if form is not None and choice.tools else None,
-            explanation=explanation,
-        )
-        job.answers.append(answer)
-        self._answers[running] = job, answer
-
     def _leave(self, job: Job) -> None:
-        for answer in job.answers:
-            if answer.running in self._answers:
-                answer.running.close()
-                self.metrics.cancelled()
-                self._done(job, answer)
+        for answer in [one for one in self._answers.values() if one.job is job]:
+            answer.running.close()
+            self.metrics.count("request_cancelled")
+            self._done(answer)
         with self._lock:
             self._open -= job.left
         job.left = 0
 
-    def _done(self, job: Job, answer: Answer) -> None:
+    def _done(self, answer: Answer) -> None:
         if self._answers.pop(answer.running, None) is not None:
-            job.left -= 1
+            answer.job.left -= 1
             with self._lock:
                 self._open -= 1

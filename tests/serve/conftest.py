@@ -41,3 +41,10 @@ def tiny() -> Speculator:
     tokenizer.chat_template = TEMPLATE
     model = make_model("llama", vocab_size=288, max_position_embeddings=8192)
     return selfspec.wrap(model, tokenizer, **DRAFTS)
+
+
+@pytest.fixture(scope="session")
+def small(tiny: Speculator) -> Iterator[Running]:
+    """A server with the tiny model."""
+    with running(tiny) as found:
+        yield found

@@ -59,8 +59,7 @@ def running(
     """A server in a thread."""
     asked = ServeOptions(port=0, **options)
     writer, address, ready = Writer(speculator, asked), list[str](), threading.Event()
-    room = speculator.backbone.max_positions
-    app = make_app(writer, speculator.label, room, asked, Keys([*keys]))
+    app = make_app(writer, Keys(keys))
 
     def listens(at: str) -> None:
         address.append(at)
@@ -145,7 +144,7 @@ class Level:
 
     def __init__(self, server: Running) -> None:
         self._server = server
-        self.files, self.threads = files(), threads()
+        self._held = self._counts()
         self._bytes = [self._memory()]
 
     def look(self) -> None:
@@ -160,24 +159,21 @@ class Level:
         """
         wait_until(self._server.idle)
         wait_until(lambda: self._server.writer.look().result(20).memory.used == 0)
-        wait_until(lambda: files() <= self.files + own_files)
-        wait_until(lambda: threads() <= self.threads)
+        files, threads = self._held
+        wait_until(lambda: self._counts()[0] <= files + own_files)
+        wait_until(lambda: self._counts()[1] <= threads)
         self.look()
         half = len(self._bytes) // 2
         allowed = _MOST_BYTES + half * _DRAWN_BYTES
         assert max(self._bytes[half:]) < max(self._bytes[:half]) + allowed
 
+    def _counts(self) -> tuple[int, int]:
+        """Open files and sockets; threads, but for the event loop's pool, which keeps a few."""
+        others = ("asyncio_", "uvloop_")
+        running = [one for one in threading.enumerate() if not one.name.startswith(others)]
+        return psutil.Process().num_fds(), len(running)
+
     def _memory(self) -> int:
         """Without what is kept for texts that begin alike, which has a budget of its own."""
         kept = self._server.writer.look().result(20).memory.kept
         return int(psutil.Process().memory_info().rss) - kept
-
-
-def files() -> int:
-    """How many are open, sockets too."""
-    return psutil.Process().num_fds()
-
-
-def threads() -> int:
-    """How many run, but for the event loop's pool, which keeps a few for good."""
-    return sum(not one.name.startswith(("asyncio_", "uvloop_")) for one in threading.enumerate())

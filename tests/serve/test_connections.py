@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
@@ -31,16 +31,10 @@ from tests.serve.live import (
 WAIT_S = 1.0
 
 
-def drip(one: socket.socket, content: bytes) -> None:
-    for byte in content:
-        one.sendall(bytes([byte]))
-        time.sleep(WAIT_S / 50)
-
-
 @pytest.fixture(scope="module")
-def hasty(default: Speculator) -> Iterator[Running]:
+def hasty(tiny: Speculator) -> Iterator[Running]:
     """A server that waits a second for its clients."""
-    with running(default, client_timeout=WAIT_S) as found:
+    with running(tiny, client_timeout=WAIT_S) as found:
         answers(found)
         yield found
 
@@ -50,46 +44,43 @@ def level(hasty: Running) -> Level:
     return Level(hasty)
 
 
-def test_five_hundred_that_say_nothing(server: Running) -> None:
-    level = Level(server)
+def test_five_hundred_that_say_nothing(small: Running) -> None:
+    level = Level(small)
     with ExitStack() as stack:
-        many = [stack.enter_context(closing(connected(server))) for _ in range(500)]
-        answers(server)
+        many = [stack.enter_context(closing(connected(small))) for _ in range(500)]
+        answers(small)
         many[250].sendall(request(GOOD))
         assert many[250].recv(12) == b"HTTP/1.1 200"
     level.returns()
 
 
-def test_who_says_nothing_is_cut_off(hasty: Running, level: Level) -> None:
-    with closing(connected(hasty)) as one, closing(connected(hasty)) as other:
-        other.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: he")
-        assert all_of(one) == all_of(other) == b""
-    level.returns()
+BEGUN = b"POST /v1/chat/completions HTTP/1.1\r\nHost: he"
+HEADS = {path: request(GOOD, path).partition(b"{")[0] for path in (CHAT, TEXT)}
 
 
-def test_a_header_that_comes_byte_by_byte_is_cut_off(hasty: Running, level: Level) -> None:
+@pytest.mark.parametrize(
+    ("at_once", "slowly", "found"),
+    [
+        (b"", b"", []),
+        (BEGUN, b"", []),
+        (BEGUN, b"a" * 10_000, []),
+        (b"GET /health HTTP/1.1\r\n" + b"X-Filler: aaaaaaaa\r\n" * 10_000, b"", [400]),
+        (HEADS[CHAT], b'{"mess', [408]),
+        (HEADS[TEXT], b'{"prom', [408]),
+    ],
+    ids=["nothing", "half a header", "byte by byte", "no end", "chat", "text"],
+)
+def test_who_sends_too_slowly_or_too_much_is_cut_off(
+    hasty: Running, level: Level, at_once: bytes, slowly: bytes, found: list[int]
+) -> None:
     with closing(connected(hasty)) as one:
-        with pytest.raises(ConnectionError):
-            drip(one, request(GOOD, CHAT, "X-Long: " + "a" * 10_000))
+        with suppress(ConnectionError):
+            one.sendall(at_once)
+            for byte in slowly:
+                one.sendall(bytes([byte]))
+                time.sleep(WAIT_S / 50)
         answers(hasty)
-    level.returns()
-
-
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a_body_that_comes_byte_by_byte_is_refused(hasty: Running, level: Level, path: str) -> None:
-    head, _, body = request(GOOD, path).partition(b"{")
-    with closing(connected(hasty)) as one:
-        one.sendall(head)
-        drip(one, b"{" + body[:5])
-        answers(hasty)
-        assert statuses(all_of(one)) == [408]  # and then it is closed
-    level.returns()
-
-
-def test_a_header_without_end_is_refused(hasty: Running, level: Level) -> None:
-    with closing(connected(hasty)) as one:
-        one.sendall(b"GET /health HTTP/1.1\r\n" + b"X-Filler: aaaaaaaa\r\n" * 10_000)
-        assert statuses(all_of(one)) == [400]
+        assert statuses(all_of(one)) == found
     level.returns()
 
 
@@ -103,15 +94,15 @@ def test_who_does_not_read_is_cut_off_and_holds_nobody_up(hasty: Running, level:
 
 
 def test_what_waits_for_a_slow_reader_has_a_bound(
-    server: Running, monkeypatch: pytest.MonkeyPatch
+    small: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answering, "_MOST_WAITING", 4)
-    level = Level(server)
-    with closing(connected(server, read_bytes=4096)) as one:
+    level = Level(small)
+    with closing(connected(small, read_bytes=4096)) as one:
         one.sendall(request({**LONG, "n": 16}, CHAT, "Connection: close"))
         assert one.recv(12) == b"HTTP/1.1 200"
-        wait_until(server.idle)
-        answers(server)
+        wait_until(small.idle)
+        answers(small)
         said = all_of(one)
     *_, last = [line for line in said.splitlines() if line.startswith(b"data: ")]
     assert b"more slowly than its answer is written" in last
@@ -119,10 +110,8 @@ def test_what_waits_for_a_slow_reader_has_a_bound(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_is_gone_before_a_first_token_is_not_answered(
-    default: Speculator, stream: bool
-) -> None:
-    with running(default, concurrency=1) as small, streaming(small) as lines:
+def test_who_is_gone_before_a_first_token_is_not_answered(tiny: Speculator, stream: bool) -> None:
+    with running(tiny, concurrency=1) as small, streaming(small) as lines:
         with closing(connected(small)) as one:
             one.sendall(request({**LONG, "stream": stream}))
             wait_until(lambda: small.writer.open == 2)

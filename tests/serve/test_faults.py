@@ -11,9 +11,9 @@ import pytest
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.engine import Engine
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.pieces import Answer, Piece
+from selfspec.serve.pieces import Answer, Job, Piece
 from selfspec.serve.protocol import Choice
-from selfspec.serve.writer import Job, Writer
+from selfspec.serve.writer import Writer
 from tests.serve.live import GOOD, answers, running, wait_until
 
 
@@ -51,7 +51,9 @@ def writer(tiny: Speculator) -> Iterator[Writer]:
 ENDED = "ended"
 
 
-def submitted(writer: Writer, prompt: list[int], **options: Any) -> tuple[Job, queue.Queue[Any]]:
+def submitted(
+    writer: Writer, prompt: list[int], listener: Any = None, **options: Any
+) -> tuple[Job, queue.Queue[Any]]:
     """A job of one text, and what is heard of it: pieces, and ENDED behind the last."""
     heard: queue.Queue[Any] = queue.Queue()
 
@@ -61,26 +63,26 @@ def submitted(writer: Writer, prompt: list[int], **options: Any) -> tuple[Job, q
             heard.put(ENDED)
 
     asked: Any = {"max_new_tokens": 12, "max_time": 60.0, **options}
-    job = Job(choices=[Choice(prompt=prompt, options=asked)], begun=lambda _: None, wrote=wrote)
+    job = Job([Choice(prompt=prompt, options=asked)], listener or wrote)
     writer.submit(job)
     return job, heard
 
 
-def tokens(heard: queue.Queue[Any]) -> list[int]:
+def text(heard: queue.Queue[Any]) -> str:
     pieces: list[Piece] = list(iter(lambda: heard.get(timeout=30), ENDED))
     assert pieces[-1].error is None
-    return [token for piece in pieces for token in piece.tokens]
+    return "".join(piece.text for piece in pieces)
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, MemoryError, RecursionError, Panic])
-@pytest.mark.parametrize("stage", ["encode", "call", "step", "piece", "begun", "wrote", "stop"])
+@pytest.mark.parametrize("stage", ["encode", "call", "step", "piece", "wrote", "stop"])
 def test_whatever_one_text_raises_ends_that_text_alone(
     stage: str, kind: type[BaseException], writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise kind
 
-    expected = tokens(submitted(writer, [1, 2, 3])[1])
+    expected = text(submitted(writer, [1, 2, 3])[1])
     _, beside = submitted(writer, [1, 2, 3])
     more: dict[str, Any] = {}
     if stage == "step":
@@ -100,22 +102,15 @@ def test_whatever_one_text_raises_ends_that_text_alone(
             patch.setattr(
                 Answer, "piece", lambda one: fail() if five(one) else piece(one), raising=True
             )
-        if stage in ("begun", "wrote"):
-            heard: queue.Queue[Any] = queue.Queue()
-            listeners: Any = {"begun": lambda _: None, "wrote": heard.put, stage: fail}
-            asked: Any = {"max_new_tokens": 12, "max_time": 60.0}
-            job = Job(choices=[Choice(prompt=prompt, options=asked)], **listeners)
-            writer.submit(job)
-        else:
-            job, heard = submitted(writer, prompt, **more)
+        job, heard = submitted(writer, prompt, fail if stage == "wrote" else None, **more)
         if stage != "wrote":
             pieces = iter(lambda: heard.get(timeout=30), ENDED)
             assert any(type(piece.error) is kind for piece in pieces)
         wait_until(lambda: job.left == 0)
-        assert tokens(beside) == expected
+        assert text(beside) == expected
     assert writer.alive
     wait_until(lambda: writer.open == 0)
-    assert tokens(submitted(writer, [1, 2, 3])[1]) == expected
+    assert text(submitted(writer, [1, 2, 3])[1]) == expected
 
 
 def five(answer: Answer) -> bool:

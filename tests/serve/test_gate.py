@@ -82,17 +82,21 @@ def test_an_origin_has_a_scheme_and_a_host(origin: str) -> None:
         ServeOptions(cors_origin=[origin])
 
 
-def test_a_line_per_request_where_that_is_asked_for(
+def test_lines_and_texts_are_logged_where_that_is_asked_for(
     tiny: Speculator, log: pytest.LogCaptureFixture
 ) -> None:
-    with running(tiny, log_requests=True) as server:
-        server.post(ASK)
+    with running(tiny, log_requests=True, log_prompts=True) as server:
+        text = server.post(ASK).json()["choices"][0]["message"]["content"]
+        server.post({**ASK, "stream": True})
         httpx.get(f"{server.address}/nowhere%0A%1b[31m?q={SECRET}")
     lines = [line for line in written(log).splitlines() if line.startswith("selfspec.serve.gate")]
-    assert len(lines) == 2
+    assert len(lines) == 7
     pattern = r"POST /v1/chat/completions 200, \d+ \+ 8 tokens in \d+\.\d{3} s for 127\.0\.0\.1$"
-    assert re.search(pattern, lines[0])
-    assert r"GET /nowhere\n\x1b[31m 404, no tokens" in lines[1]
+    for line, asked, answered in (lines[:3], lines[3:6]):
+        assert re.search(pattern, line)
+        assert SECRET in asked
+        assert json.loads(answered.partition("answered ")[2]) == [text]
+    assert r"GET /nowhere\n\x1b[31m 404, no tokens" in lines[6]
 
 
 def test_no_line_where_it_is_not(server: Running, log: pytest.LogCaptureFixture) -> None:
@@ -100,19 +104,6 @@ def test_no_line_where_it_is_not(server: Running, log: pytest.LogCaptureFixture)
     assert "POST" not in "".join(
         record.getMessage() for record in log.records if record.name.startswith("selfspec")
     )
-
-
-def test_texts_are_logged_where_that_is_asked_for(
-    tiny: Speculator, log: pytest.LogCaptureFixture
-) -> None:
-    with running(tiny, log_prompts=True) as server:
-        text = server.post(ASK).json()["choices"][0]["message"]["content"]
-        server.post({**ASK, "stream": True})
-    lines = [line for line in written(log).splitlines() if line.startswith("selfspec.serve.gate")]
-    assert len(lines) == 4
-    for asked, answered in (lines[:2], lines[2:]):
-        assert SECRET in asked
-        assert json.loads(answered.partition("answered ")[2]) == [text]
 
 
 HOSTILE: list[Any] = [
@@ -157,10 +148,9 @@ def test_no_text_is_logged_unasked_at_any_level(
                 patch.setattr(place, fails)
                 assert server.post(ASK).status_code == 500
         with monkeypatch.context() as patch:
-            patch.setattr("selfspec.serve.answers.Reply.last", fails)  # in mid-stream
-            more = {"stream": True, "stream_options": {"include_usage": True}}
+            patch.setattr("selfspec.serve.answers.Reply._told", fails)  # in mid-stream
             with pytest.raises(httpx.RemoteProtocolError):
-                server.post({**ASK, **more})
+                server.post({**ASK, "stream": True})
         assert server.post(ASK).status_code == 200
         assert server.writer.open == 0
     everything = written(log) + "".join(capfd.readouterr())
@@ -178,19 +168,12 @@ def test_a_page_elsewhere_cannot_ask_in_the_name_of_who_reads_it(
         answer = server.post(b'{"messages": []}', **{"Content-Type": kind})
         assert answer.status_code == 415
         assert "application/json" in answer.json()["error"]["message"]
-    assert (
-        server.post(ASK, **{"Content-Type": "Application/JSON; charset=utf-8"}).status_code == 200
-    )
+    answer = server.post(ASK, **{"Content-Type": "Application/JSON; charset=utf-8"})
+    assert answer.status_code == 200
     port = server.address.rpartition(":")[2]
-    elsewhere = (
-        "evil.example",
-        f"evil.example:{port}",
-        "127.0.0.1.evil.example",
-        "[",
-        "localhost@x",
-    )
+    evil = ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "[", "localhost@x")
     here = ("localhost", f"LOCALHOST:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "127.8.0.1")
-    for host in (*elsewhere, *here):
+    for host in (*evil, *here):
         answer = httpx.get(f"{server.address}/", headers={"Host": host})
         assert answer.status_code == (200 if host in here else 403)
     with running(tiny, keys=("one",)) as guarded:

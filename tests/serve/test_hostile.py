@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -165,10 +169,10 @@ def streams(draw: st.DrawFn) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def target(default: Speculator) -> Iterator[Running]:
+def target(tiny: Speculator) -> Iterator[Running]:
     """A server that ends what is long."""
     limits: Any = {"timeout": 1.0, "client_timeout": 0.5, "max_body_mb": 0.5}
-    with running(default, max_tokens=4, **limits) as found:
+    with running(tiny, max_tokens=4, **limits) as found:
         answers(found)
         yield found
 
@@ -283,3 +287,44 @@ def test_whatever_comes_the_connection_ends_and_others_are_served(target: Runnin
 
     check()
     level.returns()
+
+
+PATHS = ("../../etc/passwd-xyzzy", "/etc/passwd-xyzzy", "xyzzy\0")
+FIELDS = (
+    *("model", "speculation.drafter", "speculation.controller", "messages", "prompt", "stop"),
+    *("user", "response_format", "tools", "logit_bias", "metadata.xyzzy"),
+)
+
+
+def bodies_with(path: str) -> Iterator[tuple[str, Any]]:
+    for field in FIELDS:
+        for shape in (path, f"ngram:path={path}", {"type": path}, [path]):
+            outer, _, inner = field.partition(".")
+            body = {"messages": [{"role": "user", "content": path}], "max_tokens": 2}
+            yield CHAT, {**body, outer: {inner: shape} if inner else shape}
+            yield TEXT, {"prompt": path, "max_tokens": 2, outer: shape}
+
+
+def test_no_word_of_a_request_reaches_the_file_system(small: Running) -> None:
+    seen, watching = list[str](), threading.Event()
+
+    def watch(event: str, arguments: Any) -> None:
+        if watching.is_set() and "xyzzy" in (line := f"{event} {arguments!r}"):
+            seen.append(line)
+
+    sys.addaudithook(watch)  # for good; it does nothing behind this test
+    statuses = set()
+    with httpx.Client(base_url=small.address, timeout=60) as client:
+        watching.set()
+        for path in PATHS:
+            for route, body in bodies_with(path):
+                statuses.add(client.post(route, json=body).status_code)
+            statuses.add(client.get(f"/v1/models/{quote(path)}").status_code)
+        found = [*seen]
+        with pytest.raises(OSError, match="xyzzy"):
+            Path("xyzzy").read_text()  # that this is seen proves that the rest would be
+        watching.clear()
+    assert {200, 400, 404} <= statuses
+    assert max(statuses) < 500
+    assert found == []
+    assert seen[0].startswith("open ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from selfspec.api.speculator import Speculator
@@ -34,17 +33,11 @@ def asked(server: Running, **more: Any) -> Any:
     return answer.json()
 
 
-@pytest.fixture(scope="module")
-def fresh(tiny: Speculator) -> Any:
-    with running(tiny) as found:
-        yield found
-
-
-def test_counters_are_the_sums_of_usage(fresh: Running) -> None:
+def test_counters_are_the_sums_of_usage(small: Running) -> None:
     wishes: list[dict[str, Any]] = [{}, {"speculation": False}, {"n": 2, "temperature": 0.8}]
-    before = read(fresh)
-    answers = [asked(fresh, **wish) for wish in wishes]
-    after = read(fresh)
+    before = read(small)
+    answers = [asked(small, **wish) for wish in wishes]
+    after = read(small)
 
     def more(*name: str) -> float:
         return after.get(name, 0) - before.get(name, 0)
@@ -74,10 +67,10 @@ def test_counters_are_the_sums_of_usage(fresh: Running) -> None:
         assert more("request_success_total", reason) == reasons.count(reason)
 
 
-def test_times_are_noted_once_for_each_answer(fresh: Running) -> None:
-    before = read(fresh)
-    answer = asked(fresh, speculation=False)
-    after = read(fresh)
+def test_times_are_noted_once_for_each_answer(small: Running) -> None:
+    before = read(small)
+    answer = asked(small, speculation=False)
+    after = read(small)
     counted = {
         name: after[name,] - before[name,]
         for name in (
@@ -89,11 +82,11 @@ def test_times_are_noted_once_for_each_answer(fresh: Running) -> None:
     assert list(counted.values()) == [1, answer["usage"]["completion_tokens"] - 1, 1]
 
 
-def test_a_prompt_that_comes_again_is_a_hit(fresh: Running) -> None:
-    asked(fresh)
-    before = read(fresh)
-    usage = asked(fresh)["usage"]
-    after = read(fresh)
+def test_a_prompt_that_comes_again_is_a_hit(small: Running) -> None:
+    asked(small)
+    before = read(small)
+    usage = asked(small)["usage"]
+    after = read(small)
     queries, hits = (
         after[name,] - before[name,]
         for name in ("prefix_cache_queries_total", "prefix_cache_hits_total")
@@ -103,36 +96,36 @@ def test_a_prompt_that_comes_again_is_a_hit(fresh: Running) -> None:
 
 
 def test_gauges_rise_and_return_to_nothing(tiny: Speculator) -> None:
-    with running(tiny, concurrency=1) as small:
-        with streaming(small, {**LONG, "n": 2}):
-            busy = read(small)
+    with running(tiny, concurrency=1) as narrow:
+        with streaming(narrow, {**LONG, "n": 2}):
+            busy = read(narrow)
         assert busy["num_requests_running",] == 1
         assert busy["num_requests_waiting",] == 1
         assert 0 < busy["kv_memory_bytes",] <= busy["kv_memory_limit_bytes",]
-        wait_until(small.idle)
-        idle = read(small)
+        wait_until(narrow.idle)
+        idle = read(narrow)
         for name in ("num_requests_running", "num_requests_waiting", "kv_memory_bytes"):
             assert idle[name,] == 0
         assert idle["kv_memory_promised_bytes",] == 0
         assert idle["request_cancelled_total",] == 2
 
 
-def test_refusals_are_counted_by_status(fresh: Running) -> None:
-    before = read(fresh)
+def test_refusals_are_counted_by_status(small: Running) -> None:
+    before = read(small)
     for content in (b"{", b"{}", b"x" * 5_000_000):
-        fresh.post(content)
-    httpx.get(f"{fresh.address}/nothing")
-    after = read(fresh)
+        small.post(content)
+    httpx.get(f"{small.address}/nothing")
+    after = read(small)
     for status, count in (("400", 2), ("413", 1), ("404", 1)):
         name = "request_refused_total", status
         assert after[name] - before.get(name, 0) == count
 
 
-def test_it_asks_for_a_key_and_two_servers_share_nothing(tiny: Speculator, fresh: Running) -> None:
-    asked(fresh)
+def test_it_asks_for_a_key_and_two_servers_share_nothing(tiny: Speculator, small: Running) -> None:
+    asked(small)
     with running(tiny, keys=("secret",)) as guarded:
         assert httpx.get(f"{guarded.address}/metrics").status_code == 401
         found = read(guarded, headers={"Authorization": "Bearer secret"})
         assert found["generation_tokens_total",] == 0
         assert found["request_refused_total", "401"] == 1
-    assert read(fresh)["generation_tokens_total",] > 0
+    assert read(small)["generation_tokens_total",] > 0

@@ -161,7 +161,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"speculation": {"drafter": "ngram:size=1000000000"}}, "speculation.drafter"),
         ({"speculation": {"controller": "heuristic:longest=65"}}, "speculation.controller"),
         ({"speculation": {"model": "x"}}, "speculation.model"),
-        ({"n": 128, "messages": ASK * 40_000}, "messages"),
+        ({"n": 128, "messages": ASK * 5_000}, "messages"),
         ({"model": "gpt-4o"}, "model"),
     ],
 )
@@ -278,3 +278,24 @@ def test_a_stream_is_server_sent_events(server: Running) -> None:
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     assert json.loads(lines[0][6:])["object"] == "chat.completion.chunk"
+
+
+def test_langchain_gets_the_texts_of_generate(server: Running) -> None:
+    module = pytest.importorskip("langchain_openai")
+    chat = module.ChatOpenAI(
+        base_url=f"{server.address}/v1",
+        api_key="none",
+        model=server.speculator.label,
+        max_retries=0,
+        **LIMIT,
+    )
+    question = ASK[0]["content"]
+    expected = server.speculator.generate(question, max_new_tokens=20, do_sample=False)
+    answer = chat.invoke(question)
+    assert answer.content == expected.text
+    assert answer.usage_metadata["output_tokens"] == len(expected.token_ids)
+    pieces = [piece.content for piece in chat.stream(question)]
+    assert "".join(pieces) == expected.text
+    assert sum(bool(piece) for piece in pieces) > 1
+    again = chat.invoke([("human", question), answer, ("human", "And a mountain?")])
+    assert again.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]

@@ -54,7 +54,6 @@ class AnswerView {
     this.text = "";
     this.figures = new Figures();
     this.blocks = new Blocks();
-    this.box = new FigureBox();
     this.buttons = el("div", { class: "buttons" });
     this.note = el("p", { class: "note hint" });
     this.node = el(
@@ -63,7 +62,7 @@ class AnswerView {
       ...(heading ? [el("h2", {}, heading)] : []),
       this.blocks.node,
       this.note,
-      this.box.node,
+      this.figures.node,
       this.buttons,
     );
   }
@@ -77,7 +76,7 @@ class AnswerView {
       if (!told) continue;
       for (const round of told.rounds) this.addRound(round, told.num_layers);
     }
-    this.box.show(this.figures);
+    this.figures.show();
   }
 
   addRound(round, numLayers) {

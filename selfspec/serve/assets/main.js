@@ -102,21 +102,24 @@ function verdictOn(drafted, plain) {
   return [same, ` ${fast.toFixed(1)} s with drafts, ${slow.toFixed(1)} s without: ${(slow / fast).toFixed(2)} times the speed. Written one after the other; the first token is not counted.`];
 }
 
-function begin(stopper) {
+/** While an answer is written, Stop stands in place of Send. */
+function setBusy(stopper) {
   talk.busy = stopper;
-  const typing = document.activeElement === $("question");
-  $("stop").hidden = false;
-  $("send").hidden = true;
-  if (!typing) $("stop").focus(); // the button that was pressed goes away
+  $("stop").hidden = !stopper;
+  $("send").hidden = !!stopper;
   $("said").textContent = "";
+}
+
+function begin(stopper) {
+  const typing = document.activeElement === $("question");
+  setBusy(stopper);
+  if (!typing) $("stop").focus(); // the button that was pressed goes away
   for (const { again } of talk.turns) again?.remove();
 }
 
 function finish(turn) {
-  talk.busy = null;
   const stopHadFocus = document.activeElement === $("stop");
-  $("stop").hidden = true;
-  $("send").hidden = false;
+  setBusy(null);
   if (stopHadFocus) $("question").focus();
   $("said").textContent = turn.views[0].text ? `Answer: ${turn.views[0].text} ${turn.verdict.textContent}` : "";
   for (const view of turn.views) if (view.text) view.buttons.replaceChildren(copyButton(view));
@@ -154,12 +157,10 @@ function stop() {
 
 function newChat() {
   stop();
-  Object.assign(talk, { turns: [], busy: null });
+  talk.turns = [];
+  setBusy(null);
   $("talk").replaceChildren();
   $("empty").hidden = false;
-  $("stop").hidden = true;
-  $("send").hidden = false;
-  $("said").textContent = "";
   countInLegend({});
   $("question").focus();
 }
