@@ -177,6 +177,8 @@ bench P --concurrency 0                          | concurrency holds 0
 verify --limit 0                                 | limit is 0
 verify --max-copy-gb x                           | Invalid value for '--max-copy-gb'
 verify --suite spec-bench                        | Give --questions FILE
+verify --limit 0                                 | limit is 0
+verify --max-new-tokens 0                        | max_new_tokens
 verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
 fit --data talks.jsonl                           | no --output
 fit --output new                                 | no --data
