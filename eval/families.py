@@ -283,8 +283,10 @@ def tiny_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
                 weight.copy_(0.7 * noise)
             else:
                 weight.copy_(noise * 1.7 * weight.shape[-1] ** -0.5)
-    model.generation_config.eos_token_id = None  # type: ignore[union-attr]  # a model to generate with
-    return model.eval()
+    generation: Any = model.generation_config
+    generation.eos_token_id = None
+    model.eval()
+    return model
 
 
 def tiny_config(family: str) -> PreTrainedConfig:

@@ -176,12 +176,12 @@ def benched(
     return answers
 
 
-def faster(base: Sequence[float], mine: Sequence[float], tasks: Sequence[str]) -> dict[str, Any]:
+def faster(base: Iterable[float], mine: Iterable[float], tasks: Iterable[str]) -> dict[str, Any]:
     """How often `mine` fits into `base`: of all, its interval, the worst one and by task.
 
     Prompts whose answer is one token have no seconds behind the first, and are left out.
     """
-    found = pd.DataFrame({"base": base, "mine": mine, "task": tasks})
+    found = pd.DataFrame({"base": list(base), "mine": list(mine), "task": list(tasks)})
     found = found[(found.base > 0.0) & (found.mine > 0.0)]
     sums = found.groupby("task", sort=False).sum()
     return {

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import typer
 from torch import Tensor
@@ -169,29 +169,27 @@ def answered(
     return {"id": question.id, "task": question.task, "prompt_tokens": ids.shape[1], **found}
 
 
+PARTS = {"whole": "seconds", "behind the prompt": "behind"}
+
+
 def tables(answers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Each method against llama.cpp, whole and behind the prompt; tokens per second; texts."""
-    tasks = [answer["task"] for answer in answers]
-    parts: dict[str, Callable[[Mapping[str, Any]], float]] = {
-        "whole": lambda row: row["seconds"],
-        "behind the prompt": lambda row: row["seconds"] - row["first_s"],
-        "first token": lambda row: row["first_s"],
-    }
-    found: dict[str, Any] = {}
-    for name in names:
-        rows = [answer[name] for answer in answers]
-        tokens = sum(len(row["token_ids"]) - 1 for row in rows)
-        found[name] = {
-            "tokens_per_s": tokens / sum(map(parts["behind the prompt"], rows)),
-            "first_token_s": median(row["first_s"] for row in rows),
-            "equal_to_plain": sum(
-                answer[name]["token_ids"] == answer[PLAIN]["token_ids"] for answer in answers
-            ),
+    rows = pd.DataFrame(
+        {"method": name, "task": answer["task"], "plain": answer[PLAIN]["token_ids"]} | answer[name]
+        for name in names
+        for answer in answers
+    )
+    rows = rows.assign(behind=rows.seconds - rows.first_s, tokens=rows.token_ids.map(len) - 1)
+    llama = rows[rows.method == LLAMA]
+    return {
+        name: {
+            "tokens_per_s": float(own.tokens.sum() / own.behind.sum()),
+            "first_token_s": float(own.first_s.median()),
+            "equal_to_plain": int((own.token_ids == own.plain).sum()),
+            **{part: lab.faster(llama[of], own[of], own.task) for part, of in PARTS.items()},
         }
-        for part, seconds in parts.items():
-            theirs = [seconds(answer[LLAMA]) for answer in answers]
-            found[name][part] = lab.faster(theirs, list(map(seconds, rows)), tasks)
-    return found
+        for name, own in rows.groupby("method", sort=False)
+    }
 
 
 def as_text(summary: Mapping[str, Any]) -> str:
@@ -201,7 +199,7 @@ def as_text(summary: Mapping[str, Any]) -> str:
         f"Times as fast as llama.cpp on the same file; {summary['questions']} questions, "
         f"{summary['threads']} threads, ours in {summary['dtype'].removeprefix('torch.')}\n"
     )
-    for part in ("whole", "behind the prompt"):
+    for part in PARTS:
         tasks = found[LLAMA][part]["tasks"]
         rows = []
         for name, entry in found.items():

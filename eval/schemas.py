@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jsonschema
 import pandas as pd
@@ -22,7 +20,6 @@ import typer
 
 from eval import lab
 from selfspec.api.speculator import Speculator
-from selfspec.decoding.stats import GenerationStats
 from selfspec.eval.results import SIX_TASKS, load_suite, ratio_interval
 
 
@@ -64,18 +61,6 @@ SCHEMAS = {
 }
 
 
-class Answer(NamedTuple):
-    """A request for a schema, with drafts and without."""
-
-    schema: str
-    plain_s: float
-    """Behind the prompt's pass, like `drafts_s`."""
-    drafts_s: float
-    stats: GenerationStats
-    equal: bool
-    valid: bool
-
-
 def main(
     output: lab.Output,
     model: lab.Model = None,
@@ -87,13 +72,13 @@ def main(
     """Ask every question for every schema."""
     speculator = lab.loaded(model, heads)
     answer(speculator, "Hello", "class")  # what is made once is not timed
-    answers = [
+    answers = pd.DataFrame(
         answer(speculator, question.turns[0][:600], name)
         for question in lab.each(load_suite(suite, questions, limit), "schemas")
         for name in SCHEMAS
-    ]
-    groups = {name: [one for one in answers if one.schema == name] for name in SCHEMAS}
-    found = {name: figures(group) for name, group in (groups | {"all": answers}).items()}
+    )
+    every = pd.concat([answers, answers.assign(schema="all")])
+    found = {str(name): figures(group) for name, group in every.groupby("schema", sort=False)}
     table = pd.DataFrame(found).T.rename_axis("schema").to_markdown(floatfmt=".6g")
     summary = {
         "dtype": str(speculator.backbone.dtype),
@@ -104,12 +89,12 @@ def main(
     }
     text = f"`{lab.command()}`; seconds behind the prompt's pass.\n\n{table}\n"
     lab.finish(output, summary, text)
-    if not all(one.equal and one.valid for one in answers):
+    if not (answers.equal & answers.valid).all():
         raise SystemExit(1)
 
 
-def answer(speculator: Speculator, text: str, name: str) -> Answer:
-    """One request both ways, in an order that depends on it alone."""
+def answer(speculator: Speculator, text: str, name: str) -> dict[str, Any]:
+    """One request both ways, in an order that depends on it alone: a row of figures."""
     prompt = f"{text}\n\nAnswer in JSON ({name})."
     asked = {"json_schema": SCHEMAS[name], "max_new_tokens": 400, "do_sample": False}
     made = {
@@ -117,14 +102,20 @@ def answer(speculator: Speculator, text: str, name: str) -> Answer:
         for speculate in random.Random(prompt).sample([True, False], 2)
     }
     plain, ours = made[False], made[True]
-    return Answer(
-        schema=name,
-        plain_s=plain.stats.decode_s,
-        drafts_s=ours.stats.decode_s,
-        stats=ours.stats,
-        equal=ours.token_ids == plain.token_ids,
-        valid=ours.stop_reason == "eos" and is_valid(ours.text, SCHEMAS[name]),
-    )
+    drafted, accepted = ours.stats.drafted_by_source, ours.stats.accepted_by_source
+    return {
+        "schema": name,
+        "plain_s": plain.stats.decode_s,
+        "drafts_s": ours.stats.decode_s,
+        "tokens": ours.stats.new_tokens - 1,
+        "rounds": ours.stats.rounds,
+        "equal": ours.token_ids == plain.token_ids,
+        "valid": ours.stop_reason == "eos" and is_valid(ours.text, SCHEMAS[name]),
+        "grammar's drafts": drafted["grammar"],
+        "kept": accepted["grammar"],
+        "others' drafts": drafted.total() - drafted["grammar"],
+        "others kept": accepted.total() - accepted["grammar"],
+    }
 
 
 def is_valid(text: str, schema: Any) -> bool:
@@ -136,29 +127,22 @@ def is_valid(text: str, schema: Any) -> bool:
     return True
 
 
-def figures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Of a schema: speeds, and drafts by who made them."""
-    plain, ours = zip(*((one.plain_s, one.drafts_s) for one in answers), strict=True)
-    stats = [one.stats for one in answers]
-    tokens = sum(one.new_tokens - 1 for one in stats)
-    drafted = sum((one.drafted_by_source for one in stats), Counter[str]())
-    accepted = sum((one.accepted_by_source for one in stats), Counter[str]())
-    low, high = ratio_interval(plain, ours)
+def figures(answers: pd.DataFrame) -> dict[str, Any]:
+    """Of a schema: speeds behind the prompt's pass, and drafts by who made them."""
+    sums = answers.drop(columns="schema").sum()
+    low, high = ratio_interval(answers.plain_s, answers.drafts_s)
     return {
         "requests": len(answers),
-        "valid": sum(one.valid for one in answers),
-        "texts equal": sum(one.equal for one in answers),
-        "tokens": tokens,
-        "tokens/s, plain": tokens / sum(plain),
-        "tokens/s": tokens / sum(ours),
-        "times plain": sum(plain) / sum(ours),
+        "valid": int(sums.valid),
+        "texts equal": int(sums.equal),
+        "tokens": int(sums.tokens),
+        "tokens/s, plain": sums.tokens / sums.plain_s,
+        "tokens/s": sums.tokens / sums.drafts_s,
+        "times plain": sums.plain_s / sums.drafts_s,
         "low": low,
         "high": high,
-        "tokens per verification": tokens / sum(one.rounds for one in stats),
-        "grammar's drafts": drafted["grammar"],
-        "kept": accepted["grammar"],
-        "others' drafts": drafted.total() - drafted["grammar"],
-        "others kept": accepted.total() - accepted["grammar"],
+        "tokens per verification": sums.tokens / sums.rounds,
+        **{name: int(sums[name]) for name in answers if name.endswith(("drafts", "kept"))},
     }
 
 

@@ -51,7 +51,7 @@ import typer
 from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
-from selfspec.eval.concurrency import Load, figures
+from selfspec.eval.concurrency import Load, table
 from selfspec.eval.results import SIX_TASKS, load_suite
 from selfspec.hub.models import DEFAULT_HEADS, resolve_model
 
@@ -329,17 +329,12 @@ def ahead(loads: Sequence[Load]) -> dict[int, float]:
 
 
 def as_text(loads: Sequence[Load]) -> str:
-    """Server, clients, tokens, tokens/s, first token and gaps in milliseconds; all repeats."""
-    made = figures(loads).drop(columns=["same", "decode_rate"])
-    waits = [name for name in made if "_p" in name]
-    made[waits] *= 1e3
-    made = made.rename(columns={name: name.replace("_", ", ms: ") for name in waits})
-    made = made.rename_axis(["server", "clients"]).reset_index()
+    """Figures by server and number of clients, over all repeats; then who is ahead."""
     lines = [
         f"- {count} at once: {times:.2f} times the best of transformers serve\n"
         for count, times in ahead(loads).items()
     ]
-    return f"{made.to_markdown(index=False, floatfmt='.1f')}\n\n{''.join(lines)}"
+    return f"{table(loads)}\n{''.join(lines)}"
 
 
 # --- equal ----------------------------------------------------------------------------------------

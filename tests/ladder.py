@@ -230,8 +230,8 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
     size = backbone.vocab_size
     found: dict[str, tuple[Drafter, tuple[int, ...]]] = {
         "oracle": (OracleDrafter(sequence, width=5), ()),
-        "wrong": (WrongDrafter(sequence, size, width=5), ()),
-        "random": (RandomDrafter(0, size, width=3), ()),
+        "wrong": (WrongDrafter(sequence, 0, size, width=5), ()),
+        "random": (RandomDrafter((), 0, size, width=3), ()),
         "mixed": (MixedDrafter(sequence, 1, size, width=5), ()),
         "mixed over exits": (MixedDrafter(sequence, 2, size, width=4), EXITS),
         "eager exits": (exit_drafter(backbone, 0.05), EXITS),

@@ -283,7 +283,7 @@ class Rig:
             dial=dial,
             new_tokens=len(found.tokens),
             equal=found.tokens == self._texts[prompt],
-            decode_s=found.decode_s,
+            decode_s=found.seconds.total() - found.seconds["prefill"],
             heads_s=found.seconds["heads"],
             drafts=tuple(len(entry.draft_tokens) for entry in rounds),
             accepted=sum(entry.accepted for entry in rounds),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
@@ -27,13 +28,14 @@ from selfspec.eval.methods import Contender, Written, endless, unchanged
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.results import (
     Answer,
+    Quality,
     Question,
     Run,
-    Text,
     append,
     drop_unfinished,
+    edit_distance,
+    first_divergence,
     load_suite,
-    quality,
     read,
     repeated_share,
     spread,
@@ -154,33 +156,35 @@ class Bench:
         Timed answers are as long as plain decoding's, so their text is cut off or runs on behind an
         end token: what is judged is written once more, up to its own end.
         """
-        speculator, found = self.speculator, {}
+        speculator, found, usual = self.speculator, {}, plain.token_ids
+        tokenizer: Any = speculator.tokenizer
         # cached: plain decoding's answer is asked about once for each method
         nats = cache(lambda tokens: log_likelihood(speculator.model, ids, tokens))
-        beside = Text(plain.token_ids, plain.text)
         for entry in contenders:
             run = runs[entry.label]
-            if run.error is None and (entry.own_text or self.options.quality):
-                try:
-                    with unchanged(speculator):
-                        most = self.options.max_new_tokens
-                        tokens = entry.decode(speculator, ids, most).token_ids
-                    text = Text(tokens, self._words(tokens))
-                    looked = quality(text, beside, reference, lambda some: nats(tuple(some)))
-                    found[entry.label] = replace(run, quality=looked)
-                except Exception as error:  # noqa: BLE001  # as in `run`
-                    found[entry.label] = _failed(error)
+            if run.error is not None or not (entry.own_text or self.options.quality):
+                continue
+            try:
+                with unchanged(speculator):
+                    tokens = entry.decode(speculator, ids, self.options.max_new_tokens).token_ids
+                looked = Quality(
+                    text=tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer else "",
+                    plain_text=plain.text,
+                    reference=reference,
+                    tokens=len(tokens),
+                    plain_tokens=len(usual),
+                    first_divergence=first_divergence(tokens, usual),
+                    edit_distance=edit_distance(tokens, usual),
+                    log_likelihood=nats(tuple(tokens)),
+                    plain_log_likelihood=nats(tuple(usual)),
+                )
+                found[entry.label] = replace(run, quality=looked)
+            except Exception as error:  # noqa: BLE001  # as in `run`
+                found[entry.label] = _failed(error)
         return found
 
     def _ids(self, prompt: Prompt) -> Tensor:
         return encode(self.speculator.tokenizer, prompt).to(self.speculator.backbone.device)
-
-    def _words(self, token_ids: Sequence[int]) -> str:
-        """As Generation.text has them."""
-        tokenizer = self.speculator.tokenizer
-        if tokenizer is None:
-            return ""
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _finished(self, question: Question, found: Mapping[tuple[str, int, int], Answer]) -> bool:
         """Whether all turns are there, or the reason why they are not."""

@@ -43,8 +43,8 @@ class Load:
     """From a prompt's arrival to its first token; where that can be seen."""
     gaps_s: list[float] = field(default_factory=list)
     """Between rounds of a text."""
-    same: int = 0
-    """Answers that are those of plain decoding alone."""
+    same: int | None = None
+    """Answers that are those of plain decoding alone, where that was looked at."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -274,57 +274,38 @@ _PLACES = ["method", "texts"]
 
 
 def figures(loads: Sequence[Load]) -> pd.DataFrame:
-    """A row per method and number of texts: medians of rates, percentiles of all waits."""
+    """A row per method and number of texts: medians of rates, percentiles of all waits in ms."""
     found = _frame(loads)
     by = found.groupby(_PLACES, sort=False)
-    made = by.agg(
-        tokens=("tokens", "sum"), rate=("rate", "median"), same=("same", "min"),
-        decode_rate=("decode_rate", "median"),
-    )  # fmt: skip
+    made = by.agg(tokens=("tokens", "sum"), rate=("rate", "median"))
+    made["behind prompts"] = by.decode_rate.median()
     for name, share in product(("first_s", "gaps_s"), (0.5, 0.95)):
         waits = found.explode(name).astype({name: float}).groupby(_PLACES, sort=False)[name]
-        made[f"{name[:-2]}_p{round(100 * share)}"] = waits.quantile(share)
-    return made
+        made[f"{name[:-2]}, ms: p{round(100 * share)}"] = 1e3 * waits.quantile(share)
+    made["as alone"] = by.same.min()
+    return made.rename(columns={"rate": "tokens/s"})
 
 
 def _frame(loads: Sequence[Load]) -> pd.DataFrame:
     rates = {"rate": "tokens_per_s", "decode_rate": "decode_tokens_per_s"}
     columns = {name: [getattr(load, of) for load in loads] for name, of in rates.items()}
-    return pd.DataFrame(map(vars, loads)).assign(**columns).astype(dict.fromkeys(rates, float))
+    kinds = {**dict.fromkeys(rates, "float"), "same": "Int64"}
+    return pd.DataFrame(map(vars, loads)).assign(**columns).astype(kinds)
 
 
 def table(loads: Sequence[Load]) -> str:
-    """Markdown: tokens per second by method and number of texts, then waiting; medians."""
-    made = figures(loads)
-    parts = {
-        "tokens/s, prompts included": _words("{:.0f}", made.rate),
-        "tokens/s behind the prompts": _words("{:.0f}", made.decode_rate),
-        "first token, s: p50 / p95": _words("{:.3f} / {:.3f}", made.first_p50, made.first_p95),
-        "between rounds, s: p50 / p95": _words("{:.3f} / {:.3f}", made.gaps_p50, made.gaps_p95),
-        "answers as alone, at least": _words("{}", made.same),
-    }
-    if any(load.repeat for load in loads):
-        title = "tokens/s behind the prompts, against plain (95 % interval)"
-        parts[title] = _against_plain(_frame(loads))
-    order = list(dict.fromkeys(load.method for load in loads))
-    text = []
-    for title, cells in parts.items():
-        wide = cells.unstack("texts").fillna("").reindex([n for n in order if n in cells.index])
-        wide = wide.rename_axis(title).reset_index()
-        text.append(wide.to_markdown(index=False, disable_numparse=True) + "\n")
-    return "\n".join(text)
+    """Markdown: `figures` that there are; where all was measured again, also against plain."""
+    made = figures(loads).dropna(axis=1, how="all")
+    if against := _against_plain(_frame(loads)):
+        made["against plain (95 %)"] = pd.Series(against)
+    cells = made.astype(object).where(made.notna(), None).reset_index()
+    return f"{cells.to_markdown(index=False, floatfmt='.1f')}\n"
 
 
-def _words(form: str, *columns: pd.Series) -> pd.Series:
-    """Nothing where nothing was measured."""
-    rows = zip(*columns, strict=True)
-    return pd.Series(
-        ["" if pd.isna(row[0]) else form.format(*row) for row in rows], index=columns[0].index
-    )
-
-
-def _against_plain(found: pd.DataFrame) -> pd.Series:
-    """Each method and plain decoding, paired by repeat."""
+def _against_plain(found: pd.DataFrame) -> dict[tuple[str, int], str]:
+    """Rates behind the prompts, paired by repeat; nothing where each was measured once."""
+    if found.repeat.nunique() < 2:
+        return {}
     seconds = 1.0 / found.pivot(index="repeat", columns=_PLACES, values="decode_rate")
     cells = {}
     for name, count in seconds:
@@ -333,5 +314,4 @@ def _against_plain(found: pd.DataFrame) -> pd.Series:
             if len(plain):
                 low, high = ratio_interval(plain, other)
                 cells[name, count] = f"{sum(plain) / sum(other):.2f} ({low:.2f} to {high:.2f})"
-    index = pd.MultiIndex.from_tuples(cells, names=_PLACES)
-    return pd.Series(list(cells.values()), index=index, dtype=object)
+    return cells

@@ -141,19 +141,8 @@ def _only(**setting: Any) -> Grid:
     return lambda _: [setting]
 
 
-def _with_heads(**setting: Any) -> Grid:
-    """The same, where exit heads draft."""
-
-    def settings(speculator: Speculator) -> list[Setting]:
-        _heads(speculator)
-        return [setting]
-
-    return settings
-
-
 def _no_annealing(speculator: Speculator) -> list[Setting]:
     """SpecBound without ACT's temperatures: alpha = 0; the thresholds stay."""
-    _heads(speculator)
     return [exits(anneal_strength=0)] if speculator.options.exit.anneal_strength else []
 
 
@@ -219,7 +208,7 @@ METHODS = {
     ),
     "plain": Method("plain greedy decoding on our runtime", _only(speculate=False)),
     "speculation": Method(
-        "SpecBound on our runtime, with the settings of the heads", _with_heads(**EXIT)
+        "SpecBound on our runtime, with the settings of the heads", _only(**EXIT)
     ),
     "ngram": Method("text already seen (prompt lookup) on our runtime", _only(drafter="ngram")),
     "ngram+successors": Method(
@@ -229,11 +218,11 @@ METHODS = {
     "ngram+exit": Method("text already seen, else speculation", _only(drafter="ngram+exit")),
     "no-value-rule": Method(
         "ngram+exit, but whatever the text has said before is proposed in full",
-        _with_heads(drafter="ngram+exit", prices="row=0"),
+        _only(drafter="ngram+exit", prices="row=0"),
     ),
     "no-never-slower": Method(
         "ngram+exit, but exit heads go on drafting where that does not pay",
-        _with_heads(drafter="ngram+exit", never_slower=False),
+        _only(drafter="ngram+exit", never_slower=False),
     ),
     "draft-model": Method(
         "a second, smaller model (speculative decoding as it began) on our runtime",
@@ -248,7 +237,7 @@ METHODS = {
     ),
     "no-width-bound": Method(
         "speculation without W_max (Figure 4 of SpecBound)",
-        _with_heads(**exits(max_tokens=NO_BOUND)),
+        _only(**exits(max_tokens=NO_BOUND)),
     ),
     "prompt-lookup": Method(
         "transformers' prompt_lookup_num_tokens",
@@ -272,11 +261,11 @@ METHODS = {
     ),
     "cm-asd": Method(
         "speculation under CM-ASD's rule: drafts close to the model's best token stay",
-        _with_heads(**EXIT, acceptance="cm-asd"),
+        _only(**EXIT, acceptance="cm-asd"),
     ),
     "easd": Method(
         "speculation under EASD's rule: no drafts where both models waver",
-        _with_heads(**EXIT, acceptance="easd"),
+        _only(**EXIT, acceptance="easd"),
     ),
     "sampling": Method(
         "plain sampling on our runtime, temperature 1: what lenience is to be held against",
@@ -284,11 +273,11 @@ METHODS = {
     ),
     "sampled-speculation": Method(
         "speculation under lossless speculative sampling, temperature 1",
-        _with_heads(**EXIT, **_DRAWN),
+        _only(**EXIT, **_DRAWN),
     ),
     "lenience": Method(
         "speculative sampling that keeps more drafts: lenience 0.6, temperature 1",
-        _with_heads(**EXIT, acceptance="lenient:lenience=0.6", **_DRAWN),
+        _only(**EXIT, acceptance="lenient:lenience=0.6", **_DRAWN),
     ),
 }
 """By name; the ablations and peers that share our runtime differ in settings alone."""
@@ -411,10 +400,7 @@ def swept(speculator: Speculator, moves: Sequence[Moved]) -> list[Contender]:
     Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any where
     they are to draft.
     """
-    options = speculator.options
-    if any(options.updated(move.setting).uses("exit") for move in moves):
-        _heads(speculator)
-    base = EXIT if moves and options.uses("exit") else {}
+    base = EXIT if speculator.options.uses("exit") else {}
     return [
         _contender(speculator, "speculation", {**base, **move.setting}, {move.name: move.value})
         for move in moves
@@ -451,6 +437,8 @@ def _contender(
         speculator.stream([0], max_new_tokens=1, **options).close()
         changed = {key: value for key, value in options.items() if key in OPTION_NAMES}
         effective = speculator.options.updated(changed)
+        if "exit" in setting.get("drafter", ""):
+            _heads(speculator)
         lossy = effective.speculate and effective.loss is not None
     words = ", ".join(f"{key}={word(value)}" for key, value in (swept or setting).items())
     return Contender(

@@ -57,6 +57,9 @@ GUESSES = 8
 NONE = -1
 """In place of a node: there is none."""
 
+_CONDITIONS = {"base": "model", "heads": "set of heads", "dtype": "dtype", "executor": "executor"}
+"""What a record is made with, in words."""
+
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
@@ -160,8 +163,7 @@ class Record:
     def require_heads(self, backbone: Backbone, heads: ExitHeads | None) -> None:
         """Raise HeadsMismatch if the record was made with another model, other heads or dtype."""
         found = conditions(backbone, heads)
-        words = {"base": "model", "heads": "set of heads", "dtype": "dtype", "executor": "executor"}
-        for name, word in words.items():
+        for name, word in _CONDITIONS.items():
             recorded = getattr(self.info, name)
             if found[name] != recorded:
                 raise HeadsMismatch(
@@ -237,28 +239,29 @@ _ARRAYS = {
 }
 
 
+def _shapes(
+    info: RecordInfo, prompts: Sequence[PromptInfo], nodes: int, guesses: int
+) -> dict[str, tuple[int, ...]]:
+    places = sum(prompt.new_tokens for prompt in prompts)
+    layers, alphas = len(info.exit_layers), len(info.anneal_strengths)
+    return {
+        "contexts": (sum(prompt.prompt_tokens for prompt in prompts),),
+        **dict.fromkeys(("answers", "roots"), (places,)),
+        **dict.fromkeys(("tokens", "children"), (nodes, layers)),
+        "confidence": (nodes, layers, alphas),
+        **dict.fromkeys(("guesses", "behind"), (nodes, guesses)),
+        "chances": (nodes, alphas, guesses),
+    }
+
+
 def _check_arrays(
     arrays: Mapping[str, npt.NDArray[Any]], info: RecordInfo, prompts: tuple[PromptInfo, ...]
 ) -> None:
     """Raise InvalidData for missing arrays, other shapes, and nodes that do not exist."""
     if arrays.keys() != _ARRAYS.keys():
         raise InvalidData(f"holds {sorted(arrays)}, expected {sorted(_ARRAYS)}")
-    places = sum(prompt.new_tokens for prompt in prompts)
-    count = len(arrays["tokens"])
-    layers, alphas = len(info.exit_layers), len(info.anneal_strengths)
-    guesses = arrays["guesses"].shape[-1] if arrays["guesses"].ndim == 2 else 0
-    shapes = {
-        "contexts": (sum(prompt.prompt_tokens for prompt in prompts),),
-        "answers": (places,),
-        "roots": (places,),
-        "tokens": (count, layers),
-        "confidence": (count, layers, alphas),
-        "children": (count, layers),
-        "guesses": (count, guesses),
-        "chances": (count, alphas, guesses),
-        "behind": (count, guesses),
-    }
-    for name, shape in shapes.items():
+    count, guesses = len(arrays["tokens"]), arrays["guesses"].shape[-1:]
+    for name, shape in _shapes(info, prompts, count, *(guesses or (0,))).items():
         found = arrays[name]
         if found.shape != shape or found.dtype != _ARRAYS[name]:
             raise InvalidData(
@@ -286,48 +289,16 @@ class _Said(NamedTuple):
     features: Tensor
     """The head's, [1, d]."""
 
-    @property
-    def token(self) -> int:
-        """The best."""
-        return self.tokens[0]
 
-    @property
-    def confidence(self) -> list[float]:
-        """By alpha, of the best."""
-        return [chances[0] for chances in self.chances]
+class _Node(NamedTuple):
+    """A row of a Record's arrays; what lies behind it is entered later."""
 
-
-@dataclass
-class Nodes:
-    """Nodes of all prompts so far, in the order in which they were entered."""
-
-    tokens: list[list[int]] = field(default_factory=list)
-    confidence: list[list[list[float]]] = field(default_factory=list)
-    children: list[list[int]] = field(default_factory=list)
-    guesses: list[list[int]] = field(default_factory=list)
-    chances: list[list[list[float]]] = field(default_factory=list)
-    behind: list[list[int]] = field(default_factory=list)
-
-    def add(self, said: Sequence[_Said], *, trees: bool) -> int:
-        """A node without children yet. `trees`: the first column's further guesses count."""
-        self.tokens.append([entry.token for entry in said])
-        self.confidence.append([entry.confidence for entry in said])
-        self.children.append([NONE] * len(said))
-        self.guesses.append(said[0].tokens if trees else [])
-        self.chances.append(said[0].chances if trees else [[] for _ in said[0].chances])
-        self.behind.append([NONE] * len(self.guesses[-1]))
-        return len(self.tokens) - 1
-
-
-class Reach(NamedTuple):
-    """How far branches are followed."""
-
-    drafts: int
-    """W_max of the widest setting to be replayed."""
-    threshold: float
-    """Its lowest tau."""
-    trees: bool
-    """Whether the first exit layer is the embedding, and the model runs trees."""
+    tokens: list[int]
+    confidence: list[list[float]]
+    children: list[int]
+    guesses: list[int]
+    chances: list[list[float]]
+    behind: list[int]
 
 
 @dataclass
@@ -339,12 +310,11 @@ class Explorer:
     computed, so all their drafts, right ones too, have nodes of their own, by exit layer.
     """
 
+    recorder: Recorder
+    """How far branches are followed, and where nodes are added."""
     heads: ExitHeads
     judges: Sequence[ExitJudge]
     """One per alpha."""
-    reach: Reach
-    nodes: Nodes
-    """Where what is seen is added."""
     answer: Sequence[int]
     """What will be decoded."""
     end_tokens: frozenset[int]
@@ -353,8 +323,8 @@ class Explorer:
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """No tokens; the state is left as it was found."""
-        place = len(self.roots)
-        room = min(limit, self.reach.drafts)
+        place, nodes = len(self.roots), self.recorder.nodes
+        room = min(limit, self.recorder.drafts)
         root = NONE
         if room > 0:
             right = None if self.heads.reads_deep else self.answer[place + 1]
@@ -364,14 +334,11 @@ class Explorer:
             state.hidden.clear()
         if place > 0 and not self.heads.reads_deep:
             # the right drafts of the place before lead to this place's root
-            last = self.roots[-1]
-            for tokens, children in (
-                (self.nodes.tokens[last], self.nodes.children[last]),
-                (self.nodes.guesses[last], self.nodes.behind[last]),
-            ):
+            last = nodes[self.roots[-1]]
+            for tokens, behind in ((last.tokens, last.children), (last.guesses, last.behind)):
                 for column, token in enumerate(tokens):
                     if token == self.answer[place]:
-                        children[column] = root
+                        behind[column] = root
         self.roots.append(root)
         return ready(Draft())
 
@@ -393,9 +360,23 @@ class Explorer:
         replayed goes on: no threshold lets a draft leave, no tree asks behind it. `paths`: what
         exit layer 0 gives the way to here, by alpha.
         """
+        nodes, trees = self.recorder.nodes, self.recorder.trees
         held = state.lease.length(0)
         said = self._ask(state, token, deep)
-        node = self.nodes.add(said, trees=self.reach.trees)
+        confidence = [[chances[0] for chances in entry.chances] for entry in said]
+        guesses = said[0].tokens if trees else []
+        node, index = (
+            _Node(
+                tokens=[entry.tokens[0] for entry in said],
+                confidence=confidence,
+                children=[NONE] * len(said),
+                guesses=guesses,
+                chances=said[0].chances if trees else [[] for _ in self.judges],
+                behind=[NONE] * len(guesses),
+            ),
+            len(nodes),
+        )
+        nodes.append(node)
         found: dict[tuple[int, int], int] = {}
 
         def follow(column: int, rank: int, paths: Sequence[float]) -> int:
@@ -408,19 +389,18 @@ class Explorer:
                 found[branch] = self._look(state, draft, features, room - 1, None, paths)
             return found[branch]
 
-        for rank in range(len(said[0].tokens) if self.reach.trees else 0):
-            ways = [path * by[rank] for path, by in zip(paths, said[0].chances, strict=True)]
-            if max(ways) >= LEAST_SAID:
-                self.nodes.behind[node][rank] = follow(0, rank, ways)
-        for column, entry in enumerate(said):
-            if max(entry.confidence) >= self.reach.threshold:
-                ways = [0.0] * len(paths)
-                if column == 0 and self.reach.trees:
-                    both = zip(paths, entry.confidence, strict=True)
-                    ways = [path * sure for path, sure in both]
-                self.nodes.children[node][column] = follow(column, 0, ways)
+        def ways(rank: int) -> list[float]:
+            return [path * by[rank] for path, by in zip(paths, said[0].chances, strict=True)]
+
+        for rank in range(len(guesses)):
+            if max(ways(rank)) >= LEAST_SAID:
+                node.behind[rank] = follow(0, rank, ways(rank))
+        for column, sure in enumerate(confidence):
+            if max(sure) >= self.recorder.threshold:
+                on = ways(0) if trees and column == 0 else [0.0] * len(paths)
+                node.children[column] = follow(column, 0, on)
         state.lease.truncate(held)
-        return node
+        return index
 
     def _ask(self, state: DecodeState, token: int, deep: Tensor | None) -> list[_Said]:
         """Run one token's row up to the deepest exit layer; what each says of the next token."""
@@ -432,7 +412,7 @@ class Explorer:
             head = self.heads[layer]
             features = head.features(hidden, deep)
             logits = head.unembed(features)
-            count = GUESSES if self.reach.trees and layer == 0 else 1
+            count = GUESSES if self.recorder.trees and layer == 0 else 1
             made = [likeliest(logits, judge.temperature(layer), count) for judge in self.judges]
             best = head.to_target_ids(made[0][0]).float()
             tokens, *chances = torch.cat([best, *(found for _, found in made)]).tolist()
@@ -457,7 +437,7 @@ def record(
     for done, question in enumerate(questions):
         show(done, len(questions), question.id)
         recorder.question(question)
-    show(len(questions), len(questions), f"{len(recorder.nodes.tokens)} nodes")
+    show(len(questions), len(questions), f"{len(recorder.nodes)} nodes")
     return recorder.record()
 
 
@@ -474,12 +454,11 @@ class Recorder:
             raise HeadsNotFound(
                 f"exit layers {list(layers)} without exit heads. Give --heads, or leave them out"
             )
-        floor = options.min_threshold or _FLOORS[len(layers) == 1]
-        trees = layers[:1] == (0,) and speculator.backbone.runs_trees
-        self.nodes = Nodes()
-        self._speculator, self._options = speculator, options
-        self._heads, self._layers = heads, layers
-        self._reach = Reach(options.max_draft_tokens, floor, trees)
+        self.nodes: list[_Node] = []
+        self.drafts = options.max_draft_tokens
+        self.threshold = options.min_threshold or _FLOORS[len(layers) == 1]
+        self.trees = layers[:1] == (0,) and speculator.backbone.runs_trees
+        self._speculator, self._options, self._layers = speculator, options, layers
         self._end_tokens: set[int] = set()
         self._prompts: list[PromptInfo] = []
         self._contexts: list[int] = []
@@ -507,19 +486,18 @@ class Recorder:
                 "replayed. Leave it out there"
             )
         plain = speculator.generate(prompt, **options, speculate=False)
-        answer, ends = plain.token_ids, asked.stop.end_tokens
         start = asked.ids.shape[1]
         self._contexts += asked.ids[0, asked.pad :].tolist()
-        self._answers += answer
-        self._roots += self._explored(call, answer)
-        self._end_tokens |= set(ends)
+        self._answers += plain.token_ids
+        self._roots += self._explored(call, plain.token_ids)
+        self._end_tokens |= set(asked.stop.end_tokens)
         self._prompts.append(
             PromptInfo(
                 id=name,
                 task=task,
                 turn=turn,
                 prompt_tokens=start - asked.pad,
-                new_tokens=len(answer),
+                new_tokens=len(plain.token_ids),
                 max_new_tokens=asked.stop.max_length - start,
             )
         )
@@ -527,60 +505,47 @@ class Recorder:
 
     def _explored(self, call: Call, answer: Sequence[int]) -> list[int]:
         """The root of each place of an answer, its nodes noted; without heads there are none."""
-        if self._heads is None:
+        heads = self._speculator.heads
+        if heads is None:
             return [NONE] * len(answer)
         asked = call.request.only()
         looking = replace(
             call.speculation, speculate=True, drafter="exit", exit=Exit(layers=self._layers)
         )
         state = self._speculator.runtime.state(asked, looking)
+        layers, taus = self._speculator.backbone.num_layers, dict.fromkeys(self._layers, 1.0)
+        warmth = {int(layer): value for layer, value in heads.config.temperatures.items()}
         judges = [
-            ExitJudge(
-                self._speculator.backbone.num_layers,
-                dict.fromkeys(self._layers, 1.0),
-                alpha,
-                {int(layer): value for layer, value in self._heads.config.temperatures.items()},
-            )
-            for alpha in self._options.anneal_strengths
+            ExitJudge(layers, taus, alpha, warmth) for alpha in self._options.anneal_strengths
         ]
-        ends = frozenset(asked.stop.end_tokens)
-        explorer = Explorer(self._heads, judges, self._reach, self.nodes, answer, ends)
+        explorer = Explorer(self, heads, judges, answer, frozenset(asked.stop.end_tokens))
         for _ in rounds(state, explorer, GreedyMatch(asked.sampler), asked.stop, Stopwatch()):
             pass
         return [*explorer.roots, NONE]
 
     def record(self) -> Record:
         """Everything so far."""
-        backbone, options = self._speculator.backbone, self._options
+        backbone, alphas = self._speculator.backbone, tuple(self._options.anneal_strengths)
         cost = prices.DraftCost.for_model(backbone)
-        known = conditions(backbone, self._heads)
-        nodes, layers, alphas = self.nodes, len(self._layers), len(options.anneal_strengths)
-        count, guesses = len(nodes.tokens), max(map(len, nodes.guesses), default=0)
-
-        def array(name: str, *shape: int) -> Any:
-            return np.array(getattr(nodes, name), _ARRAYS[name]).reshape(count, *shape)
-
-        return Record(
-            info=RecordInfo(
-                base_model=self._speculator.label,
-                **{name: known[name] for name in ("base", "heads", "dtype", "executor")},
-                num_layers=backbone.num_layers,
-                exit_layers=tuple(self._layers),
-                anneal_strengths=tuple(options.anneal_strengths),
-                min_threshold=self._reach.threshold,
-                max_draft_tokens=self._reach.drafts,
-                end_tokens=tuple(sorted(self._end_tokens)),
-                row_costs=cost.rows,
-                head_cost=cost.head,
-            ),
-            prompts=tuple(self._prompts),
-            contexts=np.array(self._contexts, np.int32),
-            answers=np.array(self._answers, np.int32),
-            roots=np.array(self._roots, np.int32),
-            tokens=array("tokens", layers),
-            confidence=array("confidence", layers, alphas),
-            children=array("children", layers),
-            guesses=array("guesses", guesses),
-            chances=array("chances", alphas, guesses),
-            behind=array("behind", guesses),
+        known = conditions(backbone, self._speculator.heads)
+        info = RecordInfo(
+            base_model=self._speculator.label,
+            **{name: known[name] for name in _CONDITIONS},
+            num_layers=backbone.num_layers,
+            exit_layers=tuple(self._layers),
+            anneal_strengths=alphas,
+            min_threshold=self.threshold,
+            max_draft_tokens=self.drafts,
+            end_tokens=tuple(sorted(self._end_tokens)),
+            row_costs=cost.rows,
+            head_cost=cost.head,
         )
+        prompts, nodes = tuple(self._prompts), self.nodes
+        guesses = max((len(node.guesses) for node in nodes), default=0)
+        values: dict[str, Any] = {name: [getattr(n, name) for n in nodes] for name in _Node._fields}
+        values |= {"contexts": self._contexts, "answers": self._answers, "roots": self._roots}
+        arrays: dict[str, Any] = {
+            name: np.array(values[name], _ARRAYS[name]).reshape(shape)
+            for name, shape in _shapes(info, prompts, len(nodes), guesses).items()
+        }
+        return Record(info=info, prompts=prompts, **arrays)

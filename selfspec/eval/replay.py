@@ -8,7 +8,8 @@ Called by `tune` and by the trace's page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import DraftController, make_controller
@@ -27,8 +28,7 @@ from selfspec.heads.exit_heads import layers_in_use
 from selfspec.heads.heads import spread, top_probability
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(NamedTuple):
     """SpeculationOptions in terms of a record: which columns are asked, and what is enough."""
 
     layers: tuple[int, ...]
@@ -37,64 +37,32 @@ class Setting:
     thresholds: tuple[float, ...]
     alpha: int
     """Index on the last axis of the confidence."""
-    width: int
-    """W_max"""
     guesses: int
     """For a place; more than one make trees."""
 
     @classmethod
     def of(cls, record: Record, options: SpeculationOptions) -> Setting:
         """Raises InvalidOption for a setting that the record does not reach."""
-        info = record.info
+        info, own = record.info, options.exit
         used = layers_in_use(info.exit_layers, options)
-        alpha = options.exit.anneal_strength
-        if alpha not in info.anneal_strengths:
-            raise InvalidOption(
-                f"exit:anneal_strength {alpha} was not recorded, only "
-                f"{list(info.anneal_strengths)}. Record it: selfspec trace --anneal-strengths"
-            )
-        _check_controller(record, options)
-        by_layer = spread(options.exit.thresholds, options.exit.layers or info.exit_layers)
+        by_layer = spread(own.thresholds, own.layers or info.exit_layers)
         thresholds = tuple(by_layer[layer] for layer in used)
-        if min(thresholds) < info.min_threshold:
-            raise InvalidOption(
-                f"exit:threshold {min(thresholds)} lies below {info.min_threshold}, where "
-                "recording stopped. Record more: selfspec trace --min-threshold"
-            )
-        if options.grows_trees and used != (0,):
-            raise InvalidOption(
-                f"exit:guesses {options.exit.guesses}: of exit layers behind the embedding the "
-                "best guess alone was recorded. Take exit:guesses=1"
-            )
+        controller = make_controller(options, own.max_tokens)
+        if (
+            own.anneal_strength not in info.anneal_strengths
+            or min(thresholds) < info.min_threshold
+            or controller.longest > info.max_draft_tokens
+            or controller.signal not in (None, top_probability)
+            or (options.grows_trees and (used != (0,) or own.guesses > GUESSES))
+        ):
+            raise InvalidOption(f"not all that {own} with {options.controller} asks was recorded")
         # a record without guesses is of a model that drafts chains, whatever is asked for
-        guesses = options.exit.guesses if options.grows_trees and record.guesses.size else 1
-        if guesses > GUESSES:
-            raise InvalidOption(f"exit:guesses {guesses}, recorded were {GUESSES}. Take fewer")
         return cls(
             layers=used,
             columns=tuple(info.exit_layers.index(layer) for layer in used),
             thresholds=thresholds,
-            alpha=info.anneal_strengths.index(alpha),
-            width=options.exit.max_tokens,
-            guesses=guesses,
-        )
-
-
-def _check_controller(record: Record, options: SpeculationOptions) -> None:
-    """Raise InvalidOption where it wants to know what was not recorded, or drafts further."""
-    controller = make_controller(options, options.exit.max_tokens)
-    if controller.signal not in (None, top_probability):
-        raise InvalidOption(
-            f"controller {options.controller.kind} looks at more than the best token's "
-            "probability, which is all that was recorded of exit heads"
-        )
-    most = record.info.max_draft_tokens
-    if controller.longest > most:
-        same = controller.longest == options.exit.max_tokens
-        name = "exit:max_tokens" if same else f"{options.controller.kind}:longest"
-        raise InvalidOption(
-            f"{name} {controller.longest}, recorded were {most}. Record more: selfspec trace "
-            "--max-draft-tokens"
+            alpha=info.anneal_strengths.index(own.anneal_strength),
+            guesses=own.guesses if options.grows_trees and record.guesses.size else 1,
         )
 
 
@@ -239,12 +207,8 @@ def _drafter(
     """What proposes tokens, and the exit layers at which rows may wait; as `make_drafter`."""
     if not options.speculate or options.drafter == "none":
         return NoDrafter(), ()
-    if options.loss is not None:
-        raise InvalidOption(f"{options.loss} writes other texts than those recorded")
-    if options.uses("draft-model"):
-        raise InvalidOption(
-            "what a draft model says was not recorded. Take exit, ngram, ngram+exit"
-        )
+    if options.loss is not None or options.uses("draft-model"):
+        raise InvalidOption("lossy rules and draft models write or say what was not recorded")
     info = record.info
     cost = DraftCost(rows=info.row_costs, head=info.head_cost, num_layers=info.num_layers)
     cost = cost.with_prices(options.prices)

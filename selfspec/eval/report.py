@@ -11,7 +11,6 @@ import base64
 import html
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -32,7 +31,6 @@ from selfspec.eval.results import (
     TASKS,
     TUNING,
     Answer,
-    Quality,
     failures,
     quality_summary,
     speed_up,
@@ -58,59 +56,37 @@ ALL, WITHOUT_LOOPS = "all", "without_loops"
 # --- figures --------------------------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
-    """A row of the frame of all runs that gave an answer."""
-
-    id: str
-    task: str
-    turn: int
-    repeat: int
-    looping: bool
-    method: str
-    seconds: float
-    equal: bool
-    first_s: float
-    first_tokens: int
-    tokens: int
-    """Behind the first pass, which is the prompt's."""
-    passes: int
-    token_s: list[float]
-    """Of each of `tokens`: those of a round arrive together and share its seconds."""
-    drafted: int
-    accepted: int
-    counts: Mapping[str, Mapping[str, float]]
-    quality: Quality | None
+_COLUMNS = (
+    *("id", "task", "turn", "repeat", "looping", "method", "seconds", "equal", "first_s"),
+    *("first_tokens", "tokens", "passes", "token_s", "drafted", "accepted", "counts", "quality"),
+)
 
 
 def frame_of(answers: Iterable[Answer]) -> pd.DataFrame:
-    """A row for each run that gave an answer: _Run's columns."""
-    return pd.DataFrame(
-        [
-            _Run(
-                id=answer.id,
-                task=answer.task,
-                turn=answer.turn,
-                repeat=answer.repeat,
-                looping=answer.repeated > LOOPING,
-                method=label,
-                seconds=run.seconds,
-                equal=run.equal,
-                first_s=run.arrivals[0][1],
-                first_tokens=run.arrivals[0][0],
-                tokens=sum(count for count, _ in run.arrivals[1:]),
-                passes=len(run.arrivals) - 1,
-                token_s=[s / count for count, s in run.arrivals[1:] for _ in range(count)],
-                drafted=int(sum(run.counts.get("drafted_by_index", {}).values())),
-                accepted=int(sum(run.counts.get("accepted_by_index", {}).values())),
-                counts=run.counts,
-                quality=run.quality,
-            )
-            for answer in answers
-            for label, run in answer.runs.items()
-            if run.error is None
-        ],
-        columns=_Run._fields,
-    )
+    """A row for each run that gave an answer: those of an answer, then what the run was.
+
+    tokens and passes are those behind the first pass, which is the prompt's. token_s: seconds of
+    each of these tokens; those of a round arrive together and share its seconds.
+    """
+    rows = [
+        {
+            **vars(answer),
+            **vars(run),
+            "looping": answer.repeated > LOOPING,
+            "method": label,
+            "first_s": run.arrivals[0][1],
+            "first_tokens": run.arrivals[0][0],
+            "tokens": sum(count for count, _ in run.arrivals[1:]),
+            "passes": len(run.arrivals) - 1,
+            "token_s": [s / count for count, s in run.arrivals[1:] for _ in range(count)],
+            "drafted": int(sum(run.counts.get("drafted_by_index", {}).values())),
+            "accepted": int(sum(run.counts.get("accepted_by_index", {}).values())),
+        }
+        for answer in answers
+        for label, run in answer.runs.items()
+        if run.error is None
+    ]
+    return pd.DataFrame(rows, columns=_COLUMNS)
 
 
 def seconds_by_prompt(runs: pd.DataFrame, *labels: str) -> pd.DataFrame:
@@ -158,11 +134,11 @@ def summarise(
             for name, some in ((ALL, every), (WITHOUT_LOOPS, straight))
         },
         "latency": {label: _latency(runs) for label, runs in own.items()},
-        "acceptance": {label: _acceptance(runs.counts) for label, runs in own.items()},
-        "parts_s": {
-            label: pd.DataFrame([c.get("seconds", {}) for c in runs.counts]).sum().to_dict()
+        "acceptance": {
+            label: {f"by_{kind}": _kept(runs.counts, kind) for kind in ("layer", "index")}
             for label, runs in own.items()
         },
+        "parts_s": {label: _summed(runs.counts, "seconds") for label, runs in own.items()},
         "unequal": {label: int((~runs.equal.astype(bool)).sum()) for label, runs in own.items()},
         "quality": {label: tasks for label, tasks in texts.items() if tasks},
         "failures": failures(answers),
@@ -187,25 +163,22 @@ def _figures(group: pd.DataFrame, methods: Iterable[str], seed: int) -> dict[str
     return found
 
 
-def _acceptance(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int]]]:
-    """Drafted and accepted by exit layer and by draft index; keys as JSON has them."""
-    found = {}
-    for kind in ("layer", "index"):
-        drafted, accepted = Counter[str](), Counter[str]()
-        for counts in runs:
-            drafted.update(counts.get(f"drafted_by_{kind}", {}))
-            accepted.update(counts.get(f"accepted_by_{kind}", {}))
-        pairs = {key: [drafted[key], accepted[key]] for key in sorted(drafted, key=int)}
-        found[f"by_{kind}"] = pairs
+def _summed(counts: pd.Series, name: str) -> dict[str, float]:
+    found: dict[str, float] = pd.DataFrame([c.get(name, {}) for c in counts]).sum().to_dict()
     return found
+
+
+def _kept(counts: pd.Series, kind: str) -> dict[str, list[int]]:
+    """Drafted and accepted by exit layer or by draft index; keys as JSON has them."""
+    drafted, accepted = (_summed(counts, f"{what}_by_{kind}") for what in ("drafted", "accepted"))
+    return {key: [int(drafted[key]), int(accepted.get(key, 0))] for key in sorted(drafted, key=int)}
 
 
 def _latency(runs: pd.DataFrame) -> dict[str, float]:
     """What a user waits for, in seconds; empty without runs."""
     if not len(runs):
         return {}
-    tokens = runs.token_s.explode().dropna().astype(float)
-    tokens = tokens if len(tokens) else pd.Series([0.0])
+    tokens = runs.token_s.explode().astype(float).fillna(0.0)  # of an answer of one token: none
     found = {
         "first_token_s": runs.first_s.mean(),
         "token_mean_s": tokens.mean(),
@@ -259,14 +232,25 @@ def verdict(summary: Summary) -> str:
     return f"{faster} (95 %: {interval}), {gain['prompts']} prompts, {same}."
 
 
-# --- tables: words in cells, no arithmetic --------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 class Table(NamedTuple):
-    """Words in cells."""
+    """Words and figures."""
 
     title: str
     cells: pd.DataFrame
+    digits: int = 2
+
+    def words(self) -> pd.DataFrame:
+        """As people read them; "-" where there is nothing."""
+
+        def word(value: Any) -> str:
+            if pd.isna(value):
+                return "-"
+            return f"{value:.{self.digits}f}" if isinstance(value, float) else str(value)
+
+        return self.cells.astype(object).map(word)
 
 
 def figures(summary: Summary) -> pd.DataFrame:
@@ -299,13 +283,16 @@ def shown(summary: Summary, label: str) -> str:
 def tables(summary: Summary) -> list[Table]:
     """All tables of one bench that have rows."""
     found, bases = figures(summary), _bases(summary)
-    overall = found[(found.answers_in == ALL) & (found.task == OVERALL)]
+    latency = _by_method(summary, summary["latency"])
+    waits = latency.filter(like="token_")
+    latency[waits.columns] = 1e3 * waits
+    methods = summary["methods"].items()
     made = [
         *(_speed(summary, found, base, name) for name in (ALL, WITHOUT_LOOPS) for base in bases),
-        *(_by_prompt(summary, overall, base) for base in bases),
+        *(_by_prompt(summary, found, base) for base in bases),
         _quality(summary),
-        _latency_table(summary),
-        _parts_table(summary),
+        _picked("Latency", latency, _WAITS, digits=1),
+        _picked("Seconds by part of a round", _by_method(summary, summary["parts_s"]).fillna(0.0)),
         acceptance_table(summary),
         Table(
             "Looping answers",
@@ -320,20 +307,22 @@ def tables(summary: Summary) -> list[Table]:
                     "setting": ", ".join(f"{k}={v}" for k, v in entry["setting"].items()),
                     "the fastest of": ", ".join(entry["chosen_from"]),
                 }
-                for label, entry in summary["methods"].items()
+                for label, entry in methods
             ),
         ),
     ]
     return [table for table in made if table.cells.size]
 
 
-def _cells(found: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> pd.DataFrame:
-    """By header: a column and its form; "-" where there is nothing. The index: methods."""
-    cells = {
-        head: ["-" if pd.isna(value) else form.format(value) for value in found[name]]
-        for head, (name, form) in columns.items()
-    }
-    return pd.DataFrame(cells, index=found.index).rename_axis("method").reset_index()
+_WAITS = {
+    "first_token_s": "first token (ms)",
+    "token_mean_s": "per token, mean (ms)",
+    "token_p50_s": "median",
+    "token_p95_s": "95th percentile",
+    "tokens_per_s": "tokens/s",
+    "answer_s": "answer (s)",
+}
+"""What a user waits for: the paper's Table 3."""
 
 
 def _by_method(summary: Summary, found: Mapping[str, Any]) -> pd.DataFrame:
@@ -342,88 +331,72 @@ def _by_method(summary: Summary, found: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
+def _picked(
+    title: str, found: pd.DataFrame, headers: Mapping[str, str] | None = None, digits: int = 2
+) -> Table:
+    """Columns by name under other headers, or all; in front the index, which is the methods."""
+    if headers is not None:
+        found = found.reindex(columns=list(headers)).rename(columns=headers)
+    return Table(title, found.rename_axis("method").reset_index() if len(found) else found, digits)
+
+
 def _speed(summary: Summary, found: pd.DataFrame, base: str, group: str) -> Table:
     """CR and SD by method and task, the interval overall: the paper's Table 1."""
     title = f"Tokens per verification (CR) and speed-up (SD) over {NAMES[base]}"
     if group == WITHOUT_LOOPS:
         title += f", without looping answers ({summary['answers_without_loops']} are left)"
-    found, over = found[found.answers_in == group], f"over_{base}"
-    if not len(found):
-        return Table(title, pd.DataFrame())
-    parts = []
-    for task, part in found.groupby("task", sort=False):
-        columns = {"CR": ("compression_rate", "{:.2f}"), "SD": (f"{over}_ratio", "{:.2f}")}
-        cells = _cells(part, {f"{task} {kind}": column for kind, column in columns.items()})
-        parts.append(cells.set_index("method"))
-    ends = _cells(part, {end: (f"{over}_{end}", "{:.2f}") for end in ("low", "high")})
-    pairs = zip(ends.low, ends.high, strict=True)
-    interval = ["-" if low == "-" else f"{low} to {high}" for low, high in pairs]
-    return Table(title, pd.concat(parts, axis=1).assign(**{"95 %": interval}).reset_index())
+    cells = pd.DataFrame()
+    for task, part in found[found.answers_in == group].groupby("task", sort=False):
+        part = part.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
+        columns = {f"{task} CR": part.compression_rate, f"{task} SD": part.ratio}
+        if task == OVERALL:
+            ends = Table("", part[["low", "high"]]).words()
+            columns["95 %"] = (ends.low + " to " + ends.high).where(part.low.notna(), "-")
+        cells = cells.assign(**columns) if len(cells) else pd.DataFrame(columns)
+    return _picked(title, cells)
 
 
-def _by_prompt(summary: Summary, overall: pd.DataFrame, base: str) -> Table:
+def _by_prompt(summary: Summary, found: pd.DataFrame, base: str) -> Table:
     """How the speed-up differs between prompts: the paper's Table 5."""
     over = f"over_{base}"
+    overall = found[(found.answers_in == ALL) & (found.task == OVERALL)]
     overall = overall[overall[f"{over}_ratio"].notna()]
     unlike = [f"{summary['unequal'][label]} of {summary['answers']}" for label in overall.method]
-    names = {"total": "ratio", "mean": "mean", "5th percentile": "p5", "worst": "worst"}
-    columns = {"prompts": (f"{over}_prompts", "{}")}
-    columns |= {head: (f"{over}_{name}", "{:.2f}") for head, name in names.items()}
-    cells = _cells(overall, columns).assign(**{"answers unlike plain decoding's": unlike})
-    return Table(f"Speed-up over {NAMES[base]}, by prompt", cells)
+    names = {"prompts": "prompts", "ratio": "total", "mean": "mean", "p5": "5th percentile"}
+    headers = {f"{over}_{name}": head for name, head in (names | {"worst": "worst"}).items()}
+    headers["unlike"] = "answers unlike plain decoding's"
+    return _picked(
+        f"Speed-up over {NAMES[base]}, by prompt", overall.assign(unlike=unlike), headers
+    )
+
+
+_QUALITY = {
+    "task": "task",
+    "answers": "answers",
+    "exact_share": "equal",
+    "median_first_divergence": "equal tokens ahead of the first other one (median)",
+    "edits_per_token": "edits per token",
+    "nats_per_token": "log-likelihood per token, nats",
+    "plain_nats_per_token": "plain's",
+    "relative_bleu": "relative BLEU",
+    "with_reference": "with a reference",
+    "bleu": "BLEU",
+    "plain_bleu": "plain's BLEU",
+    "rouge_l": "ROUGE-L",
+    "plain_rouge_l": "plain's ROUGE-L",
+}
 
 
 def _quality(summary: Summary) -> Table:
     """What methods that do not keep plain decoding's text make of it; CM-ASD's Table V and more."""
-    rows = [
-        {"method": shown(summary, label), "task": task, **found}
+    rows = {
+        (shown(summary, label), task): {"task": task, **found}
         for label, tasks in summary.get("quality", {}).items()
         for task, found in tasks.items()
-    ]
-    columns = {
-        "task": ("task", "{}"),
-        "answers": ("answers", "{}"),
-        "equal": ("exact_share", "{:.0%}"),
-        "equal tokens ahead of the first other one (median)": ("median_first_divergence", "{:g}"),
-        "edits per token": ("edits_per_token", "{:.2f}"),
-        "log-likelihood per token, nats": ("nats_per_token", "{:.2f}"),
-        "plain's": ("plain_nats_per_token", "{:.2f}"),
-        "relative BLEU": ("relative_bleu", "{:.1f}"),
-        "with a reference": ("with_reference", "{}"),
-        "BLEU": ("bleu", "{:.1f}"),
-        "plain's BLEU": ("plain_bleu", "{:.1f}"),
-        "ROUGE-L": ("rouge_l", "{:.2f}"),
-        "plain's ROUGE-L": ("plain_rouge_l", "{:.2f}"),
     }
+    found = pd.DataFrame(list(rows.values()), index=[method for method, _ in rows])
     title = "Quality of texts up to their own end, beside plain greedy decoding's"
-    return Table(
-        title, _cells(pd.DataFrame(rows).set_index("method"), columns) if rows else pd.DataFrame()
-    )
-
-
-def _latency_table(summary: Summary) -> Table:
-    """What a user waits for: the paper's Table 3."""
-    found = _by_method(summary, summary["latency"])
-    if not len(found):
-        return Table("Latency", found)
-    waits = {
-        "first token (ms)": "first_token_s",
-        "per token, mean (ms)": "token_mean_s",
-        "median": "token_p50_s",
-        "95th percentile": "token_p95_s",
-    }
-    found[list(waits.values())] *= 1e3
-    columns = {head: (name, "{:.1f}") for head, name in waits.items()}
-    columns |= {"tokens/s": ("tokens_per_s", "{:.1f}"), "answer (s)": ("answer_s", "{:.2f}")}
-    return Table("Latency", _cells(found, columns))
-
-
-def _parts_table(summary: Summary) -> Table:
-    """Where the time of our runtime goes."""
-    found = _by_method(summary, summary["parts_s"]).fillna(0.0)
-    return Table(
-        "Seconds by part of a round", _cells(found, {name: (name, "{:.2f}") for name in found})
-    )
+    return _picked(title, found, _QUALITY)
 
 
 def acceptance_table(summary: Summary) -> Table:
@@ -446,9 +419,8 @@ def acceptance_table(summary: Summary) -> Table:
 
 def markdown(table: Table) -> str:
     """With its title as a heading."""
-    cells = table.cells.astype(str).replace(r"\|", r"\\|", regex=True)
-    text = cells.to_markdown(index=False, disable_numparse=True)
-    return f"## {table.title}\n\n{text}\n"
+    cells = table.words().replace(r"\|", r"\\|", regex=True)
+    return f"## {table.title}\n\n{cells.to_markdown(index=False, disable_numparse=True)}\n"
 
 
 # --- the folder of a run --------------------------------------------------------------------------
@@ -730,8 +702,9 @@ def as_html(blocks: Iterable[Block]) -> str:
     parts = []
     for kind, what in blocks:
         if kind == "table":
-            lines = ["".join(_tag("th", cell) for cell in what.cells)]
-            lines += ["".join(_tag("td", cell) for cell in row) for row in what.cells.to_numpy()]
+            words = what.words()
+            lines = ["".join(_tag("th", cell) for cell in words)]
+            lines += ["".join(_tag("td", cell) for cell in row) for row in words.to_numpy()]
             rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
             parts.append(f"{_tag('h3', what.title)}\n<table>\n{rows}\n</table>")
         elif kind == "img":

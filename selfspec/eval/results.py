@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
@@ -85,18 +85,16 @@ def spread(questions: Sequence[T], count: int | None) -> list[T]:
 
 def _file(name: str, questions: Path | None) -> Path:
     """Where a suite's lines are."""
-    if name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file()):
-        if questions is not None:
-            raise InvalidOption(f"{name} and {questions} at once. Leave out --questions")
-        return Path(name)
-    check_keys([name], SUITES, "suite")
+    own = name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file())
+    if not own:
+        check_keys([name], SUITES, "suite")
     if name == SPEC_BENCH:
         if questions is None:
             raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
         return questions
     if questions is not None:
-        raise InvalidOption(f"the suite {name} is built in. Leave out --questions")
-    return Path(__file__).with_name("six-tasks.jsonl")
+        raise InvalidOption(f"{name} and {questions} at once. Leave out --questions")
+    return Path(name) if own else Path(__file__).with_name("six-tasks.jsonl")
 
 
 def _questions(file: Path) -> Iterator[Question]:
@@ -346,13 +344,6 @@ def repeated_share(tokens: Sequence[int], length: int = 8) -> float:
 # --- what a lossy rule does to the text -----------------------------------------------------------
 
 
-class Text(NamedTuple):
-    """An answer up to its end token."""
-
-    token_ids: Sequence[int]
-    words: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Quality:
     """One answer of one method, beside the answer of plain decoding to the same question."""
@@ -376,27 +367,6 @@ def check_packages(work: str, *modules: str) -> None:
     for name in modules:
         if find_spec(name) is None:
             raise InvalidOption(f"{work} needs {name}: pip install 'selfspec[eval]'")
-
-
-def quality(
-    answer: Text,
-    plain: Text,
-    reference: str | None,
-    log_likelihood: Callable[[Sequence[int]], float],
-) -> Quality:
-    """The record of an answer; `log_likelihood` gives nats of tokens behind the prompt."""
-    found, expected = answer.token_ids, plain.token_ids
-    return Quality(
-        text=answer.words,
-        plain_text=plain.words,
-        reference=reference,
-        tokens=len(found),
-        plain_tokens=len(expected),
-        first_divergence=first_divergence(found, expected),
-        edit_distance=edit_distance(found, expected),
-        log_likelihood=log_likelihood(found),
-        plain_log_likelihood=log_likelihood(expected),
-    )
 
 
 def quality_summary(records: Sequence[Quality]) -> dict[str, Any]:

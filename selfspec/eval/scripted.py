@@ -6,9 +6,9 @@ Called by `verify`, and by the tests of the decoding loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,10 +42,17 @@ _RIGHT = 5
 
 
 class ScriptedDrafter:
-    """Base: `width` is W_max; subclasses say which tokens. No head is asked."""
+    """Base: subclasses say which tokens. No head is asked.
 
-    def __init__(self, width: int = 4) -> None:
-        self.width = width
+    `sequence`: the prompt (without padding) and its known continuation. Drafts go by position, so
+    they also serve where the decoder has parted from it. `width` is W_max.
+    """
+
+    def __init__(
+        self, sequence: Sequence[int] = (), seed: int = 0, vocab_size: int = 1, width: int = 4
+    ) -> None:
+        self.sequence, self.vocab_size, self.width = list(sequence), vocab_size, width
+        self._generator = torch.Generator().manual_seed(seed)
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """At most min(limit, width) tokens, none of which ran through a layer."""
@@ -61,32 +68,29 @@ class ScriptedDrafter:
         """Tokens for `position` and behind it, up to `count`."""
         raise NotImplementedError
 
+    def number(self, end: int) -> int:
+        """A random number from 0..end-1."""
+        return int(torch.randint(end, (), generator=self._generator))
+
+    def junk(self, count: int) -> list[int]:
+        """`count` random tokens."""
+        return torch.randint(self.vocab_size, (count,), generator=self._generator).tolist()
+
 
 class OracleDrafter(ScriptedDrafter):
-    """Drafts the known continuation. `sequence` holds the prompt (without padding) and all of it.
-
-    Goes by position, so it also serves where the decoder has parted from `sequence`.
-    """
-
-    def __init__(self, sequence: Sequence[int], width: int = 4) -> None:
-        super().__init__(width)
-        self.sequence = list(sequence)
+    """Drafts the known continuation, fewer tokens at its end."""
 
     def tokens(self, position: int, count: int) -> list[int]:
-        """What the continuation holds there, fewer at its end."""
+        """What is known there."""
         return self.sequence[position : position + count]
 
 
-class WrongDrafter(OracleDrafter):
-    """Drafts what the known continuation does not hold there, and junk behind its end."""
-
-    def __init__(self, sequence: Sequence[int], vocab_size: int, width: int = 4) -> None:
-        super().__init__(sequence, width)
-        self.vocab_size = vocab_size
+class WrongDrafter(ScriptedDrafter):
+    """Drafts tokens next to the true ones, and junk behind the end of what is known."""
 
     def tokens(self, position: int, count: int) -> list[int]:
-        """`count` tokens, each next to the true one."""
-        truth = super().tokens(position, count)
+        """None of them right."""
+        truth = self.sequence[position : position + count]
         padded = truth + [0] * (count - len(truth))
         return [(token + 1) % self.vocab_size for token in padded]
 
@@ -94,38 +98,21 @@ class WrongDrafter(OracleDrafter):
 class RandomDrafter(ScriptedDrafter):
     """Drafts 0..width random tokens."""
 
-    def __init__(self, seed: int, vocab_size: int, width: int = 4) -> None:
-        super().__init__(width)
-        self.vocab_size = vocab_size
-        self.generator = torch.Generator().manual_seed(seed)
-
     def tokens(self, position: int, count: int) -> list[int]:  # noqa: ARG002  # the base's
-        """Random tokens, a random number of them."""
+        """Some of `count`."""
         return self.junk(self.number(count + 1))
 
-    def number(self, end: int) -> int:
-        """A random number from 0..end-1."""
-        return int(torch.randint(end, (), generator=self.generator))
 
-    def junk(self, count: int) -> list[int]:
-        """`count` random tokens."""
-        return torch.randint(self.vocab_size, (count,), generator=self.generator).tolist()
-
-
-class MixedDrafter(RandomDrafter):
+class MixedDrafter(ScriptedDrafter):
     """Drafts a true prefix of random length, then random tokens up to the full width."""
 
-    def __init__(self, sequence: Sequence[int], seed: int, vocab_size: int, width: int = 4) -> None:
-        super().__init__(seed, vocab_size, width)
-        self.sequence = list(sequence)
-
     def tokens(self, position: int, count: int) -> list[int]:
-        """`count` tokens, the first few of them right."""
+        """Right ones, then others."""
         truth = self.sequence[position : position + self.number(count + 1)]
         return truth + self.junk(count - len(truth))
 
 
-class BranchingDrafter(MixedDrafter):
+class BranchingDrafter(ScriptedDrafter):
     """Plants a true prefix of random length in a random tree of other tokens.
 
     Where there are exit layers, the first rows wait at some of them, as if they had left there.
@@ -171,9 +158,9 @@ def planted(
     if speculator.backbone.mixing is not None:
         return {"no": (None, alone)}  # drafts are refused
     found: dict[str, tuple[Drafter | None, SpeculationOptions]] = {
-        "oracle": (OracleDrafter(text, width), alone),
-        "wrong": (WrongDrafter(text, size, width), alone),
-        "random": (RandomDrafter(0, size, width), alone),
+        "oracle": (OracleDrafter(text, width=width), alone),
+        "wrong": (WrongDrafter(text, 0, size, width), alone),
+        "random": (RandomDrafter((), 0, size, width), alone),
         "mixed": (MixedDrafter(text, 1, size, width), options),
     }
     steady = not options.pinned or speculator.backbone.claims.steady
@@ -185,9 +172,7 @@ def planted(
     return found
 
 
-# --- rules that are heard -------------------------------------------------------------------------
-
-Heard = TypeVar("Heard", bound=AcceptanceRule)
+# --- decoding that is heard -----------------------------------------------------------------------
 
 
 class Recorder:
@@ -212,26 +197,21 @@ class Recorder:
         return verdict
 
 
-class Listening(Runtime, Generic[Heard]):
+class Listening(Runtime):
     """Hears how every token is committed, text by text."""
 
-    def __init__(self, other: Runtime, hear: Callable[[AcceptanceRule], Heard]) -> None:
-        """With the same model and drafts. `hear`: the usual rule, and what it keeps."""
+    def __init__(self, other: Runtime) -> None:
+        """With the same model and drafts."""
         super().__init__(other.backbone, other.heads, other.draft_model)
-        self._hear = hear
-        self.heard: list[Heard] = []
+        self.heard: list[Recorder] = []
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
         """The usual one, heard."""
-        self.heard.append(self._hear(super().rule(sampler, options)))
+        self.heard.append(Recorder(super().rule(sampler, options)))
         return self.heard[-1]
 
 
-# --- one greedy decoding --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoded:
+class Decoded(NamedTuple):
     """One decoding."""
 
     tokens: list[int]
@@ -239,11 +219,6 @@ class Decoded:
     """The prompt's pass first."""
     seconds: Counter[str]
     """By part, as `stats.PARTS` names them."""
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds after the prompt's pass."""
-        return float(sum(self.seconds.values()) - self.seconds["prefill"])
 
 
 def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
@@ -273,7 +248,7 @@ def decode(
         )
     )
     tokens = [token for entry in entries for token in entry.tokens]
-    return Decoded(tokens=tokens, entries=entries, seconds=watch.seconds)
+    return Decoded(tokens, entries, watch.seconds)
 
 
 def decode_recorded(

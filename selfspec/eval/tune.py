@@ -13,13 +13,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.prices import Costs, Exits, expected
+from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.options import TuneOptions
@@ -90,12 +91,12 @@ Show = Callable[[int, int, str], None]
 
 def tune(record: Record, costs: Costs, options: TuneOptions, show: Show) -> Tuned:
     """Choose among all `candidates`. Raises InvalidOption for fewer than two questions."""
+    parts = folds(record, options.folds)
     search = _Search(record, costs, options, show)
-    longer = search.plain > 0.0  # an answer of one token is the prompt's pass alone
-    parts, plain = folds(record, options.folds)[longer], search.plain[longer]
-    held_out = cross_validated(lambda some: search.seconds(search.best(some)), longer, parts)
-    setting = search.best(longer)
-    chosen = search.followed[setting]
+    plain = search.plain
+    held_out = cross_validated(lambda some: search.seconds(search.best(some)), parts[search.longer])
+    setting = search.best(np.ones_like(plain, np.bool_))
+    kept = [len(one.tokens) for each in search.rounds(setting) for one in each if not one.prefill]
     own = plain / held_out
     speculates = float(score(held_out[None], plain, options.objective)[0]) > 1.0
     drafters = [part for part in (setting.ngram, setting.exit) if setting.uses(part.kind)]
@@ -109,8 +110,8 @@ def tune(record: Record, costs: Costs, options: TuneOptions, show: Show) -> Tune
         speed_up=float(plain.sum() / held_out.sum()),
         percentile_5=float(np.percentile(own, _PERCENTILE)),
         worst=float(own.min()),
-        speed_up_in_sample=float(plain.sum() / chosen.seconds[longer].sum()),
-        compression_rate=chosen.rate,
+        speed_up_in_sample=float(plain.sum() / search.seconds(setting).sum()),
+        compression_rate=sum(kept) / len(kept),
         settings=len(search.screened) + len(search.followed),
         prompts=len(plain),
     )
@@ -177,29 +178,13 @@ def score(seconds: Seconds, plain: Seconds, objective: str) -> Seconds:
     return np.asarray(np.percentile(plain / seconds, _PERCENTILE, axis=-1))
 
 
-def cross_validated(
-    best: Callable[[Prompts], Seconds], prompts: Prompts, parts: npt.NDArray[np.int64]
-) -> Seconds:
-    """Seconds of each of `prompts` under what is best, [P] seconds, on those of the other parts.
-
-    `parts` [n] are those of the n prompts that `prompts` [P] names.
-    """
-    every = np.flatnonzero(prompts)
-    held_out = np.empty(len(every))
+def cross_validated(best: Callable[[Prompts], Seconds], parts: npt.NDArray[np.int64]) -> Seconds:
+    """Seconds of each prompt, [P], under what is best (seconds [P]) on those of other `parts`."""
+    held_out = np.empty(len(parts))
     for part in np.unique(parts):
-        others = np.zeros_like(prompts)
-        others[every[parts != part]] = True
-        held_out[parts == part] = best(others)[every[parts == part]]
+        here = parts == part
+        held_out[here] = best(~here)[here]
     return held_out
-
-
-class _Followed(NamedTuple):
-    """What a setting should do, round by round."""
-
-    seconds: Seconds
-    """[P]"""
-    rate: float
-    """Tokens per verification, over all prompts."""
 
 
 class _Search:
@@ -207,12 +192,14 @@ class _Search:
 
     def __init__(self, record: Record, costs: Costs, options: TuneOptions, show: Show) -> None:
         """Screens all `candidates`."""
-        self.plain = plain_seconds(record, costs)
         self.screened = candidates(record, options.max_exit_layers)
-        self.followed: dict[SpeculationOptions, _Followed] = {}
+        self.followed: dict[SpeculationOptions, Seconds] = {}
+        self.longer = [n for n, prompt in enumerate(record.prompts) if prompt.new_tokens > 1]
+        """Prompts: an answer of one token is the prompt's pass alone."""
+        self.plain = plain_seconds(record, costs)[self.longer]
         self._record, self._costs, self._objective = record, costs, options.objective
         self._show = show
-        self._seconds = screened(record, costs, self.screened, show)
+        self._seconds = screened(record, costs, self.screened, show)[:, self.longer]
 
     def best(self, prompts: Prompts) -> SpeculationOptions:
         """Of the few that are best without the never-slower rule, followed with it."""
@@ -224,19 +211,18 @@ class _Search:
         seconds = np.stack([self.seconds(setting) for setting in settings])
         return settings[int(self._score(seconds, prompts).argmax())]
 
+    def rounds(self, setting: SpeculationOptions) -> list[list[Round]]:
+        """Of each prompt."""
+        return [replay.rounds(self._record, number, setting) for number in self.longer]
+
     def seconds(self, setting: SpeculationOptions) -> Seconds:
         """Of each prompt, [P]."""
         if setting not in self.followed:
-            record = self._record
-            every = [replay.rounds(record, n, setting) for n in range(len(record.prompts))]
-            kept = [
-                len(entry.tokens) for entries in every for entry in entries if not entry.prefill
-            ]
-            seconds = np.array([self._costs.seconds_of(entries) for entries in every])
-            self.followed[setting] = _Followed(seconds, sum(kept) / len(kept))
+            every = map(self._costs.seconds_of, self.rounds(setting))
+            self.followed[setting] = np.fromiter(every, np.float64)
             count = len(self.screened)
             self._show(count, count, f"{len(self.followed)} followed round by round")
-        return self.followed[setting].seconds
+        return self.followed[setting]
 
     def _score(self, seconds: Seconds, prompts: Prompts) -> Seconds:
         return score(seconds[:, prompts], self.plain[prompts], self._objective)

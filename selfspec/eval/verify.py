@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -23,7 +22,6 @@ from transformers import PreTrainedModel
 
 from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
-from selfspec.config import SpeculationOptions
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.decoding.state import HiddenCache
@@ -33,7 +31,6 @@ from selfspec.errors import PinnedUnavailable, SelfspecError
 from selfspec.eval.results import Question, first_divergence
 from selfspec.eval.scripted import (
     Listening,
-    Recorder,
     decode,
     decode_recorded,
     greedy_request,
@@ -173,33 +170,20 @@ def _invariance(subject: Subject) -> Rung:
         return _skipped(f"drafts are refused: the rows of a pass change each other ({mixing})")
     rows = max(own.pinned_rows, *(width + 1 for width in own.widths.values()))
     options = replace(own, pinned=True, pinned_rows=rows)
-    bits, kinds = Bits(), 0
+    undrafted, bits, kinds = replace(options, speculate=False), Bits(), 0
     try:
         for case in subject.cases:
-            kinds = _compare_pinned(speculator, case, options, bits)
+            plain = decode_recorded(speculator, case.request, undrafted)
+            drafts = planted(speculator, options, case.ids[0].tolist() + plain[0])
+            kinds = len(drafts)
+            for name, (drafter, adapted) in drafts.items():
+                found = decode_recorded(speculator, case.request, adapted, drafter)
+                bits.compare_texts(f"{case.id} with {name} drafts", found, plain)
         slots = speculator.runtime.state(subject.cases[0].request.only(), options).lease.slots
     except PinnedUnavailable as error:
         return _skipped(str(error))
     how = "kernels that treat rows alike" if slots is None else f"every pass of {rows} rows"
     return bits.rung(f"{bits.positions:,} positions, {kinds} kinds of drafts, {how}")
-
-
-def _compare_pinned(
-    speculator: Speculator, case: Case, options: SpeculationOptions, bits: Bits
-) -> int:
-    """All kinds of drafts on one prompt, up to where a text parts; returns how many kinds."""
-    undrafted = replace(options, speculate=False)
-    plain, expected = decode_recorded(speculator, case.request, undrafted)
-    kinds = planted(speculator, options, case.ids[0].tolist() + plain)
-    for name, (drafter, adapted) in kinds.items():
-        tokens, logits = decode_recorded(speculator, case.request, adapted, drafter)
-        at = first_divergence(tokens, plain)
-        same = len(plain) if at is None else min(at + 1, len(tokens), len(plain))
-        where = f"{case.id} with {name} drafts"
-        bits.compare(where, logits[:same], expected[:same])
-        if at is not None:
-            bits.unlike(f"{where}, token {at + 1}, though its logits are equal")
-    return len(kinds)
 
 
 def _float64(subject: Subject) -> Rung:
@@ -272,7 +256,7 @@ def _any_company(subject: Subject) -> Rung:
     """
     speculator, options, bits = subject.speculator, subject.speculator.options, Bits()
     requests = [case.request for case in subject.cases]
-    runtime = Listening(speculator.runtime, Recorder)
+    runtime = Listening(speculator.runtime)
     engine = Engine(runtime, most=len(requests) + 1, patience=_PATIENCE)
     running: list[Running] = []
     left = [requests[0], *requests]
@@ -285,13 +269,10 @@ def _any_company(subject: Subject) -> Rung:
         if not left and not engine.texts:
             break
     for case, one, heard in zip(subject.cases, running[1:], runtime.heard[1:], strict=True):
-        alone_there = Listening(speculator.runtime, Recorder)
-        expected = list(Engine(alone_there).add(case.request.only(), options))
-        own = alone_there.heard[0].logits
-        same = min(len(heard.logits), len(own))
-        bits.compare(case.id, heard.logits[:same], own[:same])
-        if _tokens(one.take()) != _tokens(expected):
-            bits.unlike(f"{case.id}, a token, though its logits are equal")
+        alone_there = Listening(speculator.runtime)
+        entries = list(Engine(alone_there).add(case.request.only(), options))
+        expected = _tokens(entries), alone_there.heard[0].logits
+        bits.compare_texts(case.id, (_tokens(one.take()), heard.logits), expected)
     how = "in shared passes" if speculator.backbone.runs_many else "each in passes of its own"
     return bits.rung(f"{bits.positions:,} positions of {len(requests)} texts, {how}")
 
@@ -319,6 +300,10 @@ def _tokens(entries: Sequence[Round]) -> list[int]:
 # --- bits, texts, distances to the best token -----------------------------------------------------
 
 
+Text = tuple[list[int], Tensor]
+"""Tokens, and the logits [n, V] that each was committed by."""
+
+
 @dataclass
 class Bits:
     """Logits compared bit by bit."""
@@ -344,10 +329,14 @@ class Bits:
                 f"{found.shape[-1]:,} logits, by up to {size:.3g}"
             )
 
-    def unlike(self, where: str) -> None:
-        """Another token; it counts where no bit has told so already."""
-        if not self.differing:
-            self.differing, self.first = 1, where
+    def compare_texts(self, where: str, found: Text, expected: Text) -> None:
+        """Up to where they part; another token counts where no bit has told so already."""
+        at = first_divergence(found[0], expected[0])
+        same = min(len(found[0]), len(expected[0]), *(() if at is None else (at + 1,)))
+        self.compare(where, found[1][:same], expected[1][:same])
+        if at is not None and not self.differing:
+            self.differing = 1
+            self.first = f"{where}, token {at + 1}, though its logits are equal"
 
     def rung(self, words: str) -> Rung:
         """Passed if no bit differed."""
@@ -575,38 +564,28 @@ WAYS = {
 
 def logits_of(backbone: Backbone, ids: Tensor, way: Way | None = None) -> Tensor:
     """Logits of every position, [T, V], of `ids` [T]; None: in one pass."""
-    way = way or Way([len(ids)])
-    lease = Lease(backbone.num_layers)
-    with torch.inference_mode(), _threads(way.threads):
-        found = []
-        for start, end in _cuts(len(ids), way):
-            if way.branch:
-                found.append(_branch(backbone, lease, ids[start:end]))
-            else:
-                found.append(_chain(backbone, lease, ids[start:end], way.wrong))
-        return torch.cat(found)
+    way, before = way or Way([len(ids)]), torch.get_num_threads()
+    torch.set_num_threads(way.threads or before)
+    try:
+        with torch.inference_mode():
+            lease = Lease(backbone.num_layers)
+            cuts = _cuts(len(ids), way)
+            return torch.cat([_pass(backbone, lease, ids[low:high], way) for low, high in cuts])
+    finally:
+        torch.set_num_threads(before)
 
 
-def _chain(backbone: Backbone, lease: Lease, ids: Tensor, wrong: int) -> Tensor:
-    """Logits of the rows of `ids`, with `wrong` others behind them, which are taken back."""
-    end = lease.length(0) + len(ids)
-    others = (ids[-1:] + 1 + torch.arange(wrong, device=ids.device)) % backbone.vocab_size
-    hidden = HiddenCache(backbone, lease)
-    hidden.push(backbone.embed(torch.cat([ids, others])))
-    found = backbone.logits(alone(hidden.advance_all()))[: len(ids)]
-    lease.truncate(end)
-    return found
-
-
-def _branch(backbone: Backbone, lease: Lease, ids: Tensor) -> Tensor:
-    """Logits of the rows of `ids`, each behind a sibling, of which none is kept."""
-    start, others = lease.length(0), (ids + 1) % backbone.vocab_size
-    path = list(range(1, 2 * len(ids), 2))
-    hidden = HiddenCache(backbone, lease)
-    hidden.push(
-        backbone.embed(torch.stack([others, ids], 1).flatten()),
-        [row - 2 for row in path for _ in range(2)],  # both follow the text's row before them
-    )
+def _pass(backbone: Backbone, lease: Lease, ids: Tensor, way: Way) -> Tensor:
+    """Logits of the rows of `ids`; others are in the pass, behind or beside them, and go again."""
+    if way.branch:
+        rows = torch.stack([(ids + 1) % backbone.vocab_size, ids], 1).flatten()
+        path = list(range(1, len(rows), 2))
+        parents = [row - 2 for row in path for _ in range(2)]  # both follow the text's row before
+    else:
+        wrong = (ids[-1:] + 1 + torch.arange(way.wrong, device=ids.device)) % backbone.vocab_size
+        rows, path, parents = torch.cat([ids, wrong]), list(range(len(ids))), None
+    start, hidden = lease.length(0), HiddenCache(backbone, lease)
+    hidden.push(backbone.embed(rows), parents)
     found = backbone.logits(alone(hidden.advance_all()))[path]
     lease.keep(start, path)
     return found
@@ -616,20 +595,8 @@ def _cuts(count: int, way: Way) -> Iterator[tuple[int, int]]:
     """Where passes begin and end."""
     middle = count // 2 if way.kept else 0
     for low, high in ((0, middle), (middle, count)):
-        step = 0
+        sizes = itertools.cycle(way.pieces)
         while low < high:
-            end = min(high, low + way.pieces[step % len(way.pieces)])
+            end = min(high, low + next(sizes))
             yield low, end
-            low, step = end, step + 1
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """With so many threads, then with as many as before."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+            low = end

@@ -178,6 +178,8 @@ verify --limit 0                                 | limit is 0
 verify --rungs two                               | rungs is 'two', expected a list of whole
 verify --max-copy-gb x                           | Invalid value for '--max-copy-gb'
 verify --suite spec-bench                        | Give --questions FILE
+verify --limit 0                                 | limit is 0
+verify --max-new-tokens 0                        | max_new_tokens
 verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
 fit --data talks.jsonl                           | no --output
 fit --output new                                 | no --data

@@ -54,10 +54,10 @@ SECOND = BASE.updated({"drafter": "draft-model:max_tokens=2"})
 BOTH = BASE.updated({"drafter": "ngram+exit:layers=2/4,threshold=0.01,max_tokens=3,guesses=3"})
 
 
-def listening(backbone: Backbone) -> Listening[Recorder]:
+def listening(backbone: Backbone) -> Listening:
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
     second = Backbone(make_model("llama", num_hidden_layers=2, max_position_embeddings=512))
-    return Listening(Runtime(backbone, heads, second), Recorder)
+    return Listening(Runtime(backbone, heads, second))
 
 
 def requests(count: int, options: Sequence[SpeculationOptions]) -> list[Wanted]:
@@ -72,14 +72,14 @@ def requests(count: int, options: Sequence[SpeculationOptions]) -> list[Wanted]:
     return found
 
 
-def written(runtime: Listening[Recorder], wanted: Wanted) -> tuple[list[int], Tensor]:
+def written(runtime: Listening, wanted: Wanted) -> tuple[list[int], Tensor]:
     running = Engine(runtime).add(wanted.asked(), wanted.options)
     tokens = [token for entry in running for token in entry.tokens]
     return tokens, runtime.heard[-1].logits
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
-def runtime(request: pytest.FixtureRequest) -> Listening[Recorder]:
+def runtime(request: pytest.FixtureRequest) -> Listening:
     backbone = Backbone(make_model(request.param, max_position_embeddings=512))
     return listening(backbone)
 
@@ -88,7 +88,7 @@ def runtime(request: pytest.FixtureRequest) -> Listening[Recorder]:
 @pytest.mark.parametrize("most", [2, 7, 32])
 @pytest.mark.parametrize("patience", [None, 0.5], ids=["", "in pieces"])
 def test_texts_have_the_bits_that_they_have_alone(
-    runtime: Listening[Recorder], most: int, patience: float | None
+    runtime: Listening, most: int, patience: float | None
 ) -> None:
     """Random arrivals and cancellations, every kind of draft, greedy and drawn, one prefix."""
     dice = random.Random(most)
@@ -125,7 +125,7 @@ def test_texts_have_the_bits_that_they_have_alone(
 @needs_compiler
 @pytest.mark.parametrize("options", [EXITS, SECOND], ids=["exits", "second model"])
 def test_all_texts_of_a_round_draft_and_verify_together(
-    runtime: Listening[Recorder], options: SpeculationOptions, monkeypatch: pytest.MonkeyPatch
+    runtime: Listening, options: SpeculationOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pass of a round, of the model and of one that drafts, has a row of every text."""
     seen: list[tuple[int, int, int]] = []
@@ -182,7 +182,7 @@ class Failing:
 
 
 @needs_compiler
-def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening[Recorder]) -> None:
+def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening) -> None:
     wanted = requests(5, [PLAIN, BOTH])
     alone = [written(runtime, one)[0] for one in wanted]
     engine = Engine(runtime)
@@ -211,7 +211,7 @@ def _drain(engine: Engine) -> None:
 
 @needs_compiler
 def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(
-    runtime: Listening[Recorder],
+    runtime: Listening,
 ) -> None:
     wanted = requests(4, [PLAIN])
     alone = [written(runtime, one)[0] for one in wanted]
@@ -228,7 +228,7 @@ def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(
 
 
 @needs_compiler
-def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening[Recorder]) -> None:
+def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening) -> None:
     engine = Engine(runtime, patience=0.5)
     first = engine.add(Wanted(random_ids(4), None, PLAIN).asked(), PLAIN)
     engine.step()
@@ -245,7 +245,7 @@ def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening[Re
 
 
 @needs_compiler
-def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening[Recorder]) -> None:
+def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening) -> None:
     page = runtime.backbone.position_bytes * 64
     engine = Engine(runtime, kv_memory=6 * page)
     with pytest.raises(InvalidOption, match=r"a text of up to 514 tokens needs .*kv_memory is"):

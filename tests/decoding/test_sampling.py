@@ -501,8 +501,8 @@ def truth(backbone: Backbone) -> list[int]:
 SCRIPTS: dict[str, Callable[[list[int]], Drafter]] = {
     "none": lambda truth: NoDrafter(),
     "oracle": OracleDrafter,
-    "wrong": lambda truth: WrongDrafter(truth, VOCAB_SIZE),
-    "random": lambda truth: RandomDrafter(0, VOCAB_SIZE),
+    "wrong": lambda truth: WrongDrafter(truth, 0, VOCAB_SIZE),
+    "random": lambda truth: RandomDrafter((), 0, VOCAB_SIZE),
     "mixed": lambda truth: MixedDrafter(truth, 0, VOCAB_SIZE),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +14,19 @@ from torch import Tensor
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.text import encode
-from selfspec.cli.main import main
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import bench as runner
 from selfspec.eval.bench import Bench, arrivals, chosen, parted
 from selfspec.eval.methods import METHODS, Contender, Method, Written, candidates
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.results import Answer, Question, Run, first_divergence, read
+from selfspec.eval.results import Answer, Question, Run, edit_distance, first_divergence, read
 from selfspec.eval.verify import log_likelihood
-from tests.api.test_default_model import pytestmark as default_model
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
 COUNT = 8
 NAMES = ("hugging-face", "plain", "speculation")
-DEFAULT = "hugging-face,plain,speculation,no-width-bound,prompt-lookup"
 QUESTIONS = [
     Question(id="one", task="math", turns=("a b c",)),
     Question(id="two", task="chat", turns=("c b", "a a")),
@@ -104,36 +100,21 @@ def test_all_methods_write_the_same_tokens_for_every_turn_by_the_clock(
     assert any(answer.runs["speculation"].counts["drafted_by_layer"] for answer in answers)
 
 
-def test_an_answer_is_as_long_as_plain_decodings_with_its_end_token(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
+def test_an_end_token_ends_plain_decoding_and_no_other_method(
+    bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = bench.speculator.model
+    """A method whose text parts from plain decoding's may meet one earlier."""
     ids = encode(bench.speculator.tokenizer, "a b c")
-    model.generation_config.eos_token_id = bench.speculator.generate(
-        ids, max_new_tokens=COUNT
-    ).token_ids[4]
-    try:
-        answer, *_ = measure(bench, contenders, tmp_path)
-    finally:
-        model.generation_config.eos_token_id = None
-    assert answer.new_tokens <= 5
+    plain = bench.speculator.generate(ids, max_new_tokens=COUNT, speculate=False).token_ids
+    config: Any = bench.speculator.model.generation_config
+    monkeypatch.setattr(config, "eos_token_id", plain[4])
+    answer, *_ = measure(bench, contenders, tmp_path)
+    assert answer.new_tokens == plain.index(plain[4]) + 1
     for run in answer.runs.values():
         assert sum(count for count, _ in run.arrivals) == answer.new_tokens
         assert run.equal
-
-
-def test_an_end_token_within_an_answer_does_not_shorten_it(
-    bench: Bench, contenders: list[Contender]
-) -> None:
-    """A method whose text parts from plain decoding's may meet one earlier."""
-    model: Any = bench.speculator.model
-    ids = encode(bench.speculator.tokenizer, "a b c")
-    expected = bench.speculator.generate(ids, max_new_tokens=COUNT, speculate=False).token_ids
-    model.generation_config.eos_token_id = expected[2]
-    try:
-        runs = [bench.run(contender, ids, expected) for contender in contenders]
-    finally:
-        model.generation_config.eos_token_id = None
+    monkeypatch.setattr(config, "eos_token_id", plain[2])
+    runs = [bench.run(contender, ids, plain) for contender in contenders]
     assert [run.error for run in runs] == [None] * len(NAMES)
 
 
@@ -189,7 +170,7 @@ def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
     speculator = bench.speculator
     loose = {"acceptance": "cm-asd:top_beta=100,tolerance=100", "exit": {"threshold": 1e-6}}
     monkeypatch.setattr(speculator, "options", speculator.options.updated(loose))
-    model: Any = speculator.model
+    model = speculator.model
     entries = [contender(speculator, name) for name in ("plain", "cm-asd")]
     path = tmp_path / "answers.jsonl"
     question = replace(QUESTIONS[1], reference="a b")
@@ -197,17 +178,16 @@ def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
     own = speculator.generate(ids, max_new_tokens=COUNT, acceptance="cm-asd").token_ids
     plain = speculator.generate(ids, max_new_tokens=COUNT, speculate=False).token_ids
     end = next(token for token in own[2:] if token not in plain)
-    model.generation_config.eos_token_id = end
-    try:
-        first, second = bench.measure([question], entries, path, quiet)
-    finally:
-        model.generation_config.eos_token_id = None
+    monkeypatch.setattr(model.generation_config, "eos_token_id", end)
+    first, second = bench.measure([question], entries, path, quiet)
     assert first.runs["plain"].quality is None
     found, later = first.runs["cm-asd"].quality, second.runs["cm-asd"].quality
     assert found is not None
     assert later is not None
     assert found.tokens == own.index(end) + 1 < found.plain_tokens == COUNT
     assert found.first_divergence == first_divergence(own[: found.tokens], plain)
+    assert found.edit_distance == edit_distance(own[: found.tokens], plain)
+    assert found.plain_text == first.text != found.text
     assert found.log_likelihood == log_likelihood(model, ids, own[: found.tokens])
     assert found.plain_log_likelihood == log_likelihood(model, ids, plain)
     assert (found.reference, later.reference) == (None, "a b")
@@ -229,41 +209,39 @@ def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
 def test_a_method_whose_text_cannot_be_judged_has_failed(
     bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no(*_: Any) -> None:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(runner, "quality", no)
+    monkeypatch.setattr(runner, "edit_distance", fails)
     lossy = replace(contenders[-1], lossy=True)
     answer, *_ = measure(bench, [*contenders[:-1], lossy], tmp_path)
-    assert answer.runs["speculation"].error == "RuntimeError: no"
+    assert answer.runs["speculation"].error == "RuntimeError: out of luck"
     assert answer.runs["plain"].error is None
 
 
 # --- what goes wrong
 
 
-def test_a_method_that_fails_is_recorded_and_the_others_go_on(
-    bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
-) -> None:
-    def decode(*_: Any) -> Written:
-        raise RuntimeError("out of luck\nand more")
+def fails(*_: Any) -> Written:
+    raise RuntimeError("out of luck\nand more")
 
-    every = [*contenders, broken(decode)]
-    answers = measure(bench, every, tmp_path)
+
+def stops_early(speculator: Speculator, ids: Tensor, count: int, *_: Any) -> Written:
+    return Written([1] * (count - 1))
+
+
+@pytest.mark.parametrize(
+    ("decode", "error"),
+    [
+        (fails, "RuntimeError: out of luck"),
+        (stops_early, f"wrote {COUNT - 1} of {COUNT} tokens"),
+    ],
+)
+def test_a_method_that_fails_is_recorded_and_the_others_go_on(
+    decode: Any, error: str, bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
+) -> None:
+    answers = measure(bench, [*contenders, broken(decode)], tmp_path)
     assert len(answers) == 4
     for answer in answers:
-        assert answer.runs["broken"] == Run(error="RuntimeError: out of luck")
+        assert answer.runs["broken"] == Run(error=error)
         assert all(answer.runs[name].error is None for name in NAMES)
-
-
-def test_a_method_that_stops_early_has_failed(
-    bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
-) -> None:
-    def decode(speculator: Speculator, ids: Tensor, count: int, *_: Any) -> Written:
-        return Written([1] * (count - 1))
-
-    answer, *_ = measure(bench, [broken(decode)], tmp_path)
-    assert answer.runs["broken"].error == f"wrote {COUNT - 1} of {COUNT} tokens"
 
 
 def test_a_prompt_that_cannot_be_run_is_recorded_once_and_others_go_on(
@@ -291,11 +269,7 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(
     assert [answer.key for answer in again] == [answer.key for answer in whole]
     assert again[:2] == whole[:2]
     assert path.read_text().startswith("".join(lines[:2]))
-
-    def never(*_: Any) -> Written:
-        raise AssertionError
-
-    assert measure(bench, [broken(never)], tmp_path) == again  # nothing is left to measure
+    assert measure(bench, [broken(fails)], tmp_path) == again  # nothing is left to measure
 
 
 # --- which settings, on which questions
@@ -347,24 +321,3 @@ def test_arrivals_of_our_runtime_are_put_together_by_round() -> None:
     heard = [(1, 2.0), (1, 3.0), (1, 3.25), (1, 5.0)]
     assert arrivals(heard, 1.5, Written([0] * 4, rounds)) == [(1, 0.5), (2, 1.25), (1, 1.75)]
     assert arrivals([(3, 2.0), (1, 3.0)], 1.5, Written([0] * 4)) == [(3, 0.5), (1, 1.0)]
-
-
-# --- the default model and its heads
-
-
-@pytest.mark.parametrize("names", [pytest.param(DEFAULT, marks=default_model)])
-def test_one_question_by_five_methods(
-    names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "What is rain?"}\n{"prompt": "Say yes, yes, yes."}\n')
-    command = ["bench", "--suite", str(prompts), "--json"]
-    command += ["--limit", "1", "--tune-questions", "1", "--max-new-tokens", "4"]
-    assert main([*command, "--methods", names, "--output", str(tmp_path / "out")]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    figures = summary["all"]["overall"]
-    assert list(figures) == names.split(",")
-    for label in ("plain", "speculation", "no-width-bound"):
-        assert summary["unequal"][label] == 0  # compiled code rounds a row alike beside any other
-    assert figures["plain"]["compression_rate"] == 1.0
-    assert figures["speculation"]["over_plain"]["prompts"] == 1

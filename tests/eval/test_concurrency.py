@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from selfspec.eval.concurrency import Load, table
@@ -18,33 +16,42 @@ def load(method: str, texts: int, repeat: int, rate: float, **more: object) -> L
     return made
 
 
-def squeezed(loads: list[Load]) -> str:
-    return re.sub(" +", " ", table(loads))
+def rows_of(loads: list[Load]) -> list[dict[str, str]]:
+    head, _, *rows = (line[1:-1].split("|") for line in table(loads).splitlines())
+    return [dict(zip(map(str.strip, head), map(str.strip, row), strict=True)) for row in rows]
 
 
 def test_a_table_has_medians_and_a_ratio_to_plain_by_repeat() -> None:
     rates = {"plain": (100, 120, 80), "default": (150, 180, 120)}
     loads = [
-        load(method, texts, repeat, rate * texts)
+        load(method, texts, repeat, rate * texts, first_s=[1.0, 2.0])
         for method, some in rates.items()
         for texts in (1, 4)
         for repeat, rate in enumerate(some)
     ]
-    lines = squeezed(loads).splitlines()
-    assert "| tokens/s, prompts included | 1 | 4 |" in lines
-    assert "| plain | 50 | 200 |" in lines
-    assert "| default | 150 | 600 |" in lines
-    assert "| default | 1.50 (1.50 to 1.50) | 1.50 (1.50 to 1.50) |" in lines
-    assert not any(line.startswith("| plain | 1.00") for line in lines)
+    rows = rows_of(loads)
+    assert [
+        (row["method"], row["texts"], row["tokens/s"], row["behind prompts"]) for row in rows
+    ] == [
+        *(("plain", "1", "50.0", "100.0"), ("plain", "4", "200.0", "400.0")),
+        *(("default", "1", "75.0", "150.0"), ("default", "4", "300.0", "600.0")),
+    ]
+    against = [row["against plain (95 %)"] for row in rows]
+    assert against == ["", "", *["1.50 (1.50 to 1.50)"] * 2]
+    assert {(row["first, ms: p50"], row["first, ms: p95"]) for row in rows} == {
+        ("1500.0", "2000.0")
+    }
+    assert {row["as alone"] for row in rows} == {"3"}
+    assert not any(name.startswith("gaps") for name in rows[0])  # nobody measured them
 
 
 def test_what_was_not_measured_stays_empty() -> None:
     unseen = load("hugging-face-continuous", 2, 0, 10, steps_tokens=0, gaps_s=[])
-    text = squeezed([load("plain", 1, 0, 10, gaps_s=[0.5, 0.1, 0.2], same=2), unseen])
-    assert "| plain | 10 | |" in text
-    assert "| hugging-face-continuous | | |" in text
-    assert "| plain | 0.200 / 0.470 | |" in text
-    assert "against plain" not in text  # measured once, there is no interval
+    plain, other = rows_of([load("plain", 1, 0, 10, gaps_s=[0.5, 0.1, 0.2], same=2), unseen])
+    assert (plain["behind prompts"], other["behind prompts"]) == ("10.0", "")
+    assert (plain["gaps, ms: p50"], plain["gaps, ms: p95"]) == ("200.0", "470.0")
+    assert other["gaps, ms: p50"] == ""
+    assert "against plain (95 %)" not in plain  # measured once, there is no interval
 
 
 @pytest.mark.parametrize("steps", [0, 30])

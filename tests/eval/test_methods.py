@@ -127,36 +127,19 @@ def test_an_entropy_threshold_must_be_known_before_easd_is_measured(
         candidates(speculator, ["easd"])
 
 
-def test_a_method_ends_at_an_end_token_where_answers_are_not_endless(
-    speculator: Speculator, plain: list[int]
+@pytest.mark.parametrize("name", ["hugging-face", "plain", "speculation", "prompt-lookup"])
+def test_an_end_token_ends_an_answer_unless_it_is_to_be_endless(
+    speculator: Speculator, plain: list[int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = speculator.model
-    model.generation_config.eos_token_id = plain[3]
     config = model.generation_config
-    end = plain.index(plain[3]) + 1
-    try:
-        for name in ("hugging-face", "speculation", "prompt-lookup"):
-            (entry, *_) = grid(speculator, name)
-            with unchanged(speculator):
-                found = entry.decode(speculator, random_ids(9), COUNT)
-            assert found.token_ids == plain[:end]
-            assert model.generation_config is config
-    finally:
-        model.generation_config.eos_token_id = None
-
-
-# --- the model stays as it was
-
-
-def test_an_end_token_does_not_end_an_answer(speculator: Speculator, plain: list[int]) -> None:
-    model: Any = speculator.model
-    model.generation_config.eos_token_id = plain[3]
-    try:
-        for name in ("hugging-face", "plain", "speculation", "prompt-lookup"):
-            assert written(speculator, name).token_ids == plain
-        assert model.generation_config.eos_token_id == plain[3]
-    finally:
-        model.generation_config.eos_token_id = None
+    monkeypatch.setattr(config, "eos_token_id", plain[3])
+    assert written(speculator, name).token_ids == plain
+    with unchanged(speculator):
+        found = grid(speculator, name)[0].decode(speculator, random_ids(9), COUNT)
+    assert found.token_ids == plain[: plain.index(plain[3]) + 1]
+    assert model.generation_config is config
+    assert config.eos_token_id == plain[3]
 
 
 def test_the_model_is_as_before_after_an_error_within_an_early_exit(
@@ -216,20 +199,18 @@ def test_a_draft_model_needs_no_heads_but_must_be_given(
 # --- ablations
 
 
-def test_without_annealing_only_alpha_changes(speculator: Speculator) -> None:
-    (entry,) = grid(speculator, "no-annealing")
-    assert entry.setting == {"drafter": "exit:anneal_strength=0", "never_slower": False}
-
-
-def test_without_a_depth_bound_all_layers_are_in_use_with_the_nearest_threshold(
-    speculator: Speculator,
-) -> None:
+def test_ablations_change_one_thing(speculator: Speculator) -> None:
+    """Without a depth bound all layers are in use, each with the nearest threshold."""
     bounded = moved(speculator, exit={"max_depth": 2})
-    (entry,) = grid(bounded, "no-depth-bound")
-    assert entry.setting == {
-        "drafter": "exit:max_depth=none,layers=1/2/3/4/5,threshold=0.04/0.04/0.04/0.06/0.06",
-        "never_slower": False,
-    }
+    for name, drafter in (
+        ("no-annealing", "exit:anneal_strength=0"),
+        (
+            "no-depth-bound",
+            "exit:max_depth=none,layers=1/2/3/4/5,threshold=0.04/0.04/0.04/0.06/0.06",
+        ),
+    ):
+        (entry,) = grid(bounded, name)
+        assert entry.setting == {"drafter": drafter, "never_slower": False}
 
 
 def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Speculator) -> None:
@@ -270,30 +251,19 @@ def test_an_ablation_that_removes_nothing_is_refused(
 # --- peers
 
 
-def test_a_fixed_exit_drafts_as_many_tokens_as_it_should_at_its_layer(
-    speculator: Speculator,
-) -> None:
-    entries = grid(speculator, "fixed-exit")
-    settings = [speculator.options.updated(entry.setting).exit for entry in entries]
-    assert [setting.layers for setting in settings[::3]] == [(1,), (3,), (5,)]
-    for number, setting in enumerate(settings):
-        width = setting.max_tokens
+def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
+    """A fixed exit always leaves there, thresholds know no bound, one exit stops where unsure."""
+    fixed = [speculator.options.updated(one.setting).exit for one in grid(speculator, "fixed-exit")]
+    assert [setting.layers for setting in fixed[::3]] == [(1,), (3,), (5,)]
+    for number, setting in enumerate(fixed):
         for one in written(speculator, "fixed-exit", number).rounds[1:]:
             assert set(one.exit_layers) <= set(setting.layers or ())
-            assert len(one.draft_tokens) == width or one.ended == "budget"
-
-
-def test_threshold_exits_have_no_bound(speculator: Speculator) -> None:
+            assert len(one.draft_tokens) == setting.max_tokens or one.ended == "budget"
     for entry in grid(speculator, "threshold-exit"):
         setting = speculator.options.updated(entry.setting).exit
-        assert setting.layers == (1, 2, 3, 4, 5)
-        assert setting.max_tokens == NO_BOUND
-        assert setting.anneal_strength == 0.0
-
-
-def test_one_exit_stops_at_an_unsure_token(speculator: Speculator) -> None:
-    rounds = written(speculator, "one-exit", 2).rounds[1:]
-    assert "depth" in {entry.ended for entry in rounds}
+        found = setting.layers, setting.max_tokens, setting.anneal_strength
+        assert found == ((1, 2, 3, 4, 5), NO_BOUND, 0.0)
+    assert "depth" in {entry.ended for entry in written(speculator, "one-exit", 2).rounds[1:]}
 
 
 # --- sweeps and labels

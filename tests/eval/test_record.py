@@ -26,7 +26,7 @@ from selfspec.eval.record import ARRAYS_FILE, GUESSES, INFO_FILE, NONE, Record, 
 from selfspec.eval.results import Question
 from tests.heads.kinds import make_heads
 from tests.models import make_model, random_ids
-from tests.records import OPTIONS, PROMPTS, recorded
+from tests.records import OPTIONS, recorded
 from tests.talks import make_tokenizer
 
 ARRAYS = ("contexts", "answers", "roots", "tokens", "confidence", "children")
@@ -247,9 +247,3 @@ def test_models_whose_greedy_decoding_is_more_than_the_top_token_are_refused(
     speculator = wrap(model, heads="logit-lens")
     with pytest.raises(InvalidOption, match=f"generation_config asks for {reason}, which cannot"):
         Recorder(speculator, RecordOptions()).prompt(random_ids(5), "x", "prompts", 1)
-
-
-def test_prompts_of_a_record_cover_all_places() -> None:
-    found, _ = recorded("translator")
-    spans = [found.places(prompt) for prompt in PROMPTS]
-    assert [place for span in spans for place in span] == list(range(len(found.answers)))

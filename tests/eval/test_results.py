@@ -20,13 +20,11 @@ from selfspec.eval.results import (
     Quality,
     Question,
     Run,
-    Text,
     bleu,
     check_packages,
     edit_distance,
     first_divergence,
     load_suite,
-    quality,
     quality_summary,
     rouge_l,
 )
@@ -286,27 +284,6 @@ def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedMode
     expected = sum(float(logs[4 + place, token]) for place, token in enumerate(tokens))
     # one block of 8 rows either way: only the order of the sum differs
     assert log_likelihood(model, ids, tokens) == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_record_holds_both_answers_to_one_question() -> None:
-    nats = {(4, 9): -3.0, (4, 2, 2): -1.5}
-    found = quality(
-        Text([4, 9], "four!"),
-        Text([4, 2, 2], "four."),
-        "4",
-        lambda tokens: nats[tuple(tokens)],
-    )
-    assert found == Quality(
-        text="four!",
-        plain_text="four.",
-        reference="4",
-        tokens=2,
-        plain_tokens=3,
-        first_divergence=1,
-        edit_distance=2,
-        log_likelihood=-3.0,
-        plain_log_likelihood=-1.5,
-    )
 
 
 def test_summary_weighs_tokens_not_answers() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eval import compare, lab
+from eval import compare, lab, two_versions
 from selfspec.errors import InvalidOption
 
 # --- settings
@@ -21,7 +21,7 @@ def test_drafters_are_set_beside_plain_decoding_and_the_first(
     asked: Any = {"model": tiny_model, "heads": "logit-lens", "dtype": "float32", "suite": prompts}
     drafters = ["chain=exit:layers=2,max_tokens=1", "text=ngram;row=0"]
     out = tmp_path / "out"
-    compare.settings(out, drafters, **asked, limit=2, new_tokens=6)
+    compare.main(out, drafters, **asked, limit=2, new_tokens=6)
     answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert all(answer["runs"].keys() == {"plain", "chain", "text"} for answer in answers)
     assert all(run["equal"] for answer in answers for run in answer["runs"].values())
@@ -52,45 +52,35 @@ def test_ratios_are_of_sums_and_answers_of_one_token_are_left_out() -> None:
 
 
 class Fake:
-    """Answers with as many seconds as it is told, and with ids of its own for one prompt."""
+    """Answers with as many seconds as it is told, and with a part of its own for one prompt."""
 
-    def __init__(self, seconds: float, odd: str = "") -> None:
-        self.seconds = seconds
-        self.odd = odd
+    def __init__(self, seconds: float, odd: str = "", part: str = "") -> None:
+        self.seconds, self.odd, self.part = seconds, odd, part
         self.asked: list[Mapping[str, Any]] = []
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self.asked.append(request)
-        ids = [1, 2, 3] if request["prompt"] == self.odd else [1, 2]
+        own = {self.part: [3, 4]} if request["prompt"] == self.odd else {}
         counts = {"rounds": len(request["prompt"])}
-        return {"ids": ids, "logits": "ab", "counts": counts, "seconds": self.seconds}
+        answer = {"ids": [1, 2], "logits": "ab", "counts": counts, "seconds": self.seconds}
+        return answer | own
 
 
 def test_every_prompt_is_asked_plainly_and_with_drafts_of_both() -> None:
     versions = [Fake(2.0), Fake(1.0)]
-    found = compare.answers([one.ask for one in versions], ["a", "bc"], 7)
-    assert [(one.prompt, one.way) for one in found] == [
+    found = two_versions.answers([one.ask for one in versions], ["a", "bc"], 7)
+    assert list(zip(found.prompt, found.way, strict=True)) == [
         *(("a", "plain"), ("a", "default"), ("bc", "plain"), ("bc", "default")),
     ]
     for version in versions:
         assert [request.get("speculate") for request in version.asked] == [False, None] * 2
         assert all(request["max_new_tokens"] == 7 for request in version.asked)
-    assert compare.bits(found) == ["8 tokens and their logits, 0 answers differ"]
-    for line in compare.seconds(found):
-        assert "2.000 (2.000 to 2.000) times as fast" in line
+    assert set(found.differ) == {""}
+    for row in two_versions.speeds(found).itertuples(index=False):
+        assert tuple(row) == (1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
 
 
-def test_a_difference_is_named() -> None:
-    found = compare.answers([Fake(1.0).ask, Fake(1.0, odd="bc").ask], ["a", "bc"], 7)
-    assert compare.bits(found) == [
-        "plain ids differ: 'bc'",
-        "default ids differ: 'bc'",
-        "10 tokens and their logits, 2 answers differ",
-    ]
-
-
-@pytest.mark.parametrize("part", ["logits", "counts"])
-def test_equal_tokens_may_still_differ(part: str) -> None:
-    before = {"ids": [1], "logits": "ab", "counts": {"rounds": 1}}
-    one = compare.Answered("a", "plain", before, before | {part: "other"})
-    assert one.difference == part
+@pytest.mark.parametrize("part", ["ids", "logits", "counts"])
+def test_what_differs_is_named(part: str) -> None:
+    found = two_versions.answers([Fake(1.0).ask, Fake(1.0, "bc", part).ask], ["a", "bc"], 7)
+    assert list(found.differ) == ["", "", part, part]

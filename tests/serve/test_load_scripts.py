@@ -51,7 +51,7 @@ def test_the_best_peer_counts() -> None:
     assert serving.ahead(loads) == {4: 3.0}
     text = serving.as_text(loads)
     cells = [cell.strip() for cell in text.splitlines()[2].split("|")[1:-1]]
-    assert cells == ["selfspec", "4", "60", "60.0", "200.0", "290.0", "nan", "nan"]
+    assert cells == ["selfspec", "4", "60", "60.0", "200.0", "290.0"]
     assert "4 at once: 3.00 times" in text
     assert serving.ahead(loads[:1]) == {}
 

@@ -38,6 +38,7 @@ from selfspec.training.text import Conversation
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, WIDTH, states, target, text
 from tests.heads.test_attending import FIRST, read
 from tests.models import VOCAB_SIZE, make_model
+from tests.talks import make_talks
 
 LAYERS = (2, 4)
 OPTIONS = FitOptions(

@@ -1,0 +1,130 @@
+r"""Two checkouts on the same prompts, in turns: whether texts are the same, and whose are faster.
+
+    python -m eval.two_versions ../before . --limit 48 --threads 2
+    python -m eval.two_versions ../before . --limit 60 --bits
+
+Each answers in a process of its own, from its own PYTHONPATH; --pythons: an interpreter for each.
+Compared are token ids and all counters of rounds; with --bits a hash of all target logits in place
+of times. Exit code 1 where an answer differs. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import typer
+
+from eval import lab
+from selfspec.errors import InvalidOption
+from selfspec.eval.results import SIX_TASKS, load_suite, speed_up
+
+WAYS = {"plain": {"speculate": False}, "default": {}}
+"""Options that both versions know."""
+SIDES = ("before", "after")
+
+ANSWERS = r"""
+import hashlib, json, sys, time
+import selfspec, torch
+asked = json.loads(sys.stdin.readline())
+torch.set_num_threads(asked.pop("threads"))
+bits, digest = asked.pop("bits"), None
+speculator = selfspec.load(**asked)
+whole = speculator.backbone.logits
+def logits(hidden):
+    found = whole(hidden)
+    digest.update(found.numpy().tobytes())
+    return found
+if bits:
+    speculator.backbone.logits = logits
+print(json.dumps({"file": selfspec.__file__, "executor": speculator.backbone.executor_name}), flush=True)
+for line in sys.stdin:
+    request, digest = json.loads(line), hashlib.sha256()
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    answer = speculator.generate(request.pop("prompt"), **request)
+    found = {"ids": answer.token_ids, "logits": digest.hexdigest(), "seconds": time.perf_counter() - start}
+    timed = ("seconds", "ttft_s", "decode_s", "decode_tokens_per_s")
+    counted = answer.stats.to_dict().items()
+    print(json.dumps(found | {"counts": {k: v for k, v in counted if k not in timed}}), flush=True)
+"""  # noqa: E501
+"""What runs in each checkout: only what both versions offer."""
+
+
+def main(
+    before: Annotated[Path, typer.Argument(help="A checkout.")],
+    after: Annotated[Path, typer.Argument(help="Another one.")],
+    pythons: tuple[str, str] = (sys.executable, sys.executable),
+    suite: lab.Suite = SIX_TASKS,
+    limit: lab.Limit = None,
+    model: lab.Model = None,
+    dtype: str = "bfloat16",
+    new_tokens: lab.NewTokens = 48,
+    threads: lab.Threads = 1,
+    bits: Annotated[bool, typer.Option("--bits", help="Compare logits, not times.")] = False,
+) -> None:
+    """Each prompt by both checkouts, by plain decoding and with the default drafts."""
+    asked = {"model": model, "dtype": dtype, "threads": threads, "bits": bits}
+    prompts = [question.turns[0] for question in load_suite(suite, limit=limit)]
+    with ExitStack() as stack:
+        pairs = zip((before, after), pythons, strict=True)
+        both = [stack.enter_context(version(*pair, asked)) for pair in pairs]
+        found = answers(both, prompts, new_tokens)
+    different = found[found.differ != ""]
+    print(different[["way", "differ", "prompt"]].to_markdown(index=False) if len(different) else "")
+    print(f"{len(prompts)} prompts, {dtype}: {len(different)} of {len(found)} answers differ")
+    if not bits:
+        print(speeds(found).to_markdown(floatfmt=".3f"))
+    raise typer.Exit(int(len(different) > 0))
+
+
+@contextmanager
+def version(folder: Path, python: str, asked: Mapping[str, Any]) -> Iterator[lab.Ask]:
+    """A checkout that answers. Raises InvalidOption where another selfspec than its is loaded."""
+    home = folder.absolute()
+    command = [os.path.abspath(python), "-c", ANSWERS]  # noqa: PTH100  # a link in .venv stays one
+    with lab.answering(command, cwd=home, env=os.environ | {"PYTHONPATH": str(home)}) as ask:
+        said = ask(asked)
+        if Path(said["file"]).parents[1] != home:
+            raise InvalidOption(f"{python} takes selfspec from {said['file']}, not {home}")
+        print(f"{folder}: {said['executor']}")
+        yield ask
+
+
+def answers(versions: Sequence[lab.Ask], prompts: Sequence[str], count: int) -> pd.DataFrame:
+    """A row per prompt and way, the versions in random order: tokens, seconds, what differs."""
+    dice, rows = random.Random(0), []
+    for prompt in lab.each(prompts, "ask", "prompts"):
+        for way, options in WAYS.items():
+            request = {"prompt": prompt, "max_new_tokens": count, "do_sample": False} | options
+            said = {SIDES[at]: versions[at](request) for at in dice.sample(range(2), 2)}
+            one, other = (said[side] for side in SIDES)
+            parts = [part for part in ("ids", "logits", "counts") if one[part] != other[part]]
+            row = {"prompt": prompt, "way": way, "differ": ", ".join(parts)}
+            for side, answer in said.items():
+                row |= {side: answer["seconds"], f"{side}_tokens": len(answer["ids"])}
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def speeds(found: pd.DataFrame) -> pd.DataFrame:
+    """By way: medians of tokens per second, and how often the second fits into the first's time."""
+    rows = {}
+    for way, own in found.groupby("way", sort=False):
+        gain = speed_up(own.before, own.after)
+        rates = {
+            f"{side}, tokens/s": (own[f"{side}_tokens"] / own[side]).median() for side in SIDES
+        }
+        ends = {"ratio": gain.ratio, "low": gain.low, "high": gain.high}
+        rows[way] = rates | ends | {"median ratio": (own.before / own.after).median()}
+    return pd.DataFrame(rows).T
+
+
+if __name__ == "__main__":
+    lab.run(main)
