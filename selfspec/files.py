@@ -369,6 +369,10 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode) & 0o777
 
 
+_DRAWN = "[a-z0-9_]{8}"
+"""What `tempfile` puts into a name."""
+
+
 def _sweep(path: Path, *, alone: bool = False) -> None:
     """Remove what killed processes left under temporary names of `path`.
 
@@ -376,10 +380,11 @@ def _sweep(path: Path, *, alone: bool = False) -> None:
     there now, so whatever its age, and those of files that stand beside an output (`.partial`).
     """
     more = r"(\w+\.)*" if alone else ""
-    ours = re.compile(rf"\.{re.escape(path.name[:100])}\.{more}\w+\.new")
+    ours = re.compile(rf"\.{re.escape(path.name[:100])}\.{more}{_DRAWN}\.new")
     found = [left for left in path.parent.glob(".*.new") if ours.fullmatch(left.name)]
     if alone and path.is_dir():
-        found += [*path.glob(".*.new"), *path.glob("*/.*.new")]
+        inside = (*path.glob(".*.new"), *path.glob("*/.*.new"))
+        found += [left for left in inside if re.fullmatch(rf"\..+\.{_DRAWN}\.new", left.name)]
     for left in found:
         with contextlib.suppress(OSError):
             if left.is_symlink() or not (alone or time.time() - left.stat().st_mtime > _STALE_S):

@@ -109,7 +109,7 @@ def refused(
     assert len(lines) == 1, captured.err[-2000:]
     assert "Traceback" not in captured.err
     assert len(lines[0]) > len("selfspec: error: ") + 10
-    assert words in lines[0]
+    assert words in lines[0], lines[0]
     assert snapshot(folder) == before
     return lines[0]
 

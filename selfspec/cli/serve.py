@@ -56,8 +56,8 @@ def serve(*, asked: Asked) -> None:
         from selfspec.serve.gate import bound, run
 
     def ready(address: str) -> None:
-        copies = f", {options.replicas} copies," if options.replicas > 1 else ""
-        said = f"{label}{copies} at {address}/v1, a page at {address}. Ctrl-C stops it."
+        several = f", {options.replicas} copies," if options.replicas > 1 else ""
+        said = f"{label}{several} at {address}/v1, a page at {address}. Ctrl-C stops it."
         base.note(said)
 
     with bound(options) as at:
@@ -70,14 +70,14 @@ def serve(*, asked: Asked) -> None:
             run(make_app(Writer(speculator, options, kv_memory), keys), at, options, ready)
             return
         with _packages("ray", "more than one copy"):
-            from selfspec.serve import replicas
+            from selfspec.serve.replicas import copies, make_front
         from selfspec.serve.replica import Plan
 
         loading = picked(asked, (*LOADING, *SPECULATION))
         plan = Plan(loading=loading, options=options, kv_memory=kv_memory)
-        with replicas.copies(plan) as handle:
+        with copies(plan) as handle:
             label = handle.label.remote().result()
-            run(replicas.make_front(handle, options, keys), at, options, ready)
+            run(make_front(handle, options, keys), at, options, ready)
 
 
 @contextmanager

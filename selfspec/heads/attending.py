@@ -165,7 +165,7 @@ class AttendingHeads(ExitHeads):
         """Raises InvalidOption: there is nothing that can be asked about one row by itself."""
         raise InvalidOption(
             f"these heads attend to the whole text, none of them reads exit layer {layer} by "
-            "itself. Give heads that selfspec fitted"
+            "itself. Give heads of another type"
         )
 
     @property

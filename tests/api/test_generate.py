@@ -190,7 +190,7 @@ def short() -> Any:
 
 
 @pytest.fixture
-def speculator(short: Any) -> Speculator:
+def limited(short: Any) -> Speculator:
     return wrap(short, **DRAFTING)
 
 
@@ -208,11 +208,11 @@ def test_every_kind_of_rotation_goes_on_behind_the_limit(family: str) -> None:
 
 @pytest.mark.parametrize("length", [LIMIT - 6, LIMIT - 1])
 def test_a_length_that_nobody_gave_ends_at_the_limit(
-    speculator: Speculator, short: Any, length: int
+    limited: Speculator, short: Any, length: int
 ) -> None:
     ids = random_ids(length)
     expected = plain(short, ids)  # transformers' own default is cut at the limit too
-    answer = speculator.generate(ids)
+    answer = limited.generate(ids)
     assert answer.token_ids == expected
     assert len(answer.token_ids) == LIMIT - length
     assert answer.stop_reason == "length"
@@ -220,12 +220,12 @@ def test_a_length_that_nobody_gave_ends_at_the_limit(
 
 @pytest.mark.parametrize("length", [LIMIT, LIMIT + 3])
 def test_without_a_length_a_prompt_at_the_limit_is_refused_as_by_hugging_face(
-    speculator: Speculator, short: Any, length: int
+    limited: Speculator, short: Any, length: int
 ) -> None:
     with pytest.raises(ValueError, match="max_length"):
         plain(short, random_ids(length))
     with pytest.raises(InvalidPrompt, match=rf"has {length} tokens, .* {LIMIT} .*max_new_tokens"):
-        speculator.generate(random_ids(length))
+        limited.generate(random_ids(length))
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "cuda-graph"])
@@ -242,12 +242,12 @@ def test_every_executor_goes_on_behind_the_limit(executor: str) -> None:
     ("length", "new", "told"), [(10, 5, 0), (LIMIT - 4, 4, 0), (LIMIT - 4, 9, 1), (LIMIT + 1, 2, 1)]
 )
 def test_one_line_says_that_the_text_goes_beyond_the_limit(
-    speculator: Speculator, caplog: pytest.LogCaptureFixture, length: int, new: int, told: int
+    limited: Speculator, caplog: pytest.LogCaptureFixture, length: int, new: int, told: int
 ) -> None:
     remind.cache_clear()
     caplog.set_level(logging.WARNING, "selfspec")
     for _ in range(2):  # once, as transformers does
-        speculator.generate(random_ids(length), max_new_tokens=new)
+        limited.generate(random_ids(length), max_new_tokens=new)
     found = [entry.getMessage() for entry in caplog.records if "goes beyond" in entry.getMessage()]
     assert len(found) == told
     assert all(f"{LIMIT} positions" in text and "\n" not in text for text in found)
@@ -260,19 +260,19 @@ class Learned(Backbone):
 
 
 def test_where_positions_are_a_table_the_answer_ends_with_them(short: Any) -> None:
-    speculator = wrap(short, **DRAFTING)
-    speculator.runtime.backbone = Learned(short)
+    limited = wrap(short, **DRAFTING)
+    limited.runtime.backbone = Learned(short)
     ids = random_ids(LIMIT - 5)
-    answer = speculator.generate(ids, max_new_tokens=30)
+    answer = limited.generate(ids, max_new_tokens=30)
     assert answer.token_ids == plain(short, ids, max_new_tokens=6)  # the last one takes no position
     assert answer.stop_reason == "length"
     with pytest.raises(InvalidPrompt, match=f"has {LIMIT} positions. Shorten the prompt"):
-        speculator.generate(random_ids(LIMIT + 1), max_new_tokens=3)
+        limited.generate(random_ids(LIMIT + 1), max_new_tokens=3)
     padded = random_ids(LIMIT - 5 + 8)
     mask = torch.ones_like(padded)
     mask[0, :8] = 0
     padded[0, 8:] = ids[0]
-    again = speculator.generate(padded, attention_mask=mask, max_new_tokens=30)
+    again = limited.generate(padded, attention_mask=mask, max_new_tokens=30)
     assert again.token_ids == answer.token_ids
 
 

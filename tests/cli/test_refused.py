@@ -49,7 +49,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
     trace = (folder / "trace.jsonl").read_text()
     (folder / "future.jsonl").write_text(
-        trace.replace('"format_version": 4', '"format_version": 9')
+        trace.replace('"format_version": 5', '"format_version": 9')
     )
     for name, text in (
         ("wrong.yaml", "token: 3\nepoch: 3\n"),
@@ -153,8 +153,8 @@ trace --from trace.jsonl --output new            | --output means nothing with -
 trace --from trace.jsonl --model model           | --model means nothing with --from
 trace --from trace.jsonl --no-all-layers         | --no-all-layers means nothing with --from
 trace --from trace.jsonl --max-new-tokens 3      | --max-new-tokens means nothing with --from
-trace --from future.jsonl                        | line 1: format version 9, this selfspec reads 4
-trace --from model/config.json                   | line 1 is no line of a trace: it is not JSON
+trace --from future.jsonl                        | line 1: format version 9, this selfspec reads 5
+trace --from model/config.json                   | line 1: it is not JSON
 tune --suite prompts.jsonl --limit 1             | one question cannot be held
 tune --suite nothing                             | unknown suite 'nothing'
 tune --suite spec-bench                          | Give --questions FILE
@@ -220,7 +220,7 @@ env --model model --dtype float64 --executor fused | fused executor
 verify L --rungs 2,8                             | expected numbers from 1 to 7
 cache M T --max-size 0.00001                     | more than max_size 1e-05
 cache M T --no-deep --exit-layers 0,2            | exit layer 0 is not among
-fit M --cache half --output new                  | half is unfinished
+fit M --cache half --output new                  | half is no feature cache
 fit M T --draft-vocab-size 97                    | the model has 96 tokens
 fit M T --batch-tokens 8                         | at most 8 fit into a batch
 fit M T --exit-layers 6                          | exit layer 6

@@ -19,6 +19,7 @@ from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.options import RecordOptions
 from selfspec.eval.record import Record, Recorder
+from selfspec.model.backbone import Backbone
 from selfspec.options import CONTROLLERS, Controller, Exit, GammaTune, Ngram, Prices
 from tests.api.test_default_model import pytestmark as default_model
 from tests.models import random_ids
@@ -181,7 +182,7 @@ def test_where_a_model_runs_no_trees_chains_are_recorded_and_replayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, speculator = recorded("deep-fused-0")
-    monkeypatch.setitem(vars(speculator.backbone), "runs_trees", False)
+    monkeypatch.setattr(Backbone, "runs_trees", False)
     recorder = Recorder(speculator, OPTIONS)
     recorder.prompt(random_ids(5, 1), "1", "prompts", 1)
     record = recorder.record()
