@@ -213,7 +213,7 @@ def test_two_hundred_requests_of_hostile_options_beside_fifty_good_ones(
         for number in range(50)
     ]
     with (
-        running(default, max_tokens=4) as target,
+        running(default, max_tokens=4, timeout=20.0) as target,
         httpx.Client(
             base_url=target.address, timeout=120, limits=EACH_ITS_OWN, headers=JSON
         ) as client,
