@@ -74,7 +74,7 @@ _MOST_EPOCHS = 8
 _LEAST_STEP, _STEPS_EACH = 256, 150
 """Tokens of a step, and steps of an epoch as far as these allow."""
 _HELPFUL = 20_000
-"""Answer tokens from which on heads of SmolLM2-135M gained over text already seen."""
+"""Answer tokens from which on heads of SmolLM2-135M gained over prompt lookup."""
 
 _TUNE_ON = 6
 _TUNE_SHARE = 0.1

@@ -59,11 +59,11 @@ class SpeculationOptions:
     """Draft at all; without drafts it is plain decoding on the same runtime."""
 
     drafter: str = "exit"
-    """What proposes tokens: exit (heads), ngram (text already seen), successors, draft-model,
+    """What proposes tokens: exit (heads), ngram (prompt lookup), successors, draft-model,
     ngram+OTHER, none.
 
     Successors are what verification found likely behind the same tokens before. Of two the one that
-    promises more drafts; heads on the embedding, and successors, draft around text already seen.
+    promises more drafts; heads on the embedding, and successors, draft around prompt lookup.
     """
 
     controller: Controller = field(default_factory=Fixed)
@@ -80,7 +80,7 @@ class SpeculationOptions:
     """Of exit heads."""
 
     ngram: Ngram = field(default_factory=Ngram)
-    """Of text already seen."""
+    """Of prompt lookup."""
 
     draft_model: DraftModel = field(default_factory=DraftModel)
     """Of a second model."""
@@ -95,7 +95,7 @@ class SpeculationOptions:
     """Pause exit heads or a draft model where what they gave lately is less than what they cost;
     try them again later.
 
-    Text already seen costs nothing to draft and has its own rule.
+    Prompt lookup costs nothing to draft and has its own rule.
     """
 
     require_lossless: bool = False

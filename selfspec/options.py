@@ -181,7 +181,7 @@ class Exit(Part, kind="exit"):
 
 @dataclass(frozen=True, kw_only=True)
 class Ngram(Part, kind="ngram"):
-    """Text already seen."""
+    """Prompt lookup."""
 
     size: Annotated[int, between(1, 16, request=8)] = 4
     """Longest n-gram that is looked up, 1 to 16; the longest that is found decides.
@@ -231,10 +231,10 @@ TOGETHER = (
     *("exit", "ngram", "draft-model", "successors", "none"),
     *("ngram+exit", "ngram+draft-model", "ngram+successors"),
 )
-"""Drafters in use: alone, or text already seen in front of another."""
+"""Drafters in use: alone, or prompt lookup in front of another."""
 
 FITTED = "ngram+exit"
-"""What drafts where heads were fitted: text already seen costs nothing to look up beside them."""
+"""What drafts where heads were fitted: prompt lookup costs nothing beside them."""
 
 
 _WEIGHTS = Range(

@@ -199,7 +199,7 @@ def reader_of(drafter: Drafter) -> AttendingHeads | None:
 def tree_drafter(
     backbone: Backbone, seen: NgramDrafter | None = None, *, attends: bool = False
 ) -> TreeDrafter[DecodeState]:
-    """Wide trees of `deep_heads`, or of those that attend, around text already seen."""
+    """Wide trees of `deep_heads`, or of those that attend, around prompt lookup."""
     judge = ExitJudge(backbone.num_layers, {0: 0.001})
     kind, heads = (AttendingGuesser, attending_heads) if attends else (HeadGuesser, deep_heads)
     guesser = kind(heads(backbone), judge, greedy(), 4)

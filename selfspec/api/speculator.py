@@ -368,7 +368,7 @@ def load(
 
     `heads`: a folder, a name, a hub id, "logit-lens" or "none"; None takes those that were fitted
     or pulled last for a model of these weights, or come with selfspec, unless a draft model takes
-    their place; without any, text already seen drafts. The default model keeps its own.
+    their place; without any, prompt lookup drafts. The default model keeps its own.
     `dtype`: None is bfloat16, and for a GGUF file float32 where products in bfloat16 are slow.
     `executor`: generic runs the model's own layers, fused compiled ones on a CPU, cuda-graph the
     model's own as CUDA graphs, auto the best of these that can be had. `draft_model`: a smaller one
@@ -463,7 +463,7 @@ def _speculator(
     return Speculator(backbone, tokenizer, fitted, label, chosen, second, turn_end)
 
 
-# --- what drafts: heads that were given or are known here, or text already seen -------------------
+# --- what drafts: heads that were given or are known here, or prompt lookup -------------------
 
 
 def heads_for(
@@ -505,14 +505,14 @@ def find_heads(
 def without_heads(
     backbone: Backbone, label: str, options: Mapping[str, Any], *, wanted: bool
 ) -> SpeculationOptions:
-    """Text already seen drafts for any model, under a rule of its own, unless `options` differ.
+    """Prompt lookup drafts for any model, under a rule of its own, unless `options` differ.
 
     As it was tuned on this machine, if it was. A line in the log says so where heads were `wanted`.
     """
     base, said = SpeculationOptions(), None
     if "drafter" not in options:
         base = base.updated({"drafter": "ngram"}).updated(tuned.read(backbone, None))
-        said = "text already seen drafts"
+        said = "prompt lookup drafts"
     drafting = base.updated(options)
     if drafting.uses("exit"):
         said = "plain decoding"

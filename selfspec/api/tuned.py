@@ -47,7 +47,7 @@ def files() -> list[Path]:
 def conditions(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     """What a tuned setting holds for; another value of any of these needs another setting."""
     if heads is None:
-        # name and sizes are enough for text already seen, and no weights are read
+        # name and sizes are enough for prompt lookup, and no weights are read
         sizes = backbone.num_layers, backbone.hidden_size, backbone.vocab_size
         name = backbone.model.config.name_or_path or type(backbone.model).__name__
         base = f"{name}, {' x '.join(map(str, sizes))}"

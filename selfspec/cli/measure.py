@@ -273,7 +273,7 @@ _QUESTIONS = 12
 def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """Find the settings that suit this machine. Commands use them by themselves from then on.
 
-    Without exit heads: how text already seen drafts. Layers and heads are timed, so nothing else
+    Without exit heads: how prompt lookup drafts. Layers and heads are timed, so nothing else
     should run meanwhile. Then a cost model screens thousands of settings on recorded prompts, the
     best are replayed, and what is promised is measured on prompts held out.
     """

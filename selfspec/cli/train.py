@@ -664,7 +664,7 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
 # --- calibrate
 
 _INSTEAD = {
-    "ngram": "text already seen, which pauses where it does not pay",
+    "ngram": "prompt lookup, which pauses where it does not pay",
     "none": "because a verification of several rows costs more than as many steps",
 }
 """By drafter, why."""

@@ -84,7 +84,7 @@ class Costs:
         return found
 
     def seconds_of(self, rounds: Iterable[Round]) -> float:
-        """Of rounds with drafts of exit heads, or from text already seen, which is free.
+        """Of rounds with drafts of exit heads, or from prompt lookup, which is free.
 
         The prompt's pass is left out.
         """

@@ -36,7 +36,7 @@ class Source(NamedTuple):
 
 SOURCES = {
     MODEL: Source("the model"),
-    NGRAM: Source("text already seen", palette.SEEN, "dotted", "n", free=True),
+    NGRAM: Source("prompt lookup", palette.SEEN, "dotted", "n", free=True),
     SUCCESSORS: Source("successors seen before", palette.SEEN, "dotted", "s"),
     GRAMMAR: Source("the grammar", palette.GRAMMAR, "dashed", "g", free=True),
     DRAFT_MODEL: Source("a draft model", palette.SECOND, "double", "d"),

@@ -210,12 +210,12 @@ METHODS = {
     "speculation": Method(
         "SpecBound on our runtime, with the settings of the heads", _only(**EXIT)
     ),
-    "ngram": Method("text already seen (prompt lookup) on our runtime", _only(drafter="ngram")),
+    "ngram": Method("prompt lookup on our runtime", _only(drafter="ngram")),
     "ngram+successors": Method(
-        "text already seen, and successors of verified tokens (Token Recycling)",
+        "prompt lookup, and successors of verified tokens (Token Recycling)",
         _only(drafter="ngram+successors"),
     ),
-    "ngram+exit": Method("text already seen, else speculation", _only(drafter="ngram+exit")),
+    "ngram+exit": Method("prompt lookup, else speculation", _only(drafter="ngram+exit")),
     "no-value-rule": Method(
         "ngram+exit, but whatever the text has said before is proposed in full",
         _only(drafter="ngram+exit", prices="row=0"),

@@ -429,7 +429,7 @@ def record(
 ) -> Record:
     """Decode all turns of `questions` greedily and note what any setting would do there.
 
-    Without heads that is drafts from text already seen, for which nothing is noted but the text.
+    Without heads that is drafts from prompt lookup, for which nothing is noted but the text.
     Raises HeadsNotFound for exit layers without heads, InvalidOption for those that heads lack, and
     for a model whose own settings make greedy decoding more than the most likely token.
     """

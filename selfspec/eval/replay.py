@@ -1,6 +1,6 @@
 """The rounds that a setting would have made, from a Record alone: no model, no heads.
 
-`rounds` gives what a real run gives, field by field. Controllers, drafts from text already seen,
+`rounds` gives what a real run gives, field by field. Controllers, drafts from prompt lookup,
 the never-slower rule and the schedule are the runtime's own; only exit heads are followed on paper.
 Called by `tune` and by the trace's page.
 """

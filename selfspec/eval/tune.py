@@ -1,8 +1,8 @@
 """The setting that suits this machine: a record and measured costs in, options and a forecast out.
 
 A cost model screens thousands of exit settings by how often each exits at the recorded places.
-The best are replayed by the runtime's own classes, alone and behind text already seen; without
-heads, drafts from text already seen of several lengths. What is promised is held out: each part of
+The best are replayed by the runtime's own classes, alone and behind prompt lookup; without
+heads, drafts from prompt lookup of several lengths. What is promised is held out: each part of
 the prompts is judged by the setting that the same search finds on the other parts. Called by
 `selfspec tune`.
 """
@@ -31,7 +31,7 @@ _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 """Candidate thresholds let this share of the places exit, of those above the recorded floor."""
 
 _SHORTLIST = 50
-"""Exit settings that are replayed: each alone and behind text already seen, at two prices."""
+"""Exit settings that are replayed: each alone and behind prompt lookup, at two prices."""
 
 _LONGEST_PATH = 4
 """Of trees; longer ones gained less than 0.1 % on 36 Spec-Bench questions, whatever a row cost."""
@@ -285,7 +285,7 @@ def _exits(
 def _to_follow(
     record: Record, exits: Sequence[SpeculationOptions], costs: Costs
 ) -> list[SpeculationOptions]:
-    """Text already seen alone, each exit setting alone and behind it, and trees around it.
+    """Prompt lookup alone, each exit setting alone and behind it, and trees around it.
 
     With what rows cost here, and with the built-in reserve, which is safer where guesses get worse.
     """

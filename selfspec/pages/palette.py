@@ -35,7 +35,7 @@ TONES = {
 """What is not a giver of tokens; `model`: the whole model at work."""
 
 SEEN, GRAMMAR, SECOND = "#c98600", "#c2418f", "#5b6f8c"
-"""Text already seen, the grammar, a draft model."""
+"""Prompt lookup, the grammar, a draft model."""
 
 REJECTED = "#e5484d"
 """A draft that was not kept, where the paper is not known: on a terminal."""

@@ -282,7 +282,7 @@ class Calibration:
     def drafter(self) -> str:
         """What should draft: exit heads only where they should be faster than plain decoding.
 
-        Text already seen costs nothing to look up; where rows of a verification cost so much that
+        Prompt lookup costs nothing; where rows of a verification cost so much that
         not even right drafts pay, nothing drafts.
         """
         if self.setting.speed_up > 1.0:

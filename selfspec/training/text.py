@@ -669,7 +669,7 @@ def continued(
     """New ids of each prompt, at most `max_new_tokens`, with the one of `ends` that ended it.
 
     A text that loops is given up. What text i draws depends on `seed` and i alone. `watch` hears of
-    tokens as they come. Text already seen is drafted where that pays.
+    tokens as they come. Prompt lookup drafts where that pays.
     """
     engine = Engine(Runtime(backbone, None, None))
     options = SpeculationOptions(drafter="ngram")

@@ -68,7 +68,7 @@ class Place:
     exit_layer: int | None
     """Where an accepted draft of the exit heads left."""
     copied_from: int | None
-    """Where an accepted draft from text already seen was found: counted in prompt and answer."""
+    """Where an accepted draft from prompt lookup was found: counted in prompt and answer."""
     final_top_tokens: tuple[int, ...]
     """The whole model's five likeliest, before any processor."""
     final_top_texts: tuple[str, ...]
@@ -330,7 +330,7 @@ def givers(trace: LayerTrace) -> list[Giver]:
 
 
 def ranked(found: Sequence[Giver]) -> list[tuple[Giver, int]]:
-    """How many tokens each gave: the model first, then text already seen, then by layer."""
+    """How many tokens each gave: the model first, then prompt lookup, then by layer."""
     order = {source: place for place, source in enumerate(SOURCES)}
     return sorted(Counter(found).items(), key=lambda pair: (order[pair[0].source], pair[0].layer))
 

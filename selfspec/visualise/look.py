@@ -348,7 +348,7 @@ def chained(
     return made
 
 
-# --- where text already seen was copied from ------------------------------------------------------
+# --- where prompt lookup copied from ---------------------------------------------------------
 
 
 def origins(prompt: Sequence[int], rounds: Sequence[Round], size: int) -> list[int | None]:

@@ -224,7 +224,7 @@ def most_rows(trace: LayerTrace, record: Record) -> int:
 DRAFTERS = {
     "ngram+exit": "text seen, exit heads",
     "exit": "exit heads",
-    "ngram": "text already seen",
+    "ngram": "prompt lookup",
     "none": "nothing",
 }
 """Those that are replayed, in words; with few stops on each axis they make 200 to 300 points, which

@@ -20,7 +20,7 @@ def exact(tiny_model: TinyModel) -> Any:
 
 @pytest.fixture(scope="module")
 def eager(exact: Any) -> Speculator:
-    """Whatever drafts, drafts all the time, mostly wrongly; text already seen in full."""
+    """Whatever drafts, drafts all the time, mostly wrongly; prompt lookup in full."""
     second = make_model("llama", torch.float64, num_hidden_layers=2)
     exits = "exit:layers=2/5,threshold=0.05,max_tokens=3"
     found = wrap(exact, heads="logit-lens", draft_model=second, drafter=exits, prices="row=0")

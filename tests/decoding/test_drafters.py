@@ -1,4 +1,4 @@
-"""Drafters: text already seen, a second model, successors; and what holds for all of them."""
+"""Drafters: prompt lookup, a second model, successors; and what holds for all of them."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def made(source: str, *layers: int, heads: int = 0, rest: Sequence[DraftToken] =
         ((0.8, 0.1), Draft(), 0.0),
         ((0.8, 0.1), made("draft-model", 0), 0.8),
         ((0.8, 0.1), made("draft-model", 0, 0, 0), 1.0),
-        # text already seen is no cost of heads
+        # prompt lookup is no cost of heads
         ((0.8, 0.1, 0.2), made("ngram", 0, 0, rest=[DraftToken(1, 1)], heads=1), 0.25),
     ],
 )
@@ -261,7 +261,7 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
     assert 0.5 < worst <= 1.0
 
 
-# Behind text already seen
+# Behind prompt lookup
 
 
 def test_what_text_already_seen_gives_is_no_gain_of_heads() -> None:

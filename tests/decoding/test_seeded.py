@@ -68,7 +68,7 @@ def speculator() -> Speculator:
 
 
 def repeating(length: int, seed: int = 0) -> Tensor:
-    """[1, length] ids of a few kinds, so that text already seen has something to say."""
+    """[1, length] ids of a few kinds, so that prompt lookup has something to say."""
     return random_ids(length, seed, vocab_size=4)
 
 

@@ -199,7 +199,7 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
     seen, words = defaults(dear)
     assert (seen.drafter, seen.exit) == ("ngram", Exit())
     assert "which is not faster" in words
-    assert "--drafter ngram, text already seen" in words
+    assert "--drafter ngram, prompt lookup" in words
     rows = replace(
         dear, layers=tuple(2.0 * layers * (r + 1) for r, layers in enumerate(FLAT.layers))
     )

@@ -34,7 +34,7 @@ def record() -> Record:
 
 
 def learning_settings(record: Record) -> list[SpeculationOptions]:
-    """By chance: text already seen, pauses, and trees where the record has them.
+    """By chance: prompt lookup, pauses, and trees where the record has them.
 
     In some a threshold equals a confidence to the last bit.
     """
@@ -191,7 +191,7 @@ def test_without_heads_text_already_seen_alone_is_shown(record: Record) -> None:
 
 @pytest.mark.parametrize("heads", [pytest.param("smollm2-135m-instruct", marks=default_model)])
 def test_the_controls_of_the_default_model_begin_at_the_decode(heads: str) -> None:
-    """Trees around text already seen, under the never-slower rule: what the default drafts by."""
+    """Trees around prompt lookup, under the never-slower rule: what the default drafts by."""
     speculator, tokens = selfspec.load(heads=heads, prices=CHEAP), 40
     question = "Write a line of thanks to Ann Miller of Miller & Son, then write it again."
     trace = inspect(speculator, question, all_layers=False, max_new_tokens=tokens)

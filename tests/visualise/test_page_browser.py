@@ -212,7 +212,7 @@ def test_copied_tokens_say_where_they_were_seen(opened: Open, trace: LayerTrace)
     piece = page.locator("#answer .piece").nth(accepted)
     assert "in the prompt: … p0 p1 [p2 ]p3" in (piece.get_attribute("title") or "")
     piece.hover()
-    assert page.get_by_text("a draft of text already seen that was kept").is_visible()
+    assert page.get_by_text("a draft of prompt lookup that was kept").is_visible()
     assert page.locator("#readout mark").inner_text() == "p2 "
     assert page.locator("#map td.left, #map td.rejected").count() == 0
 

@@ -124,7 +124,7 @@ def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
     )
     shown = printed(found)
     assert "A· bⁿ [-x⏎-] c\n" in shown
-    assert "text already seenⁿ: 1 of 2 drafts kept" in shown
+    assert "prompt lookupⁿ: 1 of 2 drafts kept" in shown
 
 
 def test_the_summary_says_what_the_stats_say() -> None:

@@ -117,7 +117,7 @@ class Committed(Protocol):
 
 
 class Trunks(Protocol):
-    """Proposes chains that take no work: text already seen, text that a grammar forces."""
+    """Proposes chains that take no work: prompt lookup, text that a grammar forces."""
 
     def propose(self, state: Committed, limit: int, rival: float = 0.0) -> Draft:
         """Up to `limit` tokens; none unless more than `rival` should be accepted."""

@@ -87,7 +87,7 @@ def make_drafter(
 def make_ngram(
     options: SpeculationOptions, cost: DraftCost, end_tokens: Collection[int]
 ) -> NgramDrafter:
-    """A drafter of text already seen."""
+    """A drafter of prompt lookup."""
     controller = make_controller(options, options.ngram.max_tokens)
     return NgramDrafter(controller, end_tokens, size=options.ngram.size, cost=cost)
 

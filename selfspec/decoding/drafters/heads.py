@@ -42,7 +42,7 @@ from selfspec.heads.heads import Answer, ExitHead, ExitJudge, top_probability
 
 NEWEST = 1 / 16
 """Weight of the newest round in the running mean. With 1 / 8 drafts that pay paused by chance: in
-replay, default heads behind text already seen lost 0.8 % on 48 Spec-Bench questions, with this
+replay, default heads behind prompt lookup lost 0.8 % on 48 Spec-Bench questions, with this
 weight nothing."""
 
 PRIOR = 0.5
@@ -182,7 +182,7 @@ class Offer(NamedTuple):
     """A guess that may become a token of the tree."""
 
     chance: float
-    """Of the whole path, with what text already seen says of it."""
+    """Of the whole path, with what prompt lookup says of it."""
     said: float
     """The head's, of this token behind its parent."""
     parent: int
@@ -363,7 +363,7 @@ class TreeDrafter(Generic[StateT]):
     def _worth_asking(self, tree: Tree, level: Sequence[int]) -> list[_Node]:
         """Of the newest level those behind which a guess should pay its row, if all pay the head.
 
-        The root is asked whenever text already seen has nothing: else nobody would hear of heads
+        The root is asked whenever prompt lookup has nothing: else nobody would hear of heads
         that have become better.
         """
         if tree.full:

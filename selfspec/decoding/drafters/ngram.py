@@ -1,4 +1,4 @@
-"""Drafts from text already seen, and of what a grammar forces.
+"""Drafts from prompt lookup, and of what a grammar forces.
 
 What followed the same words before, in prompt or answer: prompt lookup (Saxena 2023; Hugging Face's
 `prompt_lookup_num_tokens`) with an index that grows with the text, and a memory of how often it was
@@ -186,7 +186,7 @@ class GrammarDrafter:
         self._forced = False
 
     def propose(self, state: Committed, limit: int, rival: float = 0.0) -> Draft:
-        """What is forced, whatever `rival` promises; else text already seen."""
+        """What is forced, whatever `rival` promises; else prompt lookup."""
         text = state.committed(self._start)
         forced = self._mask.forced(text, max(min(limit, self._most), 0))
         self._forced = bool(forced)

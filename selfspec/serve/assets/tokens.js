@@ -3,7 +3,7 @@
 const GIVERS = [
   { source: "model", kind: "piece", words: "the whole model", sample: "plain" },
   { source: "exit", kind: "piece left", words: "an exit head, by its layer: from shallow to deep", sample: "line" },
-  { source: "ngram", kind: "piece seen", words: "text already seen", sample: "dots" },
+  { source: "ngram", kind: "piece seen", words: "prompt lookup", sample: "dots" },
   { source: "grammar", kind: "piece grammar", words: "the grammar of a format", sample: "dashes" },
   { source: "draft-model", kind: "piece second", words: "a draft model", sample: "two lines" },
 ];

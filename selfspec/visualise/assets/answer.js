@@ -34,7 +34,7 @@ function paintAnswer() {
 function titleOf(told, place) {
   const origin = originOf(place);
   if (!origin) return `a draft of ${told.giver.words}`;
-  return `text already seen, in ${origin.where}: … ${origin.before}[${origin.token}]${origin.after} …`;
+  return `prompt lookup, in ${origin.where}: … ${origin.before}[${origin.token}]${origin.after} …`;
 }
 
 /** Say everything about a token, and mark it and what it was copied from. */
