@@ -140,7 +140,7 @@ def draft_words(sampler: Sampler, first: int, count: int, law: Tensor = DRAFTS) 
     draft, last = Draft(), first
     for place in range(count):
         token = sampler.draw(law[last])
-        draft.proposed.append(DraftToken(token, place - 1, law=law[last]))
+        draft.proposed.append(DraftToken(token, place - 1, probs=law[last]))
         last = token
     return draft
 
@@ -153,7 +153,7 @@ def drafted(
 ) -> Draft:
     """Tokens that were drawn from `law`, each; a chain, or with `parents`."""
     draft = Draft.of(tokens, parents)
-    draft.proposed = [one._replace(law=law, belief=belief) for one in draft.proposed]
+    draft.proposed = [one._replace(probs=law, belief=belief) for one in draft.proposed]
     return draft
 
 

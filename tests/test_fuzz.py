@@ -50,7 +50,7 @@ def check_answer(family: str, case: Case) -> None:
     try:
         expected = expected_of(case, family)
     except RuntimeError:  # scores that are no law, for transformers too
-        with pytest.raises(InvalidOption, match="no law to draw from"):
+        with pytest.raises(InvalidOption, match="no distribution to draw from"):
             speculator.generate(case.prompt.ids, **all_options(case))
         return
     text = torch.cat([case.prompt.ids, torch.tensor([expected])], dim=1)
@@ -96,7 +96,7 @@ def test_inside_of_hugging_faces_own_generate_too(family: str) -> None:
         try:
             expected = expected_of(case, family)
         except RuntimeError:  # scores that are no law, for transformers too
-            with pytest.raises(InvalidOption, match="no law to draw from"):
+            with pytest.raises(InvalidOption, match="no distribution to draw from"):
                 model.generate(case.prompt.ids, custom_generate=loop, **options)
             return
         found = model.generate(case.prompt.ids, custom_generate=loop, **options)
@@ -119,7 +119,7 @@ def test_so_is_every_turn_of_a_session(family: str) -> None:
             try:
                 expected = fuzz.hugging_face(family, tuple(prompt[0].tolist()), wishes)
             except RuntimeError:  # scores that are no law, for transformers too
-                with pytest.raises(InvalidOption, match="no law to draw from"):
+                with pytest.raises(InvalidOption, match="no distribution to draw from"):
                     stream.drain()
                 continue
             for number, _ in enumerate(stream, start=1):

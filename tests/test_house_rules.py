@@ -38,12 +38,12 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 33618,
+    "tests/": 33615,
     "model": 6898,
     "eval/": 3954,
     "eval": 4319,
     "decoding": 5050,
-    "cli": 3640,
+    "cli": 3642,
     "training": 4516,
     "serve": 3023,
     "visualise": 2276,
@@ -52,7 +52,7 @@ MOST_LINES = {
     "heads": 1918,
     "adaptation": 734,
     "options": 630,
-    "files": 402,
+    "files": 407,
     "config": 351,
     "untrusted": 218,
     "pages": 252,

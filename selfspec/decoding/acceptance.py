@@ -35,7 +35,7 @@ class DraftToken(NamedTuple):
     """Who proposed it, as `stats` names them."""
     chance: float = 0.0
     """To stay, as its drafter has it, with all before it; where it says."""
-    law: Tensor | None = None
+    probs: Tensor | None = None
     """[V] it was drawn from, after the processors; None: it was certain."""
     belief: Tensor | None = None
     """[V] that the drafter thought of this place, after the processors, also of tokens that were
@@ -141,11 +141,11 @@ class SpeculativeSampling:
     def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         probs = self._sampler.probs(ids, target.row(row))
         for index, draft in enumerate(proposed):
-            law = _one_hot(probs, draft.token) if draft.law is None else draft.law
+            drafted = _one_hot(probs, draft.token) if draft.probs is None else draft.probs
             u = self._sampler.uniform(probs.device)
-            if bool(u * law[draft.token] * self._lenience < probs[draft.token]):
+            if bool(u * drafted[draft.token] * self._lenience < probs[draft.token]):
                 return Verdict(draft.token, index)
-            probs = residual(probs, law)
+            probs = residual(probs, drafted)
         return Verdict(self._sampler.draw(probs))
 
 
@@ -158,7 +158,7 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """Resampling distribution after a rejection, norm(max(0, p - q)): [V], [V] -> [V].
 
     Where rounding left nothing (p and q equal to the last bits) it is p itself: such a rejection
-    has a probability near the rounding error, and p is the law it would be drawn from anyway.
+    has a probability near the rounding error, and it would be drawn from p anyway.
     """
     rest = (target_probs - draft_probs).clamp_(min=0.0)
     total = rest.sum()
@@ -166,9 +166,9 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
 
 def _one_hot(like: Tensor, token: int) -> Tensor:
-    law = like.new_zeros(like.shape)
-    law[token] = 1.0
-    return law
+    probs = like.new_zeros(like.shape)
+    probs[token] = 1.0
+    return probs
 
 
 # --- how likely the model found each token, for who asked -----------------------------------------
@@ -226,7 +226,7 @@ class CmAsd:
     The document says that low confidence is to be judged more strictly, and its formula does the
     opposite. Reading "intent" is what it says: tau = tau_base + gamma C. In place of a refused
     draft comes the target's own choice: its best, or where it samples (in the document it never
-    does) a draw from its law.
+    does) a draw from its distribution.
     """
 
     lossless = False
@@ -260,7 +260,7 @@ class Easd:
 
     | document | here |
     |---|---|
-    | P_d, P_t | the draft's belief, the target's law, both after the processors |
+    | P_d, P_t | the draft's belief, the target's distribution, both after the processors |
     | H_d > tau_H and H_t > tau_H, in nats | `entropy` |
     | overlap of the best n, above tau_O | `tokens`, `overlap` |
     | P_t(c) = 0, renormalised | the score of the token set to -inf |
@@ -297,7 +297,7 @@ class Easd:
         return Verdict(chosen(self._sampler, scores))
 
     def _ambiguous(self, scores: Tensor, belief: Tensor) -> bool:
-        """Whether both laws [V] are flat and agree on their best tokens; one device read."""
+        """Whether both [V] are flat and agree on their best tokens; one device read."""
         target = scores.softmax(-1)
         count = min(self._tokens, len(target))
         ours, theirs = target.topk(count).indices, belief.topk(count).indices
@@ -308,8 +308,8 @@ class Easd:
     def _stays(self, scores: Tensor, draft: DraftToken) -> bool:
         if not self._sampler.do_sample:
             return int(scores.argmax(-1)) == draft.token
-        # a draft that was certain has the law one-hot
-        drafted = 1.0 if draft.law is None else draft.law[draft.token]
+        # a draft that was certain has the distribution one-hot
+        drafted = 1.0 if draft.probs is None else draft.probs[draft.token]
         u = self._sampler.uniform(scores.device)
         return bool(u * drafted < scores.softmax(-1)[draft.token])
 

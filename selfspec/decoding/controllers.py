@@ -26,7 +26,7 @@ class DraftController:
     """
 
     signal: Signal | None = None
-    """What `go_on` wants to know of each draft token's law; None: nothing."""
+    """What `go_on` wants to know of each draft token's distribution; None: nothing."""
 
     def __init__(self, length: int, threshold: float | None = None) -> None:
         self._length = self.longest = length

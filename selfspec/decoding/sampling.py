@@ -285,10 +285,10 @@ class Choice(NamedTuple):
     """One token and where it came from."""
 
     token: int
-    law: Tensor | None = None
-    """The law it was drawn from, [V]; None: it is certain."""
+    probs: Tensor | None = None
+    """The distribution it was drawn from, [V]; None: it is certain."""
     belief: Tensor | None = None
-    """The law at its place, [V], drawn from or not; None: not kept."""
+    """The distribution at its place, [V], drawn from or not; None: not kept."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Sampler:
     generator: torch.Generator | None = None
     """Source of draws that no seed ties; None is torch's global one."""
     seed: int | None = None
-    """Ties each draw to its position: the token is a function of the law there, and of this."""
+    """Ties each draw to its position: the token is a function of this and the probabilities."""
     pad: int = 0
     """Padding ids in front of a text, which count for no position."""
     least: float | None = None
@@ -342,7 +342,7 @@ class Sampler:
     def draw(self, probs: Tensor, place: int | None = None) -> int:
         """One token from [V], behind `place` ids, to which a seed ties it; None: to no place.
 
-        Raises InvalidOption where [V] is no law.
+        Raises InvalidOption where [V] is no distribution.
         """
         generator = self.generator
         if self.seed is not None and place is not None:
@@ -353,7 +353,7 @@ class Sampler:
             return int(torch.multinomial(probs, 1, generator=generator))
         except RuntimeError as error:
             raise InvalidOption(
-                "the scores hold no law to draw from: all tokens are ruled out, or a number is NaN "
+                "the scores hold no distribution to draw from: all are ruled out, or one is NaN "
                 "or infinite. Check temperature, guidance_scale and logits_processor"
             ) from error
 

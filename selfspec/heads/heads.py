@@ -365,7 +365,7 @@ def likeliest(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, T
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Shannon entropy of laws [.., V] -> [..], in nats."""
+    """Shannon entropy of distributions [.., V] -> [..], in nats."""
     nats: Tensor = torch.special.entr(probs).sum(-1)
     return nats
 
@@ -387,7 +387,7 @@ class Ensemble:
         self._margin_scale = margin_scale
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits [.., V] (or logarithms of a law) -> [..]."""
+        """Logits [.., V] (or logarithms of a distribution) -> [..]."""
         log_probs = logits.log_softmax(-1)
         first, second = log_probs.topk(2, dim=-1).values.unbind(-1)
         signals = (
@@ -413,7 +413,7 @@ class Answer:
     tokens: list[list[int]]
     """Of each row the likeliest, best first; ids of the model."""
     chances: list[list[float]]
-    """Of these, falling, by the judge's law."""
+    """Of these, falling, by the judge's distribution."""
     signals: list[float]
     """What else was wanted to know of each row; empty if nothing."""
 

@@ -220,7 +220,7 @@ def measured_entropy(
 
 
 def entropies(backbone: Backbone, conversations: Sequence[Conversation]) -> Tensor:
-    """Entropy of the model's law at each answer position, [N] in nats, at temperature 1."""
+    """The model's entropy at each answer position, [N] in nats, at temperature 1."""
     last = backbone.num_layers
     hidden = features(backbone, FeatureSpec((last,)), padded(conversations)).hidden[last]
     with torch.no_grad():

@@ -43,13 +43,13 @@ class LayerSays:
     """Five ids (fewer in a smaller draft vocabulary), most likely first."""
     top_texts: tuple[str, ...]
     top_probs: tuple[float, ...]
-    """Of the head's law, calibrated, before annealing."""
+    """Of the head's distribution, calibrated, before annealing."""
     confidence: float
     """Top-1 probability after annealing: what the judge compares with the threshold."""
     rank: int
     """Of the final token among the head's guesses, from 1; 0: not in the draft vocabulary."""
     divergence: float
-    """KL(final law || head's law) in nats, both renormalised over the head's draft vocabulary."""
+    """KL(final || head's distribution) in nats, both renormalised over the draft vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,7 +262,7 @@ class Likeliest(NamedTuple):
 
 
 class Reader:
-    """Reads laws of several places: [R, d] features or [R, V] target logits come in."""
+    """Reads distributions of several places: [R, d] features or [R, V] target logits come in."""
 
     def __init__(self, lenses: Mapping[int, Lens], judge: ExitJudge, texts: TokenTexts) -> None:
         """`judge` is the decode's own, for all layers of `lenses`."""
@@ -272,7 +272,7 @@ class Reader:
     def said(
         self, layer: int, features: Tensor, target_logits: Tensor, tokens: Tensor
     ) -> list[LayerSays]:
-        """What `layer` says of places whose final `tokens` [R] and laws [R, V] are known."""
+        """What `layer` says of places whose final `tokens` [R] and logits [R, V] are known."""
         head, _, temperature = self.lenses[layer]
         logits = head.unembed(features)  # [R, V_draft]
         log_probs = (logits / temperature).log_softmax(-1)
@@ -298,7 +298,7 @@ class Reader:
         ]
 
     def likeliest(self, log_probs: Tensor, head: ExitHead | None = None) -> list[Likeliest]:
-        """The best of each law [R, V_draft] of `head`, or [R, V] of the model."""
+        """The best of each distribution [R, V_draft] of `head`, or [R, V] of the model."""
         best = log_probs.argmax(-1, keepdim=True)
         # where values tie, topk takes any of them: the one that would be drafted comes first
         marked = log_probs.scatter(-1, best, torch.inf)

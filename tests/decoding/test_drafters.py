@@ -109,7 +109,7 @@ def test_the_continuation_of_the_longest_match_is_drafted() -> None:
     text = Text([1, 2, 3, 4, 5, 9, 3, 8, 1, 2, 3])
     draft = ask(make_drafter(), text)
     assert draft.tokens == [4, 5, 9, 3]
-    assert {(one.layer, one.law, one.source) for one in draft.proposed} == {(0, None, "ngram")}
+    assert {(one.layer, one.probs, one.source) for one in draft.proposed} == {(0, None, "ngram")}
     assert draft.ended == "width"
 
 
@@ -375,7 +375,7 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
     for kept in (2, 4, 0):
         draft = alone(drafter.draft(state, 20, Stopwatch()))
         assert draft.tokens == own_text(second, state.ids, 4)
-        told = {(one.source, one.layer, one.law) for one in draft.proposed}
+        told = {(one.source, one.layer, one.probs) for one in draft.proposed}
         assert told == {("draft-model", 0, None)}
         for token in draft.tokens[:kept]:
             state.append(token, 0)
@@ -408,7 +408,7 @@ def test_sampled_drafts_come_with_the_law_they_were_drawn_from(
     logits = second.model(whole).logits[0, 6:-1].float()
     for one, expected in zip(draft.proposed, (logits / 3.0).softmax(-1), strict=True):
         # float64 run in other blocks, rounded to float32; largest difference measured: 0
-        torch.testing.assert_close(one.law, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(one.probs, expected, rtol=0, atol=1e-6)
 
 
 @torch.inference_mode()

@@ -150,7 +150,7 @@ def exit_looks_at_the_drawn_token(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: ExitDrafter, *args: Any) -> Steps[Any]:
         found = yield from right(self, *args)
-        if found is None or (law := found.choice.law) is None:
+        if found is None or (law := found.choice.probs) is None:
             return None
         return found if law[found.choice.token] > law.max() - 1e-6 else None
 
@@ -163,7 +163,7 @@ def law_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Sampler, ids: Tensor, logits: Tensor, **options: Any) -> Choice:
         choice = right(self, ids, logits, **options)
-        return choice._replace(law=(logits[0] / 2).softmax(-1))
+        return choice._replace(probs=(logits[0] / 2).softmax(-1))
 
     patch.setattr(Sampler, "choose", wrong)
 

@@ -201,9 +201,9 @@ def test_every_drafter_draws_at_the_place_of_its_token(speculator: Speculator, m
         draft = alone(drafter.draft(state, 9, Stopwatch()))
     assert len(draft.tokens) > 1
     for index, one in enumerate(draft.proposed):
-        assert one.law is not None
+        assert one.probs is not None
         place = state.length + len(draft.path(index)) - 1  # ids in front of it, and padding
-        assert one.token == asked.sampler.draw(one.law, place)
+        assert one.token == asked.sampler.draw(one.probs, place)
 
 
 # The law

@@ -192,9 +192,9 @@ class DraftWriter:
     ) -> None:
         """Propose a token that left at `layer`; `chance` of the whole path to stay."""
         proposed = self.draft.proposed
-        token, law, belief = choice
+        token, probs, belief = choice
         proposed.append(
-            DraftToken(token, len(proposed) - 1, layer, self._source, chance, law, belief)
+            DraftToken(token, len(proposed) - 1, layer, self._source, chance, probs, belief)
         )
         self.room -= 1
         if token in self._drafter.end_tokens:

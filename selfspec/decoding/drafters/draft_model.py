@@ -74,7 +74,7 @@ class DraftModelDrafter(PacedDrafter):
         *,
         beliefs: bool = False,
     ) -> None:
-        """`sampler` is the target's: its processors also shape the laws of the drafts."""
+        """`sampler` is the target's: its processors also shape the distributions of the drafts."""
         super().__init__(controller, end_tokens, beliefs=beliefs)
         self._cache = cache
         self._sampler = sampler.for_drafts()

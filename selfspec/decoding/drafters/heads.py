@@ -268,9 +268,9 @@ class Tree:
         proposed, at = self.draft.proposed, len(self.draft.proposed)
         self._steps += self._rows[at]
         self._tokens += offer.chance
-        token, law, belief = choice
+        token, probs, belief = choice
         proposed.append(
-            DraftToken(token, offer.parent, offer.layer, self._source, offer.chance, law, belief)
+            DraftToken(token, offer.parent, offer.layer, self._source, offer.chance, probs, belief)
         )
         self.note(at, offer.parent, offer.said)
         return at
@@ -426,36 +426,36 @@ class Known:
 
 
 class Drawn:
-    """Tokens drawn from a law without replacement.
+    """Tokens drawn from a distribution without replacement.
 
-    Each comes with the law that it was drawn from, what was drawn before taken out of it: tried in
-    this order, each against what the ones before left of the target's law, they keep the target's
+    Each comes with the distribution that it was drawn from, without what was drawn before: tried in
+    this order, each against what the ones before left of the target's, they keep the target's
     distribution (recursive rejection sampling: Jeon et al. 2024, "Recursive Speculative Decoding").
     """
 
-    def __init__(self, law: Tensor, sampler: Sampler, count: int, place: int) -> None:
-        """`law` [V] of the token behind `place` ids; at most `count` are drawn."""
-        self._law, self._sampler, self._count, self._place = law, sampler, count, place
-        best = law.topk(min(count, len(law))).values
+    def __init__(self, probs: Tensor, sampler: Sampler, count: int, place: int) -> None:
+        """`probs` [V] of the token behind `place` ids; at most `count` are drawn."""
+        self._probs, self._sampler, self._count, self._place = probs, sampler, count, place
+        best = probs.topk(min(count, len(probs))).values
         self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
 
     def choice(self, rank: int) -> Choice | None:  # noqa: ARG002  # the protocol's
         """The next draw; None where rounding left nothing to draw from."""
-        law = self._law
-        total = law.sum()
+        probs = self._probs
+        total = probs.sum()
         if not bool(total > 0.0):
             return None
-        law = law / total
-        token = self._sampler.draw(law, self._place)
-        self._law = law.clone()
-        self._law[token] = 0.0
-        return Choice(token, law)
+        probs = probs / total
+        token = self._sampler.draw(probs, self._place)
+        self._probs = probs.clone()
+        self._probs[token] = 0.0
+        return Choice(token, probs)
 
     def without(self, token: int) -> tuple[Drawn, float]:
-        """From what is left of the law, and its probability."""
-        law = self._law.clone()
-        law[token] = 0.0
-        return Drawn(law, self._sampler, self._count, self._place), float(self._law[token])
+        """From what is left of the distribution, and its probability."""
+        probs = self._probs.clone()
+        probs[token] = 0.0
+        return Drawn(probs, self._sampler, self._count, self._place), float(self._probs[token])
 
 
 class HeadGuesser:
@@ -531,10 +531,10 @@ class HeadGuesser:
 
 def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int) -> Guesses:
     """At most `count` guesses behind `ids` [1, n] under processors, or draws; logits [1, V]."""
-    law = sampler.probs(ids, logits)
+    probs = sampler.probs(ids, logits)
     if sampler.do_sample:
-        return Drawn(law, sampler, count, ids.shape[1])
-    best = law.topk(min(count, len(law)))
+        return Drawn(probs, sampler, count, ids.shape[1])
+    best = probs.topk(min(count, len(probs)))
     return Known(best.indices.tolist(), best.values.tolist())
 
 
