@@ -353,8 +353,8 @@ class Sampler:
             return int(torch.multinomial(probs, 1, generator=generator))
         except RuntimeError as error:
             raise InvalidOption(
-                "the scores hold no distribution to draw from: all are ruled out, or one is NaN "
-                "or infinite. Check temperature, guidance_scale and logits_processor"
+                "the scores hold no distribution to draw from: all tokens are ruled out, or one is "
+                "NaN or infinite. Check temperature, guidance_scale and logits_processor"
             ) from error
 
     def uniform(self, device: torch.device) -> Tensor:
