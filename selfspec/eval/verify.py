@@ -248,7 +248,7 @@ def _one_result(subject: Subject) -> Rung:
     return bits.rung(f"{bits.positions:,} positions, {len(WAYS)} ways")
 
 
-def _any_company(subject: Subject) -> Rung:
+def _any_batch(subject: Subject) -> Rung:
     """Rung 7: all prompts in one engine, with the drafts of `generate`, against each alone.
 
     They come at different times, the first comes twice and leaves once, and prompts enter in
@@ -284,7 +284,7 @@ RUNGS: dict[str, Callable[[Subject], Rung]] = {
     "texts are Hugging Face's but for near ties": _near_ties,
     "tokens are float32's best within rounding": _near_top,
     "a text has the same bits however it arrives": _one_result,
-    "a text has the same bits in any company": _any_company,
+    "a text has the same bits in any batch": _any_batch,
 }
 """Claims in the order of design: from exact to rounded."""
 

@@ -181,7 +181,7 @@ def test_a_text_that_gets_the_rows_of_another_fails_the_seventh_rung(
         Target, "part", lambda self, rows: right(self, slice(0, rows.stop - rows.start))
     )
     found = [rung.outcome for _, rung in climb(subject)]
-    assert found == ["passed"] * 4 + ["skipped", "passed", "failed"]  # no other rung has company
+    assert found == ["passed"] * 4 + ["skipped", "passed", "failed"]  # no other rung has batches
 
 
 @pytest.mark.parametrize(
