@@ -77,16 +77,16 @@ class SpeculationOptions:
     """What drafts cost here, as shares of a step: row, head."""
 
     exit: Exit = field(default_factory=Exit)
-    """Of exit heads."""
+    """Settings of exit heads."""
 
     ngram: Ngram = field(default_factory=Ngram)
-    """Of prompt lookup."""
+    """Settings of prompt lookup."""
 
     draft_model: DraftModel = field(default_factory=DraftModel)
-    """Of a second model."""
+    """Settings of a second model."""
 
     successors: Successors = field(default_factory=Successors)
-    """Of successors."""
+    """Settings of successors."""
 
     easd: Easd = field(default_factory=Easd)
     """Where `easd` as text starts: heads may know its entropy threshold."""

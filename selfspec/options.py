@@ -29,7 +29,7 @@ class Range:
     expected: str
     """How an error says so."""
     whole: bool = False
-    """Of a tuple as a whole, not of each value in it."""
+    """Whether it holds for a tuple as a whole, not for each value in it."""
     most: float | None = None
     """The largest value, which costs a few megabytes and milliseconds at most."""
     request: float | None = None
@@ -55,9 +55,9 @@ class Part:
     kind: ClassVar[str]
     """Its name on the command line."""
     reads_confidence: ClassVar[bool] = False
-    """Of a controller: a token's confidence decides; such controllers know chains alone."""
+    """Whether a controller goes by a token's confidence; such controllers know chains alone."""
     reads_beliefs: ClassVar[bool] = False
-    """Of an acceptance rule: it looks at the whole distribution of each draft token."""
+    """Whether an acceptance rule looks at the whole distribution of each draft token."""
 
     def __init_subclass__(cls, kind: str = "") -> None:
         if kind:
@@ -108,7 +108,7 @@ def check_asked(part: Part) -> None:
 
 @functools.cache
 def ranges(kind: type) -> dict[str, Range]:
-    """By field name; for fields that have one."""
+    """The ranges by field name; for fields that have one."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         name: note
@@ -344,7 +344,7 @@ class GammaTunePlus(GammaTune, kind="gammatune-plus"):
 
 @dataclass(frozen=True, kw_only=True)
 class CmAsdLength(Bounded, Ensemble, kind="cm-asd"):
-    """As long as the drafter is confident."""
+    """A length that follows the drafter's confidence."""
 
     reads_confidence: ClassVar[bool] = True
 
@@ -360,7 +360,7 @@ Controller = Fixed | Threshold | Heuristic | GammaTune | CmAsdLength
 CONTROLLERS: dict[str, type[Controller]] = {
     one.kind: one for one in (Fixed, Heuristic, Threshold, GammaTune, GammaTunePlus, CmAsdLength)
 }
-"""By name."""
+"""Controllers by name."""
 
 
 # --- acceptance rules: what decides how many drafts stay ------------------------------------------
@@ -435,7 +435,7 @@ Acceptance = Lossless | Lenient | CmAsd | Easd
 ACCEPTANCE: dict[str, type[Acceptance]] = {
     one.kind: one for one in (Lossless, Lenient, CmAsd, Easd)
 }
-"""By name."""
+"""Acceptance rules by name."""
 
 
 Kinds = Mapping[str, type[Part]]
@@ -493,7 +493,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def _read(value: Any, member: Any) -> Any:
-    """As one type wants it: text with commas or slashes is a tuple, one item a list of its own."""
+    """A value of one type: text with commas or slashes is a tuple, one item a list of its own."""
     kind = get_origin(member) or member
     if kind in (tuple, list):
         text = isinstance(value, str) and kind is tuple

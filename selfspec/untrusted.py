@@ -19,10 +19,10 @@ from typing import IO, Any
 from selfspec.errors import InvalidData
 
 MOST_BYTES = 64 << 20
-"""Of a text file that is read as a whole."""
+"""Limit for a text file that is read as a whole."""
 
 MOST_LINE_BYTES = 16 << 20
-"""Of one line of a JSONL file."""
+"""Limit for one line of a JSONL file."""
 
 MOST_DEPTH = 64
 """Lists and mappings inside each other."""
@@ -31,7 +31,7 @@ MOST_YAML_BYTES = 1 << 20
 """A config has a few hundred; YAML is read a hundred times as slowly as JSON."""
 
 MOST_HEADER_BYTES = 16 << 20
-"""Of a safetensors file: a model of 100,000 tensors stays below."""
+"""Limit for a safetensors file's header: a model of 100,000 tensors stays below."""
 
 _MOST_YAML_WORD = 10_000
 """Characters of a plain scalar: numbers with colons take quadratic time."""
@@ -63,7 +63,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """A file as a whole. Raises InvalidData: unreadable, or too large."""
     with open_bytes(path) as file:
         try:
-            data = b""  # in pieces: whoever asks for a gigabyte gets a buffer of it at once
+            data = b""  # in pieces: a read of a gigabyte gets a buffer of it at once
             while len(data) <= most_bytes and (piece := file.read(min(_PIECE, most_bytes + 1))):
                 data += piece
         except OSError as error:

@@ -55,7 +55,7 @@ class TurnEnd(NamedTuple):
 
     token: int | None = None
     text: str = ""
-    """Where no single token says it."""
+    """The end where no single token says it."""
 
     def options(self, given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
         """Keywords of `generate` that end an answer here, too, beside those `given`."""
@@ -197,7 +197,7 @@ def _said(role: str, content: str) -> dict[str, str]:
 # --- running a template ---------------------------------------------------------------------------
 
 _MOST_CHARACTERS = 1 << 20
-"""Of a text, and eight for each that comes in."""
+"""Most characters of a rendered text, and eight more for each that comes in."""
 
 _KEPT = 2
 """Processes that wait for work, of 25 MB each; while more threads ask there are more."""
@@ -207,7 +207,7 @@ class CannotRender(Exception):
     """Why a template gives no text, in one line."""
 
     line: int | None = None
-    """Of the template, where that is known."""
+    """The line of the template, where that is known."""
 
 
 def templated(

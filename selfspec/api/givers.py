@@ -23,17 +23,17 @@ class Giver(NamedTuple):
 
     source: str
     layer: int = 0
-    """Of an exit head's draft; 0 is the embedding."""
+    """Exit layer of a head's draft; 0 is the embedding."""
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The giver's name, for people."""
         if self.source == EXIT:
             return f"exit layer {self.layer}" if self.layer else "the embedding"
         return SOURCES[self.source].words
 
     def colour(self, num_layers: int) -> str | None:
-        """Of its tokens; None: the colour of all text."""
+        """The colour of its tokens; None: the colour of all text."""
         if self.source == EXIT:
             return palette.of_layer(self.layer, num_layers)
         return SOURCES[self.source].colour

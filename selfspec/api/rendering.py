@@ -34,7 +34,7 @@ MEMORY = 256 << 20
 """Bytes of address space; the program itself takes 30 MB."""
 
 SECONDS = 1.5
-"""Of the processor, so that a busy machine refuses none: a hundred turns take milliseconds."""
+"""Processor time, so that a busy machine refuses none: a hundred turns take milliseconds."""
 
 FULL = 3
 """Exit status of a process that had no more memory."""
@@ -83,11 +83,11 @@ class Dictionary:
     """`dict`, and nothing else that can be reached from the class."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        """As `dict`."""
+        """The same as `dict`."""
         return dict(*args, **values)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As `dict.fromkeys`."""
+        """The same as `dict.fromkeys`."""
         return dict.fromkeys(*args)
 
 
@@ -108,7 +108,7 @@ def _raise(message: str) -> None:
 
 @functools.lru_cache(maxsize=8)
 def compiled(template: str) -> Template:
-    """With what transformers gives to templates."""
+    """The template, with what transformers gives to templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControls]
     )
@@ -123,7 +123,7 @@ def compiled(template: str) -> Template:
 
 
 def answer(line: str) -> list[Any]:
-    """To one line."""
+    """What is answered to one line."""
     template, variables, most = json.loads(line)
     try:
         text = compiled(template).render(json.loads(variables))
@@ -153,7 +153,7 @@ def main() -> None:
         except MemoryError:
             os._exit(FULL)
         _end_after(0)
-        print(said, flush=True)  # noqa: T201  # to who asked
+        print(said, flush=True)  # noqa: T201  # to the asker
 
 
 def _end_after(seconds: float) -> None:

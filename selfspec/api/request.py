@@ -430,7 +430,7 @@ def _hand_back(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> tuple[Any, ...]:
-    """In place of a decoding loop: what was prepared for one."""
+    """Stand in for a decoding loop: return what was prepared for one."""
     return input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
 
 

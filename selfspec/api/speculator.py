@@ -225,7 +225,7 @@ class Speculator:
         patience: float | None = None,
         kv_memory: int | None = None,
     ) -> Engine:
-        """For many texts at once, which join and leave between rounds; keywords as `Engine` has."""
+        """An engine: many texts join and leave between rounds; keywords as `Engine` has."""
         return Engine(self.runtime, most=most, patience=patience, kv_memory=kv_memory)
 
     def session(self) -> Session:
@@ -292,7 +292,7 @@ class Speculator:
         return replace(options, speculate=False) if self._disabled else options
 
     def answers(self, call: Call) -> list[Generation]:
-        """To all rows of a call, which are written together."""
+        """The answers to all rows of a call, which are written together."""
         engine = self.engine()
         rows = range(len(call.request.pads))
         if call.streamer is not None and len(rows) > 1:

@@ -36,14 +36,14 @@ class Generation:
     """One finished answer."""
 
     text: str
-    """Without what ends a turn."""
+    """The answer, without what ends a turn."""
     token_ids: list[int]
     """New tokens, an end token included."""
     stats: GenerationStats
     stop_reason: StopReason | None
     """None if the stream was closed before its end."""
     logprobs: list[Logprob] | None = None
-    """Of each token, where `logprobs` was asked for."""
+    """Log-probabilities of each token, where `logprobs` was asked for."""
     estimate: Estimate | None = None
     """None where nothing was drafted."""
     pieces: list[Piece] = field(default_factory=list)
@@ -98,9 +98,9 @@ class Stream:
 
     def __init__(self, running: Running, call: Call) -> None:
         self.rounds: list[Round] = []
-        """So far, the prompt's pass first."""
+        """The rounds so far, the prompt's pass first."""
         self.giver = Giver(MODEL)
-        """Of the newest token, the last of the newest piece."""
+        """Who gave the newest token, the last of the newest piece."""
         self._entries = running
         self._stats = running.stats
         self._call = call

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 KEYWORDS = ("json_schema", "grammar")
-"""Of `generate`."""
+"""Keywords of `generate` that ask for a structure."""
 
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it: a small model can go on with spaces for ever, and what is written
@@ -31,10 +31,10 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 class Grammar(NamedTuple):
-    """As llguidance reads it; not yet known to be right."""
+    """A grammar as llguidance reads it; not yet known to be right."""
 
     keyword: str
-    """That asked for it."""
+    """The keyword that asked for it."""
     text: str
 
 
@@ -82,7 +82,7 @@ def check(grammar: Grammar) -> None:
 
 
 def matcher_class() -> type[LLMatcher]:
-    """Of llguidance. Raises InvalidOption without the package."""
+    """The matcher of llguidance. Raises InvalidOption without the package."""
     try:
         from llguidance import LLMatcher
     except ImportError as error:

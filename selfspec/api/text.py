@@ -25,7 +25,7 @@ _ADVICE: tuple[tuple[Any, str], ...] = (
     (bytes, "Make text of it: prompt.decode()"),
     (Iterator, "Give many prompts to generate_each"),
 )
-"""For what people give in place of a prompt."""
+"""Advice by the type that people give in place of a prompt."""
 
 
 def encode(

@@ -35,7 +35,7 @@ TUNED_OPTIONS = ("speculate", "drafter", "prices")
 
 
 def folder() -> Path:
-    """Where the files are."""
+    """The folder of these files."""
     return cache_folder() / "tuned"
 
 

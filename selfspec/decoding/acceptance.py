@@ -34,7 +34,7 @@ class DraftToken(NamedTuple):
     source: str = EXIT
     """Who proposed it, as `stats` names them."""
     chance: float = 0.0
-    """To stay, as its drafter has it, with all before it; where it says."""
+    """Its chance to stay, with all before it, as its drafter has it; where that says."""
     probs: Tensor | None = None
     """[V] it was drawn from, after the processors; None: it was certain."""
     belief: Tensor | None = None
@@ -72,7 +72,7 @@ class Target:
         return found
 
     def part(self, rows: slice) -> Target:
-        """Those of one text."""
+        """The part of one text, by its rows."""
         return Target(self.logits[rows], lambda: self.best[rows])
 
 
@@ -171,7 +171,7 @@ def _one_hot(like: Tensor, token: int) -> Tensor:
     return probs
 
 
-# --- how likely the model found each token, for who asked -----------------------------------------
+# --- how likely the model found each token, where asked for ---------------------------------------
 
 
 class Logprob(NamedTuple):
@@ -201,7 +201,7 @@ class Noting:
 
 
 def logprob(logits: Tensor, token: int, count: int) -> Logprob:
-    """Of a token, and of the `count` likeliest; logits [V]."""
+    """Log-probabilities of a token, and of the `count` likeliest; logits [V]."""
     logs = logits.float().log_softmax(-1)
     best = logs.topk(min(count, logs.numel()))
     top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -349,5 +349,5 @@ def lossy_rule(sampler: Sampler, wanted: rules.CmAsd | rules.Easd) -> CmAsd | Ea
 
 
 def tied(sampler: Sampler, options: SpeculationOptions) -> Sampler:
-    """With draws at their places, unless the rule of these options needs them one by one."""
+    """A sampler with draws at their places, unless the options' rule needs them one by one."""
     return replace(sampler, seed=None) if options.speculate and options.loss else sampler

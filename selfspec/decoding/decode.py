@@ -6,7 +6,7 @@
       commit             the acceptance rule keeps drafts, one token at a time, on true prefixes
       rewind             layers keep what is committed; queues are emptied
 
-Plain decoding is the same loop with a drafter that proposes nothing. Whoever drives the loop does
+Plain decoding is the same loop with a drafter that proposes nothing. What drives the loop does
 the Work, for one text or for many at once: `rounds` here, or the engine.
 """
 

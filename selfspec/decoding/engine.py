@@ -89,7 +89,7 @@ class Runtime:
     ) -> Running:
         """A text to write; `lease` and `draft_cache` may hold what an earlier turn left.
 
-        `load`: how many texts share a pass, as whoever runs it keeps that. Raises ModelChanged if
+        `load`: how many texts share a pass; the caller keeps it true. Raises ModelChanged if
         the model, or the draft model, is not what was wrapped.
         """
         for backbone in (self.backbone, self.draft_model):
@@ -202,7 +202,7 @@ BULK_ROWS = 1024
 """Rows of prompts at most that enter with a round."""
 
 _NEWEST = 0.5
-"""Of the newest round in a running mean: rows get dearer as a prompt gets longer."""
+"""Weight of the newest round in a running mean: rows get dearer as a prompt gets longer."""
 
 
 class Pace:
@@ -212,7 +212,7 @@ class Pace:
         """`row_costs`: as `DraftCost.rows`."""
         self._row_costs = tuple(row_costs)
         self._usual_s: dict[int, float] = {}
-        """By texts: a round without prompts."""
+        """Seconds of a round without prompts, by its number of texts."""
         self._row_s: float | None = None
         """What a prompt's row adds."""
         self._newest = 0
@@ -230,7 +230,7 @@ class Pace:
             self._newest = rows
 
     def rows(self, texts: int, patience: float) -> int:
-        """Of prompts: what makes a round of so many texts longer by `patience` rounds; at least 1.
+        """Rows of prompts that make a round of `texts` longer by `patience` rounds; at least 1.
 
         Texts of which none waits for its next token take all that fits a pass.
         """
@@ -244,7 +244,7 @@ class Pace:
         return max(int(patience * self._usual(texts) / self._row_s), 1)
 
     def _usual(self, texts: int) -> float:
-        """Of the nearest number of texts that was seen."""
+        """Seconds of a round without prompts, for the nearest number of texts that was seen."""
         return self._usual_s[min(self._usual_s, key=lambda seen: abs(seen - texts))]
 
     def _by_prices(self, texts: int, patience: float) -> int:
@@ -273,12 +273,12 @@ class Running:
 
     state: DecodeState
     steps: Generator[Work | Round, Any, None]
-    """As `decode.written` yields them."""
+    """What `decode.written` yields."""
     stats: GenerationStats
-    """For who takes the rounds to count in."""
+    """The reader of the rounds counts in it."""
     watch: Stopwatch
     logprobs: list[Logprob]
-    """Of all committed tokens, where that was asked for; grows with the text."""
+    """Log-probabilities of all committed tokens, where asked for; grows with the text."""
     ended: bool = False
     """Whether no more rounds will come."""
     error: BaseException | None = None
@@ -357,11 +357,11 @@ class Engine:
         self._pace = Pace(DraftCost.for_model(backbone).rows)
         self._load = Load()
         self._waiting: deque[Running] = deque()
-        """Have not begun."""
+        """Texts that have not begun."""
         self._entering: dict[Running, int] = {}
-        """Have begun, with so many rows of a prompt that wait."""
+        """Texts that have begun, with so many rows of a prompt that wait."""
         self._writing: list[Running] = []
-        """Between two rounds."""
+        """Texts between two rounds."""
         self._works: dict[Running, Work] = {}
         """Within a round: what each wants next."""
 
@@ -433,7 +433,7 @@ class Engine:
                 held.remove(running)
 
     def _begin(self, taking_part: dict[Running, None]) -> tuple[int, int]:
-        """To the first work of every text that takes part in a round, which are noted.
+        """Go to the first work of every text that takes part in a round, and note these texts.
 
         Returns how many texts are being written, and rows of prompts beside them.
         """

@@ -95,7 +95,7 @@ class StepSpeed:
     kv_bytes: int
     """Keys and values of the context."""
     memory_bytes_per_s: float
-    """At which all threads, or the accelerator, read numbers that no cache holds."""
+    """Rate at which all threads, or the accelerator, read numbers that no cache holds."""
     rows_s: dict[int, float]
     """Seconds of a pass through all layers, to the best token of each row, by rows."""
 
@@ -174,7 +174,7 @@ class Passes:
         self.lease = Lease(backbone.num_layers)
         self._hidden = HiddenCache(backbone, self.lease)
         self.ids = torch.arange(context + most, device=backbone.device) % backbone.vocab_size
-        """Of the context, then of the rows."""
+        """Ids of the context, then of the rows."""
         self._hidden.push(backbone.embed(self.ids[:context]))
         alone(self._hidden.advance_all())
 
@@ -192,7 +192,7 @@ class Passes:
 
 
 _ROWS = 8
-"""As many as a pinned pass has."""
+"""Rows: as many as a pinned pass has."""
 
 _REPEATS = 15
 _SHORT = 8

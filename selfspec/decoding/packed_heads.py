@@ -87,7 +87,7 @@ class PackedHead:
         return self._rows(features)
 
     def _operations(self, parts: Parts) -> Iterator[Operation]:
-        """From the hidden state, with `deep` beside it where the head reads that, to features."""
+        """Operations from the hidden state, and `deep` where the head reads that, to features."""
         program, to = self._program, self._features
         norm = norm_of(parts.norm, self._rows.in_features, self._rows.dtype)
         if parts.direct is None and parts.inner is None:

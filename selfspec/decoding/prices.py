@@ -71,7 +71,7 @@ class Costs:
         rounds: Iterable[tuple[int, Count]],
         heads: Count,
     ) -> Count:
-        """Of rounds in all.
+        """Seconds of these rounds in all.
 
         `passes`: rows, how many passes of so many rows, layers that they run in all; `rounds`:
         rows verified, how many rounds of so many; `heads`: how often one was asked.
@@ -84,7 +84,7 @@ class Costs:
         return found
 
     def seconds_of(self, rounds: Iterable[Round]) -> float:
-        """Of rounds with drafts of exit heads, or from prompt lookup, which is free.
+        """Seconds of rounds with drafts of exit heads, or from prompt lookup, which is free.
 
         The prompt's pass is left out.
         """
@@ -118,9 +118,9 @@ class Exits:
     """What drafting would do at one place of a round: chances, or arrays of them."""
 
     at: tuple[Any, ...]
-    """To exit at each exit layer; what is missing to 1 is a difficult token."""
+    """Chances to exit at each exit layer; what is missing to 1 is a difficult token."""
     right: Any
-    """To exit with a draft that stays."""
+    """The chance to exit with a draft that stays."""
 
 
 def expected(
@@ -158,7 +158,7 @@ def expected(
 
 @dataclass
 class Load:
-    """How many texts take part in a round, now; whoever runs them keeps it true."""
+    """How many texts take part in a round, now; the engine that runs them keeps it true."""
 
     texts: int = 1
 
@@ -179,7 +179,7 @@ class DraftCost:
 
     @classmethod
     def for_model(cls, model: Backbone, load: Load | None = None) -> DraftCost:
-        """As its executor says where nobody measured it."""
+        """What the model's executor claims, where nobody measured."""
         claims, rows = model.claims, model.claims.row_costs
         if not claims.steady and model.device.type == "cpu":
             rows = (rows[0] + _PLAIN_SECOND_ROW, *rows)
@@ -221,12 +221,12 @@ class DraftCost:
         return sum(row for row, one in rows if one.source not in FREE) + self.beside_rows(draft)
 
     def steps(self, draft: Draft) -> float:
-        """A round with this draft, in rounds without. All its rows count, whoever gave them."""
+        """A round with this draft, in rounds without. All its rows count, from any source."""
         rows = sum(islice(each_row(self.row_costs), len(draft.proposed)))
         return 1.0 + rows + self.beside_rows(draft)
 
     def beside_rows(self, draft: Draft) -> float:
-        """Of these steps what drafting took by itself. Siblings run in verification alone."""
+        """How many of `steps` drafting itself took. Siblings run in verification alone."""
         own = [one for one in draft.proposed[: draft.trunk] if one.source not in FREE]
         layers = sum(self.token + one.layer / self.num_layers for one in own)
         return layers + self.asking * draft.heads

@@ -159,7 +159,7 @@ class _Text:
         self._context = self._lease.length(0)
 
     def logits(self, ids: Tensor, widths: Sequence[int]) -> Tensor:
-        """Of `ids` [count] behind the context, run in blocks of `widths`: [count, V]."""
+        """Logits [count, V] of `ids` [count] behind the context, run in blocks of `widths`."""
         found: list[Tensor] = []
         done = 0
         while done < len(ids):

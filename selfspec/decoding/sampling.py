@@ -107,7 +107,7 @@ def _part(processor: Any, held: Any, row: int, rows: int, *, shared: bool = Fals
 
 
 def _copied(processor: Any, **values: Any) -> Any:
-    """With these attributes."""
+    """A copy with these attributes."""
     alone = copy.copy(processor)
     vars(alone).update(values)
     return alone
@@ -278,7 +278,7 @@ class GrammarMask(LogitsProcessor):
 _BITS = 2**64 - 1
 
 _UNKNOWN = -3e4
-"""Of a token that a head does not know, where it must choose among such; in any number format."""
+"""Score of a token that a head does not know, where it must choose among such; fits any dtype."""
 
 
 class Choice(NamedTuple):

@@ -40,7 +40,7 @@ class Schedule:
     def __init__(self, exit_layers: Sequence[int], num_layers: int) -> None:
         """`exit_layers` rise and lie in 0..L-1."""
         self.depths = 0, *exit_layers, num_layers
-        """Of the boundaries."""
+        """The layer of each boundary."""
         self.clear()
 
     def clear(self) -> None:
@@ -97,21 +97,21 @@ class HiddenCache:
     ) -> None:
         """`exit_layers` rise and lie in 0..L-1.
 
-        `state_layers`, 0..L: rows that run to the end leave their states there, for who reads them;
+        `state_layers`, 0..L: rows that run to the end leave their states there for readers;
         then no row waits at an exit layer.
         """
         between = sorted(layer for layer in state_layers if 0 < layer < backbone.num_layers)
         self.schedule = Schedule(between if state_layers else exit_layers, backbone.num_layers)
         self._state_layers = state_layers
         self.states: Tensor | None = None
-        """Of the rows that ran to the end last, side by side, [rows, layers * d]."""
+        """States of the rows that ran to the end last, layers side by side, [rows, layers * d]."""
         self._backbone = backbone
         self._lease = lease
         self.least = pinned_rows or 1
         """Rows that every pass has at least."""
         self._queues: list[list[Tensor]] = [[] for _ in self.schedule.depths]
         self._parents: list[int] = []
-        """Of each row of the round, as they entered; -1: the committed text."""
+        """The parent of each row of the round, as they entered; -1: the committed text."""
 
     def push(self, embeddings: Tensor, parents: Sequence[int] | None = None) -> None:
         """Queue [T, d] at boundary 0: each row follows the one before, or its parent.

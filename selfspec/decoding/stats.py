@@ -42,7 +42,7 @@ SOURCES = {
     DRAFT_MODEL: Source("a draft model", palette.SECOND, "double", "d"),
     EXIT: Source("exit heads"),
 }
-"""In the order in which people are told of them."""
+"""All sources, in the order in which people are told of them."""
 
 FREE = frozenset(name for name, one in SOURCES.items() if one.free)
 
@@ -167,7 +167,7 @@ class GenerationStats:
     row_layers: int = 0
     """Rows times layers run, prompt included; plain decoding needs L per token."""
     seconds: Counter[str] = field(default_factory=Counter)
-    """By part: prefill, draft, heads, verify, bookkeeping."""
+    """Seconds by part: prefill, draft, heads, verify, bookkeeping."""
     stop_reason: StopReason | None = None
 
     def add(self, entry: Round) -> None:

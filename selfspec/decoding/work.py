@@ -30,7 +30,7 @@ class Work(Protocol):
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """The least comes first: whatever brings a text on without a pass."""
+        """Its turn, the least first: before all others what brings a text on without a pass."""
         return 0, 0, 0
 
     @property
@@ -79,7 +79,7 @@ class Run(Work):
     first: int
     last: int
     parents: Sequence[int] | None = None
-    """As a Span has them."""
+    """What each row follows, as in a Span."""
     least: int = 1
     """Rows that its passes have at least: shorter ones are padded."""
 
@@ -90,7 +90,7 @@ class Run(Work):
 
     @property
     def likeness(self) -> Hashable:
-        """From one layer on, if rows of other texts may stand beside these."""
+        """Equal for runs from one layer on, if rows of other texts may stand beside these."""
         return (Run, id(self.backbone), self.first) if _joins(self) else id(self)
 
     def done(self, alike: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
@@ -111,7 +111,7 @@ class Run(Work):
         return [work.hidden if work.first == work.last else None for work in alike]
 
     def _alone(self, stop: int) -> Tensor:
-        """With padding, whose keys and values are cut off again."""
+        """Run with padding, whose keys and values are cut off again."""
         count, start = len(self.hidden), self.lease.length(self.first)
         block = padded(self.hidden, self.least)
         output = self.backbone.run(block, self.first, stop, self._rows(len(block)))
@@ -169,7 +169,7 @@ class Unembed(Work):
     hidden: Tensor
     """[T, d]"""
     least: int = 1
-    """As in a Run."""
+    """Rows that its pass has at least, as in a Run."""
 
     @property
     def likeness(self) -> Hashable:
@@ -189,7 +189,7 @@ class Unembed(Work):
 class Enter(Work):
     """A prompt that waits; gives how many of its rows may run now, at least one.
 
-    It is for whoever runs the texts to say; alone, all rows may.
+    The engine that runs the texts decides; alone, all rows may.
     """
 
     rows: int

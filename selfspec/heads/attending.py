@@ -69,7 +69,7 @@ class AttendingConfig(HeadsConfig):
         """`heads.folder` has checked all; `num_layers` is 0 until there is a model."""
 
     def record(self) -> dict[str, Any]:
-        """In the speculators format; what only selfspec reads stands under one key of its own."""
+        """The config in the speculators format; what only selfspec reads has one key of its own."""
         ours = {name: getattr(self, name) for name in _OURS}
         return {
             "architectures": ["Eagle3DraftModel"],
@@ -90,7 +90,7 @@ class AttendingConfig(HeadsConfig):
         }
 
     def of_model(self, folder: Path, weight: Tensor, name: str, layers: int) -> AttendingConfig:
-        """With what a model of so many layers and this unembedding adds. Raises HeadsMismatch."""
+        """The config, with what this model's depth and unembedding add. Raises HeadsMismatch."""
         if self.hidden_size != weight.shape[1] or self.vocab_size > weight.shape[0]:
             raise HeadsMismatch(
                 f"{folder} is for a model of width {self.hidden_size} with {self.vocab_size} "
@@ -158,7 +158,7 @@ class AttendingHeads(ExitHeads):
         self.by_layer = nn.ModuleDict({"0": self.head})
         weights = [*self.parts.named_parameters(), *self.head.named_parameters()]
         self.nbytes = sum(one.nbytes for name, one in weights if not name.startswith("embed_"))
-        """Of the weights that a draft token reads; copies in 8 bits are fewer."""
+        """Bytes of the weights that a draft token reads; copies in 8 bits are fewer."""
         self._texts: deque[Attention] = deque(maxlen=_TEXTS)
 
     def __getitem__(self, layer: int) -> Any:
@@ -170,7 +170,7 @@ class AttendingHeads(ExitHeads):
 
     @property
     def reads_deep(self) -> bool:
-        """They do, in a way of their own."""
+        """False: these heads read deep layers in a way of their own."""
         return False
 
     @property
@@ -209,7 +209,7 @@ class AttendingHeads(ExitHeads):
         base_model: str,
         num_layers: int | None = None,
     ) -> AttendingHeads:
-        """As ExitHeads' own."""
+        """Heads from `folder`, under the terms of `ExitHeads.from_pretrained`."""
         config = AttendingConfig.read(folder)
         weight = unembedding.weight
         if config.base_fingerprint:  # others' folders know none
@@ -284,7 +284,7 @@ class AttendingHeads(ExitHeads):
         return self.head.norm(output) if self.config.norm_output else output
 
     def attention(self, embed: Callable[[Tensor], Tensor]) -> Attention:
-        """Of a new text; `embed` is the model's own, for heads without a table of theirs."""
+        """State of a new text; `embed` is the model's, for heads without a table of theirs."""
         text = Attention(self, self._embed if "embed_tokens" in self.parts else embed)
         self._texts.append(text)
         while sum(len(one.ids) for one in list(self._texts)) > _REMEMBERED:
@@ -292,17 +292,17 @@ class AttendingHeads(ExitHeads):
         return text
 
     def _embed(self, ids: Tensor) -> Tensor:
-        """By the table of the heads, which lacks what pads the model's vocabulary."""
+        """Embed by the table of the heads, which lacks what pads the model's vocabulary."""
         table = self.parts["embed_tokens"]
         found: Tensor = table(ids.to(table.weight.device).clamp(max=table.num_embeddings - 1))
         return found
 
     def longest(self, ids: Sequence[int]) -> Attention | None:
-        """Of the texts that are remembered the one that shares most of its rows with `ids`."""
+        """The remembered text that shares most of its rows with `ids`; None if there is none."""
         return max(list(self._texts), key=lambda one: one.shared(ids), default=None)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Named as in the speculators format."""
+        """The weights, named as in the speculators format."""
         own = {"norm.weight": self.head.norm.weight, "lm_head.weight": self.head.rows}
         ids = _vocabulary(self.head.draft_ids, self.config.layer["vocab_size"])
         return {**self.parts.state_dict(), **own, **ids}
@@ -368,9 +368,9 @@ class Attention:
         self._waiting: list[Tensor] = []
         """Fused states of the positions from the last row's on, whose tokens are not read yet."""
         self.output: Tensor | None = None
-        """The layer's at the last row, [1, d]; None: nothing was read since the text began."""
+        """The layer's output at the last row, [1, d]; None: nothing read since the text began."""
         self._paths: list[list[int]] = []
-        """Of each draft token that the layer has read this round: those down to it, itself too."""
+        """For each draft token that the layer has read this round: those down to it, itself too."""
 
     @property
     def waiting(self) -> int:
@@ -485,7 +485,7 @@ def layer_like(model: Any, vocab_size: int, inner_size: int | None) -> dict[str,
 
 
 def _layer_config(config: AttendingConfig) -> Any:
-    """As transformers has it."""
+    """The decoder layer's config as transformers has it."""
     known = {name: value for name, value in config.layer.items() if name != "model_type"}
     return _LAYERS[config.layer["model_type"]][0](**known, num_hidden_layers=1)
 

@@ -81,7 +81,7 @@ class HeadsConfig:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """From a folder. Raises HeadsNotFound or InvalidHeads."""
+        """The config of a folder. Raises HeadsNotFound or InvalidHeads."""
         values = read_config(folder)
         try:
             check_keys(values, (entry.name for entry in fields(cls)), "key")
@@ -146,7 +146,7 @@ def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
 
 
 def layers_in_use(fitted: Sequence[int], options: SpeculationOptions) -> tuple[int, ...]:
-    """Those of the `fitted` exit layers that `options` ask for, else all, up to D_max.
+    """The `fitted` exit layers that `options` ask for, else all, up to D_max.
 
     Raises InvalidOption for a layer without a head, a D_max that is no exit layer in use, or
     thresholds of another number than the layers.
@@ -314,7 +314,7 @@ def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
 
 
 def _hash(tensors: Mapping[str, Tensor]) -> str:
-    """Of names and bytes."""
+    """SHA-256 of names and bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())

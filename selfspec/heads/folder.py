@@ -39,7 +39,7 @@ METADATA = "selfspec"
 _MOST_LAYERS = 4096
 _MOST_CONFIG_BYTES = 1 << 20
 MOST_TEMPLATE_CHARACTERS = 1 << 16
-"""Of a chat template; those of models have some thousand."""
+"""Limit for a chat template; those of models have some thousand."""
 _SIZES = {
     "hidden_size": (1, 1 << 20),
     "num_layers": (1, _MOST_LAYERS),
@@ -56,12 +56,12 @@ EAGLE3 = "eagle3"
 reads under one more key of the config, METADATA."""
 
 _EAGLE3_DEFAULTS = {"drafter": "ngram+exit:threshold=0.3,anneal_strength=0,max_tokens=5"}
-"""They bring no settings. Not measured: with 0.3 a third draft is right as often as not where each
-is right at 0.8."""
+"""Such heads bring no settings. Not measured: with 0.3 a third draft is right as often as not where
+each is right at 0.8."""
 
 _LAYERS = ("llama", "qwen3")
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Those that do not depend on how long a text is."""
+"""Rotations that do not depend on how long a text is."""
 
 _LAYER_SIZES = {
     "hidden_size": True,
@@ -82,8 +82,8 @@ logger = logging.getLogger(__name__)
 def read_config(folder: Path) -> dict[str, Any]:
     """The config of a folder, all types and ranges checked.
 
-    Where a run was killed between the weights and `config.json`, the one that the weights repeat.
-    Raises HeadsNotFound without `config.json`, InvalidHeads for one that is none of heads.
+    Where a run was killed between the weights and `config.json`, the weights' copy of it.
+    Raises HeadsNotFound without `config.json`, InvalidHeads where it is no config of heads.
     """
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
@@ -116,7 +116,7 @@ def _config_of(values: Any) -> dict[str, Any]:
 
 
 def attends(folder: Path) -> bool:
-    """Whether it holds EAGLE-3 heads, by its config, right or wrong."""
+    """Whether a folder holds EAGLE-3 heads, by its config, right or wrong."""
     try:
         return _is_eagle3(read_json(Path(folder) / CONFIG_FILE, _MOST_CONFIG_BYTES))
     except InvalidData:
@@ -124,7 +124,7 @@ def attends(folder: Path) -> bool:
 
 
 def is_heads_folder(folder: Path) -> bool:
-    """Whether `fit` wrote it: asked before files in it are replaced."""
+    """Whether `fit` wrote a folder: asked before files in it are replaced."""
     config = folder / CONFIG_FILE
     if not config.exists():
         return repeated_config(folder / WEIGHTS_FILE) is not None
@@ -216,8 +216,7 @@ def _check_defaults(values: Mapping[str, Any], layers: list[int]) -> None:
     except (InvalidOption, TypeError, ValueError, OverflowError) as error:
         raise InvalidHeads(f"its defaults are none: {error}") from error
     _require(fits, "defaults", values, f"exit layers among {layers}, one threshold or one each")
-    # whoever takes somebody's heads asked for the same text, and for an answer to every request
-    # whoever takes somebody's heads wants the model's own text, and an answer to every request
+    # a user of somebody's heads wants the model's own text, and an answer to every request
     rule = values.get("acceptance")
     _require(options.loss is None, "the acceptance of defaults", rule, "a lossless rule")
     for name, wanted in (("drafter", options.uses("draft-model")), ("pinned", options.pinned)):
@@ -228,14 +227,14 @@ def _check_defaults(values: Mapping[str, Any], layers: list[int]) -> None:
 
 
 def _is_eagle3(values: Any) -> bool:
-    """In the speculators format, or in the original one, which says less."""
+    """Whether it is a config in the speculators format, or in the original one, which says less."""
     if not isinstance(values, dict) or "head_type" in values or "exit_layers" in values:
         return False
     return "speculators_model_type" in values or "draft_vocab_size" in values
 
 
 def eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As `checked` gives it, from a config of either format. Raises InvalidHeads likewise."""
+    """Values as from `checked`, of a config in either format. Raises InvalidHeads likewise."""
     kind = values.get("speculators_model_type")
     _require(kind in (None, EAGLE3), "speculators_model_type", kind, EAGLE3)
     own = values if kind is None else _object(values, "transformer_layer_config")
@@ -303,7 +302,7 @@ def _layer(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotation(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers 5 has its parameters, from either way of saying them."""
+    """The rotation's parameters as transformers 5 has them, from either way of saying them."""
     said = _object(values, "rope_parameters") or _object(values, "rope_scaling")
     rope = {"rope_theta": values.get("rope_theta") or 10000.0} | said
     kind = rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"

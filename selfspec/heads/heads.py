@@ -69,7 +69,7 @@ class Packed(Protocol):
     """A copy of a head that is faster to ask, and rounded."""
 
     def features(self, hidden: Tensor, deep: Tensor | None) -> Tensor:
-        """As those of the head."""
+        """Features like those of the head."""
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> [.., V_draft], bias included, before the model's own finish."""
@@ -411,14 +411,14 @@ class Answer:
     logits: Tensor
     """Draft logits, [n, V_draft]."""
     tokens: list[list[int]]
-    """Of each row the likeliest, best first; ids of the model."""
+    """The likeliest tokens of each row, best first; ids of the model."""
     chances: list[list[float]]
-    """Of these, falling, by the judge's distribution."""
+    """Their probabilities, falling, by the judge's distribution."""
     signals: list[float]
-    """What else was wanted to know of each row; empty if nothing."""
+    """What else was asked about each row; empty if nothing."""
 
     def part(self, rows: slice) -> Answer:
-        """Of some rows."""
+        """The answer about some rows."""
         return Answer(
             features=self.features[rows],
             logits=self.logits[rows],

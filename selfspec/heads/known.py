@@ -29,7 +29,7 @@ Sizes = tuple[int, int]
 
 
 def place() -> Path:
-    """Where the files are."""
+    """The folder of these files."""
     return files.cache_folder() / "known-heads"
 
 

@@ -20,10 +20,10 @@ from selfspec.hub.pretrained import indexed
 
 
 class Tensors:
-    """By name."""
+    """The tensors of a folder, by name."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InvalidData for an index that is none, or names files that are not there."""
+        """Raises InvalidData for an index that is invalid, or names files that are not there."""
         from safetensors import safe_open
 
         self._file_of: dict[str, Any] = {}

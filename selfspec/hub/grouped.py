@@ -46,11 +46,11 @@ class Method(NamedTuple):
     bits: int
     mark: str  # ends the name of a tensor that every quantised layer has
     read: Callable[[Tensors, str, tuple[int, int]], Grouped]
-    """From the folder's tensors, a layer's name, and [out, in]. Raises InvalidData."""
+    """Reads the folder's tensors, by a layer's name and [out, in]. Raises InvalidData."""
 
 
 def method_of(said: Mapping[str, Any]) -> Method:
-    """From the quantization_config of a config. Raises ValueError for what is not read here."""
+    """The method of a config's quantization_config. Raises ValueError for what is not read here."""
     kind = said.get("quant_method")
     methods = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
     if not isinstance(kind, str) or kind not in methods:

@@ -73,7 +73,7 @@ class ModelFiles:
     label: str  # the name for people: file stem, folder name or hub id
     is_default: bool  # whether it is the bundled model, which has heads under `DEFAULT_HEADS`
     stamps: tuple[FileStamp, ...] = ()
-    """Of the weights' files before they were read; none where they are not known."""
+    """Stamps of the weights' files before they were read; none where they are not known."""
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ _NEEDED = {
     "weights": ("*.safetensors",),
     "tokenizer": ("tokenizer*", "vocab*", "*.model"),
 }
-"""Beside config.json, by what it is."""
+"""Files that a model has beside config.json, by what they are."""
 
 
 def _require_whole(folder: Path) -> None:

@@ -20,7 +20,7 @@ from selfspec.untrusted import check_safetensors, read_json
 
 
 _MOST_BYTES = 256 << 20
-"""Of a tokenizer's file; the largest known have a tenth."""
+"""Limit for a file of `_SMALL`; the largest known, of tokenizers, have a tenth."""
 
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -42,7 +42,7 @@ _WHOLE = ("position_ids", "num_batches_tracked")
 """Last names of buffers that old models keep beside their weights."""
 
 Shapes = dict[str, list[int]]
-"""Of all tensors of a model, by name."""
+"""The shapes of all tensors of a model, by name."""
 
 
 def check_model_folder(folder: Path) -> Shapes:
@@ -112,7 +112,7 @@ def indexed(folder: Path) -> list[Path]:
 
 
 def _shapes(file: Path, plain: bool) -> Iterator[tuple[str, list[int]]]:
-    """Of all tensors; `plain`: nobody quantised them, so that whole numbers are no weights.
+    """Names and shapes of all tensors; `plain`: nobody quantised them, so integers are no weights.
 
     Read as another type, their bytes would be other numbers.
     """
@@ -136,7 +136,7 @@ def _numbers(config: Any) -> Iterator[tuple[str, int]]:
 
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""Of a model on the hub."""
+"""What is fetched of a model on the hub."""
 
 _SHAPES_DIFFER = "ignore_mismatched_sizes"
 """In what transformers says of weights whose shapes are not those of their config."""
@@ -234,7 +234,7 @@ def quantisation_of(source: str) -> Any:
         file = folder if folder.is_dir() else Path(hf_hub_download(source, "config.json")).parent
         config = read_json(file / "config.json")
     except (OSError, InvalidData, HfHubHTTPError, HFValidationError):
-        return None  # whoever loads the model says what is wrong
+        return None  # loading the model says what is wrong
     return config.get("quantization_config") if isinstance(config, dict) else None
 
 

@@ -144,12 +144,12 @@ class Backbone(Decoder):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights that a row reads, as the executor keeps them."""
+        """Bytes of the weights that a row reads, as the executor keeps them."""
         return self._executor.weight_bytes
 
     @property
     def position_bytes(self) -> int:
-        """Of the keys and values of one position."""
+        """Bytes of the keys and values of one position."""
         pages = self.claims.pages
         if pages is not None:
             return pages.nbytes // POSITIONS

@@ -293,7 +293,7 @@ def _size(values: Tensor) -> float:
 
 
 def _error(values: Tensor, layer: nn.Module) -> float:
-    """Of the median row where there are experts: rounding decides between two that are as good."""
+    """Root mean square; with experts, of the median row: rounding picks of two equal experts."""
     if any(name.endswith("experts") for name, _ in layer.named_modules()):
         return float(values.float().square().mean(-1).sqrt().median())
     return _size(values)

@@ -34,10 +34,10 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 """Numbers of Linux: arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA."""
 
 _WINDOW_S = 0.06
-"""Of work, some twenty slices of a scheduler: less of it says little about neighbours."""
+"""Seconds of work, some twenty slices of a scheduler: fewer say little about neighbours."""
 
 _PAUSES = 2, 32
-"""Before all threads are tried again, in lengths of the try that failed: at first, and at most. It
+"""Wait before all threads are tried again, in lengths of the failed try: at first, and at most. It
 doubles while they find no room."""
 
 

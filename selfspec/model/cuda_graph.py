@@ -102,7 +102,7 @@ Work = Callable[[], Tensor]
 """Computes from buffers at fixed addresses."""
 
 Capture = Callable[[Work], Work]
-"""From work to the same work, captured; what that returns may be overwritten by the next one."""
+"""Turns work into the same work, captured; its result may be overwritten by the next one."""
 
 
 def uncaptured(work: Work) -> Work:

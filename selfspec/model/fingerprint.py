@@ -63,7 +63,7 @@ def of(model: nn.Module) -> str:
 def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str:
     """The same for a model that was loaded from these files just now, and not changed since.
 
-    Looked up where the files were hashed before. Only for whoever loads: what a caller may have
+    Looked up where the files were hashed before. Only for the loader: what a caller may have
     done to a model in the meantime cannot be seen.
     """
     now = stamps(Path(path) for path, _, _ in loaded_from)
@@ -143,7 +143,7 @@ def _blocks(weight: Tensor) -> Iterator[Tensor]:
 
 
 def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
-    """Of each file; nothing at all if one is missing."""
+    """The stamp of each file; nothing at all if one is missing."""
     try:
         real = [Path(os.path.realpath(path)) for path in paths]
         return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in real)
@@ -152,14 +152,14 @@ def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
 
 
 def of_folder(folder: Path) -> tuple[FileStamp, ...]:
-    """Of a model's folder; nothing where an adapter brings in weights from elsewhere."""
+    """The stamps of a model's folder; nothing where an adapter brings in weights from elsewhere."""
     if (folder / "adapter_config.json").exists():
         return ()
     return stamps(sorted({path for kind in _KINDS for path in folder.glob(kind)}))
 
 
 def of_snapshot(name: str, config: Any) -> tuple[FileStamp, ...]:
-    """Of what the hub's cache holds of a model with this config; its files never change."""
+    """Stamps of the hub's cached files of a model with this config; these files never change."""
     from huggingface_hub import try_to_load_from_cache
 
     revision = getattr(config, "_commit_hash", None)

@@ -163,7 +163,7 @@ class Program:
         self._table: ctypes.Array[Operation] = (Operation * 0)()
         self._starts = [0]  # of each layer among the operations, and their end
         self.layout = PageLayout(dtype, ())
-        """Of pages with keys and values of all layers that attend."""
+        """The layout of pages with keys and values of all layers that attend."""
         self._kept: list[Tensor | Stripes] = []  # what the operations point to
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
@@ -182,7 +182,7 @@ class Program:
     def norm(
         self, source: int, target: int, norm: Norm, *, at: int = 0, adds: float = 0.0
     ) -> Operation:
-        """From number `at` of a row on; with `adds`, that many times, to what the target holds."""
+        """Norm a row's numbers from `at` on; with `adds`, add that many times to the target."""
         width, row = len(norm.weight), self._widths[source]
         self._need(target, row)
         if at + width > row:
@@ -375,7 +375,7 @@ class Program:
             raise ValueError(f"layers differ in width: {width} and {self._widths[buffer]}")
 
     def _address(self, held: Tensor | Stripes | None) -> int | None:
-        """Where an operation finds it; it is kept as long as the program."""
+        """The address of `held`, which is kept as long as the program."""
         if held is None:
             return None
         self._kept.append(held)
@@ -395,7 +395,7 @@ class Rotations:
         self._offset = 0  # position of the first slot, which is not 0 in checks only
 
     def index(self, kind: str, rotation: Rotation | None) -> int:
-        """Where layers of this kind find theirs. Raises ValueError where such layers differ."""
+        """Where layers of this kind find their table. Raises ValueError where these differ."""
         known = self._ways.get(kind) or rotation
         self._ways[kind] = known
         if rotation not in (None, known):
@@ -403,7 +403,7 @@ class Rotations:
         return list(self._ways).index(kind)
 
     def at(self, rows: Tensor, positions: Tensor, start: int) -> list[Tensor]:
-        """By kind, [T, pairs], for `positions` [T] of rows behind `start` slots."""
+        """The rotations by kind, [T, pairs], for `positions` [T] of rows behind `start` slots."""
         offset = int(positions[0]) - start
         end = int(positions.max()) - offset + 1
         if not self._tables or len(self._tables[0]) < end or offset != self._offset:
@@ -414,7 +414,7 @@ class Rotations:
         return [table[places] for table in self._tables]
 
     def _table(self, rows: Tensor, positions: Tensor, kind: str) -> Tensor:
-        """For `positions` [1, S]; layers without rotations need none of it."""
+        """The rotations for `positions` [1, S]; empty for layers that have none."""
         if (way := self._ways[kind]) is None:
             return torch.zeros(positions.shape[1], 0, dtype=torch.complex64)
         cos, sin = self._decoder.rotations(rows[None], positions, kind)
@@ -426,7 +426,7 @@ _BLOCK_ROWS = 1024
 
 
 class _Costs(NamedTuple):
-    """Of a pass's further rows and of a head, in passes of one row; SmolLM2-135M, two threads."""
+    """Costs of further rows and of a head, in passes of one row; SmolLM2-135M, two threads."""
 
     rows: tuple[float, ...]
     head: float
@@ -451,7 +451,7 @@ _TILES = _Costs((0.04,), 0.15)
 
 
 def _costs(linear: CompiledLinear) -> _Costs:
-    """By the unembedding's weights, and what this processor computes with."""
+    """The costs by the unembedding's weights, and what this processor computes with."""
     if library(linear.dtype).tiles():
         return _TILES
     light = linear.dtype == torch.bfloat16 and blocks_pay(linear.dtype)
@@ -486,7 +486,7 @@ class FusedExecutor:
         costs = _costs(linear)
         self.claims = replace(self.claims, row_costs=costs.rows, head_cost=costs.head)
         self.weight_bytes = linear.nbytes
-        """Of what a row reads, in the compiled layout."""
+        """Bytes of what a row reads, in the compiled layout."""
         self._unembedding = Program(dtype, lm_head.in_features)
         normed = self._unembedding.buffer("normed", lm_head.in_features)
         self._logits = self._unembedding.buffer("logits", lm_head.out_features)
@@ -578,7 +578,7 @@ class FusedExecutor:
             yield program.norm(source, HIDDEN, norm, adds=times)
 
     def _attend(self, recipe: Recipe, rotation: int) -> Generator[Operation, None, int]:
-        """To the buffer of one row of heads."""
+        """Attend; returns the buffer of one row of heads."""
         program, attention = self._program, recipe.attention
         source = yield from self._open(recipe, 0)
         projected = program.buffer("projected", len(attention.order))
@@ -593,7 +593,7 @@ class FusedExecutor:
         return seen
 
     def _activate(self, recipe: Recipe, mlp: Mlp) -> Generator[Operation, None, int]:
-        """To the buffer that the MLP's last product reads."""
+        """Run an MLP up to its activation; returns the buffer that its last product reads."""
         program, function = self._program, activation_of(mlp.activation)
         source = yield from self._open(recipe, 1)
         into = self._product(*mlp.into)
@@ -604,7 +604,7 @@ class FusedExecutor:
         return activated
 
     def _mix(self, recipe: Recipe, experts: Experts) -> Generator[Operation, None, int]:
-        """To the buffer of what each row's experts make of it."""
+        """Run the experts; returns the buffer of what each row's experts make of it."""
         program, function = self._program, activation_of(experts.activation)
         source = yield from self._open(recipe, 1)
         router = CompiledLinear(experts.router.detach())

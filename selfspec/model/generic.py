@@ -61,7 +61,7 @@ class Executor(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights that a row reads, as they are kept: all layers' and the unembedding's."""
+        """Bytes of the weights that a row reads, as kept: all layers' and the unembedding's."""
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases."""
@@ -178,7 +178,7 @@ class GenericExecutor:
     def masks(
         self, kinds: Iterable[str], hidden: Tensor, first: int, positions: Tensor, lease: Lease
     ) -> dict[str, Any]:
-        """By attention type, for [B, T, d] behind what layer first+1 holds.
+        """Masks by attention type, for [B, T, d] behind what layer first+1 holds.
 
         None where sdpa needs none.
         """
@@ -339,6 +339,6 @@ class Decoder:
 
 @contextmanager
 def without_gradients() -> Iterator[None]:
-    """For layers that cannot run in inference mode: what they make are ordinary tensors."""
+    """No gradients, for layers that cannot run in inference mode: they make ordinary tensors."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -26,7 +26,7 @@ from selfspec.model.weights import PANEL
 
 
 POSITIONS = 64
-"""Of a page; BLOCK of the kernel."""
+"""Positions of a page; BLOCK of the kernel."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PageLayout:
 
     dtype: torch.dtype
     heads: tuple[tuple[int, int], ...]
-    """Of each layer: key heads, and numbers of one, filled up to whole vectors."""
+    """For each layer: its key heads, and the numbers of one, filled up to whole vectors."""
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class PageLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of a page."""
+        """Bytes of a page."""
         return self.places[-1] * self.dtype.itemsize
 
     def values(self, page: Tensor, layer: int) -> Tensor:
@@ -219,7 +219,7 @@ class Lease:
         self._lengths[first:last] = [min(held, length) for held in self._lengths[first:last]]
 
     def keep(self, start: int, path: Sequence[int]) -> None:
-        """Of the positions from `start` on keep those of `path`, in every layer.
+        """Keep, of the positions from `start` on, those of `path`, in every layer.
 
         `path` counts from `start` and rises: the accepted rows of a round. A chain's are 0, 1, ..,
         and nothing is copied; those of a tree move up.
@@ -359,12 +359,12 @@ Ids = tuple[int, ...]
 
 
 class Memory(NamedTuple):
-    """In bytes."""
+    """Bytes for keys and values, by use."""
 
     used: int  # by texts that are being written
     promised: int  # what these may still grow to
     kept: int
-    """Of texts that have ended, for others that begin alike; it makes room for what is promised."""
+    """Held of texts that have ended, for others that begin alike; gives way to what is promised."""
     most: int  # the budget
 
 
@@ -377,7 +377,7 @@ class _Node:
     page: Page | None = None  # None: the root, which stands before all texts
     children: dict[Ids, _Node] = field(default_factory=dict)
     order: list[Ids] = field(default_factory=list)
-    """Of the children, sorted: those that share most with some ids are next to them."""
+    """Ids of the children, sorted: those that share most with some ids are next to them."""
     used: int = 0  # when it was needed last
 
     def add(self, child: _Node) -> None:
@@ -452,7 +452,7 @@ class KVStore:
             )
 
     def lease(self, positions: int) -> PooledLease:
-        """For a text of up to `positions`, which takes no room before it is admitted."""
+        """A lease for up to `positions`, which takes no room before it is admitted."""
         return PooledLease(self, _pages(positions))
 
     def admit(self, lease: PooledLease, ids: Sequence[int]) -> bool:
@@ -547,7 +547,7 @@ class KVStore:
             node = child
 
     def _touch(self, nodes: Sequence[_Node]) -> None:
-        """They are needed now; parents later than children, which so go first."""
+        """Mark nodes as needed now; parents later than children, which so go first."""
         for node in reversed(nodes):
             node.used = next(self._clock)
             if not node.children and node.page is not None and node.page.leases == 0:

@@ -44,7 +44,7 @@ CACHES = ("cache", "past_key_values", "layer_past")
 """Keywords under which a model or layer takes keys and values."""
 
 CACHE = next(word for word in CACHES if word in inspect.signature(create_causal_mask).parameters)
-"""The one that models and masks of this transformers know: `cache` from 5.24 on."""
+"""The keyword that models and masks of this transformers know: `cache` from 5.24 on."""
 
 _GIVEN = {"attention_mask", "position_ids", "use_cache", "position_embeddings"}
 """What a layer is given beside its cache and, first of all, the hidden states."""
@@ -80,9 +80,9 @@ class DecoderParts:
     layers: nn.ModuleList
     norm: nn.Module  # from the output of layer L to what lm_head reads
     rotary_emb: nn.Module | None
-    """From positions to the rotations that each layer gets; None: a layer needs none."""
+    """Maps positions to the rotations that each layer gets; None: a layer needs none."""
     learned_positions: Callable[[Tensor], Tensor] | None
-    """From positions to embeddings that are added where layers begin."""
+    """Maps positions to embeddings that are added where layers begin."""
     norms_embeddings: bool
     logits_divisor: float | None  # logits are divided by it behind lm_head
     cache_keyword: str  # the keyword under which layers take keys and values

@@ -95,7 +95,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activation_of(module: Callable[[Tensor], Tensor]) -> Activation:
-    """The one that `module` computes. Raises ValueError for another."""
+    """The Activation that `module` computes. Raises ValueError for another."""
     far = torch.tensor([-1e4, -30.0, 30.0, 1e4])  # some are cut off from 6 or 10 on
     numbers = torch.cat([torch.linspace(-6, 6, 193), far])
     answer = module(numbers)
@@ -121,7 +121,7 @@ class Rotation:
         return found
 
     def turns(self, cos: Tensor, sin: Tensor) -> Tensor:
-        """Of the model, [T, size] each -> one complex number for each pair, [T, size / 2]."""
+        """The model's `cos`, `sin`, [T, size] each -> a complex number per pair, [T, size / 2]."""
         return torch.complex(cos[:, self.angles].float(), sin[:, self.angles].float())
 
 
@@ -221,7 +221,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """From normed rows to what is added."""
+    """An MLP: from normed rows to what is added."""
 
     into: tuple[nn.Linear, ...]  # gate and up, side by side, or up alone
     gated: bool

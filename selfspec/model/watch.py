@@ -48,7 +48,7 @@ _IDLE = _TORCHS | {
 """Attributes of modules and configs that callers may set as they like: no logit depends on them."""
 
 _LINEAR = {"in_features", "out_features"}
-"""Of a plain linear layer, most of all modules; its forward reads its weight alone."""
+"""Attributes of a plain linear layer, as most modules are; its forward reads its weight alone."""
 
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 """Kinds of tensors that hide no others."""
@@ -149,7 +149,7 @@ class ModelWatch:
 
 
 def _facts(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """By path and aspect what must stay as it is: structure, then weights, then attributes."""
+    """What must stay as it is, by path and aspect: structure, then weights, then attributes."""
     named = _modules(model)
     owners = [*named, *_configs(named)]
     for path, module in named:
@@ -313,7 +313,7 @@ class _Numbers:
         return None
 
     def _path(self, address: int, size: int) -> str | None:
-        """Of the first weight that has some of these bytes."""
+        """The path of the first weight that has some of these bytes."""
         index = bisect_right(self._ends, address)
         if index < len(self._held) and self._held[index][0] < address + size:
             return self._held[index][2]

@@ -105,7 +105,7 @@ def _let_go(start: int, end: int) -> None:
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """Looked up once, for it is called for each weight."""
+    """The C library, looked up once: it is called for each weight."""
     return ctypes.CDLL(None)
 
 
@@ -140,7 +140,7 @@ FORMATS: Mapping[str, Format] = {
     "Q5_K": Format(6, 256, 176, (0, 2)),
     "Q6_K": Format(7, 256, 210, (208,)),
 }
-"""Those that stay as they are."""
+"""Formats that stay as they are."""
 
 ZEROED: Mapping[int, Format] = {
     4: Format(8, 32, 19, (0,)),
@@ -188,7 +188,7 @@ class QuantisedWeight(Tensor):
         return self.rows[rows].contiguous()
 
     def keep(self) -> None:
-        """Expand once and for all, for whoever runs the model's own modules."""
+        """Expand once and for all, for those who run the model's own modules."""
         self.kept = self.expanded()
 
     def part(self, rows: Tensor) -> QuantisedWeight:
@@ -284,7 +284,7 @@ _PIECE = 1 << 22
 
 
 def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's
-    """As that of torch; large weights are made, used and forgotten piece by piece."""
+    """The `linear` of torch; large weights are made, used and forgotten piece by piece."""
     whole = torch.nn.functional.linear
     rows = max(1, _PIECE // weight.shape[1])
     x = _expanded(input)
@@ -374,7 +374,7 @@ class Stripes:
         """
         self._kept: list[Tensor] = []
         self.forms: list[int] = []
-        """Of each stripe, as in `blocks.hpp`; 0 is that of plain numbers."""
+        """The format of each stripe, as in `blocks.hpp`; 0 is that of plain numbers."""
         entries = []
         for part in _in_stripes(weights, order):
             if isinstance(part, QuantisedWeight):
@@ -389,7 +389,7 @@ class Stripes:
 
     @property
     def address(self) -> int:
-        """Of a table for `linear.hpp`; this object keeps it."""
+        """The address of a table for `linear.hpp`; this object keeps it."""
         return ctypes.addressof(self._table)
 
 

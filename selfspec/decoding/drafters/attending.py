@@ -35,7 +35,7 @@ class AttendingDrafter(PacedDrafter):
         *,
         beliefs: bool = False,
     ) -> None:
-        """As ExitDrafter's: an unsure judge, of exit layer 0, ends the draft."""
+        """`judge`, of exit layer 0, ends the draft where it is unsure, as in ExitDrafter."""
         super().__init__(controller, end_tokens, beliefs=beliefs)
         self.heads, self._judge, self._sampler = heads, judge, sampler.for_drafts()
 
@@ -86,7 +86,7 @@ class AttendingGuesser(HeadGuesser):
         """A round begins."""
         super().begin(state)
         self._places = {ROOT: -1}
-        """By token: the how many-th the layer has read this round."""
+        """By token: its number among those that the layer has read this round."""
         self._outputs: dict[int, Tensor] = {}
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:

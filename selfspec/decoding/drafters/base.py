@@ -113,7 +113,7 @@ class Committed(Protocol):
     """A text that grows: what a drafter that runs no layers has to know of a DecodeState."""
 
     def committed(self, start: int) -> list[int]:
-        """Its ids from the `start`-th on, without padding."""
+        """The text's ids from the `start`-th on, without padding."""
 
 
 class Trunks(Protocol):

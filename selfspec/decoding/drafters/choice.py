@@ -147,7 +147,7 @@ def _chains(
     sampler: Sampler,
     end_tokens: Collection[int],
 ) -> Drafter:
-    """Of a draft model or of heads, under the never-slower rule unless that is off."""
+    """The drafter of a draft model or of heads, under the never-slower rule unless that is off."""
     backbone, heads, cache = sources.backbone, sources.heads, sources.draft_model
     beliefs = options.acceptance.reads_beliefs
     drafter: Drafter

@@ -123,7 +123,7 @@ class WhilePaying(Generic[StateT]):
 
 
 ROOT = -1
-"""In place of a draft token: the newest committed one."""
+"""Stands for the newest committed token, where a draft token is named."""
 
 _ROUNDING = 1e-6
 
@@ -165,7 +165,7 @@ class Guesser(Protocol[State_contra]):
         """A round begins: the next draft follows what `state` holds."""
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        """Behind each of `asked`, tokens of `draft` or ROOT; whose parents were asked before."""
+        """Guesses behind each of `asked`: ROOT, or tokens of `draft` with parents asked before."""
 
 
 class _Node(NamedTuple):
@@ -182,9 +182,9 @@ class Offer(NamedTuple):
     """A guess that may become a token of the tree."""
 
     chance: float
-    """Of the whole path, with what prompt lookup says of it."""
+    """The probability of the whole path, with what prompt lookup says of it."""
     said: float
-    """The head's, of this token behind its parent."""
+    """The head's probability of this token behind its parent."""
     parent: int
     rank: int
     guesses: Guesses
@@ -361,7 +361,7 @@ class TreeDrafter(Generic[StateT]):
                 return
 
     def _worth_asking(self, tree: Tree, level: Sequence[int]) -> list[_Node]:
-        """Of the newest level those behind which a guess should pay its row, if all pay the head.
+        """Nodes of the newest level behind which a guess should pay its row, if all pay the head.
 
         The root is asked whenever prompt lookup has nothing: else nobody would hear of heads
         that have become better.
@@ -452,7 +452,7 @@ class Drawn:
         return Choice(token, probs)
 
     def without(self, token: int) -> tuple[Drawn, float]:
-        """From what is left of the distribution, and its probability."""
+        """The rest of the distribution without `token`, and the token's probability."""
         probs = self._probs.clone()
         probs[token] = 0.0
         return Drawn(probs, self._sampler, self._count, self._place), float(self._probs[token])
@@ -518,7 +518,7 @@ class HeadGuesser:
     def _guesses(
         self, draft: Draft, node: int, logits: Tensor, tokens: list[int], chances: list[float]
     ) -> Guesses:
-        """Behind one token; none where the judge is not sure. Draft logits [1, V_draft]."""
+        """Guesses behind one token; none where the judge is not sure. Draft logits [1, V_draft]."""
         if not self._judge.exits(chances[0], self.layer):
             return Known([], [])
         if self._sampler.is_plain_greedy:
@@ -553,7 +553,7 @@ class Siblings(NamedTuple):
     """Second guesses beside each token of a chain: rows that only verification runs."""
 
     guesses: int
-    """For a place, the chain's included."""
+    """Guesses for one place, the chain's included."""
     cost: DraftCost
     most: int
     """Draft tokens of a round."""

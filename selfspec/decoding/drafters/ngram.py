@@ -125,7 +125,7 @@ class NgramDrafter(PacedDrafter):
         return writer.draft
 
     def _best_length(self, chances: Sequence[float]) -> int:
-        """Where most tokens are expected per plain step; 0 where that is without a draft."""
+        """The length with most tokens expected per plain step; 0 where that is without a draft."""
         steps = accumulate(each_row(self._cost.row_costs), initial=1.0)
         tokens = accumulate(chances, initial=1.0)
         rates = [token / step for token, step in zip(tokens, steps, strict=False)]

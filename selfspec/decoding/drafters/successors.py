@@ -52,7 +52,7 @@ class Successors:
         return Known([], [])
 
     def learn(self, tokens: Sequence[int], likely: Sequence[int], token: int) -> None:
-        """Behind a text that ends so the target held these likeliest, and `token` came."""
+        """Note what the target held likeliest behind a text that ends so, and that `token` came."""
         for order, found in self._found(tokens):
             self._asked[order] += 1.0
             if token in found:
