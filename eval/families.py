@@ -174,7 +174,7 @@ def _line(error: Exception) -> str:
 
 LAYERS, WINDOW, ORIGINAL, MAX_POSITIONS = 6, 8, 64, 256
 MAX_PARAMETERS = 10_000_000
-"""Of a tiny model: a config whose sizes go by other names would build the real thing."""
+"""Most parameters of a tiny model: a config whose sizes go by other names builds the real thing."""
 
 _NAMES = {
     "hidden": "hidden_size n_embd d_model embed_dim word_embed_proj_dim",
@@ -253,7 +253,7 @@ _PARTS = (
     "phi4_multimodal moss_transcribe_diarize gemma3 gemma3n gemma4 gemma4_unified emu3 llama4 "
     "qwen3_5 qwen3_5_moe qwen4_exp dots3_note"
 )
-"""Of an encoder-decoder, or listed by its text model where it has one."""
+"""Left out: parts of encoder-decoders; models listed by their text model where they have one."""
 
 _ENCODERS = (
     "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "

@@ -72,7 +72,7 @@ def command() -> str:
 
 
 def counts(text: str) -> list[int]:
-    """Of "1,2,4"."""
+    """The numbers in "1,2,4"."""
     return [int(word) for word in text.split(",")]
 
 
@@ -193,7 +193,7 @@ def faster(base: Iterable[float], mine: Iterable[float], tasks: Iterable[str]) -
 
 
 def faster_cells(found: Mapping[str, Any]) -> list[str]:
-    """Of `faster`: all with its interval, the worst, the tasks."""
+    """Table cells of what `faster` found: all with its interval, the worst, the tasks."""
     low, high = found["interval"]
     tasks = [f"{ratio:.2f}" for ratio in found["tasks"].values()]
     return [f"{found['ratio']:.3f} ({low:.3f} to {high:.3f})", f"{found['worst']:.2f}", *tasks]

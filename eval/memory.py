@@ -85,7 +85,7 @@ def apart(work: Callable[..., Found], *given: Any) -> Found:
 
 
 def resident(name: str) -> float:
-    """Of this process, in megabytes: VmRSS now, VmHWM at most so far."""
+    """Memory of this process, in megabytes: VmRSS now, VmHWM at most so far."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
     return kilobytes * 1024 / 1e6

@@ -286,7 +286,7 @@ _PATIENCE_S = 0.2
 """A kernel that takes longer is not asked for more rows."""
 
 _MOST_WEIGHTS = 100_000_000
-"""Of one product: the unembedding of a large model is left out."""
+"""Most weights of one product: the unembedding of a large model is left out."""
 
 MODELS = ("smollm2-135m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
 

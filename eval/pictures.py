@@ -110,7 +110,7 @@ def commands() -> list[list[str]]:
 
 QUESTION = "Write a Python function that counts the words in a file."
 TRACE = TRACES / "code.jsonl.xz"
-"""Of the answer to this question."""
+"""The trace of the answer to this question."""
 WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
 PATIENCE_MS = 120_000
 

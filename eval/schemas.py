@@ -128,7 +128,7 @@ def is_valid(text: str, schema: Any) -> bool:
 
 
 def figures(answers: pd.DataFrame) -> dict[str, Any]:
-    """Of a schema: speeds behind the prompt's pass, and drafts by who made them."""
+    """The figures of a schema: speeds behind the prompt's pass, and drafts by who made them."""
     sums = answers.drop(columns="schema").sum()
     low, high = ratio_interval(answers.plain_s, answers.drafts_s)
     return {

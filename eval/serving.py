@@ -95,7 +95,7 @@ class Heard:
 
     @property
     def tokens(self) -> int:
-        """As the server counts them; where it does not, a chunk is one."""
+        """Tokens as the server counts them; where it does not, a chunk is one."""
         return int(self.usage.get("completion_tokens", len(self.arrivals)))
 
     def take(self, answer: Mapping[str, Any], seconds: float | None = None) -> None:
@@ -168,7 +168,7 @@ def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def clients(server: Server) -> httpx.AsyncClient:
-    """As many connections as are wanted at once."""
+    """A client with as many connections at once as are wanted."""
     return httpx.AsyncClient(base_url=server.address, timeout=None, limits=_LIMITS)
 
 

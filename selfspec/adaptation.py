@@ -78,7 +78,7 @@ _HELPFUL = 20_000
 
 _TUNE_ON = 6
 _TUNE_SHARE = 0.1
-"""Of the budget at most: replaying settings takes some 15 s for each prompt beside its answer."""
+"""Most of the budget that tuning gets: replays take some 15 s for each prompt beside its answer."""
 _REPLAY_S = 15.0
 
 _FEWEST, _MOST, _ANSWER = 6, 60, 64
@@ -141,7 +141,7 @@ class Report:
         return sum(row.tokens for row in self.rows) / seconds
 
     def gain(self, over: str) -> SpeedUp:
-        """Of the heads."""
+        """The speed-up of these heads over another of WAYS."""
         base, own = list(WAYS).index(over), list(WAYS).index("these heads")
         seconds = [row.seconds for row in self.rows]
         return speed_up([one[base] for one in seconds], [one[own] for one in seconds])
@@ -286,7 +286,7 @@ class _State:
     epochs: int = 0
     """0: not chosen yet."""
     batches: int = 0
-    """Of features that are fitted to."""
+    """Batches of features that are fitted to."""
     fitted: bool = False
     tuned: bool = False
     agreement: dict[str, list[float]] = field(default_factory=dict)

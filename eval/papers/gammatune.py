@@ -53,7 +53,7 @@ class Setting(NamedTuple):
 
     @property
     def contender(self) -> Contender:
-        """As `bench` measures it."""
+        """The setting as `bench` measures it."""
         options = {
             "drafter": f"draft-model:max_tokens={self.initial}",
             "never_slower": False,

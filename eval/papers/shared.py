@@ -16,7 +16,7 @@ Values = Annotated[str, typer.Option(help="X[,X..].")]
 
 
 def values(text: str) -> list[float]:
-    """Of "0.2,0.5"."""
+    """The numbers in "0.2,0.5"."""
     return [float(word) for word in text.split(",")]
 
 

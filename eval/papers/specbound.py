@@ -224,9 +224,9 @@ class Run:
     """To the text of plain decoding."""
     decode_s: float
     heads_s: float
-    """Of these: heads, judge, and reading the draft from the device."""
+    """Part of these seconds: heads, judge, and reading the draft from the device."""
     drafts: tuple[int, ...]
-    """Of each round; the last of a text may have room for fewer."""
+    """Draft tokens of each round; the last of a text may have room for fewer."""
     accepted: int
     tried: int
     """Drafts whose predecessors in the round were all kept."""

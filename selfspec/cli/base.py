@@ -123,7 +123,7 @@ class Flag:
 
     @property
     def long_name(self) -> str:
-        """As typed: `--max-new-tokens`."""
+        """The flag as typed: `--max-new-tokens`."""
         return "--" + self.name.replace("_", "-")
 
     def parameter(self) -> inspect.Parameter:
@@ -401,7 +401,7 @@ _USUAL = {
     *("model", "heads", "speculate", "drafter", "max_new_tokens"),
     *("temperature", "seed", "stop_strings", "json_schema"),
 }
-"""Of the flags below, those that --help lists."""
+"""Names of the flags below that --help lists."""
 
 CHAT_TEMPLATE = Flag(
     "chat_template",
@@ -715,7 +715,7 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package."""
+    """The version of an installed package; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -766,7 +766,7 @@ class Forgiving:
         return len(text)
 
     def flush(self) -> None:
-        """As a stream does, without its errors."""
+        """Flush as the stream does, without its errors."""
         self._tried(self._stream.flush)
 
     def _tried(self, act: Callable[..., object], *words: str) -> None:

@@ -309,7 +309,7 @@ def _is_message(entry: Any) -> bool:
 
 
 def _line() -> str | None:
-    """Of standard input that is no terminal. Raises InvalidPrompt for what is no UTF-8."""
+    """A line of standard input that is no terminal. Raises InvalidPrompt for what is no UTF-8."""
     try:
         line = sys.stdin.readline(base.MOST_PROMPT_BYTES)
     except UnicodeDecodeError as error:

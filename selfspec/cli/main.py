@@ -95,7 +95,7 @@ def app() -> typer.Typer:
 
 
 def ordered(arguments: Sequence[str]) -> list[str]:
-    """As typer reads them: what may stand anywhere first.
+    """The arguments in typer's order: first those that may stand anywhere.
 
     A bare `--stats` takes no word from behind it: that may be the prompt.
     """

@@ -160,7 +160,7 @@ class Seen(NamedTuple):
     record: Record | None = None
     costs: Costs | None = None
     texts: Callable[[int], str] = "#{}".format
-    """Of tokens that other settings draft."""
+    """Gives the text of a token that other settings draft."""
     why: str = ""
     """Why there is no record, and what to do; the page says so."""
 

@@ -205,7 +205,7 @@ def _failed(error: Exception) -> Run:
 def chosen(
     grid: Mapping[str, Sequence[Contender]], tuning: Sequence[Answer]
 ) -> dict[str, Contender]:
-    """Of each method the setting that failed least, then took least time; labelled as the method.
+    """Each method's setting that failed least, then took least time; labelled as the method.
 
     The first of the grid where nothing was measured.
     """

@@ -37,7 +37,7 @@ class Load:
     seconds: float = 0.0
     tokens: int = 0
     steps_s: float = 0.0
-    """Of rounds in which as many texts as asked for are written and no prompt enters."""
+    """Seconds of rounds in which as many texts as asked for are written and no prompt enters."""
     steps_tokens: int = 0
     first_s: list[float] = field(default_factory=list)
     """From a prompt's arrival to its first token; where that can be seen."""

@@ -131,7 +131,7 @@ def _heads(speculator: Speculator) -> ExitHeads:
 
 
 def _some_layers(speculator: Speculator) -> list[int]:
-    """Of those fitted: the shallowest, the middle and the deepest."""
+    """The shallowest, the middle and the deepest of the fitted exit layers."""
     layers = _heads(speculator).config.exit_layers
     return sorted({layers[0], layers[len(layers) // 2], layers[-1]})
 
@@ -297,7 +297,7 @@ class Moved(NamedTuple):
     """One option at one value."""
 
     name: str
-    """As `--sweep` has it."""
+    """The option's name, as `--sweep` has it."""
     value: Any
     setting: dict[str, Any]
     """The keyword that says so. A drafter's setting is moved with this drafter alone."""
@@ -348,7 +348,7 @@ class Contender:
     """A method with one of its settings."""
 
     label: str
-    """As tables call it; those add that it is lossy."""
+    """Its name in tables; those add that it is lossy."""
     method: str
     setting: Setting
     swept: Setting = field(default_factory=dict)

@@ -58,10 +58,10 @@ class BenchOptions:
     lossless one rounds otherwise, that is the least that a lossy one can be told from."""
 
     seed: int = 0
-    """Of the order of methods and of the bootstrap."""
+    """Seed of the order of methods and of the bootstrap."""
 
     def record(self) -> dict[str, Any]:
-        """As values; files are named without their folder."""
+        """The options as values; files are named without their folder."""
         paths = ("suite", "questions", "tune_on")
         return asdict(self) | {n: Path(path).name for n in paths if (path := getattr(self, n))}
 

@@ -52,7 +52,7 @@ INFO_FILE = "record.json"
 ARRAYS_FILE = "record.safetensors"
 
 GUESSES = 8
-"""Of exit layer 0, for trees."""
+"""Guesses kept of exit layer 0 at each node, for trees."""
 
 NONE = -1
 """In place of a node: there is none."""
@@ -97,10 +97,10 @@ class PromptInfo:
     """One prompt and the length of its answer."""
 
     id: str
-    """Of the question."""
+    """The question's id."""
     task: str
     turn: int
-    """Of the question, from 1."""
+    """The question's turn, from 1."""
     prompt_tokens: int
     new_tokens: int
     """Places: tokens of the answer, an end token included."""

@@ -104,7 +104,7 @@ class _Guesser:
     def __init__(self, record: Record, setting: Setting) -> None:
         self._record, self._setting = record, setting
         self._nodes: dict[int, int] = {}
-        """Of the record, by token of the draft."""
+        """Nodes of the record, by index of the draft token."""
 
     def begin(self, state: _State) -> None:
         """A round begins."""

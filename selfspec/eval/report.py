@@ -243,7 +243,7 @@ class Table(NamedTuple):
     digits: int = 2
 
     def words(self) -> pd.DataFrame:
-        """As people read them; "-" where there is nothing."""
+        """The cells as people read them; "-" where there is nothing."""
 
         def word(value: Any) -> str:
             if pd.isna(value):
@@ -400,7 +400,7 @@ def _quality(summary: Summary) -> Table:
 
 
 def acceptance_table(summary: Summary) -> Table:
-    """Of the drafts of each exit layer and each place in a draft the share that stayed."""
+    """The share of drafts that were accepted, by exit layer and by place in the draft."""
 
     def shares(counts: Mapping[str, Sequence[int]]) -> str:
         return ", ".join(f"{at}: {kept / drafted:.0%}" for at, (drafted, kept) in counts.items())

@@ -159,7 +159,7 @@ def _reference(value: Any) -> str | None:
 # --- the file of answers --------------------------------------------------------------------------
 
 _MOST_BYTES = 1 << 30
-"""Of a file of answers: thousands of long ones have a tenth."""
+"""Size limit of a file of answers: thousands of long ones take a tenth of it."""
 
 ANSWERS, TUNING = "answers.jsonl", "tuning.jsonl"
 """Files of a results folder: what is reported, and what settings were chosen on."""
@@ -180,7 +180,7 @@ class Run:
     """What our runtime counted: seconds by part; drafts by exit layer and by index, drafted and
     accepted. Empty for Hugging Face."""
     quality: Quality | None = None
-    """Of the text that the method writes up to its own end; where it was looked at."""
+    """Quality of the text that the method writes up to its own end; where it was looked at."""
     error: str | None = None
     """Why there is no answer."""
 
@@ -270,8 +270,8 @@ def _answer(record: Mapping[str, Any]) -> Answer:
 # --- statistics: numbers come in, rates with their intervals go out -------------------------------
 
 RESAMPLES = 2000
-"""Of a bootstrap. By another seed an end of its interval moves by about 6 % of the ratio's standard
-error: sqrt(0.025 x 0.975 / 2000) over the normal density at 1.96."""
+"""Resamples of a bootstrap. Another seed moves an end of its interval by about 6 % of the ratio's
+standard error: sqrt(0.025 x 0.975 / 2000) over the normal density at 1.96."""
 
 LOOPING = 0.3
 """An answer loops when more than this share of its 8-grams are repeats."""
@@ -282,13 +282,13 @@ class SpeedUp:
     """SD: how often one method fits into the time of another, over the same tokens."""
 
     ratio: float
-    """Of total wall times: what a user of all these prompts would see."""
+    """Ratio of total wall times: what a user of all these prompts would see."""
     low: float
     """Lower end of the 95 % interval of `ratio`: bootstrap over prompts, paired."""
     high: float
     """Its upper end."""
     mean: float
-    """Of the prompts' own ratios."""
+    """Mean of the prompts' own ratios."""
     p5: float
     """5th percentile of the prompts' own ratios."""
     worst: float

@@ -187,7 +187,7 @@ class Recorder:
 
     @property
     def logits(self) -> Tensor:
-        """Of all tokens so far, [n, V]."""
+        """The target logits of all tokens so far, [n, V]."""
         return torch.stack(self._rows)
 
     def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:

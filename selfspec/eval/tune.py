@@ -34,13 +34,13 @@ _SHORTLIST = 50
 """Exit settings that are replayed: each alone and behind prompt lookup, at two prices."""
 
 _LONGEST_PATH = 4
-"""Of trees; longer ones gained less than 0.1 % on 36 Spec-Bench questions, whatever a row cost."""
+"""Most levels of a tree; more gained < 0.1 % on 36 Spec-Bench questions, whatever a row cost."""
 
 _NGRAMS, _LENGTHS = (2, 3, 4, 6), (2, 4)
 """Sizes of n-grams and lengths of drafts to be tried without heads; the longest is the built-in."""
 
 _PERCENTILE = 5.0
-"""Of the prompts' own speed-ups: what `latency` looks at."""
+"""The percentile of the prompts' own speed-ups that `latency` looks at."""
 
 Seconds = npt.NDArray[np.float64]
 Prompts = npt.NDArray[np.bool_]
@@ -58,10 +58,10 @@ class Tuned:
     speed_up: float
     """Ratio of total seconds, on prompts that had no part in the choice."""
     percentile_5: float
-    """Of the same prompts' own speed-ups."""
+    """5th percentile of the same prompts' own speed-ups."""
     worst: float
     speed_up_in_sample: float
-    """Of the chosen setting on the prompts that it was chosen on: too good to promise."""
+    """Speed-up of the chosen setting on the prompts it was chosen on: too good to promise."""
     compression_rate: float
     """Tokens per verification, in sample."""
     settings: int
@@ -202,7 +202,7 @@ class _Search:
         self._seconds = screened(record, costs, self.screened, show)[:, self.longer]
 
     def best(self, prompts: Prompts) -> SpeculationOptions:
-        """Of the few that are best without the never-slower rule, followed with it."""
+        """The best setting: the few best without the never-slower rule are followed with it."""
         exits = []
         if self.screened:
             first = self._score(self._seconds, prompts).argsort()[::-1][:_SHORTLIST]
@@ -212,11 +212,11 @@ class _Search:
         return settings[int(self._score(seconds, prompts).argmax())]
 
     def rounds(self, setting: SpeculationOptions) -> list[list[Round]]:
-        """Of each prompt."""
+        """The replayed rounds of each prompt."""
         return [replay.rounds(self._record, number, setting) for number in self.longer]
 
     def seconds(self, setting: SpeculationOptions) -> Seconds:
-        """Of each prompt, [P]."""
+        """The seconds that each prompt takes, [P]."""
         if setting not in self.followed:
             every = map(self._costs.seconds_of, self.rounds(setting))
             self.followed[setting] = np.fromiter(every, np.float64)
@@ -311,7 +311,7 @@ def _to_follow(
 
 
 def _trees(record: Record, rows: int) -> list[Exit]:
-    """Of exit layer 0, where it was recorded; prices say how wide they are, up to `rows`."""
+    """Trees of exit layer 0, where it was recorded; prices say how wide they are, up to `rows`."""
     if not record.guesses.shape[-1]:
         return []
     return [

@@ -65,12 +65,12 @@ class Case:
 
     @property
     def ids(self) -> Tensor:
-        """Of the prompt, [1, P]."""
+        """Token ids of the prompt, [1, P]."""
         return self.request.input_ids
 
     @property
     def new_tokens(self) -> int:
-        """At most."""
+        """Most tokens that the answer may have."""
         return self.request.only().stop.max_length - self.ids.shape[1]
 
     def scores(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
@@ -447,7 +447,7 @@ class Shortfall(NamedTuple):
 def shortfall(
     case: Case, tokens: Sequence[int], exact: PreTrainedModel, run: PreTrainedModel
 ) -> Shortfall:
-    """Of `tokens` behind the prompt, both models reading them in one block."""
+    """The shortfall of `tokens` behind the prompt; both models read them in one block."""
     best = case.scores(tokens, block_logits(exact, case.ids, tokens))
     rounded = case.scores(tokens, block_logits(run, case.ids, tokens))
     chosen = best.gather(1, torch.tensor([list(tokens)], device=best.device).T)[:, 0]
@@ -525,7 +525,7 @@ def speculator_in(speculator: Speculator, dtype: torch.dtype) -> Speculator:
 
 
 def named(dtype: torch.dtype) -> str:
-    """As flags have it: bfloat16."""
+    """The dtype's name as flags have it: bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 

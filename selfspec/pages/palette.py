@@ -45,7 +45,7 @@ RAMP = ("#1b9e77", "#3a7ce7", "#a054de")
 
 
 def rgb(colour: str) -> Rgb:
-    """Of #rrggbb."""
+    """The three channels of #rrggbb, 0 to 255."""
     red, green, blue = bytes.fromhex(colour.removeprefix("#"))
     return red, green, blue
 

@@ -35,7 +35,7 @@ _LOOK_S = 1.0
 """That a round may take before /metrics shows what was there before it."""
 
 _SCRIPTS = ("tokens.js", "figures.js", "api.js", "answer.js", "main.js")
-"""Of the page, in this order: one module."""
+"""Scripts of the page: in this order they make one module."""
 
 
 def make_app(writer: Writer, keys: Keys) -> FastAPI:

@@ -86,7 +86,7 @@ def guard(
 
 
 def response(error: Refused) -> Response:
-    """As OpenAI's clients read it."""
+    """The error as a response that OpenAI's clients understand."""
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
@@ -131,7 +131,7 @@ async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
 
 
 def tokens(scope: Scope) -> tuple[int, int] | None:
-    """Of the prompt and the answer, where something was written."""
+    """Token counts of the prompt and of the answer; None where nothing was written."""
     reply: Reply | None = scope["state"].get(REPLY)
     if reply is not None:
         return reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
@@ -284,7 +284,7 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; then it says so."""
+        """Start as uvicorn does, then say at which address."""
         await super().startup(sockets)
         for one in sockets or []:
             host, port = one.getsockname()[:2]

@@ -76,7 +76,7 @@ class State(NamedTuple):
 
 
 class Metrics:
-    """Of one server: nothing in it is shared with another one."""
+    """The metrics of one server: nothing in them is shared with another one."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -140,5 +140,5 @@ class Metrics:
             gauge.set(value)
 
     def text(self) -> bytes:
-        """As Prometheus reads it. From any thread."""
+        """The metrics as Prometheus reads them. From any thread."""
         return generate_latest(self._registry)

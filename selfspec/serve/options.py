@@ -43,13 +43,13 @@ class ServeOptions:
     """Seconds for an answer, waiting included; then it ends where it is."""
 
     max_tokens: int = 1024
-    """Of an answer where its request does not say."""
+    """Most tokens of an answer where its request does not say."""
 
     max_prompt_tokens: int | None = None
-    """Of a request; without it as many as the model has positions."""
+    """Most tokens of a prompt; without it as many as the model has positions."""
 
     max_body_mb: float = 4.0
-    """Of a request, in megabytes."""
+    """Largest body of a request, in megabytes."""
 
     client_timeout: float = 30.0
     """Seconds for a client to send a request, or to read on; then its connection ends."""
@@ -114,7 +114,7 @@ class Keys:
 
     @classmethod
     def found(cls, file: Path | None) -> Keys:
-        """Of a file, one a line, and of SELFSPEC_API_KEY, with commas between several."""
+        """The keys of a file, one a line, and of SELFSPEC_API_KEY, with commas between several."""
         lines = [] if file is None else untrusted.read_text(file, _MOST_KEY_BYTES).splitlines()
         given = [line for line in lines if not line.startswith("#")]
         keys = cls([*given, *os.environ.get(VARIABLE, "").split(",")])

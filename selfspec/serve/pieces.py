@@ -35,9 +35,9 @@ class Piece:
     choice: int
     text: str = ""
     logprobs: Sequence[Json] = ()
-    """Of its tokens, as a chat's answer has them, where they are noted."""
+    """Log-probabilities of its tokens, as a chat's answer has them, where they are noted."""
     calls: Sequence[Json] = ()
-    """Of functions, with the last piece."""
+    """Function calls, with the last piece."""
     told: Json | None = None
     """Who gave the tokens, where that was asked for."""
     finish: str | None = None
@@ -178,7 +178,7 @@ class Explanation:
         self._newest = entry.tokens[-1:]
 
     def rest(self, text: str) -> None:
-        """Of a character that the answer ends within: it belongs to the last token."""
+        """Add the rest of a character that the answer ends within: it belongs to the last token."""
         if text:
             self._waiting[-1]["tokens"][-1]["text"] += text
 
@@ -274,10 +274,10 @@ class ToolFormat:
 
 
 TAGGED = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
-"""Of Hermes, Qwen, SmolLM3."""
+"""The format of Hermes, Qwen and SmolLM3."""
 
 BARE = ToolFormat("", "", "parameters")
-"""Of Llama from 3.1 on."""
+"""The format of Llama from 3.1 on."""
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:

@@ -59,7 +59,7 @@ T = TypeVar("T")
 Some = Annotated[list[T], Field(min_length=1)]
 
 Tools = Sequence[dict[str, Any]]
-"""As OpenAI has them: `{"type": "function", "function": {"name": .., "parameters": ..}}`."""
+"""Tools as OpenAI has them: `{"type": "function", "function": {"name": .., "parameters": ..}}`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +311,7 @@ class ChatBody(Body):
         return isinstance(self.tool_choice, _Chosen) or self.tool_choice == "required"
 
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
-        """Of one prompt; of two names for a length, the newer one wins."""
+        """The choices for one prompt; of the two names for a length, the newer one wins."""
         longest = self.max_completion_tokens or self.max_tokens or limits.max_tokens
         options = {"max_new_tokens": min(longest, room), "max_time": limits.timeout}
         if self.logprobs:
@@ -339,7 +339,7 @@ class TextBody(Body):
     logprobs: Likely | None = None
 
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
-        """Of one prompt, or several."""
+        """The choices for one prompt, or for several."""
         longest = min(self.max_tokens or limits.max_tokens, room)
         options = {"max_new_tokens": longest, "max_time": limits.timeout}
         if self.logprobs is not None:

@@ -55,7 +55,7 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _NAME = "selfspec"
 
 _OBJECTS_BYTES = 128 << 20
-"""Of Ray's store; messages are small and pass it by."""
+"""Size of Ray's object store; messages are small and pass it by."""
 
 _READY_S = 5.0
 """Seconds for a copy to take a request; besides the time that an answer may take."""
@@ -69,12 +69,12 @@ _PASSED = frozenset(
         *("client", "server", "asgi"),
     }
 )
-"""Of a request, what a copy is told besides the headers."""
+"""Keys of a request's ASGI scope that a copy is told besides the headers."""
 
 
 @contextlib.contextmanager
 def copies(plan: Plan) -> Iterator[DeploymentHandle[Replica]]:
-    """As many as `plan.options` ask for, ready; all end with the context.
+    """Start as many copies as `plan.options` ask for and wait for them; all end with the context.
 
     Raises InvalidOption where none could start.
     """

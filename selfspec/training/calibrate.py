@@ -239,8 +239,8 @@ _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Candidate thresholds let this share of the positions exit."""
 
 _GUESSES = 8
-"""Of heads that read embeddings, for a place: the right token is among so many in 68 % of places of
-SmolLM2-135M's own, the first in 39 %. Prices say how many are proposed."""
+"""Guesses at a place by heads that read embeddings: the right token is among so many in 68 % of
+places of SmolLM2-135M's own text, the first in 39 %. Prices say how many are proposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +292,7 @@ class Calibration:
         return Ngram.kind if any(gain > 0.0 for gain in gains) else NoDrafts.kind
 
     def defaults(self, before: SpeculationOptions) -> SpeculationOptions:
-        """Of the heads; what they were `before` stays where it has nothing to do with drafters."""
+        """The heads' default options: `before` with the calibrated drafter and exit settings."""
         if self.drafter != FITTED:
             return replace(before, exit=Exit(), drafter=self.drafter)
         drafter = before.drafter if before.uses(Exit.kind) else FITTED

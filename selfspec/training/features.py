@@ -330,7 +330,7 @@ class Manifest:
     shards: list[list[int]]
     """Numbers of the batches of each, in order."""
     sha256: list[str] | None = None
-    """Of each shard; None until all are there."""
+    """The hash of each shard; None until all are there."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption where the parts do not belong together."""
@@ -554,7 +554,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's bytes."""
+    """The hash of a file's bytes."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

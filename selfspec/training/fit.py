@@ -83,7 +83,7 @@ class Job:
     special_ids: Collection[int] = ()
     """Always in the draft vocabulary."""
     chat_template: str | None = None
-    """Of the text, where it is not the model's own."""
+    """The chat template of the text, where it is not the model's own."""
     data: str = ""
     """Name of the text, for the record."""
     held_out: str = "a 20th of the data"

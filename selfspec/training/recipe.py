@@ -92,7 +92,7 @@ class Recipe:
     written_share: float
     """Share of the English passages that are articles of the same batch."""
     digest: str
-    """Of all this, for the record."""
+    """The hash of all this, for the record."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Row:
     rng: random.Random = field(repr=False)
     """For what is drawn while the row is written."""
     language: str = "en"
-    """Of {passage}."""
+    """The language of {passage}."""
     article: bool = False
     """{passage} is to be an article of the same batch."""
 

@@ -56,7 +56,7 @@ FORMAT_VERSION = 2
 """1: counts were not kept by family."""
 
 _MOST_BYTES = 1 << 30
-"""Of a record: it holds the lines of a batch while they are written."""
+"""Size limit of a run's record: it holds the lines of a batch while they are written."""
 
 
 DROPPED = {
@@ -94,11 +94,11 @@ class Counts:
             self.add(record.get("family", ""), name, value)
 
     def total(self, name: str) -> int:
-        """Of all families."""
+        """The count called `name`, over all families."""
         return sum(found[name] for found in self.families.values())
 
     def dropped(self) -> dict[str, int]:
-        """Of all families, in words for people."""
+        """What was dropped in all families: counts by reason, in words for people."""
         return {words: self.total(name) for name, words in DROPPED.items()}
 
     @property
@@ -117,9 +117,9 @@ class _Run:
     versions: dict[str, Any]
     counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=lambda: asdict(Counts()))
     seeds: list[int] = field(default_factory=list)
-    """Of the batches that are written."""
+    """Seeds of the batches that are written."""
     bytes: int = 0
-    """Of the file that are whole batches."""
+    """Bytes of the file that are whole batches."""
     next: list[str] = field(default_factory=list)
     """Lines of the batch that is being written."""
 
@@ -165,7 +165,7 @@ class Writer:
 
     @property
     def counts(self) -> Counts:
-        """Of all batches so far; a copy."""
+        """The counts of all batches so far; a copy."""
         return Counts(copy.deepcopy(self._run.counts["families"]))
 
     def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
@@ -441,7 +441,7 @@ class Talk:
         return "\n".join([self.question, *(text or "" for text in self.pending)])
 
     def record(self) -> Record:
-        """As a line of the file, but for the seed; without an answer it is only read."""
+        """The conversation as a line of the file, but for the seed; unanswered, it is only read."""
         row: Record = {"family": self.family} if self.family else {}
         read = [] if self.answers else [{"role": "user", "content": self.question}]
         messages = [*self.messages, *read]

@@ -43,11 +43,11 @@ class LayerSays:
     """Five ids (fewer in a smaller draft vocabulary), most likely first."""
     top_texts: tuple[str, ...]
     top_probs: tuple[float, ...]
-    """Of the head's distribution, calibrated, before annealing."""
+    """Their probabilities in the head's distribution, calibrated, before annealing."""
     confidence: float
     """Top-1 probability after annealing: what the judge compares with the threshold."""
     rank: int
-    """Of the final token among the head's guesses, from 1; 0: not in the draft vocabulary."""
+    """Rank of the final token among the head's guesses, from 1; 0: not in the draft vocabulary."""
     divergence: float
     """KL(final || head's distribution) in nats, both renormalised over the draft vocabulary."""
 
@@ -93,18 +93,18 @@ class TraceInfo:
     exit_layers: tuple[int, ...]
     """All that were looked at, rising."""
     head_kinds: tuple[str, ...]
-    """Of each of them: deep-fused, translator, .., logit-lens."""
+    """Kind of head at each of them: deep-fused, translator, .., logit-lens."""
     thresholds: tuple[float, ...]
     """tau of each of them; of a layer that was not in use, the built-in one."""
     options: SpeculationOptions
-    """As they came to be: exit layers up to D_max with a threshold each, costs as they were taken.
-    In a file: the keywords that give them."""
+    """The options as the decode used them: exit layers up to D_max with a threshold each, costs as
+    they were taken. In a file: the keywords that give them."""
     lossless: bool
     """False if a lossy acceptance rule was at work."""
     prompt: str
-    """As it was asked, before any chat template."""
+    """The prompt as it was asked, before any chat template."""
     prompt_texts: tuple[str, ...]
-    """Of the prompt's tokens, the chat template's too."""
+    """Texts of the prompt's tokens, the chat template's too."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -127,9 +127,9 @@ class LayerTrace:
     info: TraceInfo
     places: tuple[Place, ...]
     rounds: tuple[Round, ...]
-    """Of the decode itself, the prompt's pass first; rejected drafts and passes included."""
+    """Rounds of the decode itself, the prompt's pass first; rejected drafts and passes included."""
     draft_texts: tuple[tuple[str, ...], ...]
-    """Of each round's draft tokens."""
+    """The texts of each round's draft tokens."""
 
     @property
     def answer(self) -> list[str]:
@@ -141,7 +141,7 @@ class LayerTrace:
 
     @property
     def stats(self) -> GenerationStats:
-        """Of all rounds."""
+        """The statistics of all rounds."""
         return counted(self.rounds, self.info.num_layers)
 
     @property
@@ -274,15 +274,15 @@ def _typed(kind: type[Kept], values: Mapping[str, Any]) -> Kept:
 
 
 class Gain(NamedTuple):
-    """Of one answer."""
+    """What drafts gained in one answer."""
 
     tokens: int
     drafted: int
-    """Of them, those that came as drafts and were kept."""
+    """How many of them came as drafts that were kept."""
     per_verification: float
     times: float | None
-    """As fast as plain decoding, by what passes cost on this machine, with one digit, as it is
-    read: words must fit the number beside them. None: not known."""
+    """How many times as fast as plain decoding, by what passes cost on this machine. One digit, as
+    people read it: words must fit the number beside them. None: not known."""
 
     @property
     def headline(self) -> str:
@@ -325,7 +325,7 @@ def gain(trace: LayerTrace, costs: Costs | None = None) -> Gain:
 
 
 def givers(trace: LayerTrace) -> list[Giver]:
-    """Of each token."""
+    """Who gave each token."""
     return [Giver(*giver) for entry in trace.rounds for giver in entry.givers]
 
 

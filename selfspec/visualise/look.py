@@ -42,7 +42,7 @@ TOP = 5
 """Guesses kept of each layer."""
 
 _DIGITS = 6
-"""Of probabilities and divergences: a file keeps exactly what the pictures show."""
+"""Decimals of probabilities and divergences: a file keeps exactly what the pictures show."""
 
 PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """Text of a token that holds some bytes of a character."""
@@ -248,7 +248,7 @@ class Lens(NamedTuple):
 
     head: ExitHead
     kind: str
-    """Of HEAD_TYPES."""
+    """The name of its type in HEAD_TYPES."""
     temperature: float
     """Calibrated; the judge's is annealed as well."""
 
@@ -316,7 +316,7 @@ class Reader:
 
 
 def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of `tokens` [R] among logits [R, V], from 1; 0 where the logit is -inf. Ties share a rank."""
+    """Ranks of `tokens` [R] in logits [R, V], from 1; 0 where the logit is -inf. Ties share one."""
     own = logits.gather(-1, tokens[:, None])
     better: Tensor = (logits > own).sum(-1)
     return torch.where(own[:, 0].isneginf(), 0, better + 1)

@@ -167,7 +167,7 @@ class _Rounds:
         }
 
     def _told(self, entry: Round, texts: Sequence[str]) -> tuple[Any, ...]:
-        """As story.js reads it: who gave each token, and what was rejected in front of which."""
+        """A round as story.js reads it: who gave each token, and what was rejected before which."""
         given = tuple(self.givers.index(Giver(*giver)) for giver in entry.givers)
         branches = tuple(
             (
@@ -211,7 +211,7 @@ def counts(
 
 
 def most_rows(trace: LayerTrace, record: Record) -> int:
-    """Of a pass that the page may show, the prompt's left out: costs are needed up to there."""
+    """Rows of the widest pass the page may show, the prompt's left out: costs must reach so far."""
     options = trace.info.options
     made = (len(entry.draft_tokens) + 1 for entry in trace.rounds if not entry.prefill)
     tree = options.exit.max_rows if options.exit.guesses > 1 else 1

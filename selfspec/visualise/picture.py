@@ -30,7 +30,7 @@ CARD = (1200, 675)
 _INK, _DIM, _PAPER, _OTHER = (palette.TONES[n].light for n in ("ink", "dim", "card", "other"))
 
 _SIZES = (40, 36, 32, 29, 26, 23)
-"""Of the answer's letters: the largest with which it fits is taken, with the smallest it is cut."""
+"""Sizes of the answer's letters, tried in turn until it fits; at the smallest it is cut."""
 
 _LEADING = 1.62
 _CELL = 0.602
