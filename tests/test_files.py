@@ -167,17 +167,17 @@ def test_what_killed_processes_left_is_cleared_and_a_folder_moved_aside_comes_ba
     tmp_path: Path,
 ) -> None:
     old = time.time() - 2 * 86_400
-    for name in (".out.txt.a_1.new", ".mine.txt.a_1.new", ".out.txt.b_2.new"):
+    for name in (".out.txt.a_1bcdef.new", ".mine.txt.a_1bcdef.new", ".out.txt.b_2cdefg.new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "out.txt").write_text("half")
-        if "b_2" not in name:  # that one may be in use
+        if "b_2c" not in name:  # that one may be in use
             os.utime(tmp_path / name, (old, old))
     files.write(tmp_path / "out.txt", "whole")
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"out.txt", ".mine.txt.a_1.new", ".out.txt.b_2.new"}
+    assert names == {"out.txt", ".mine.txt.a_1bcdef.new", ".out.txt.b_2cdefg.new"}
     with files.locked(tmp_path / "out.txt"):
-        assert not (tmp_path / ".out.txt.b_2.new").exists()
-    (tmp_path / ".folder.a_1.new" / "aside").mkdir(parents=True)
-    (tmp_path / ".folder.a_1.new" / "aside" / "kept").touch()
+        assert not (tmp_path / ".out.txt.b_2cdefg.new").exists()
+    (tmp_path / ".folder.a_1bcdef.new" / "aside").mkdir(parents=True)
+    (tmp_path / ".folder.a_1bcdef.new" / "aside" / "kept").touch()
     with files.locked(tmp_path / "folder"):
         assert [path.name for path in (tmp_path / "folder").iterdir()] == ["kept"]
