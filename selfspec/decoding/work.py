@@ -43,7 +43,7 @@ class Work(Protocol):
 
         Passes stop where rows of `others` wait, which then go on with them.
         """
-        raise NotImplementedError
+        ...
 
 
 Steps = Generator[Work, Any, Result]

@@ -109,7 +109,12 @@ class AttendingConfig(HeadsConfig):
 
 
 _OURS = (
-    *("base_fingerprint", "num_layers", "temperatures", "defaults", "training", "chat_template"),
+    "base_fingerprint",
+    "num_layers",
+    "temperatures",
+    "defaults",
+    "training",
+    "chat_template",
     "weights",
 )
 
@@ -197,7 +202,7 @@ class AttendingHeads(ExitHeads):
         tensors = parts.state_dict()
         rows = DraftVocabulary.of(unembedding, draft_ids).rows
         tensors["lm_head.weight"] = rows.clone()
-        tensors["norm.weight"] = _scale(unembedding.norm, config.hidden_size)
+        tensors["norm.weight"] = _scale(unembedding)
         return cls(config, unembedding, tensors | _vocabulary(draft_ids, config.vocab_size))
 
     @classmethod
@@ -490,11 +495,12 @@ def _layer_config(config: AttendingConfig) -> Any:
     return _LAYERS[config.layer["model_type"]][0](**known, num_hidden_layers=1)
 
 
-def _scale(norm: nn.Module, width: int) -> Tensor:
-    """[d]: what a norm multiplies by: its answer to a vector of mean 0 and variance 1."""
-    signs = 1.0 - 2.0 * (torch.arange(width) % 2)
-    with torch.no_grad():
-        found: Tensor = norm(signs[None].to(next(norm.parameters()).device))
+def _scale(unembedding: Unembedding) -> Tensor:
+    """[d]: what the final norm multiplies by: its answer to a vector of mean 0 and variance 1."""
+    norm, weight = unembedding.norm, unembedding.weight
+    signs = 1.0 - 2.0 * (torch.arange(weight.shape[1]) % 2)
+    with torch.no_grad():  # OLMo's norm has no weights
+        found: Tensor = norm(signs[None].to(next(norm.parameters(), weight)))
     return found[0].abs()
 
 

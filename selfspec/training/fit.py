@@ -186,7 +186,8 @@ def state_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     if layers is None:
         usual = (2, (most + 1) // 2, most - 2)
         layers = tuple(sorted({min(max(1, layer), most) for layer in usual}))
-    check_exit_layers(layers, range(1, most + 1))
+    if not layers or list(layers) != sorted({*layers} & {*range(1, most + 1)}):
+        raise InvalidOption(f"state_layers is {list(layers)}, expected rising ones in 1..{most}")
     return layers
 
 

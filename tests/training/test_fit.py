@@ -127,6 +127,14 @@ def test_heads_on_the_embedding_learn_to_draft_without_any_layer(
     assert shares["agreement_second"] > one_step["agreement_second"]
 
 
+@pytest.mark.parametrize("layers", [(), (0, 2), (3, 2), (2, 2), (2, 6)])
+def test_layers_without_states_to_read_are_refused(
+    backbone: Backbone, layers: tuple[int, ...]
+) -> None:
+    with pytest.raises(InvalidOption, match=r"state_layers is .*, expected rising ones in 1..5"):
+        feature_spec(backbone, FitOptions(head_type="eagle3", state_layers=layers), measured=False)
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> None:
     """Every draft of a round, at every place, of two texts of which one is shorter."""
@@ -146,13 +154,13 @@ def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> 
         torch.testing.assert_close(heads.head.unembed(rows), expected[step], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox"])
 def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_path: Path) -> None:
     backbone = Backbone(make_model(family), executor="generic")
     talks = make_talks(backbone.model)
     result = fitted(backbone, talks, head_type="eagle3", exit_layers=(0,), draft_vocab_size=20)
     config = cast("AttendingConfig", result.heads.config)
-    assert config.layer["model_type"] == family
+    assert config.layer["model_type"] == ("qwen3" if family == "qwen3" else "llama")
     changes: dict[str, Any] = {"temperatures": {"0": 1.5}, "defaults": {"drafter": "exit"}}
     config = cast("AttendingConfig", replace(result.heads.config, **changes))
     result.heads.config = config
