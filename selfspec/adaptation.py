@@ -43,10 +43,11 @@ from selfspec.training.measure import agreements
 from selfspec.training.options import CacheOptions, DataOptions, FitOptions, plain
 from selfspec.training.recipe import Passages, Prompts, Recipe, read_recipe
 from selfspec.training.text import (
+    Ask,
     Conversation,
     Reader,
     Sampling,
-    continued,
+    Texts,
     encoded,
     special_ids,
     user_turns,
@@ -483,16 +484,13 @@ class _Adaptation:
     def _timed_step(self, backbone: Backbone, rows: int) -> float:
         """Seconds of one step of so many texts; the second of two tries."""
         for _ in range(2):
-            began = time.monotonic()
-            continued(
-                backbone,
-                [[number % backbone.vocab_size] for number in range(rows)],
-                max_new_tokens=_STEPS,
-                ends=frozenset(),
-                sampling=Sampling(1.0),
-                seed=0,
-                watch=lambda _: None,
-            )
+            began, left = time.monotonic(), rows
+            texts = Texts(backbone, watch=lambda _: None)
+            for number in range(rows):
+                prompt = [number % backbone.vocab_size]
+                texts.add(Ask(prompt, _STEPS, frozenset(), Sampling(1.0), number))
+            while left:
+                left -= len(texts.step())
         return (time.monotonic() - began) / _STEPS
 
     # --- features and heads

@@ -7,21 +7,20 @@ reads the text. Called by `selfspec data --endpoint`. OPENAI_API_KEY is sent whe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import httpx
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.chat_template import turn_end
+from selfspec.decoding.engine import MOST_TEXTS
 from selfspec.errors import SelfspecError, first_line
 from selfspec.model.backbone import Backbone
 from selfspec.training.options import DataOptions
-from selfspec.training.selfgen import Author, Talk
-
-_AT_ONCE = 32
-"""Requests that wait for the server; it puts those together that it can."""
+from selfspec.training.selfgen import Author, Script, T
+from selfspec.training.text import Ask
 
 _TIMEOUT_S = 600.0
 
@@ -44,6 +43,7 @@ class RemoteAuthor(Author):
         Raises SelfspecError where the server does not say which model it has.
         """
         super().__init__(backbone, tokenizer, options, watch)
+        self._open: set[Future[list[int]]]
         base = url.rstrip("/")
         self._url = base if base.endswith("/v1") else f"{base}/v1"
         key = os.environ.get("OPENAI_API_KEY")
@@ -53,17 +53,29 @@ class RemoteAuthor(Author):
         own = self.turns.tokenizer
         self._end = turn_end(own).token or own.eos_token_id
 
-    def answers(self, talks: list[Talk], temperature: float | None) -> list[list[int]]:
-        """The ids of each one's next answer, with its end where the server ended it."""
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(lambda talk: self._answered(talk, temperature or 0.0), talks))
+    def write(self, scripts: Iterable[Script[T]]) -> list[T]:
+        """What all of them return, in their order; the server writes what they ask for."""
+        self._open = set()
+        with ThreadPoolExecutor(MOST_TEXTS) as self._pool:
+            return super().write(scripts)
 
-    def _answered(self, talk: Talk, temperature: float) -> list[int]:
+    def add(self, ask: Ask) -> Hashable:
+        """Send a request; the server puts those together that it can."""
+        answer = self._pool.submit(self._answered, ask)
+        self._open.add(answer)
+        return answer
+
+    def step(self) -> list[tuple[Hashable, list[int]]]:
+        """Answers that have come, with their end where the server ended them."""
+        done, self._open = wait(self._open, return_when=FIRST_COMPLETED)
+        return [(answer, answer.result()) for answer in done]
+
+    def _answered(self, ask: Ask) -> list[int]:
         body = {
             "model": self._model,
-            "messages": [*talk.messages, {"role": "user", "content": talk.question}],
-            "max_tokens": self.options.max_new_tokens,
-            "temperature": temperature,
+            "messages": ask.messages,
+            "max_tokens": ask.max_new_tokens,
+            "temperature": ask.sampling.temperature or 0.0,
             "seed": self.options.seed,
         }
         text, reason = self._said(
@@ -71,7 +83,7 @@ class RemoteAuthor(Author):
             body,
             lambda found: (found["choices"][0]["message"]["content"] or "", found["choices"][0]),
         )
-        ids = self.turns.ids(str(text))[: self.options.max_new_tokens]
+        ids = self.turns.ids(str(text))[: ask.max_new_tokens]
         self._watch(len(ids))
         ended = reason.get("finish_reason") != "length" and self._end is not None
         return [*ids, int(self._end)] if ended else ids

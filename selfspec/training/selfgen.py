@@ -20,29 +20,40 @@ import os
 import random
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from selfspec import files
+from selfspec.decoding.engine import MOST_TEXTS
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.model.backbone import Backbone
 from selfspec.training.checkpoint import record_of
 from selfspec.training.options import DataOptions
 from selfspec.training.recipe import Prompts, Row
 from selfspec.training.text import (
+    Ask,
     Conversation,
     Message,
     Reader,
     Sampling,
+    Texts,
     Turns,
     check,
-    continued,
     encoded,
     end_ids,
     loop_start,
@@ -52,8 +63,8 @@ from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
-"""1: counts were not kept by family."""
+FORMAT_VERSION = 3
+"""2: draws came from a generator of the batch, not of the row."""
 
 _MOST_BYTES = 1 << 30
 """Size limit of a run's record: it holds the lines of a batch while they are written."""
@@ -377,8 +388,7 @@ def write(
     while options.tokens is None or counts.answer_tokens < options.tokens:
         index = first + parts * writer.batches
         seed = batch_seed(options.seed, index)
-        with _seeded(seed):
-            records = source.batch(index, seed, counts)
+        records = source.batch(index, seed, counts)
         if records is None:
             return
         kept = []
@@ -412,14 +422,14 @@ class Talk:
     """Ids up to where that answer starts."""
     pending: list[str | None]
     """User turns to come; the model invents where there is None."""
+    rng: random.Random = field(default_factory=random.Random)
+    """What is drawn for it."""
     sampled: bool = False
     family: str = ""
     messages: list[Message] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     """Ids through the last answer."""
     answers: list[tuple[int, int]] = field(default_factory=list)
-    ended: bool = False
-    """The last answer ended by itself, so that the user may go on."""
     loops: int = 0
     """Answers that were cut where they began to repeat themselves."""
 
@@ -454,8 +464,15 @@ class Talk:
         return row if read else row | {"sampled": self.sampled, "loops": self.loops}
 
 
+T = TypeVar("T")
+
+Script = Generator[Ask | None, list[int], T]
+"""What a row wants of the model, one text after the other; None: nothing yet, for it waits for
+another row."""
+
+
 class Author:
-    """A model that writes user turns and answers. Draws come from torch's global generator."""
+    """A model that writes user turns and answers, of many rows side by side."""
 
     invents = True
     """It can write user turns, too."""
@@ -485,73 +502,91 @@ class Author:
         self._ends = end_ids(backbone.model, self.turns.tokenizer)
         self._question_ends = self.turns.question_ends()
         self._watch = watch
+        self._texts: Texts | None = None
 
-    def ask(self, headers: list[list[int]], temperature: float) -> list[str | None]:
-        """What a user says behind each header; None for one that loops or does not end."""
-        written = continued(
-            self.backbone,
-            headers,
-            max_new_tokens=self.options.max_question_tokens,
-            ends=self._question_ends,
-            sampling=Sampling(temperature, self.options.question_top_k),
-            seed=_drawn_seed(),
-            watch=self._watch,
-        )
-        return [
-            self.turns.question(header, ids) if loop_start(ids) is None else None
-            for header, ids in zip(headers, written, strict=True)
-        ]
+    def write(self, scripts: Iterable[Script[T]]) -> list[T]:
+        """What all of them return, in their order.
 
-    def converse(self, talks: list[Talk], temperature: float, counts: Counts) -> list[Record]:
-        """Answer, and let the user go on, until all is said; those that hold an answer.
-
-        `temperature` is that of invented user turns.
+        Each text begins as soon as the one before it in its own script is there, so that many are
+        written at any time.
         """
-        waiting = talks
-        while waiting := [talk for talk in waiting if len(talk.prompt) <= self.room]:
-            self._answer(waiting)
-            waiting = self._go_on(waiting, temperature)
-        for talk in talks:
-            if not talk.answers:
-                fits = len(talk.prompt) <= self.room
-                counts.add(talk.family, "empty" if fits else "too_long")
-        return [talk.record() for talk in talks if talk.answers]
+        self._texts, found = None, dict[int, T]()  # a broken-off call may have left some
+        fresh = deque(enumerate(scripts))
+        idle: list[tuple[int, Script[T]]] = []
+        running: dict[Hashable, tuple[int, Script[T]]] = {}
 
-    def answers(self, talks: list[Talk], temperature: float | None) -> list[list[int]]:
-        """The ids of each one's next answer, with its end; greedy without a temperature."""
-        return continued(
-            self.backbone,
-            [talk.prompt for talk in talks],
-            max_new_tokens=self.options.max_new_tokens,
-            ends=self._ends,
-            sampling=Sampling(temperature),
-            seed=_drawn_seed(),
-            watch=self._watch,
+        def go_on(place: int, script: Script[T], ids: list[int] | None = None) -> None:
+            try:
+                ask = next(script) if ids is None else script.send(ids)
+            except StopIteration as end:
+                found[place] = end.value
+                return
+            if ask is None:
+                idle.append((place, script))
+            else:
+                running[self.add(ask)] = (place, script)
+
+        while fresh or idle or running:
+            waiting, idle = idle, []
+            for one in waiting:
+                go_on(*one)
+            while fresh and len(running) < MOST_TEXTS:
+                go_on(*fresh.popleft())
+            for text, ids in self.step():
+                go_on(*running.pop(text), ids)
+        return [found[place] for place in sorted(found)]
+
+    def add(self, ask: Ask) -> Hashable:
+        """Begin a text; `step` gives what this returns, with the text's ids."""
+        if self._texts is None:
+            self._texts = Texts(self.backbone, self._watch)
+        return self._texts.add(ask)
+
+    def step(self) -> list[tuple[Hashable, list[int]]]:
+        """Texts that have ended now, and their new ids."""
+        return [] if self._texts is None else [*self._texts.step()]
+
+    def ask(self, header: list[int], rng: random.Random) -> Script[str | None]:
+        """What a user says behind a header; None where that loops or does not end."""
+        options = self.options
+        temperature = rng.uniform(*options.question_temperature)
+        sampling = Sampling(temperature, options.question_top_k)
+        ids = yield Ask(
+            header, options.max_question_tokens, self._question_ends, sampling, rng.getrandbits(62)
         )
+        return self.turns.question(header, ids) if loop_start(ids) is None else None
 
-    def _answer(self, talks: list[Talk]) -> None:
-        for sampled in (False, True):
-            group = [talk for talk in talks if talk.sampled == sampled]
-            written = self.answers(group, self.options.temperature if sampled else None)
-            for talk, ids in zip(group, written, strict=True):
-                kept = ids[: loop_start(ids)]
-                text = self.turns.continuation(talk.prompt, kept)
-                talk.ended = bool(text.strip()) and kept[-1] in self._ends
-                if text.strip():
-                    talk.add(text, kept)
-                    talk.loops += len(kept) < len(ids)
-
-    def _go_on(self, talks: list[Talk], temperature: float) -> list[Talk]:
-        """Those that have a further user turn, with the prompt for its answer."""
-        going = [talk for talk in talks if talk.ended and talk.pending]
-        invented = [talk for talk in going if talk.pending[0] is None]
-        headers = [talk.turns.next_header(talk.ids) for talk in invented]
-        for talk, said in zip(invented, self.ask(headers, temperature), strict=True):
-            talk.pending[0] = (said or "").strip()
-        for talk in going:
-            talk.question = talk.pending.pop(0) or ""
+    def converse(self, talk: Talk, counts: Counts) -> Script[Record | None]:
+        """Answer, and let the user go on, until all is said; None where no answer was given."""
+        options = self.options
+        sampling = Sampling(options.temperature if talk.sampled else None)
+        while talk.question and len(talk.prompt) <= self.room:
+            question = {"role": "user", "content": talk.question}
+            ids = yield Ask(
+                talk.prompt,
+                options.max_new_tokens,
+                self._ends,
+                sampling,
+                talk.rng.getrandbits(62),
+                (*talk.messages, question),
+            )
+            kept = ids[: loop_start(ids)]
+            text = talk.turns.continuation(talk.prompt, kept)
+            if not text.strip():
+                break
+            talk.add(text, kept)
+            talk.loops += len(kept) < len(ids)
+            if kept[-1] not in self._ends or not talk.pending:
+                break
+            said = talk.pending.pop(0)
+            if said is None:
+                said = yield from self.ask(talk.turns.next_header(talk.ids), talk.rng)
+            talk.question = (said or "").strip()
             talk.prompt = talk.turns.next_prompt(talk.ids, talk.question)
-        return [talk for talk in going if talk.question]
+        if talk.answers:
+            return talk.record()
+        counts.add(talk.family, "empty" if len(talk.prompt) <= self.room else "too_long")
+        return None
 
 
 # --- rows of a recipe -----------------------------------------------------------------------------
@@ -582,26 +617,16 @@ class Written:
             self._said |= _sample(ngrams(_answered_in(record)))
 
     def batch(self, index: int, seed: int, counts: Counts) -> list[Record]:
-        """Rows that need nothing of the batch, then those about its articles."""
-        options, rng = self._author.options, random.Random(seed)
-        temperature = rng.uniform(*options.question_temperature)
-        first = index * options.batch_size
+        """The batch's rows, side by side; those about its articles wait for these."""
+        first = index * self._author.options.batch_size
         found = [self._prompts.row(first + place) for place in range(self._size(counts))]
         rows = [row for row in found if row is not None]
-        ready = [row for row in rows if not row.article]
-        records = self._converse(ready, [], temperature, counts)
-        articles = [
-            _answered_in(record)
-            for record in records
-            if record["family"] in self._prompts.article_families
-        ]
-        about = [row for row in rows if row.article]
-        if articles:
-            records += self._converse(about, articles, temperature, counts)
-        else:
-            for row in about:
-                counts.add(row.family.name, "empty")
-        kept = [record for record in records if self._is_new(record, counts)]
+        makers = self._prompts.article_families
+        articles: dict[int, str | None] = {
+            row.number: None for row in rows if row.family.name in makers and not row.article
+        }
+        written = self._author.write(self._written(row, articles, counts) for row in rows)
+        kept = [one for one in written if one is not None and self._is_new(one, counts)]
         self._idle = 0 if kept or not found else self._idle + 1
         if self._idle == _PATIENCE:
             dropped = ", ".join(f"{n} {what}" for what, n in counts.dropped().items() if n)
@@ -619,38 +644,52 @@ class Written:
         missing = options.tokens - counts.answer_tokens
         return min(options.batch_size, max(_FEWEST_TALKS, missing // _TALK_TOKENS))
 
-    def _converse(
-        self, rows: list[Row], articles: list[str], temperature: float, counts: Counts
-    ) -> list[Record]:
-        """Fill in what the model writes of the user's turns, then answer, or read."""
-        headers: dict[int, list[int]] = {}
-        for place, row in enumerate(rows):
-            if row.family.passage is not None:
-                row.values["passage"] = self._passage(row, articles)
-            if (opening := self._opening(row)) is not None:
-                headers[place] = self._author.turns.header(opening)
-        said = self._author.ask(list(headers.values()), temperature) if headers else []
-        heard = dict(zip(headers, said, strict=True))
-        talks, records = [], []
-        for place, row in enumerate(rows):
-            if place in heard and not self._heard(row, heard[place]):
+    def _written(
+        self, row: Row, articles: dict[int, str | None], counts: Counts
+    ) -> Script[Record | None]:
+        """A row's record; it waits for the `articles` that it reads while one of them is None."""
+        try:
+            while row.article and None in articles.values():
+                yield None
+            texts = [articles[number] for number in sorted(articles)]
+            talk = yield from self._begun(row, [text for text in texts if text], counts)
+            if talk is None:
+                return None
+            if row.family.read:
+                return talk.record()
+            record = yield from self._author.converse(talk, counts)
+            if record is not None and row.number in articles:
+                articles[row.number] = _answered_in(record)
+            return record
+        finally:
+            if row.number in articles:
+                articles[row.number] = articles[row.number] or ""
+
+    def _begun(self, row: Row, articles: list[str], counts: Counts) -> Script[Talk | None]:
+        """A row's conversation with all that the model writes of its first user turn."""
+        if row.article and not articles:
+            counts.add(row.family.name, "empty")
+            return None
+        if row.family.passage is not None:
+            row.values["passage"] = self._passage(row, articles if row.article else [])
+        if (opening := self._opening(row)) is not None:
+            said = yield from self._author.ask(self._author.turns.header(opening), row.rng)
+            if not self._heard(row, said):
                 counts.add(row.family.name, "unfinished")
-                continue
-            first, *later = (row.text(turn) for turn in row.turns)
-            talk = Talk.begun(
-                self._author.turns,
-                (first or "").strip(),
-                [] if self._author.options.raw else later,
-                sampled=row.rng.random() >= self._author.options.greedy_share,
-                family=row.family.name,
-            )
-            if (problem := self._problem(talk)) is not None:
-                counts.add(row.family.name, problem)
-            elif row.family.read:
-                records.append(talk.record())
-            else:
-                talks.append(talk)
-        return records + self._author.converse(talks, temperature, counts)
+                return None
+        first, *later = (row.text(turn) for turn in row.turns)
+        talk = Talk.begun(
+            self._author.turns,
+            (first or "").strip(),
+            [] if self._author.options.raw else later,
+            rng=row.rng,
+            sampled=row.rng.random() >= self._author.options.greedy_share,
+            family=row.family.name,
+        )
+        if (problem := self._problem(talk)) is None:
+            return talk
+        counts.add(row.family.name, problem)
+        return None
 
     def _passage(self, row: Row, articles: list[str]) -> str:
         """What stands for {passage}: cut to its length, numbered where there are several."""
@@ -705,12 +744,15 @@ class Written:
             return "too_long"
         if self._excluded and not ngrams(talk.asked()).isdisjoint(self._excluded):
             return "excluded"
-        known = len(self._asked)
-        self._asked.add(key(talk.question))
-        return "duplicates" if len(self._asked) == known else None
+        return "duplicates" if key(talk.question) in self._asked else None
 
     def _is_new(self, record: Record, counts: Counts) -> bool:
-        """Whether an answer says what none before it did; it counts as said then."""
+        """Whether a row asks and says what none before it did; it counts as said then."""
+        known = len(self._asked)
+        self._asked.add(key(_asked_in(record)))
+        if len(self._asked) == known:
+            counts.add(record["family"], "duplicates")
+            return False
         said = ngrams(_answered_in(record))
         sample = _sample(said)
         if len(sample) >= _FEWEST_NGRAMS and len(sample & self._said) >= _ALIKE * len(sample):
@@ -721,19 +763,6 @@ class Written:
 
 
 # --- small parts ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draw from a seed, and put torch's global generators back afterwards."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield
-
-
-def _drawn_seed() -> int:
-    """From torch's global generator, which a batch has seeded."""
-    return int(torch.randint(2**62, ()))
 
 
 def located(ids: list[int] | tuple[int, ...], answers: Iterable[tuple[int, int]]) -> Record:
@@ -816,8 +845,9 @@ class Given:
         rng = random.Random(seed)
         for talk in fresh:
             talk.sampled = rng.random() >= self._options.greedy_share
-        records = self._author.converse(fresh, self._options.temperature, counts)
-        return [record | {"seed": seed} for record in records]
+            talk.rng = random.Random(rng.getrandbits(62))
+        found = self._author.write(self._author.converse(talk, counts) for talk in fresh)
+        return [record | {"seed": seed} for record in found if record is not None]
 
     def _key(self, row: Any) -> bytes:
         return key(row.asked() if self._author else str(row["input_ids"]))

@@ -2,8 +2,8 @@
 
 A caller's `parse` makes something of each row, with file, line and reason where it cannot:
 messages, or a Conversation, ids and which of them are answers. `Turns` is what a chat template
-writes around turns, so that a model can write the turns themselves; `continued` has it write many
-texts in one engine. Read by the command line, batched by `features`, written by `selfgen`.
+writes around turns, so that a model can write the turns themselves; `Texts` has it write many side
+by side. Read by the command line, batched by `features`, written by `selfgen`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from selfspec.api.chat_template import advice, templated, turn_end
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.engine import Asked, Engine, Running, Runtime
-from selfspec.decoding.sampling import Sampler, mixed
+from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import StopReason
 from selfspec.errors import InvalidData, InvalidPrompt, first_line
@@ -656,39 +656,58 @@ class _EndOrLoop(StopRule):
         return super().reason(state, token)
 
 
-def continued(
-    backbone: Backbone,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    ends: frozenset[int],
-    sampling: Sampling,
-    seed: int,
-    watch: Callable[[int], None],
-) -> list[list[int]]:
-    """New ids of each prompt, at most `max_new_tokens`, with the one of `ends` that ended it.
+class Ask(NamedTuple):
+    """New ids that are wanted behind a prompt."""
 
-    A text that loops is given up. What text i draws depends on `seed` and i alone. `watch` hears of
-    tokens as they come. Prompt lookup drafts where that pays.
-    """
-    engine = Engine(Runtime(backbone, None, None))
-    options = SpeculationOptions(drafter="ngram")
-    texts: dict[Running, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        asked = Asked(
-            ids=torch.tensor([list(prompt)], device=backbone.device),
-            sampler=sampling.sampler(mixed(seed, index), backbone.device),
-            stop=_EndOrLoop(
-                max_length=len(prompt) + max_new_tokens, end_tokens=ends, prompt=len(prompt)
-            ),
+    prompt: list[int]
+    max_new_tokens: int
+    ends: frozenset[int]
+    sampling: Sampling
+    seed: int
+    """What a sampled text draws depends on it alone."""
+    messages: tuple[Message, ...] = ()
+    """What the prompt says, for those who read no ids."""
+
+
+class Texts:
+    """Texts that one model writes side by side. Prompt lookup drafts where that pays."""
+
+    def __init__(self, backbone: Backbone, watch: Callable[[int], None]) -> None:
+        """`watch` hears of tokens as they come."""
+        self._backbone, self._watch = backbone, watch
+        self._engine = Engine(Runtime(backbone, None, None))
+        self._options = SpeculationOptions(drafter="ngram")
+        self._written: dict[Running, list[int]] = {}
+
+    def add(self, ask: Ask) -> Running:
+        """A text joins with the next step."""
+        stop = _EndOrLoop(
+            max_length=len(ask.prompt) + ask.max_new_tokens,
+            end_tokens=ask.ends,
+            prompt=len(ask.prompt),
         )
-        texts[engine.add(asked, options)] = []
-    while engine.texts:
-        for running in engine.step():
+        asked = Asked(
+            ids=torch.tensor([ask.prompt], device=self._backbone.device),
+            sampler=ask.sampling.sampler(ask.seed, self._backbone.device),
+            stop=stop,
+        )
+        running = self._engine.add(asked, self._options)
+        self._written[running] = []
+        return running
+
+    def step(self) -> list[tuple[Running, list[int]]]:
+        """Texts that have ended now: what `add` gave, and their new ids.
+
+        At most `max_new_tokens`, with the one of `ends` that ended them; one that loops ends so.
+        """
+        ended = []
+        for running in self._engine.step():
             fresh = [token for entry in running.take() for token in entry.tokens]
-            texts[running] += fresh
-            watch(len(fresh))
-    return list(texts.values())
+            self._written[running] += fresh
+            self._watch(len(fresh))
+            if running.ended:
+                ended.append((running, self._written.pop(running)))
+        return ended
 
 
 def loop_start(ids: Sequence[int]) -> int | None:

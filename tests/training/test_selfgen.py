@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from selfspec.training.selfgen import (
     ngrams,
     write,
 )
-from selfspec.training.text import Sampling, Turns, continued, loop_start
+from selfspec.training.text import Turns, loop_start
 from tests.authors import RECIPE, SMALL, invent, make_author, prompt_ids, read, recipe_of
 from tests.models import MAX_POSITIONS
 from tests.talks import WORDS
@@ -157,7 +159,7 @@ def test_another_value_is_another_text(tmp_path: Path, options: dict[str, Any]) 
     texts = []
     for number, given in enumerate(({}, {}, options, {"greedy_share": 0.0})):
         path = tmp_path / str(number)
-        invent(make_author(tokens=20, **given), path)
+        invent(make_author(tokens=100, **given), path)
         texts.append([line["input_ids"] for line in read(path)])
     assert texts[0] == texts[1] != texts[2]
     assert "temperature" not in options or texts[2] != texts[3]
@@ -188,7 +190,7 @@ def test_later_turns_are_asked_and_invented(
 
 def test_longer_prompts_are_dropped_and_passages_cut_to_fit(tmp_path: Path) -> None:
     recipe = RECIPE.replace("a b, b b", "b" + " b" * 40).replace("[3, 8]", "[60, 90]")
-    author = make_author(tokens=100, max_prompt_tokens=45)
+    author = make_author(tokens=300, max_prompt_tokens=45)
     counts = invent(author, tmp_path / "a", recipe)
     assert counts.total("too_long") > 0
     assert counts.families["read"]["rows"] > 0
@@ -211,15 +213,11 @@ def test_answers_are_cut_where_they_loop_and_counted(
         if line["sampled"]:
             continue
         prompt, said = (line["input_ids"][part] for part in _parts(line))
-        (whole,) = continued(
-            author.backbone,
-            [prompt],
-            max_new_tokens=150,
-            ends=never,
-            sampling=Sampling(),
-            seed=0,
-            watch=lambda tokens: None,
-        )
+        texts = text.Texts(author.backbone, lambda tokens: None)
+        texts.add(text.Ask(prompt, 150, never, text.Sampling(), 0))
+        while not (ended := texts.step()):
+            pass
+        ((_, whole),) = ended
         assert said == whole[: loop_start(whole)]
         loops += said != whole
     assert counts.total("loops_cut") == loops > 0
@@ -242,7 +240,7 @@ def test_seeds_of_a_run_are_all_different_and_stay_within_32_bits() -> None:
 
 def test_shards_are_the_batches_of_one_run(tmp_path: Path) -> None:
     """Rows are the same whoever writes them, but for those that the same file held already."""
-    for shard, tokens in (("1/1", 120), ("1/2", 60), ("2/2", 60)):
+    for shard, tokens in (("1/1", 240), ("1/2", 120), ("2/2", 120)):
         name = tmp_path / shard.replace("/", "-")
         counts = invent(make_author(tokens=tokens, shard=shard), name)
         assert counts.answer_tokens >= tokens
@@ -291,7 +289,7 @@ def test_a_finished_file_grows_with_more_tokens(tmp_path: Path) -> None:
     assert (tmp_path / "grown").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_the_global_generators_are_put_back(tmp_path: Path) -> None:
+def test_the_global_generators_are_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -317,9 +315,13 @@ def test_empty_questions_and_answers_are_dropped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     author = make_author(batch_size=4)
-    monkeypatch.setattr(
-        author, "ask", lambda headers, temperature: [" ", "a", None, "c"][: len(headers)]
-    )
+    said = iter([" ", "a", None, "c"])
+
+    def ask(_header: list[int], _rng: random.Random) -> Any:
+        return next(said)
+        yield
+
+    monkeypatch.setattr(author, "ask", ask)
     monkeypatch.setattr(Turns, "continuation", lambda turns, start, new: " ")  # answers only
     recipe = recipe_of("families: {free: {weight: 1, continues: true, ask: [b]}}", tmp_path)
     counts = Counts()
@@ -373,10 +375,11 @@ class _Once:
 
 def test_an_answer_that_was_given_nearly_so_is_dropped() -> None:
     source = Written(make_author(), None)  # type: ignore[arg-type]  # no prompts are asked for
-    counts, words = Counts(), [f"w{n}" for n in range(60)]
+    counts, words, asked = Counts(), [f"w{n}" for n in range(60)], itertools.count()
 
     def new(said: list[str]) -> bool:
-        turns = [{"role": "assistant", "content": " ".join(said)}]
+        turns = [{"role": "user", "content": str(next(asked))}]
+        turns.append({"role": "assistant", "content": " ".join(said)})
         return source._is_new({"family": "f", "messages": turns}, counts)
 
     assert new(words)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.model.backbone import Backbone
-from selfspec.training.text import Sampling, continued, loop_start
+from selfspec.training.text import Ask, Sampling, Texts, loop_start
 from tests.models import VOCAB_SIZE, make_model, random_ids
 
 PROMPTS = [random_ids(length, seed=length)[0].tolist() for length in (5, 1, 12, 9)]
@@ -30,16 +30,16 @@ def run(
     seed: int = 0,
     heard: list[int] | None = None,
 ) -> list[list[int]]:
-    watch = (lambda tokens: None) if heard is None else heard.append
-    return continued(
-        backbone,
-        prompts,
-        max_new_tokens=limit,
-        ends=ends,
-        sampling=sampling,
-        seed=seed,
-        watch=watch,
-    )
+    texts = Texts(backbone, (lambda tokens: None) if heard is None else heard.append)
+    places = {
+        texts.add(Ask(prompt, limit, ends, sampling, 100 * seed + place)): place
+        for place, prompt in enumerate(prompts)
+    }
+    found: dict[int, list[int]] = {}
+    while len(found) < len(prompts):
+        found |= {places[text]: ids for text, ids in texts.step()}
+    assert texts.step() == []
+    return [found[place] for place in range(len(prompts))]
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def test_a_text_that_loops_ends_with_its_third_turn() -> None:
         assert loop_start(ids[:-1]) is None
 
 
-def test_draws_come_from_the_seed_and_the_place_of_a_prompt(exact: Backbone) -> None:
+def test_draws_come_from_the_seed_of_a_text(exact: Backbone) -> None:
     drawn = Sampling(2.0)
     texts = run(exact, sampling=drawn)
     torch.manual_seed(3)
@@ -108,10 +108,6 @@ def test_the_watch_hears_of_every_token(exact: Backbone) -> None:
     heard: list[int] = []
     assert sum(map(len, run(exact, heard=heard))) == sum(heard)
     assert len(heard) > 1
-
-
-def test_no_prompts_are_no_work(exact: Backbone) -> None:
-    assert run(exact, []) == []
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_lost_lines_are_noticed(tmp_path: Path) -> None:
         opened(path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 3}', "5"])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 4}', "5"])
 def test_what_is_no_record_is_refused(tmp_path: Path, content: str) -> None:
     write(tmp_path / "a.jsonl")
     record(tmp_path / "a.jsonl").write_text(content)
@@ -151,7 +151,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path, content: str) -> None:
 
 
 RECORD: dict[str, list[Any]] = {
-    "format_version": [0, 1, 3, "2", True, None],
+    "format_version": [0, 2, 4, "2", True, None],
     "options": [None, [], "a"],
     "versions": [None, [], 3],
     "counts": [
