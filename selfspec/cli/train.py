@@ -533,12 +533,15 @@ _FILES = (
     Flag("cache", str, "Features to fit on, from selfspec cache; instead of --data."),
     Flag("output", str, "Folder to write the heads to. Required."),
     Flag("validation", str, "Conversations to measure agreement on; else a 20th of the data."),
+    Flag("start_from", str, "Heads of the same model to go on from, instead of new ones."),
     Flag("preset", str, f"Options under those given: {', '.join(PRESETS)}."),
     Flag("overwrite", bool, "Start over where the output holds a fit, and replace it."),
     Flag("keep_features", bool, "With --data: compute features once and keep them in memory."),
     *MODEL,
     *option_flags(CacheOptions, ("batch_tokens", "max_tokens")),
 )
+
+_OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size", "state_layers"}
 
 UNFINISHED = "unfinished"
 """Folder within the output that holds the checkpoint."""
@@ -555,6 +558,8 @@ def fit(*, asked: Asked) -> None:
         check_keys([asked["preset"]], PRESETS, "preset")
         asked = PRESETS[asked["preset"]] | asked
     base.require(asked, "output", "cache" if "cache" in asked else "data")
+    if "start_from" in asked and (given := _OF_HEADS & asked.keys()):
+        raise InvalidOption(f"{min(given)} with start_from: the heads say it. Drop one")
     _check(asked)
     options = options_of(FitOptions, asked)
     _check_heads_output(asked)
@@ -621,7 +626,10 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
     from selfspec.training.text import split as split_talks
 
     backbone, tokenizer = model.backbone, model.tokenizer
-    validation = asked.get("validation")
+    validation, start = asked.get("validation"), None
+    if "start_from" in asked:
+        start = _heads_of(hub.resolve_heads(asked["start_from"]), model)
+        options = fit.going_on(options, start.config)
     if "cache" in asked:
         source = CacheSource(Path(asked["cache"]), model.backbone)
         data = source.manifest.data
@@ -652,6 +660,7 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
         train=train,
         validation=held_out,
         options=options,
+        start=start,
         chat_template=model.chat_template,
         special_ids=special_ids(tokenizer) if tokenizer else (),
         data=data,

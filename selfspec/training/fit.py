@@ -80,6 +80,8 @@ class Job:
     validation: Selection
     """Batches with targets."""
     options: FitOptions
+    start: ExitHeads | None = None
+    """Heads to go on from, which say what the fitted ones are; None: new ones as `options` say."""
     special_ids: Collection[int] = ()
     """Always in the draft vocabulary."""
     chat_template: str | None = None
@@ -179,6 +181,18 @@ def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> 
     )
 
 
+def going_on(options: FitOptions, start: HeadsConfig) -> FitOptions:
+    """The options with which heads like `start` are fitted."""
+    return replace(
+        options,
+        exit_layers=start.exit_layers,
+        head_type=start.head_type,
+        inner_size=start.inner_size,
+        draft_vocab_size=start.draft_vocab_size,
+        state_layers=start.state_layers if isinstance(start, AttendingConfig) else None,
+    )
+
+
 def state_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     """Whose states heads that attend read. Raises InvalidOption where the model has no such."""
     most = backbone.num_layers - 1
@@ -251,6 +265,8 @@ class Trainer:
             if isinstance(config, AttendingConfig)
             else ExitHeads(config, own._replace(weight=weight), draft_ids)
         )
+        if job.start is not None:
+            heads.load_state_dict(job.start.state_dict())
         self.heads = heads.float()
         self._index = draft_index(draft_ids, backbone.vocab_size).to(device)
         learning = [entry for entry in self.heads.parameters() if entry.requires_grad]
@@ -499,11 +515,14 @@ def _description(job: Job) -> dict[str, Any]:
         "data": job.train.description(),
         "validation": job.validation.description(),
         "special_ids": sorted(job.special_ids),
+        "start": job.start and [job.start.config.weights, job.start.config.training],
     }
 
 
 def _draft_ids(job: Job) -> Tensor | None:
     """Rising ids [V_draft], or None for all. Raises InvalidOption for more than the model has."""
+    if job.start is not None:
+        return cast("ExitHead", next(iter(job.start.by_layer.values()))).draft_ids
     size, vocab_size = job.options.draft_vocab_size, job.backbone.vocab_size
     if size is None:
         return None
@@ -516,6 +535,9 @@ def _draft_ids(job: Job) -> Tensor | None:
 
 def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> HeadsConfig:
     backbone, options = job.backbone, job.options
+    if job.start is not None:
+        drafts = {"drafter": FITTED}
+        return replace(job.start.config, temperatures={}, defaults=drafts, training=record)
     common: dict[str, Any] = {
         "base_model": job.base_model,
         "base_fingerprint": backbone.fingerprint,
@@ -546,7 +568,8 @@ def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> Heads
 def _record(job: Job, steps: int) -> dict[str, Any]:
     """The `training` entry of the heads' config."""
     options = job.options
-    return {
+    before = {} if job.start is None else {"before": job.start.config.training}
+    return before | {
         "data": job.data,
         "validation": job.held_out,
         "dtype": str(job.backbone.dtype).removeprefix("torch."),

@@ -243,6 +243,12 @@ def test_the_command_fits_as_presets_recipes_and_flags_say(
     assert (run["exit_layers"], run["batch_tokens"], run["epochs"]) == ([2, 3], 64, 1)
     assert (run["data"], run["dtype"]) == ("talks.jsonl", "float32")
     assert (run["head_type"], run["learning_rate"]) == ("linear", 3e-5)
+    more = [*FIT[:-1], "more", "--start-from", "out", "--epochs", "1"]
+    assert main([*more, "--inner-size", "3"]) == 2
+    assert "inner_size with start_from: the heads say it. Drop one" in capsys.readouterr().err
+    assert main(more) == 0
+    config = HeadsConfig.read(workplace / "more")
+    assert (config.head_type, config.exit_layers) == ("linear", (2, 3))
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from selfspec.training.fit import (
     default_exit_layers,
     feature_spec,
     fit,
+    going_on,
 )
 from selfspec.training.measure import agreements, unrolled
 from selfspec.training.options import FITTED_HEAD_TYPES, FitOptions
@@ -177,6 +178,22 @@ def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_p
     other = replace(config, defaults={}, weights="0")
     (tmp_path / "killed/config.json").write_text(json.dumps(other.record()))
     assert read_config(tmp_path / "killed")["defaults"] == {"drafter": "exit"}
+
+
+@pytest.mark.parametrize("head_type", ["translator", "deep-fused", "eagle3"])
+def test_a_fit_goes_on_from_heads(
+    backbone: Backbone, talks: list[Conversation], head_type: str
+) -> None:
+    layers = LAYERS if head_type == "translator" else (0,)
+    first = fitted(backbone, talks[:8], head_type=head_type, exit_layers=layers, epochs=1)
+    options = going_on(FitOptions(learning_rate=1e-9, epochs=1), first.heads.config)
+    job = replace(make_job(backbone, talks), options=options, start=first.heads)
+    text = selected(backbone, talks, options, BATCH_TOKENS)
+    found = fit(replace(job, train=text, validation=text))
+    for name, tensor in weights(first).items():
+        assert torch.allclose(tensor, weights(found)[name], atol=1e-6), name
+    assert found.heads.config.training["before"] == first.heads.config.training
+    assert found.heads.config.exit_layers == layers
 
 
 def test_special_tokens_can_be_drafted(backbone: Backbone, talks: list[Conversation]) -> None:
