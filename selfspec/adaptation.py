@@ -3,7 +3,7 @@
 The model writes text, heads are fitted to it and calibrated, settings are tuned for this machine,
 and generation with the heads is timed against generation without, on prompts held out. Goes out: a
 folder with the text, the heads and a report. It can be killed at any moment and goes on; with a
-larger budget it writes more text and fits again.
+larger budget it writes more text, from which the heads learn on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +34,7 @@ from selfspec.eval.record import Recorder
 from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread
 from selfspec.heads import known
 from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.folder import is_heads_folder
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
@@ -58,6 +60,7 @@ from selfspec.untrusted import read_json
 logger = logging.getLogger(__name__)
 
 TEXT, HEADS, REPORT, STATE = "text.jsonl", "heads", "report.md", "adapt.json"
+BEFORE = "heads-before"
 _UNFINISHED = "unfinished"
 
 _TEXT_UNTIL, _FIT_UNTIL = 0.5, 0.8
@@ -240,7 +243,7 @@ def adapt(
     name = str(output or f"{Path(str(model or 'default')).stem}-adapted")
     folder = files.check_folder(
         name,
-        {TEXT, HEADS, REPORT, STATE},
+        {TEXT, HEADS, BEFORE, REPORT, STATE},
         lambda found: (found / STATE).is_file(),
         overwrite=True,
         reads=[model, recipe, questions, passages, chat_template],
@@ -359,6 +362,8 @@ class _Adaptation:
                     "same options to go on, or another --output"
                 )
         if budget_s > state.budget_s:
+            if is_heads_folder(self._heads):  # which the next ones go on from
+                shutil.copytree(self._heads, self._folder / BEFORE, dirs_exist_ok=True)
             batch_size, spent_s = state.batch_size, state.spent_s
             state = _State(made_from, budget_s, spent_s, spent_s, batch_size)
         return state
@@ -562,6 +567,8 @@ class _Adaptation:
             state.epochs, state.batches = self._course(job)
             self._save()
         indices = spread(range(len(train.indices)), state.batches)
+        if is_heads_folder(before := self._folder / BEFORE):
+            job = replace(job, start=self._read(before, backbone))
         workplace = self._heads / _UNFINISHED
         if not self._heads.exists() or not (workplace / checkpoint.FILE).is_file():
             checkpoint.remove(workplace)
@@ -601,6 +608,11 @@ class _Adaptation:
             return min(epochs, _MOST_EPOCHS), batches
         return 1, max(1, min(batches, int(left / sum(seconds.values()))))
 
+    def _read(self, heads: Path, backbone: Backbone) -> ExitHeads:
+        return ExitHeads.from_pretrained(
+            heads, backbone.unembedding, self._fingerprint, self._label
+        )
+
     def _calibrate(self, held_out: Selection, families: Sequence[tuple[str, Conversation]]) -> None:
         """Temperatures and settings into the heads' config; agreement by kind of text.
 
@@ -608,9 +620,7 @@ class _Adaptation:
         """
         self._say("temperatures")
         backbone, batch_tokens = self._backbone(), CacheOptions().batch_tokens
-        heads = ExitHeads.from_pretrained(
-            self._heads, backbone.unembedding, self._fingerprint, self._label
-        )
+        heads = self._read(self._heads, backbone)
         found = calibrate.calibrate(heads, held_out, measure(Backbone(self._model), heads))
         calibrate.write(heads, self._heads, found, {"data": TEXT})
         kinds = {"all": [talk for _, talk in families]}

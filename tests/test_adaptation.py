@@ -12,10 +12,11 @@ import pytest
 
 import selfspec
 from selfspec import adaptation
-from selfspec.adaptation import HEADS, REPORT, STATE, TEXT, WAYS, Report, Row, seconds_of
+from selfspec.adaptation import BEFORE, HEADS, REPORT, STATE, TEXT, WAYS, Report, Row, seconds_of
 from selfspec.cli.main import main
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
 from selfspec.heads import known
+from selfspec.heads.folder import read_config
 from tests.authors import RECIPE
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
@@ -86,13 +87,15 @@ def replaced(report: Report, folder: Path) -> str:
     return report.markdown().replace(str(folder), str(Path("kept").absolute()))
 
 
-def test_with_more_time_it_writes_more_text_and_fits_again(folder: Path) -> None:
+def test_with_more_time_it_writes_more_text_and_the_heads_learn_on(folder: Path) -> None:
     before = json.loads((folder / STATE).read_text())
     text = (folder / TEXT).read_bytes()
     report = made(folder, budget="60s")
     assert report.answer_tokens > before["tokens"]
     assert (folder / TEXT).read_bytes().startswith(text)
     assert report.spent_s > before["spent_s"]
+    old, new = (read_config(folder / name)["training"] for name in (BEFORE, HEADS))
+    assert new["before"] == old
 
 
 @pytest.mark.usefixtures("ticks")
