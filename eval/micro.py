@@ -7,6 +7,7 @@ r"""What one thing costs by how many rows it has: all of a kind in turns, median
     python -m eval.micro texts --output results/texts      # one row each of many texts
     python -m eval.micro prompts --output results/prompts  # first token and memory, by length
     python -m eval.micro widths --output results/widths    # a draft token, by the heads' vocabulary
+    python -m eval.micro sizes --models A.gguf,B.gguf --output results/sizes  # drafts, simulated
 
 PYTHON is an interpreter that has `llama-cpp-python`. Nothing else should run on the machine. Each
 writes `summary.json` and `table.md`: a line for each thing, a column for each number of rows.
@@ -20,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from torch import Tensor, nn
@@ -575,6 +577,68 @@ def widths(
 
 def _of_step(seconds: Seconds, name: str, width: int) -> str:
     return f" ({seconds[name][width] / seconds['a plain step'][width]:.1%})"
+
+
+# --- drafts at other sizes ------------------------------------------------------------------------
+
+MOST_DRAFTS, DRAFT_VOCABULARY = 8, 32_000
+
+
+@app.command()
+def sizes(
+    output: lab.Output,
+    models: Annotated[str, typer.Option(help="Files, with commas; weights may be random.")],
+    rates: Annotated[str, typer.Option(help="With commas.")] = "0.4,0.5,0.6,0.7,0.8,0.9",
+    dtype: lab.Dtype = None,
+    repeats: lab.Repeats = 7,
+) -> None:
+    """Simulated: what a chain of drafts by an EAGLE-3 head gives, from the rows that a model has.
+
+    Each draft is right with the same probability a where the one before is. W of them give
+    (1 - a^(W + 1)) / (1 - a) tokens a verification, which costs a pass of W + 1 rows (measured) and
+    W times the head: its bytes, at 8 bits a weight and 32,000 tokens, over those of a step.
+    """
+    chances = [float(rate) for rate in rates.split(",")]
+    lines, found = [], {}
+    for name in models.split(","):
+        loaded, _, files = load_model(name, dtype=dtype)
+        backbone = Backbone(loaded)
+        speed = step_speed(backbone, clock=Clock(backbone.device, repeats))
+        head = _eagle3_bytes(loaded.config, backbone.vocab_size) / speed.step_bytes
+        costs = {1: 1.0, **speed.rows_in_steps}
+        best = {chance: _best_chain(chance, costs, head) for chance in chances}
+        found[files.label] = {"step_s": speed.step_s, "rows": costs, "head": head, "best": best}
+        cells = [f"{gain:.2f} ({drafts})" for gain, drafts in best.values()]
+        rows = ", ".join(f"{cost:.2f}" for cost in costs.values())
+        lines.append([files.label, f"{1e3 * speed.step_s:.1f}", rows, f"{head:.3f}", *cells])
+        del loaded, backbone
+    counts = ", ".join(map(str, costs))
+    columns = ["model", "ms a step", f"rows {counts}", "head", *(f"a = {c:g}" for c in chances)]
+    text = (
+        "# Drafts at other sizes, simulated\n\nTimes plain decoding, and the drafts of a round "
+        "that are best, by the chance a that a draft is right; costs in steps.\n\n"
+    )
+    lab.finish(output, {"sizes": found}, text + lab.table(columns, lines))
+
+
+def _eagle3_bytes(config: Any, vocab_size: int) -> int:
+    """A weight is a byte: three states to one, a layer that reads two, the draft vocabulary."""
+    width, inner = int(config.hidden_size), int(config.intermediate_size)
+    own = width // int(config.num_attention_heads)
+    keys = 2 * int(config.num_key_value_heads) * own
+    layer = 2 * width * (width + keys) + width * width + 3 * width * inner
+    return 3 * width * width + layer + width * min(DRAFT_VOCABULARY, vocab_size)
+
+
+def _best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[float, int]:
+    """Times plain decoding, and drafts a round."""
+    known = list(costs)
+    gains = []
+    for drafts in range(MOST_DRAFTS + 1):
+        tokens = sum(chance**place for place in range(drafts + 1))
+        rows = float(np.interp(drafts + 1, known, list(costs.values())))
+        gains.append((tokens / (rows + drafts * head), drafts))
+    return max(gains)
 
 
 if __name__ == "__main__":
