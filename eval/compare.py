@@ -28,7 +28,7 @@ from selfspec.files import write
 
 def main(
     output: lab.Output,
-    drafter: Annotated[list[str], typer.Option(help="NAME=DRAFTER, or NAME=DRAFTER;PRICES.")],
+    drafter: Annotated[list[str], typer.Option(help="NAME=DRAFTER, or NAME=DRAFTER;COSTS.")],
     model: lab.Model = None,
     heads: lab.Heads = None,
     dtype: lab.Dtype = None,
@@ -63,14 +63,14 @@ def main(
 
 
 def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Keywords of `generate` by name, from NAME=DRAFTER[;PRICES]."""
+    """Keywords of `generate` by name, from NAME=DRAFTER[;COSTS]."""
     found: dict[str, dict[str, Any]] = {}
     for text in drafters:
         name, equals, rest = text.partition("=")
-        drafter, _, prices = rest.partition(";")
+        drafter, _, costs = rest.partition(";")
         if not (name and equals and drafter) or name == lab.PLAIN.label:
             raise InvalidOption(f"{text!r} is not NAME=DRAFTER. Give --drafter tree=ngram+exit")
-        found[name] = {"drafter": drafter} | ({"prices": prices} if prices else {})
+        found[name] = {"drafter": drafter} | ({"costs": costs} if costs else {})
     return found
 
 

@@ -133,7 +133,7 @@ def _compared(family: str, model: PreTrainedModel) -> tuple[Backbone, str]:
 _DRAFTERS: dict[str, dict[str, Any]] = {
     "no": {"speculate": False},  # plain decoding on our runtime
     "exit": {"drafter": "exit:layers=2/4,threshold=0.02", "never_slower": False},
-    "ngram": {"drafter": "ngram:size=1", "prices": "row=0", "never_slower": False},
+    "ngram": {"drafter": "ngram:size=1", "costs": "row=0", "never_slower": False},
 }
 
 

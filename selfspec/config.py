@@ -19,6 +19,7 @@ from selfspec.options import (
     Acceptance,
     Bounded,
     Controller,
+    Costs,
     DraftModel,
     Easd,
     Exit,
@@ -26,7 +27,6 @@ from selfspec.options import (
     Lenient,
     Lossless,
     Ngram,
-    Prices,
     Successors,
     as_text,
     between,
@@ -73,7 +73,7 @@ class SpeculationOptions:
     acceptance: Acceptance = field(default_factory=Lossless)
     """Which drafts stay: lossless, or one of the lossy rules lenient, cm-asd, easd."""
 
-    prices: Prices = field(default_factory=Prices)
+    costs: Costs = field(default_factory=Costs)
     """What drafts cost here, as shares of a step: row, head."""
 
     exit: Exit = field(default_factory=Exit)
@@ -199,7 +199,7 @@ class SpeculationOptions:
             raise InvalidOption(f"options are {shown(values)}, expected names and values")
         check_keys(values, vars(self), "option")
         found = dict(values)
-        for name in (name for name in ("prices", *_SETTINGS) if name in values):
+        for name in (name for name in ("costs", *_SETTINGS) if name in values):
             found[name] = changed(getattr(self, name), values[name])
         for name in (name for name in KINDS if name in values):
             kept = {kind: (vars(self) | found).get(_field(kind)) for kind in KINDS[name]}
@@ -227,7 +227,7 @@ class SpeculationOptions:
             "controller": as_text(self.controller),
             # in full: easd as text starts where the heads say
             "acceptance": as_text(self.acceptance, full=isinstance(self.acceptance, Easd)),
-            "prices": settings_text(self.prices),
+            "costs": settings_text(self.costs),
         }
         return {name: value for name, value in found.items() if value != ""}
 
@@ -344,7 +344,7 @@ class GenerateOptions(TypedDict, total=False):
     drafter: str | Mapping[str, Any] | Exit | Ngram | DraftModel | Sequence[Any]
     controller: str | Mapping[str, Any] | Controller
     acceptance: str | Mapping[str, Any] | Acceptance
-    prices: str | Mapping[str, Any] | Prices
+    costs: str | Mapping[str, Any] | Costs
     never_slower: bool
     require_lossless: bool
     pinned: bool | None

@@ -1,4 +1,4 @@
-"""Settings of drafters, draft controllers, acceptance rules and prices: one dataclass each.
+"""Settings of drafters, draft controllers, acceptance rules and costs: one dataclass each.
 
 `SpeculationOptions` in `config` is made of them. A range is said at the field, checked when an
 object is made; below each field: symbol, range and meaning; behind a blank line the reason of its
@@ -160,7 +160,7 @@ class Exit(Part, kind="exit"):
     guesses: Annotated[int, between(1, 32, request=4)] = 1
     """Tokens that a head may propose for one place, at least 1; more than one make a tree.
 
-    Each is proposed where its probability pays for its row (`prices`). Heads on the embedding, exit
+    Each is proposed where its probability pays for its row (`costs`). Heads on the embedding, exit
     layer 0, grow whole trees; beside a draft of deeper layers stand single tokens.
     """
 
@@ -452,7 +452,7 @@ KINDS: dict[str, Kinds] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prices(Part, kind="prices"):
+class Costs(Part, kind="costs"):
     """Shares of a step."""
 
     row: Annotated[float | tuple[float, ...] | None, PROBABILITY] = None
@@ -555,7 +555,7 @@ def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
     Kinds are those of `above`; of one that both name, `above` wins setting by setting. Raises
     InvalidOption.
     """
-    if group == "prices":
+    if group == "costs":
         return _named(group, below) | _named(group, above)
     first, second = (
         {kind: _named(kind, settings) for kind, settings in _entries(group, value)}

@@ -333,7 +333,7 @@ def speculations(
     return {
         "drafter": {k: settings[k] for k in draw(st.sampled_from(TOGETHER)).split("+")},
         "controller": {controller: held | draw(CONTROLLER_TUNING.get(controller, tuning()))},
-        "prices": draw(PRICES),
+        "costs": draw(COSTS),
         "never_slower": draw(st.booleans()),
         "pinned": pinned,
         "pinned_rows": rows,
@@ -356,7 +356,7 @@ CONTROLLER_TUNING = {
         scale=shares,
     ),
 }
-PRICES = tuning(
+COSTS = tuning(
     row=st.sampled_from([0.0, 0.3]),
     head=st.sampled_from([0.0, 0.3]),
 )

@@ -20,6 +20,7 @@ from selfspec.api.speculator import wrap
 from selfspec.config import OPTION_NAMES
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
 from selfspec.decoding.drafters.base import Drafter, NoDrafter
@@ -33,7 +34,6 @@ from selfspec.decoding.drafters.heads import (
 )
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
-from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.probe import PassShape
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState

@@ -33,14 +33,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from selfspec.options import Prices
+from selfspec.options import Costs
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
 EXECUTORS = ["generic", pytest.param("fused", marks=needs_compiler)]
 """Of a CPU."""
 
-CHEAP = Prices(row=0.1, head=0.1)
+CHEAP = Costs(row=0.1, head=0.1)
 """With what an executor measures, machines would differ in whether the default heads draft."""
 
 VOCAB_SIZE = 96

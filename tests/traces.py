@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs, DraftCost
+from selfspec.decoding.costs import DraftCost, MeasuredCosts
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import Ints, Record
 from selfspec.heads.exit_heads import layers_in_use
 from selfspec.heads.heads import spread
-from selfspec.options import Exit, Prices
+from selfspec.options import Costs, Exit
 from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
 
 TOKEN = 7
@@ -242,13 +242,13 @@ def _resolved(record: Record, options: SpeculationOptions) -> SpeculationOptions
             guesses=exits.guesses if options.grows_trees else 1,
         )
     cost = DraftCost(rows=record.info.row_costs, head=record.info.head_cost)
-    cost = cost.with_prices(options.prices)
-    return replace(options, exit=exits, prices=Prices(row=cost.rows, head=cost.head))
+    cost = cost.with_costs(options.costs)
+    return replace(options, exit=exits, costs=Costs(row=cost.rows, head=cost.head))
 
 
-def some_costs(num_layers: int, rows: int) -> Costs:
+def some_costs(num_layers: int, rows: int) -> MeasuredCosts:
     """Uneven ones, so that every term of a prediction counts."""
-    return Costs(
+    return MeasuredCosts(
         num_layers=num_layers,
         layers=tuple(0.010 + 0.0013 * row for row in range(rows)),
         start=tuple(0.0011 + 0.0002 * row for row in range(rows)),

@@ -26,9 +26,9 @@ class Estimate(NamedTuple):
     """What drafts gained behind the first token; nothing is timed for it."""
 
     speed_up: float
-    """Steps of plain decoding over what the rounds cost, in such steps, by their prices."""
+    """Steps of plain decoding over what the rounds cost, in such steps."""
     measured: bool
-    """Whether the prices were given, as `selfspec tune` finds them; else they are built in."""
+    """Whether the costs were given, as `selfspec tune` finds them; else they are built in."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -178,7 +178,7 @@ class Stream:
         behind = [entry for entry in self.rounds if not entry.prefill]
         steps = sum(cost.steps(Draft.again(entry)) for entry in behind)
         tokens = sum(len(entry.tokens) for entry in behind)
-        return Estimate(tokens / steps, options.prices.rows is not None)
+        return Estimate(tokens / steps, options.costs.rows is not None)
 
     def _with_rest(self, text: str) -> list[Piece]:
         """Pieces that join to `text`: what is held back of a character is the last token's."""

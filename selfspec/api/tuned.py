@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 
-TUNED_OPTIONS = ("speculate", "drafter", "prices")
+TUNED_OPTIONS = ("speculate", "drafter", "costs")
 """What a file may set: options that change the speed and nothing else."""
 
 

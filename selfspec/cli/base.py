@@ -34,7 +34,7 @@ from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
-from selfspec.options import KINDS, Kinds, Part, Prices, laid_over, members, typed, word
+from selfspec.options import KINDS, Costs, Kinds, Part, laid_over, members, typed, word
 from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def kv_memory(asked: Asked) -> int | None:
 
 # --- help
 
-PARTS: dict[str, Kinds] = {**KINDS, "prices": {"": Prices}}
+PARTS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}
 """Options in parts: their kinds by name."""
 
 
@@ -441,7 +441,7 @@ LOADING = grouped(
 
 _NESTED = {
     **dict.fromkeys(("drafter", "controller", "acceptance"), "KIND[:KEY=VALUE,..]"),
-    "prices": "KEY=VALUE,..",
+    "costs": "KEY=VALUE,..",
 }
 """Options with settings of their own: text on the command line, text or a mapping in YAML."""
 

@@ -39,8 +39,8 @@ from selfspec.typed import check_keys
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.api.text import Prompt
+    from selfspec.decoding.costs import MeasuredCosts
     from selfspec.decoding.measure import StepSpeed
-    from selfspec.decoding.prices import Costs
     from selfspec.eval.bench import Bench
     from selfspec.eval.concurrency import Load
     from selfspec.eval.methods import Contender
@@ -158,7 +158,7 @@ class Seen(NamedTuple):
 
     trace: LayerTrace
     record: Record | None = None
-    costs: Costs | None = None
+    costs: MeasuredCosts | None = None
     texts: Callable[[int], str] = "#{}".format
     """Gives the text of a token that other settings draft."""
     why: str = ""
@@ -319,7 +319,7 @@ def _tuned_words(found: Tuned, file: Path | None) -> str:
     if found.speculates:
         lines += [
             f"drafter {found.options['drafter']}",
-            f"prices {found.options['prices']}",
+            f"costs {found.options['costs']}",
             f"{found.compression_rate:.2f} tokens per verification, worst prompt "
             f"{found.worst:.2f} x",
         ]

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule, tied
+from selfspec.decoding.costs import DraftCost, Load, each_row, token_cost, whole_round
 from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters.base import Drafter
 from selfspec.decoding.drafters.choice import Sources, make_drafter
 from selfspec.decoding.drafters.draft_model import DraftCache
 from selfspec.decoding.drafters.successors import Remembering, Successors
-from selfspec.decoding.prices import DraftCost, Load, each_row, token_cost, whole_round
 from selfspec.decoding.probe import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
@@ -166,8 +166,8 @@ class Runtime:
         return DraftCache(self.draft_model, self.backbone.vocab_size)
 
     def draft_cost(self, options: SpeculationOptions) -> DraftCost:
-        """What drafting costs a text that runs alone, by the prices known."""
-        cost = DraftCost.for_model(self.backbone).with_prices(options.prices)
+        """What drafting costs a text that runs alone, as far as it is known."""
+        cost = DraftCost.for_model(self.backbone).with_costs(options.costs)
         if self.draft_model is None or not options.uses("draft-model"):
             return cost
         return replace(cost, token=token_cost(self.draft_model, self.backbone))
@@ -237,7 +237,7 @@ class Pace:
         if texts == 0:
             return BULK_ROWS
         if self._row_s is None:
-            return self._by_prices(texts, patience)
+            return self._by_costs(texts, patience)
         most = min(2 * self._newest, BULK_ROWS)  # one quick round may be chance
         if self._row_s * most <= patience * self._usual(texts):
             return most
@@ -247,7 +247,7 @@ class Pace:
         """Seconds of a round without prompts, for the nearest number of texts that was seen."""
         return self._usual_s[min(self._usual_s, key=lambda seen: abs(seen - texts))]
 
-    def _by_prices(self, texts: int, patience: float) -> int:
+    def _by_costs(self, texts: int, patience: float) -> int:
         left = patience * whole_round(self._row_costs, texts)
         for count, cost in enumerate(islice(each_row(self._row_costs), texts - 1, None)):
             left -= cost

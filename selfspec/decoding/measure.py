@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import NoDrafter
-from selfspec.decoding.prices import Costs
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache
 from selfspec.decoding.stats import Stopwatch
@@ -210,7 +210,7 @@ def measure(
     rows: int = _ROWS,
     context: int = CONTEXT,
     now: Callable[[], float] = time.perf_counter,
-) -> Costs:
+) -> MeasuredCosts:
     """Medians of 15 passes, in turns, of 1..`rows` rows behind `context` tokens; a few seconds.
 
     Without heads their cost is 0.
@@ -283,7 +283,7 @@ def _question(
     return ask
 
 
-def _costs(laps: Mapping[_Part, list[float]], num_layers: int, short: int) -> Costs:
+def _costs(laps: Mapping[_Part, list[float]], num_layers: int, short: int) -> MeasuredCosts:
     """Medians of the parts' laps, which were run in turns."""
     middle = {part: statistics.median(seconds) for part, seconds in laps.items()}
     counts = [rows for name, rows in laps if name == "layers"]
@@ -295,7 +295,7 @@ def _costs(laps: Mapping[_Part, list[float]], num_layers: int, short: int) -> Co
     parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)
     rest = statistics.median(whole - run - read for whole, run, read in parts)
     heads = [lap for rows in counts for lap in laps.get(("head", rows), ())]
-    return Costs(
+    return MeasuredCosts(
         num_layers=num_layers,
         layers=layers,
         start=tuple(

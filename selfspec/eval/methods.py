@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Part, Prices, typed, word
+from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Costs, Part, typed, word
 from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ METHODS = {
     "ngram+exit": Method("prompt lookup, else speculation", _only(drafter="ngram+exit")),
     "no-value-rule": Method(
         "ngram+exit, but whatever the text has said before is proposed in full",
-        _only(drafter="ngram+exit", prices="row=0"),
+        _only(drafter="ngram+exit", costs="row=0"),
     ),
     "no-never-slower": Method(
         "ngram+exit, but exit heads go on drafting where that does not pay",
@@ -289,7 +289,7 @@ _GROUPS: dict[str, Mapping[str, type[Part]]] = {
     "drafter": DRAFTERS,
     "controller": CONTROLLERS,
     "acceptance": ACCEPTANCE,
-    "prices": {"": Prices},
+    "costs": {"": Costs},
 }
 
 
@@ -306,7 +306,7 @@ class Moved(NamedTuple):
 def moved(said: str) -> list[Moved]:
     """`NAME=VALUE,VALUE,..` as one setting per value, typed; `/` stands between those of a list.
 
-    NAME is an option (pinned_rows, acceptance), or a setting of one: exit.threshold, prices.row,
+    NAME is an option (pinned_rows, acceptance), or a setting of one: exit.threshold, costs.row,
     acceptance.cm-asd.tolerance. Raises InvalidOption.
     """
     name, equals, values = (piece.strip() for piece in said.partition("="))
@@ -328,7 +328,7 @@ def _known() -> dict[str, tuple[str, str, Any]]:
     found = {
         name: (name, "", str if name in _GROUPS else hints[name])
         for name in OPTION_NAMES
-        if name != "prices"
+        if name != "costs"
     }
     for option, kinds in _GROUPS.items():
         for kind, made in kinds.items():

@@ -29,7 +29,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.stream import Call
 from selfspec.api.text import Prompt
 from selfspec.api.tuned import conditions
-from selfspec.decoding import prices
+from selfspec.decoding import costs
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters.base import Draft
@@ -47,7 +47,7 @@ from selfspec.options import Exit
 from selfspec.typed import check_keys, require_types
 from selfspec.untrusted import check_safetensors, read_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 INFO_FILE = "record.json"
 ARRAYS_FILE = "record.safetensors"
 
@@ -526,7 +526,7 @@ class Recorder:
     def record(self) -> Record:
         """Everything so far."""
         backbone, alphas = self._speculator.backbone, tuple(self._options.anneal_strengths)
-        cost = prices.DraftCost.for_model(backbone)
+        cost = costs.DraftCost.for_model(backbone)
         known = conditions(backbone, self._speculator.heads)
         info = RecordInfo(
             base_model=self._speculator.label,

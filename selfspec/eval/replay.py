@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import DraftController, make_controller
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters.base import Draft, DraftsFrom, DraftWriter, NoDrafter, PacedDrafter
 from selfspec.decoding.drafters.choice import make_ngram, make_tree
 from selfspec.decoding.drafters.heads import ROOT, Guesses, Known, WhilePaying
 from selfspec.decoding.drafters.ngram import SeenTextFirst
-from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.sampling import Choice
 from selfspec.decoding.state import Pass, Schedule
 from selfspec.decoding.stats import EXIT, Round, StopReason, Stopwatch
@@ -211,7 +211,7 @@ def _drafter(
         raise InvalidOption("lossy rules and draft models write or say what was not recorded")
     info = record.info
     cost = DraftCost(rows=info.row_costs, head=info.head_cost, num_layers=info.num_layers)
-    cost = cost.with_prices(options.prices)
+    cost = cost.with_costs(options.costs)
     ngram = make_ngram(options, cost, info.end_tokens)
     if not options.uses("exit"):
         return ngram, ()

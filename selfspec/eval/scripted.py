@@ -167,7 +167,7 @@ def planted(
     if steady and speculator.backbone.runs_trees:
         found["tree"] = (BranchingDrafter(text, 2, size, width), options)
     if speculator.heads is not None and options.speculate:
-        exits = {"exit": {"threshold": _EAGER, "max_tokens": width}, "prices": "row=0"}
+        exits = {"exit": {"threshold": _EAGER, "max_tokens": width}, "costs": "row=0"}
         found |= {"heads": (None, options), "eager heads": (None, options.updated(exits))}
     return found
 

@@ -19,19 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs, Exits, expected
+from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.options import TuneOptions
 from selfspec.eval.record import NONE, Record
-from selfspec.options import Exit, Ngram, Prices, as_text, settings_text
+from selfspec.options import Costs, Exit, Ngram, as_text, settings_text
 
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 """Candidate thresholds let this share of the places exit, of those above the recorded floor."""
 
 _SHORTLIST = 50
-"""Exit settings that are replayed: each alone and behind prompt lookup, at two prices."""
+"""Exit settings that are replayed: each alone and behind prompt lookup, at two costs of a row."""
 
 _LONGEST_PATH = 4
 """Most levels of a tree; more gained < 0.1 % on 36 Spec-Bench questions, whatever a row cost."""
@@ -89,7 +89,7 @@ Show = Callable[[int, int, str], None]
 """Called with settings done, settings in all, and words."""
 
 
-def tune(record: Record, costs: Costs, options: TuneOptions, show: Show) -> Tuned:
+def tune(record: Record, costs: MeasuredCosts, options: TuneOptions, show: Show) -> Tuned:
     """Choose among all `candidates`. Raises InvalidOption for fewer than two questions."""
     parts = folds(record, options.folds)
     search = _Search(record, costs, options, show)
@@ -102,7 +102,7 @@ def tune(record: Record, costs: Costs, options: TuneOptions, show: Show) -> Tune
     drafters = [part for part in (setting.ngram, setting.exit) if setting.uses(part.kind)]
     runtime = {
         "drafter": "+".join(as_text(part, full=True) for part in drafters),
-        "prices": settings_text(setting.prices, full=True),
+        "costs": settings_text(setting.costs, full=True),
     }  # in full, over whatever the heads say
     return Tuned(
         options={"speculate": speculates, **(runtime if speculates else {})},
@@ -190,7 +190,9 @@ def cross_validated(best: Callable[[Prompts], Seconds], parts: npt.NDArray[np.in
 class _Search:
     """For the setting that suits some prompts best; what was followed for it is kept."""
 
-    def __init__(self, record: Record, costs: Costs, options: TuneOptions, show: Show) -> None:
+    def __init__(
+        self, record: Record, costs: MeasuredCosts, options: TuneOptions, show: Show
+    ) -> None:
         """Screens all `candidates`."""
         self.screened = candidates(record, options.max_exit_layers)
         self.followed: dict[SpeculationOptions, Seconds] = {}
@@ -228,13 +230,13 @@ class _Search:
         return score(seconds[:, prompts], self.plain[prompts], self._objective)
 
 
-def plain_seconds(record: Record, costs: Costs) -> Seconds:
+def plain_seconds(record: Record, costs: MeasuredCosts) -> Seconds:
     """Wall time of plain decoding behind the prompt's pass, [P]."""
     return np.array([(entry.new_tokens - 1) * costs.plain_step() for entry in record.prompts])
 
 
 def screened(
-    record: Record, costs: Costs, settings: Sequence[SpeculationOptions], show: Show
+    record: Record, costs: MeasuredCosts, settings: Sequence[SpeculationOptions], show: Show
 ) -> Seconds:
     """Seconds by the cost model, [S, P], of settings in the order of `candidates`."""
     plain = plain_seconds(record, costs)
@@ -283,7 +285,7 @@ def _exits(
 
 
 def _to_follow(
-    record: Record, exits: Sequence[SpeculationOptions], costs: Costs
+    record: Record, exits: Sequence[SpeculationOptions], costs: MeasuredCosts
 ) -> list[SpeculationOptions]:
     """Prompt lookup alone, each exit setting alone and behind it, and trees around it.
 
@@ -293,7 +295,7 @@ def _to_follow(
     ngram = Ngram(max_tokens=min(built_in.ngram.max_tokens, most))
     # to what a measurement can tell
     head, *here = (round(share, 3) for share in (costs.head_cost, *costs.row_costs))
-    seen = replace(built_in, drafter="ngram", ngram=ngram, prices=Prices(head=head))
+    seen = replace(built_in, drafter="ngram", ngram=ngram, costs=Costs(head=head))
     kinds = [seen]
     if not record.info.exit_layers:
         lengths = sorted(
@@ -304,14 +306,12 @@ def _to_follow(
     ways = itertools.product(("exit", "ngram+exit"), (setting.exit for setting in exits))
     trees = itertools.product(("ngram+exit",), _trees(record, len(costs.layers)))
     kinds += [replace(seen, exit=one, drafter=drafter) for drafter, one in (*ways, *trees)]
-    prices = [
-        replace(seen.prices, row=row) for row in dict.fromkeys((tuple(here), built_in.prices.row))
-    ]
-    return [replace(kind, prices=price) for kind in kinds for price in prices]
+    two = [replace(seen.costs, row=row) for row in dict.fromkeys((tuple(here), built_in.costs.row))]
+    return [replace(kind, costs=one) for kind in kinds for one in two]
 
 
 def _trees(record: Record, rows: int) -> list[Exit]:
-    """Trees of exit layer 0, where it was recorded; prices say how wide they are, up to `rows`."""
+    """Trees of exit layer 0, where it was recorded; costs say how wide they are, up to `rows`."""
     if not record.guesses.shape[-1]:
         return []
     return [

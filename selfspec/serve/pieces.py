@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.stream import Call
 from selfspec.api.text import TextDecoder, UntilStop, begun, is_end
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.engine import Running
-from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import EXIT, GenerationStats, Round
 from selfspec.errors import InvalidData
 from selfspec.serve.protocol import Choice, Tools

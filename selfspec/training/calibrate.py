@@ -19,7 +19,7 @@ from torch import Tensor
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs, Exits, expected
+from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge, entropy
 from selfspec.model.backbone import Backbone
@@ -160,7 +160,7 @@ def exits(
 
 
 def best_setting(
-    costs: Costs,
+    costs: MeasuredCosts,
     candidates: Mapping[int, Sequence[float]],
     evaluate: Callable[[tuple[int, ...], tuple[float, ...]], tuple[Exits, Exits]],
     most_layers: int = 2,
@@ -240,7 +240,7 @@ _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 _GUESSES = 8
 """Guesses at a place by heads that read embeddings: the right token is among so many in 68 % of
-places of SmolLM2-135M's own text, the first in 39 %. Prices say how many are proposed."""
+places of SmolLM2-135M's own text, the first in 39 %. Costs say how many are proposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,7 @@ class Calibration:
     thresholds: dict[int, dict[float, float | None]]
     """By exit layer: the threshold for each of PRECISIONS, None where no threshold gives it."""
     setting: Setting
-    costs: Costs
+    costs: MeasuredCosts
 
     def record(self) -> dict[str, Any]:
         """For `calibration.json`."""
@@ -312,7 +312,7 @@ class Calibration:
 def calibrate(
     heads: ExitHeads,
     text: Selection,
-    costs: Costs,
+    costs: MeasuredCosts,
     *,
     precision: float | None = None,
     most_layers: int = 2,

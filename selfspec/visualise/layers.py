@@ -17,13 +17,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from selfspec import files
 from selfspec.api.givers import Giver
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs
+from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import DRAFT_MODEL, SOURCES, GenerationStats, Round
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 Kind = Literal["prefill", "accepted", "bonus"]
 """Where a token comes from: the prompt's pass, a draft that stayed, verification itself."""
@@ -315,7 +315,7 @@ class Gain(NamedTuple):
         return f"{self.times:.1f}× plain decoding"
 
 
-def gain(trace: LayerTrace, costs: Costs | None = None) -> Gain:
+def gain(trace: LayerTrace, costs: MeasuredCosts | None = None) -> Gain:
     """Drafts of a draft model have no costs here, so there is no speed-up with them."""
     stats, times = trace.stats, None
     if costs is not None and stats.rounds and DRAFT_MODEL not in stats.drafted_by_source:

@@ -20,9 +20,9 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt, TextDecoder
 from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters.choice import Sources
 from selfspec.decoding.drafters.ngram import NgramIndex
-from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.stats import EXIT, MODEL, NGRAM, Round
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.options import RecordOptions
@@ -30,7 +30,7 @@ from selfspec.eval.record import Record, Recorder
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.heads import ExitHead, ExitJudge, spread
 from selfspec.model.backbone import Backbone
-from selfspec.options import Exit, Prices
+from selfspec.options import Costs, Exit
 from selfspec.training.features import FeatureSpec, features
 from selfspec.training.text import Batch
 from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
@@ -161,9 +161,9 @@ def _resolved(speculator: Speculator, options: SpeculationOptions) -> Speculatio
         exits = replace(exits, layers=layers, threshold=taus, max_depth=None)
     if not Sources(speculator.backbone, heads).runs_trees(replace(options, drafter="exit")):
         exits = replace(exits, guesses=1)
-    cost = DraftCost.for_model(speculator.backbone).with_prices(options.prices)
-    prices = Prices(row=cost.rows, head=cost.head)
-    return replace(options, speculate=True, drafter=drafter, exit=exits, prices=prices)
+    cost = DraftCost.for_model(speculator.backbone).with_costs(options.costs)
+    costs = Costs(row=cost.rows, head=cost.head)
+    return replace(options, speculate=True, drafter=drafter, exit=exits, costs=costs)
 
 
 @torch.no_grad()

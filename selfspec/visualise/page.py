@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from selfspec import pages
 from selfspec.api.givers import NAMES, Giver
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs
+from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM, SUCCESSORS, Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record, RecordInfo
@@ -55,7 +55,7 @@ _LOOKS = {
 def render(
     trace: LayerTrace,
     record: Record | None,
-    costs: Costs | None,
+    costs: MeasuredCosts | None,
     texts: Callable[[int], str] = "#{}".format,
     why: str = "",
 ) -> str:
@@ -91,7 +91,7 @@ def render(
 def page_data(
     trace: LayerTrace,
     record: Record | None,
-    costs: Costs | None,
+    costs: MeasuredCosts | None,
     texts: Callable[[int], str] = "#{}".format,
 ) -> dict[str, Any]:
     """Everything the page shows, ready for JSON; a token with its text is an index into `words`."""
@@ -153,7 +153,7 @@ def page_data(
 class _Rounds:
     """Rounds as the page tells them, each once, and what is counted of them."""
 
-    def __init__(self, num_layers: int, costs: Costs | None) -> None:
+    def __init__(self, num_layers: int, costs: MeasuredCosts | None) -> None:
         self.rounds: dict[tuple[Any, ...], int] = {}
         self.givers = [*map(Giver, NAMES), *(Giver(EXIT, at) for at in range(num_layers))]
         self._num_layers, self._costs = num_layers, costs
@@ -194,7 +194,7 @@ class _Rounds:
 
 
 def counts(
-    rounds: Sequence[Round], num_layers: int, costs: Costs | None
+    rounds: Sequence[Round], num_layers: int, costs: MeasuredCosts | None
 ) -> dict[str, float | None]:
     """What the table beside the controls shows; the prompt's pass is left out."""
     stats = counted([entry for entry in rounds if not entry.prefill], num_layers)

@@ -20,7 +20,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from selfspec import files
-from selfspec.decoding.prices import Costs
+from selfspec.decoding.costs import MeasuredCosts
 from selfspec.pages import palette
 from selfspec.visualise.layers import LayerTrace, gain, givers, ranked, readable
 
@@ -53,7 +53,7 @@ _OTHERS = (
 )
 
 
-def save_card(trace: LayerTrace, path: Path, costs: Costs | None = None) -> None:
+def save_card(trace: LayerTrace, path: Path, costs: MeasuredCosts | None = None) -> None:
     """1200 x 675 pixels, PNG. Raises CannotWrite."""
     found, left, (width, height) = gain(trace, costs), 388, CARD
     # the same picture gives the same file, and looks the same everywhere

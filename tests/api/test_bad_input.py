@@ -288,8 +288,8 @@ OPTIONS: list[dict[str, Any]] = [
     *settings(
         "controller", "cm-asd", "weights", 0.4, [1.0], [0.5, 0.5, 0.5], ["a"], [NAN, 0.5, 0.5]
     ),
-    *({"prices": {name: value}} for name in ("row", "head") for value in (NAN, -1.0, "x")),
-    *options("prices", "row=2", "rows=1", 5, "0.3", Exit()),
+    *({"costs": {name: value}} for name in ("row", "head") for value in (NAN, -1.0, "x")),
+    *options("costs", "row=2", "rows=1", 5, "0.3", Exit()),
     *options("acceptance", "always", 5, "easd", "lenient:lenience=0.5"),
     *settings("acceptance", "lenient", "lenience", 0.0, 2.0, "x"),
     *settings("acceptance", "easd", "entropy", -1.0, "x"),

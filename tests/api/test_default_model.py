@@ -59,7 +59,7 @@ def test_no_draft_changes_one_bit_of_a_logit(executor: str, dtype: torch.dtype) 
 
 
 def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
-    speculator = selfspec.load(pinned=True, prices=CHEAP)
+    speculator = selfspec.load(pinned=True, costs=CHEAP)
     answer = speculator.generate(PROMPTS[0], max_new_tokens=40)
     plain = speculator.generate(PROMPTS[0], max_new_tokens=40, speculate=False)
     assert answer.token_ids == plain.token_ids

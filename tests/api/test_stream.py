@@ -79,9 +79,9 @@ def test_a_stream_keeps_its_rounds_the_prompts_first(speculator: Speculator) -> 
     assert [t for entry in stream.rounds for t in entry.tokens] == answer.token_ids
 
 
-def test_an_estimate_goes_by_the_prices(speculator: Speculator) -> None:
+def test_an_estimate_goes_by_the_costs(speculator: Speculator) -> None:
     always: dict[str, Any] = {"max_new_tokens": 20, "never_slower": False}
-    stream = speculator.stream(random_ids(9), prices="row=0.5,head=0.25", **always)
+    stream = speculator.stream(random_ids(9), costs="row=0.5,head=0.25", **always)
     answer = stream.drain()
     behind = stream.rounds[1:]
     steps = sum(

@@ -17,7 +17,7 @@ from selfspec.cli.base import SPECULATION, merged
 from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
-from selfspec.options import Exit, Ngram, Prices
+from selfspec.options import Costs, Exit, Ngram
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 
@@ -62,9 +62,9 @@ def test_each_setting_is_taken_from_the_first_that_says_it(
     model: PreTrainedModel, backbone: Backbone, tmp_path: Path
 ) -> None:
     """Flag, file, tuned, heads, built in."""
-    defaults = {"drafter": "ngram:size=2+exit:threshold=0.8,layers=2", "prices": "head=0.5,row=0.3"}
+    defaults = {"drafter": "ngram:size=2+exit:threshold=0.8,layers=2", "costs": "head=0.5,row=0.3"}
     heads = make_heads("translator", backbone.unembedding, defaults=defaults)
-    found = {"drafter": "ngram+exit:layers=4,max_tokens=3", "prices": "row=0.2"}
+    found = {"drafter": "ngram+exit:layers=4,max_tokens=3", "costs": "row=0.2"}
     tuned.write(backbone, heads, found, {})
     (tmp_path / "run.yaml").write_text("drafter: exit:max_tokens=4,anneal_strength=0\n")
     given = {"drafter": "exit:max_tokens=5"}
@@ -73,7 +73,7 @@ def test_each_setting_is_taken_from_the_first_that_says_it(
     assert options.drafter == "exit"
     assert options.exit == Exit(layers=(4,), threshold=0.8, anneal_strength=0.0, max_tokens=5)
     assert options.ngram == Ngram(size=2)
-    assert options.prices == Prices(row=0.2, head=0.5)
+    assert options.costs == Costs(row=0.2, head=0.5)
 
 
 def test_where_drafting_does_not_pay_it_is_off_until_asked_for(

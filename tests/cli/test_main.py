@@ -19,7 +19,7 @@ import typer
 from selfspec.cli import base
 from selfspec.cli.main import BUG, INTERRUPTED, app, main
 from selfspec.model import backbone
-from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Prices
+from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Costs
 from tests.bad_input import furnish, snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_help_of_every_command_is_shown_in_groups(capsys: Capture) -> None:
     for kinds in (DRAFTERS, CONTROLLERS, ACCEPTANCE):
         for kind, made in kinds.items():
             assert {f"{kind}:{entry.name}" for entry in fields(made)} <= words
-    assert {entry.name for entry in fields(Prices)} <= words
+    assert {entry.name for entry in fields(Costs)} <= words
     assert "tau, in (0, 1]" in shown
     assert "exit:layers=N[/N..]" in shown
     for reason in ("paper calls for", "Printed nowhere", "document's example"):

@@ -15,9 +15,9 @@ from selfspec.api.speculator import load
 from selfspec.cli import measure
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.measure import StepSpeed
 from selfspec.decoding.measure import measure as measured
-from selfspec.decoding.prices import Costs
 from selfspec.errors import ModelNotFound
 from selfspec.eval.methods import METHODS, Method, moved
 from selfspec.eval.record import Record
@@ -136,7 +136,7 @@ def test_a_failing_method_gives_exit_code_1_and_the_rest_of_the_table(
         ("gammatune.rate=0.5", {"controller": "gammatune:rate=0.5"}),
         ("controller.cm-asd.scale=0.5", {"controller": "cm-asd:scale=0.5"}),
         ("acceptance.cm-asd.tolerance=0", {"acceptance": "cm-asd:tolerance=0.0"}),
-        ("prices.head=none", {"prices": "head=none"}),
+        ("costs.head=none", {"costs": "head=none"}),
         ("acceptance=easd", {"acceptance": "easd"}),
         ("pinned_rows=4", {"pinned_rows": 4}),
     ],
@@ -286,14 +286,16 @@ def test_a_model_without_heads_is_tuned_for_text_already_seen(
     bare = measured(load("model", dtype="float32").backbone, None, rows=2)
     assert (bare.head, bare.plain_step() > 0.0) == (0.0, True)
     cheap = (1.0,) * 8  # rows for nothing, so that drafts pay wherever one is right
-    costs = Costs(num_layers=6, layers=cheap, start=cheap, logits=cheap, head=0.0, round=0.0)
+    costs = MeasuredCosts(
+        num_layers=6, layers=cheap, start=cheap, logits=cheap, head=0.0, round=0.0
+    )
     monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: costs)
     suite = [*SUITE, "--max-new-tokens", "40"]
     assert main(["tune", *MODEL, *suite, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["options"]["drafter"].startswith("ngram:size=")
     assert "exit" not in found["options"]["drafter"]
-    assert found["settings"] == 12 * 2  # n-grams by lengths, at two prices of rows
+    assert found["settings"] == 12 * 2  # n-grams by lengths, at two costs of rows
     assert found["speed_up"] > 1.0
     options = load("model", dtype="float32").options
     assert options == SpeculationOptions().updated(found["options"])

@@ -16,7 +16,7 @@ from selfspec.api import chat_template as templates
 from selfspec.api.speculator import load, wrap
 from selfspec.cli.heads import incomplete
 from selfspec.cli.main import main
-from selfspec.decoding.prices import Costs
+from selfspec.decoding.costs import MeasuredCosts
 from selfspec.heads import known
 from selfspec.heads.exit_heads import HeadsConfig
 from tests.authors import RECIPE
@@ -195,7 +195,7 @@ def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
     heads = tmp_path / "heads"
     shutil.copytree("heads", heads)
     data = str(workplace / "own.jsonl")
-    costs = Costs(num_layers=6, layers=ONES, start=ONES, logits=ONES, head=0.1, round=0.0)
+    costs = MeasuredCosts(num_layers=6, layers=ONES, start=ONES, logits=ONES, head=0.1, round=0.0)
     monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: costs)
     assert main(["calibrate", *MODEL, "--heads", str(heads), "--data", data]) == 0
     push = ["heads", "push", str(heads), "me/own", "--license", "mit", "--private"]

@@ -49,7 +49,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
     trace = (folder / "trace.jsonl").read_text()
     (folder / "future.jsonl").write_text(
-        trace.replace('"format_version": 5', '"format_version": 9')
+        trace.replace('"format_version": 6', '"format_version": 9')
     )
     for name, text in (
         ("wrong.yaml", "token: 3\nepoch: 3\n"),
@@ -283,7 +283,7 @@ NUMBERS = {
     ],
     "--controller": ["", "none", "threshold,fixed", "fixed:longest=2", "gammatune:rate=nan"],
     "--acceptance": ["", "all", "lenient:lenience=0"],
-    "--prices": ["", "0.3", "rows=1", "row=-1", "row=0.1/-1"],
+    "--costs": ["", "0.3", "rows=1", "row=-1", "row=0.1/-1"],
     "--pinned-rows": ["0", "-1", "x"],
     "--dtype": ["", "int8"],
     "--device": ["", "tpu", "cuda:99", "meta"],

@@ -12,7 +12,7 @@ from selfspec.api import speculator as facade
 from selfspec.cli.base import LOADING, SHARED, SPECULATION, merged
 from selfspec.cli.main import main
 from selfspec.config import OPTION_NAMES, SpeculationOptions
-from selfspec.options import Easd, Exit, GammaTune, Prices
+from selfspec.options import Costs, Easd, Exit, GammaTune
 from tests.cli.fakes import FakeSpeculator
 
 Written = Callable[[str], Path]
@@ -49,7 +49,7 @@ def test_flags_have_no_defaults_of_their_own_and_reach_who_takes_them(
     assert (speculator.loaded, speculator.given) == ({}, {"raw": False})
     speculator.answers = [["one"]]
     arguments = ["--model", "m", "--dtype", "float32", "--no-speculate", "--pinned"]
-    arguments += ["--drafter", "exit:layers=4/8", "--prices", "row=0.1", "--pinned-rows", "4"]
+    arguments += ["--drafter", "exit:layers=4/8", "--costs", "row=0.1", "--pinned-rows", "4"]
     arguments += ["--max-new-tokens", "9", "--stop", "a", "--stop-strings", "b", "--top-k", "5"]
     assert main(["generate", *arguments, "hi"]) == 0
     generation = {"max_new_tokens": 9, "stop_strings": ["a", "b"], "top_k": 5}
@@ -59,7 +59,7 @@ def test_flags_have_no_defaults_of_their_own_and_reach_who_takes_them(
         "dtype": "float32",
         "speculate": False,
         "drafter": "exit:layers=4/8",
-        "prices": "row=0.1",
+        "costs": "row=0.1",
         "pinned": True,
         "pinned_rows": 4,
     }
@@ -89,20 +89,20 @@ def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file
 ) -> None:
     file = config(
         "drafter: {exit: {layers: [4, 8], threshold: 5e-1, max-tokens: 3}}\n"
-        "controller: gammatune:rate=0.5\nacceptance: cm-asd\nprices: row=0.1,head=0.2\n"
+        "controller: gammatune:rate=0.5\nacceptance: cm-asd\ncosts: row=0.1,head=0.2\n"
     )
     given = {
         "drafter": "ngram+exit:max_tokens=2",
         "controller": "gammatune:step=1",
         "acceptance": "easd:tokens=3",
-        "prices": "row=0.3",
+        "costs": "row=0.3",
     }
     options = SpeculationOptions().updated(merged(file, given, SHARED))
     assert options.drafter == "ngram+exit"
     assert options.exit == Exit(layers=(4, 8), threshold=0.5, max_tokens=2)
     assert options.controller == GammaTune(rate=0.5, step=1.0)
     assert options.acceptance == Easd(tokens=3)
-    assert options.prices == Prices(row=0.3, head=0.2)
+    assert options.costs == Costs(row=0.3, head=0.2)
     alone = merged(config("drafter: {exit: {layers: 4}}"), {}, SHARED)
     assert SpeculationOptions().updated(alone).exit == Exit(layers=(4,))
 

@@ -23,6 +23,6 @@ def eager(exact: Any) -> Speculator:
     """Whatever drafts, drafts all the time, mostly wrongly; prompt lookup in full."""
     second = make_model("llama", torch.float64, num_hidden_layers=2)
     exits = "exit:layers=2/5,threshold=0.05,max_tokens=3"
-    found = wrap(exact, heads="logit-lens", draft_model=second, drafter=exits, prices="row=0")
+    found = wrap(exact, heads="logit-lens", draft_model=second, drafter=exits, costs="row=0")
     found.options = found.options.updated({"draft_model": "max_tokens=3"})
     return found

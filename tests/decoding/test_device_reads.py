@@ -130,7 +130,7 @@ def test_a_controller_that_asks_for_more_than_the_judge_reads_no_more(
 
 def test_text_already_seen_reads_the_verdicts_alone(speculator: Speculator) -> None:
     drafted = 0
-    for entry, counts in rounds_of(speculator, drafter="ngram", prices="row=0.0"):
+    for entry, counts in rounds_of(speculator, drafter="ngram", costs="row=0.0"):
         assert counts == Counter({"list": 1, "upload": uploads()})
         drafted += len(entry.draft_tokens)
     assert drafted

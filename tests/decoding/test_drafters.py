@@ -17,13 +17,13 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Target, Verdict
 from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters import successors
 from selfspec.decoding.drafters.base import Draft, DraftsFrom
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter, check_same_tokens
 from selfspec.decoding.drafters.heads import ROOT
 from selfspec.decoding.drafters.ngram import NgramDrafter, NgramIndex, SeenTextFirst
 from selfspec.decoding.drafters.successors import Remembering, SuccessorGuesser, Successors
-from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Stopwatch
@@ -149,7 +149,7 @@ def test_a_row_costs_more_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     dear = replace(speculator.backbone.claims, row_costs=(0.6,))
     monkeypatch.setattr(speculator.backbone._executor, "claims", dear)
     assert speculator.generate(ids, max_new_tokens=6).stats.drafted == 0
-    asked = speculator.generate(ids, max_new_tokens=6, prices="row=0.08")
+    asked = speculator.generate(ids, max_new_tokens=6, costs="row=0.08")
     assert asked.stats.drafted > 0  # what was asked for counts
 
 
@@ -262,7 +262,7 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving() -> None:
 
 
 def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(exact: Any) -> None:
-    speculator = wrap(exact, drafter="ngram:size=2", prices="row=0.0")
+    speculator = wrap(exact, drafter="ngram:size=2", costs="row=0.0")
     session = speculator.session()
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)
@@ -300,7 +300,7 @@ def test_no_drafter_under_any_controller_changes_a_token(
 def test_no_drafter_changes_the_distribution_of_samples(drafter: str) -> None:
     sizes: dict[str, Any] = {"vocab_size": 4, "num_hidden_layers": 2}
     model, ids = make_model("llama", **sizes), random_ids(6, vocab_size=4)
-    options: dict[str, Any] = {"drafter": drafter, "prices": "row=0"}
+    options: dict[str, Any] = {"drafter": drafter, "costs": "row=0"}
     if drafter == "draft-model":
         options["draft_model"] = make_model("llama", **sizes | {"num_hidden_layers": 1})
     ladder.check_sampling(model, ids, draws=600, **options)
@@ -603,7 +603,7 @@ def test_a_level_is_asked_behind_the_paths_of_its_tokens() -> None:
 def test_a_text_stays_what_it_is_and_is_drafted_when_it_comes_again(
     drafter: str, executor: str
 ) -> None:
-    speculator = wrap(make_model("llama"), executor=executor, drafter=drafter, prices="row=0.01")
+    speculator = wrap(make_model("llama"), executor=executor, drafter=drafter, costs="row=0.01")
     many: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     ids = random_ids(9)
     plain = speculator.generate(ids, speculate=False, **many)

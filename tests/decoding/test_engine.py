@@ -14,9 +14,9 @@ from transformers import LogitsProcessorList
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import work
+from selfspec.decoding.costs import beside
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.engine import BULK_ROWS, Asked, Engine, Pace, Running, Runtime
-from selfspec.decoding.prices import beside
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.eval.scripted import Listening, Recorder
@@ -279,7 +279,7 @@ def test_a_row_costs_more_of_a_fuller_round() -> None:
 # How much of a prompt enters with a round
 
 
-def test_prices_say_until_rounds_were_seen() -> None:
+def test_costs_say_until_rounds_were_seen() -> None:
     pace = Pace((0.1,))
     assert pace.rows(1, 1.02) == 10
     assert pace.rows(11, 1.02) == 20  # a round of eleven texts takes twice as long
@@ -288,7 +288,7 @@ def test_prices_say_until_rounds_were_seen() -> None:
 
 
 @pytest.mark.parametrize("row_s", [0.02, 0.5, 3.0])
-def test_rounds_get_as_long_as_asked_whatever_the_prices_said(row_s: float) -> None:
+def test_rounds_get_as_long_as_asked_whatever_the_costs_said(row_s: float) -> None:
     pace = Pace((0.1,))
     usual, patience = 2.0, 1.5
     for _ in range(3):

@@ -62,7 +62,7 @@ def speculator() -> Speculator:
         heads=heads,
         draft_model=second,
         executor="generic",
-        prices="row=0,head=0",
+        costs="row=0,head=0",
         never_slower=False,
     )
 

@@ -15,11 +15,11 @@ from transformers import LogitsProcessorList
 
 from selfspec.decoding.acceptance import DraftToken, GreedyMatch, SpeculativeSampling, Target
 from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import Draft, Drafter, NoDrafter
 from selfspec.decoding.drafters.heads import Drawn, Guesses, Known, Siblings, TreeDrafter
 from selfspec.decoding.drafters.ngram import NgramDrafter
-from selfspec.decoding.prices import DraftCost
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import EXIT, Stopwatch
@@ -482,7 +482,7 @@ def test_sampled_sequences_follow_the_model_s_law_with_trees(drafter: str) -> No
         draws=800,
         heads=heads,
         drafter=f"{drafter},guesses=3,max_rows=5,max_tokens=2",
-        prices="row=0,head=0",
+        costs="row=0,head=0",
         executor="generic",
     )
 

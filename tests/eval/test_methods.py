@@ -222,13 +222,13 @@ def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Sp
 
 
 @pytest.mark.parametrize(
-    ("name", "prices", "source"),
+    ("name", "costs", "source"),
     [("no-value-rule", "row=1/0.9", "ngram"), ("no-never-slower", "head=9", "exit")],
 )
 def test_without_a_rule_dear_drafts_go_on(
-    speculator: Speculator, name: str, prices: str, source: str
+    speculator: Speculator, name: str, costs: str, source: str
 ) -> None:
-    dear = moved(speculator, prices=prices)
+    dear = moved(speculator, costs=costs)
     every = [written(dear, method).stats for method in ("ngram+exit", name)]
     ruled, free = (stats.drafted_by_source[source] for stats in every if stats)
     assert ruled < free

@@ -94,7 +94,7 @@ def changed(name: str, change: Callable[[Any], Any] | None = None) -> Callable[[
         (lambda folder: (folder / ARRAYS_FILE).unlink(), "No such file"),
         (lambda folder: (folder / INFO_FILE).write_text("{"), "record.json is no record"),
         (lambda folder: (folder / ARRAYS_FILE).write_bytes(b"x" * 9), "record.safetensors is no"),
-        (edited(format_version=9), "format version 9, this reads 3"),
+        (edited(format_version=9), "format version 9, this reads 4"),
         (edited(colour="red"), "unknown key 'colour'"),
         (edited(exit_layers=[1, 3]), "tokens is int32"),
         (changed("guesses"), "holds ['answers', 'behind', 'chances', 'children', "),

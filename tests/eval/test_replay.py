@@ -20,7 +20,7 @@ from selfspec.eval import replay
 from selfspec.eval.options import RecordOptions
 from selfspec.eval.record import Record, Recorder
 from selfspec.model.backbone import Backbone
-from selfspec.options import CONTROLLERS, Controller, Exit, GammaTune, Ngram, Prices
+from selfspec.options import CONTROLLERS, Controller, Costs, Exit, GammaTune, Ngram
 from tests.api.test_default_model import pytestmark as default_model
 from tests.models import random_ids
 from tests.records import KINDS, NEW_TOKENS, OPTIONS, PROMPTS, recorded
@@ -78,7 +78,7 @@ def learning_setting(record: Record, seed: int, drafter: str) -> SpeculationOpti
         drafter=drafter,
         controller=random_controller(dice.choice(known), dice, most),
         ngram=Ngram(size=dice.randint(1, 4), max_tokens=dice.randint(1, 9)),
-        prices=Prices(
+        costs=Costs(
             row=dice.choice([None, 0.0, 0.05, (0.5, 0.2), (0.05, 0.1, 0.2)]),
             head=dice.choice([0.0, 0.08, 1.0, 9.0]),
         ),

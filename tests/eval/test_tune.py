@@ -11,7 +11,7 @@ import pytest
 
 from selfspec.api.tuned import TUNED_OPTIONS
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs, Exits, expected
+from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.options import TuneOptions
@@ -27,11 +27,11 @@ from selfspec.eval.tune import (
     thresholds,
     tune,
 )
-from selfspec.options import Prices
+from selfspec.options import Costs
 from tests.records import FLOOR, OPTIONS, recorded
 
 ROWS = OPTIONS.max_draft_tokens + 1
-COSTS = Costs(
+COSTS = MeasuredCosts(
     num_layers=6,
     layers=tuple(1.0 + 0.1 * row for row in range(ROWS)),
     start=(0.1,) * ROWS,
@@ -201,7 +201,7 @@ def test_plain_decoding_takes_a_step_for_every_token_but_the_first() -> None:
     assert plain_seconds(record, COSTS) == pytest.approx([n * COSTS.plain_step() for n in steps])
 
 
-COSTS_HERE = Prices(row=(0.083, 0.083), head=0.038)
+COSTS_HERE = Costs(row=(0.083, 0.083), head=0.038)
 """What `tune` makes of COSTS: 1.32 a plain step."""
 
 
@@ -219,12 +219,12 @@ def test_no_setting_is_faster_on_the_prompts_it_was_chosen_on() -> None:
     assert found.speculates
     settings, seconds = screening()
     assert not any(setting.never_slower for setting in settings)
-    first = replace(settings[seconds.sum(-1).argmin()], never_slower=True, prices=COSTS_HERE)
+    first = replace(settings[seconds.sum(-1).argmin()], never_slower=True, costs=COSTS_HERE)
     plain = plain_seconds(record, COSTS).sum()
     assert found.speed_up_in_sample >= plain / followed(record, first) - 1e-9
     assert found.speed_up <= found.speed_up_in_sample
     assert found.worst <= found.percentile_5
-    # seen text alone, the best fifty alone and behind it, at two prices of a row; other parts of
+    # seen text alone, the best fifty alone and behind it, at two costs of a row; other parts of
     # the prompts may have other best ones
     assert len(settings) + 202 <= found.settings <= len(settings) + 2 + 200 * (4 + 1)
     assert found.prompts == 4
@@ -255,15 +255,15 @@ def test_drafts_from_text_already_seen_are_chosen_where_texts_repeat() -> None:
     assert dear.options == {
         "speculate": True,
         "drafter": "ngram:size=4,max_tokens=4",
-        "prices": dear.options["prices"],
+        "costs": dear.options["costs"],
     }
 
 
 def test_what_was_measured_here_is_what_the_rules_go_by() -> None:
     found = best().options
-    prices = SpeculationOptions().updated(found).prices
-    assert prices.head == 0.038
-    assert prices.row in ((0.083, 0.083), Prices().row)
+    costs = SpeculationOptions().updated(found).costs
+    assert costs.head == 0.038
+    assert costs.row in ((0.083, 0.083), Costs().row)
     assert found.keys() <= set(TUNED_OPTIONS)
 
 

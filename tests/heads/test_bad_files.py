@@ -94,7 +94,7 @@ DEFAULTS: list[dict[str, Any]] = [
     *({"drafter": drafter} for drafter in TOGETHER),
     *({"controller": kind} for kind in CONTROLLERS),
     *({"pinned": value} for value in (True, False, None)),
-    *({"speculate": False}, {"require_lossless": True}, {"prices": "row=0.5"}),
+    *({"speculate": False}, {"require_lossless": True}, {"costs": "row=0.5"}),
 ]
 
 

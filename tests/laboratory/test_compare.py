@@ -26,7 +26,7 @@ def test_drafters_are_set_beside_plain_decoding_and_the_first(
     assert all(answer["runs"].keys() == {"plain", "chain", "text"} for answer in answers)
     assert all(run["equal"] for answer in answers for run in answer["runs"].values())
     methods = json.loads((out / "summary.json").read_text())["methods"]
-    assert methods["text"]["setting"] == {"drafter": "ngram", "prices": "row=0"}
+    assert methods["text"]["setting"] == {"drafter": "ngram", "costs": "row=0"}
     page = (out / "table.md").read_text()
     assert "## Over chain" in page
     assert "| chain | 1.000 (1.000 to 1.000) | 1.00 |" in page

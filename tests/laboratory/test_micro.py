@@ -166,7 +166,8 @@ def test_a_kernel_that_takes_long_is_not_asked_again(monkeypatch: pytest.MonkeyP
 def test_drafts_at_other_sizes_are_simulated_from_rows(tiny_model: str, tmp_path: Path) -> None:
     costs = {1: 1.0, 2: 1.1, 4: 1.3, 16: 2.5}
     gain, drafts = micro._best_chain(0.6, costs, 0.1)
-    assert (gain, drafts) == (pytest.approx((1 + 0.6 + 0.36) / 1.4), 2)
+    assert drafts == 2
+    assert gain == pytest.approx((1 + 0.6 + 0.36) / 1.4)
     assert micro._best_chain(0.05, costs, 0.1) == (1.0, 0)
     found = run(micro.sizes, tmp_path, models=tiny_model, rates="0.5,0.9", repeats=1)["sizes"]
     (size,) = found.values()

@@ -24,6 +24,7 @@ from selfspec.options import (
     KINDS,
     CmAsd,
     CmAsdLength,
+    Costs,
     DraftModel,
     Easd,
     Exit,
@@ -32,7 +33,6 @@ from selfspec.options import (
     Lenient,
     Lossless,
     Ngram,
-    Prices,
     Threshold,
     ranges,
 )
@@ -63,8 +63,8 @@ BAD: list[tuple[type, str, list[Any]]] = [
     (Easd, "overlap", [1.1]),
     (Easd, "tokens", [0]),
     (Lenient, "lenience", [0.0, 1.5]),
-    (Prices, "row", [-0.1, (0.1, 2.0), ()]),
-    (Prices, "head", [-0.1, "0.1", math.nan, math.inf]),
+    (Costs, "row", [-0.1, (0.1, 2.0), ()]),
+    (Costs, "head", [-0.1, "0.1", math.nan, math.inf]),
     (SpeculationOptions, "pinned_rows", ["6", 2.5, True, 0, 10**9]),
     (SpeculationOptions, "speculate", ["no"]),
     (SpeculationOptions, "drafter", [3]),
@@ -137,7 +137,7 @@ def test_values_at_the_edge_of_their_range_are_kept(made: type, values: dict[str
 PARTS: list[Any] = [part for kinds in KINDS.values() for part in kinds.values()]
 NUMBERS: list[tuple[Any, str]] = [
     (kind, name)
-    for kind in (*PARTS, Prices, SpeculationOptions)
+    for kind in (*PARTS, Costs, SpeculationOptions)
     for name, hint in annotations_of(kind).items()
     if name in kind.__dataclass_fields__ and re.search(r"\b(int|float)\b", str(hint))
 ]
@@ -169,7 +169,7 @@ def test_the_largest_value_costs_little(
     asked: Any = values
     if kind is not SpeculationOptions:
         part = kind(**values)
-        group = next((g for g, k in KINDS.items() if kind in k.values()), "prices")
+        group = next((g for g, k in KINDS.items() if kind in k.values()), "costs")
         asked = {group: part}
     if kind is Easd:
         asked["acceptance"] = dataclasses.replace(part, entropy=part.entropy or 1.0)

@@ -18,6 +18,7 @@ from selfspec.options import (
     DRAFTERS,
     TOGETHER,
     CmAsdLength,
+    Costs,
     Easd,
     Exit,
     Fixed,
@@ -27,7 +28,6 @@ from selfspec.options import (
     Ngram,
     NoDrafts,
     Part,
-    Prices,
     Threshold,
     as_text,
     changed,
@@ -68,7 +68,7 @@ def some(made: type[Part]) -> st.SearchStrategy[Part]:
     return st.builds(made, **strategies)
 
 
-KINDS: list[type[Part]] = [*DRAFTERS.values(), *CONTROLLERS.values(), *ACCEPTANCE.values(), Prices]
+KINDS: list[type[Part]] = [*DRAFTERS.values(), *CONTROLLERS.values(), *ACCEPTANCE.values(), Costs]
 
 options = st.builds(
     SpeculationOptions,
@@ -76,7 +76,7 @@ options = st.builds(
     drafter=st.sampled_from(TOGETHER),
     controller=st.one_of([some(made) for made in CONTROLLERS.values()]),
     acceptance=st.one_of([some(made) for made in ACCEPTANCE.values()]),
-    prices=some(Prices),
+    costs=some(Costs),
     exit=some(Exit),
     ngram=some(Ngram),
     draft_model=some(DRAFTERS["draft-model"]),
@@ -151,9 +151,9 @@ def test_objects_text_and_mappings_agree(drafter: Any, name: str, parts: dict[st
         ({"controller": "fixed"}, Fixed()),
         ({"acceptance": "lenient:lenience=0.8"}, Lenient(lenience=0.8)),
         ({"acceptance": Lossless()}, Lossless()),
-        ({"prices": "row=0.1/0.2,head=none"}, Prices(row=(0.1, 0.2))),
-        ({"prices": {"head": 0.1}}, Prices(head=0.1)),
-        ({"prices": Prices(head=0.1)}, Prices(head=0.1)),
+        ({"costs": "row=0.1/0.2,head=none"}, Costs(row=(0.1, 0.2))),
+        ({"costs": {"head": 0.1}}, Costs(head=0.1)),
+        ({"costs": Costs(head=0.1)}, Costs(head=0.1)),
     ],
 )
 def test_an_option_of_one_kind_reads_the_same_way(values: dict[str, Any], expected: Part) -> None:
@@ -163,14 +163,14 @@ def test_an_option_of_one_kind_reads_the_same_way(values: dict[str, Any], expect
 
 def test_text_changes_what_it_names_and_an_object_is_taken_whole() -> None:
     before = SpeculationOptions(
-        exit=Exit(layers=(2,), max_tokens=3), controller=GammaTune(rate=0.5), prices=Prices(row=0.5)
+        exit=Exit(layers=(2,), max_tokens=3), controller=GammaTune(rate=0.5), costs=Costs(row=0.5)
     )
     after = before.updated(
         {"drafter": "ngram+exit:threshold=0.5", "controller": "gammatune:step=1"}
     )
     assert after.exit == Exit(layers=(2,), max_tokens=3, threshold=0.5)
     assert after.controller == GammaTune(rate=0.5, step=1.0)
-    assert after.updated({"prices": "head=0"}).prices == Prices(row=0.5, head=0.0)
+    assert after.updated({"costs": "head=0"}).costs == Costs(row=0.5, head=0.0)
     assert after.updated({"drafter": Exit(threshold=0.5)}).exit == Exit(threshold=0.5)
     assert after.updated({"controller": "threshold"}).controller == Threshold()
     assert after.updated({"drafter": "ngram"}).exit == after.exit  # kept for later
@@ -206,7 +206,7 @@ def test_easd_as_text_starts_where_the_heads_say() -> None:
         ({"controller": "gamatune"}, "unknown controller 'gamatune'. Did you mean gammatune?"),
         ({"controller": "fixed+fixed"}, "controller is 'fixed+fixed', expected one kind"),
         ({"acceptance": CmAsdLength()}, "acceptance is CmAsdLength("),
-        ({"prices": "rows=1"}, "unknown setting of prices: 'rows'. Did you mean row?"),
+        ({"costs": "rows=1"}, "unknown setting of costs: 'rows'. Did you mean row?"),
     ],
 )
 def test_an_error_is_one_line_that_names_the_nearest(values: dict[str, Any], message: str) -> None:

@@ -20,7 +20,7 @@ DRAFTS: dict[str, Any] = {"heads": "logit-lens", "drafter": "exit:layers=2/5,thr
 
 @pytest.fixture(scope="session")
 def default() -> Speculator:
-    return selfspec.load(prices=CHEAP)
+    return selfspec.load(costs=CHEAP)
 
 
 @pytest.fixture(scope="session")

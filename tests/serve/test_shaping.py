@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from selfspec.api.speculator import Speculator
-from selfspec.decoding.prices import DraftCost
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.stats import Round
 from selfspec.serve.pieces import BARE, TAGGED, Calls, Explanation, format_of
 from tests.serve.live import Running, running

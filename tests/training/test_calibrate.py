@@ -13,7 +13,7 @@ import torch
 
 from selfspec.cli.train import calibration_words
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.prices import Costs, Exits, expected
+from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
@@ -34,7 +34,9 @@ from tests.talks import make_talks
 from tests.training.test_fit import fitted, make_job
 
 NOTHING = (0.0,) * 8
-FLAT = Costs(num_layers=10, layers=(1.0,) * 8, start=NOTHING, logits=NOTHING, head=0.0, round=0.0)
+FLAT = MeasuredCosts(
+    num_layers=10, layers=(1.0,) * 8, start=NOTHING, logits=NOTHING, head=0.0, round=0.0
+)
 """Verification as cheap as a step, whatever its rows; heads for nothing."""
 
 
@@ -186,7 +188,7 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
     result = fitted(backbone, talks)
     records.write(tmp_path, result, {})
 
-    def defaults(costs: Costs) -> tuple[SpeculationOptions, str]:
+    def defaults(costs: MeasuredCosts) -> tuple[SpeculationOptions, str]:
         found = calibrate.calibrate(result.heads, job.validation, costs)
         calibrate.write(result.heads, tmp_path, found, {})
         kept = HeadsConfig.read(tmp_path).defaults

@@ -29,7 +29,7 @@ def test_a_file_gives_the_same_trace_back(tmp_path: Path) -> None:
 def test_every_line_says_what_it_is(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in saved(tmp_path).read_text().split("\n")[:-1]]
     assert [line["type"] for line in lines] == ["info", *["place"] * 6, *["round"] * 4]
-    assert lines[0]["format_version"] == 5
+    assert lines[0]["format_version"] == 6
     options = SpeculationOptions().updated(lines[0]["options"])
     assert options == INFO.options
     assert lines[9]["passes"] == [[1, 0, 2], [1, 2, 4], [3, 4, 6]]
@@ -54,7 +54,7 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "old", "new", "reason"),
     [
-        (1, '"format_version": 5', '"format_version": 4', "line 1: format version 4, this self"),
+        (1, '"format_version": 6', '"format_version": 5', "line 1: format version 5, this self"),
         (1, '"type": "info"', '"type": "place"', "line 1: found 'place', the first line must be"),
         (1, '"dtype"', '"type_of"', "unexpected keyword argument 'type_of'"),
         (1, "threshold=0.5/0.8", "threshold=0.5/0.8/0.9", "line 1 is no line of a trace"),

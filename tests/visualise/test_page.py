@@ -17,7 +17,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import NONE, Record
-from selfspec.options import CONTROLLERS, Exit, Fixed, Prices
+from selfspec.options import CONTROLLERS, Costs, Exit, Fixed
 from selfspec.visualise.layers import rejected
 from selfspec.visualise.look import branches, inspect
 from selfspec.visualise.page import grid, page_data, render
@@ -52,9 +52,9 @@ def learning_settings(record: Record) -> list[SpeculationOptions]:
             options = replace(options, exit=replace(options.exit, threshold=dice.choice(taus)))
         # dear as a whole, so that pauses come soon, but few single rows: else nothing is tried
         heads = dice.choice([0.0, 0.2, 0.34, 0.6])
-        dear = Prices(row=(0.05, dice.choice([0.1, 0.9])), head=heads)
-        prices = options.prices if dice.random() < 0.2 else dear
-        found.append(replace(options, controller=Fixed(), prices=prices))
+        dear = Costs(row=(0.05, dice.choice([0.1, 0.9])), head=heads)
+        costs = options.costs if dice.random() < 0.2 else dear
+        found.append(replace(options, controller=Fixed(), costs=costs))
     return found
 
 
@@ -159,7 +159,7 @@ def vain(entry: Round) -> tuple:
 
 def test_every_control_has_another_stop_that_changes_the_rounds() -> None:
     record = tiled(alone(recorded("deep-fused").record), 60)
-    used = replace(USED, prices=Prices(head=0.5))  # dear enough for pauses
+    used = replace(USED, costs=Costs(head=0.5))  # dear enough for pauses
     data = page_data(make_trace(record, used), record, None)["grid"]
     for drafter, points in data["points"].items():
         axes = [axis for axis in data["axes"] if drafter in axis["drafters"]]
@@ -192,7 +192,7 @@ def test_without_heads_text_already_seen_alone_is_shown(record: Record) -> None:
 @pytest.mark.parametrize("heads", [pytest.param("smollm2-135m-instruct", marks=default_model)])
 def test_the_controls_of_the_default_model_begin_at_the_decode(heads: str) -> None:
     """Trees around prompt lookup, under the never-slower rule: what the default drafts by."""
-    speculator, tokens = selfspec.load(heads=heads, prices=CHEAP), 40
+    speculator, tokens = selfspec.load(heads=heads, costs=CHEAP), 40
     question = "Write a line of thanks to Ann Miller of Miller & Son, then write it again."
     trace = inspect(speculator, question, all_layers=False, max_new_tokens=tokens)
     record = branches(speculator, question, tokens, trace.info.options)

@@ -8,6 +8,7 @@ from typing import Any
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import make_controller
+from selfspec.decoding.costs import DraftCost, Load, share, token_cost
 from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
 from selfspec.decoding.drafters.base import Drafter, NoDrafter, Trunks
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
@@ -21,7 +22,6 @@ from selfspec.decoding.drafters.heads import (
 )
 from selfspec.decoding.drafters.ngram import GrammarDrafter, NgramDrafter, SeenTextFirst, StateT
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
-from selfspec.decoding.prices import DraftCost, Load, share, token_cost
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.attending import AttendingHeads
@@ -65,7 +65,7 @@ def make_drafter(
     """
     if not options.speculate or options.drafter == "none":
         return NoDrafter()
-    cost = DraftCost.for_model(sources.backbone, sources.load).with_prices(options.prices)
+    cost = DraftCost.for_model(sources.backbone, sources.load).with_costs(options.costs)
     seen: Trunks | None = None
     if options.uses("ngram"):
         seen = ngram = make_ngram(options, cost, end_tokens)
@@ -76,7 +76,7 @@ def make_drafter(
     if options.drafter == "ngram" or (options.drafter == "exit" and sources.heads is None):
         return NoDrafter() if seen is None else SeenTextFirst(seen, NoDrafter())
     if (guesser := _guesser(options, sources, sampler)) is not None:
-        own = options.uses("exit") and options.prices.head is None
+        own = options.uses("exit") and options.costs.head is None
         if own and isinstance(sources.heads, AttendingHeads):
             cost = replace(cost, head=share(sources.heads.nbytes, sources.backbone))
         return make_tree(guesser, options, cost, end_tokens, seen)

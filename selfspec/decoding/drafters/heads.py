@@ -1,7 +1,7 @@
 """Drafts from exit heads: chains along the hidden cache, and trees that grow as far as they pay.
 
 A tree grows level by level, the likeliest paths first, as long as a further row raises the tokens
-that are expected per time. What a row and a head cost is known (`prices`), so a tree is as wide as
+that are expected per time. What a row and a head cost is known (`costs`), so a tree is as wide as
 it pays: where rows are dear it is a chain, or nothing. As EAGLE-2 (Li et al. 2024) a path is worth
 the product of its tokens' probabilities; as Sequoia (Chen et al. 2024) the hardware sets the size.
 Replay grows the same trees from records, and follows the never-slower rule with the same classes.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from selfspec.decoding.acceptance import DraftToken
 from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.costs import DraftCost, each_row
 from selfspec.decoding.drafters.base import (
     Draft,
     DraftsFrom,
@@ -29,7 +30,6 @@ from selfspec.decoding.drafters.base import (
     Trunks,
 )
 from selfspec.decoding.drafters.ngram import StateT
-from selfspec.decoding.prices import DraftCost, each_row
 from selfspec.decoding.sampling import Choice, Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import EXIT, FREE, Stopwatch

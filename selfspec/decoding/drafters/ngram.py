@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from selfspec.decoding.acceptance import DraftToken
 from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.costs import DraftCost, each_row
 from selfspec.decoding.drafters.base import (
     Committed,
     Draft,
@@ -22,7 +23,6 @@ from selfspec.decoding.drafters.base import (
     PacedDrafter,
     Trunks,
 )
-from selfspec.decoding.prices import DraftCost, each_row
 from selfspec.decoding.sampling import Choice, GrammarMask
 from selfspec.decoding.stats import GRAMMAR, NGRAM, Stopwatch
 from selfspec.decoding.work import Steps, ready

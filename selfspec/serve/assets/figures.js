@@ -10,11 +10,11 @@ class Figures {
       "dl",
       { class: "figures" },
       this.entry("speed", "tokens/s", "speed"),
-      this.entry("plain", "plain, by the prices", "speed"),
+      this.entry("plain", "without drafts", "speed"),
       this.entry("round", "tokens per verification"),
       this.entry("drafts", "drafts accepted"),
     );
-    this.values.plain.parentNode.title = "What the same text would have had without drafts, by the server's prices of rows, layers and heads";
+    this.values.plain.parentNode.title = "What the same text would have had without drafts, by the server's costs of rows, layers and heads";
   }
 
   /** `kind`: speeds have a bar. */
@@ -45,7 +45,7 @@ class Figures {
     return (this.ended - this.begun) / 1000;
   }
 
-  /** Bring the box up to date. Plain decoding takes a step for each token, by the prices. */
+  /** Bring the box up to date. Without drafts each token would take a step. */
   show() {
     if (!this.rounds) return;
     const timed = this.tokens - this.untimed;

@@ -19,22 +19,22 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding import measure as measuring
 from selfspec.decoding.acceptance import DraftToken
 from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.costs import DraftCost, Load, MeasuredCosts, token_cost
 from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.drafters.heads import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.measure import ROWS, Clock, StepSpeed, measure, memory_rate, step_speed
-from selfspec.decoding.prices import Costs, DraftCost, Load, token_cost
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.model.backbone import Backbone
-from selfspec.options import Prices
+from selfspec.options import Costs
 from tests import ladder
 from tests.decoding.test_drafters import Text
 from tests.heads.kinds import make_heads
 from tests.models import make_model, needs_compiler, random_ids
 
-COSTS = Costs(
+COSTS = MeasuredCosts(
     num_layers=10,
     layers=(1.0, 1.5),
     start=(0.2, 0.5),
@@ -69,7 +69,7 @@ def test_rows_that_cost_nothing_or_too_much_are_within_what_options_allow() -> N
     assert flat.row_costs == (0.0, 0.0)
     dear = replace(COSTS, layers=(1.0, 3.0, 9.0), logits=(0.1, 0.1, 0.1))
     assert dear.row_costs == (1.0, 1.0)
-    SpeculationOptions(prices=Prices(row=dear.row_costs))
+    SpeculationOptions(costs=Costs(row=dear.row_costs))
 
 
 def test_counts_may_be_expected_ones_or_arrays() -> None:
@@ -305,7 +305,7 @@ def test_a_pause_is_no_failure_of_the_other_drafter_and_leaves_the_field_to_seen
 # Through the facade
 
 
-EAGER = {"exit": "layers=2/5,threshold=0.05", "prices": "row=0.08"}
+EAGER = {"exit": "layers=2/5,threshold=0.05", "costs": "row=0.08"}
 """Heads that nobody fitted: they draft all the time, wrongly."""
 
 
@@ -331,7 +331,7 @@ def test_dearer_heads_are_paused_earlier(exact: Any) -> None:
     speculator = wrap(exact, heads="logit-lens")
     speculator.options = speculator.options.updated(EAGER)
     cheap, dear = (
-        speculator.generate(random_ids(13), max_new_tokens=60, prices={"head": cost}).stats.drafted
+        speculator.generate(random_ids(13), max_new_tokens=60, costs={"head": cost}).stats.drafted
         for cost in (0.0, 10.0)
     )
     assert cheap > dear > 0
@@ -341,7 +341,7 @@ def test_pauses_do_not_change_the_distribution_of_samples() -> None:
     model = make_model("llama", vocab_size=4, num_hidden_layers=2)
     # two wrong drafts cost between 7.5 and 8.5 steps: a pause follows, where one is right none does
     ladder.check_sampling(
-        model, random_ids(6, vocab_size=4), draws=600, length=4, prices="head=3.3,row=0.08"
+        model, random_ids(6, vocab_size=4), draws=600, length=4, costs="head=3.3,row=0.08"
     )
 
 
@@ -374,7 +374,9 @@ def test_a_clock_that_ticks_once_a_part_makes_all_parts_alike(
     ones = (1.0,) * 8
     # a pass of few layers takes as long as one of all: everything is its start; a round takes less
     # than the layers and the logits that it is made of: nothing is left for itself
-    assert found == Costs(num_layers=6, layers=ones, start=ones, logits=ones, head=1.0, round=0.0)
+    assert found == MeasuredCosts(
+        num_layers=6, layers=ones, start=ones, logits=ones, head=1.0, round=0.0
+    )
 
 
 def laps(seconds: Callable[[int], float]) -> Iterator[float]:

@@ -1,8 +1,8 @@
 """What a round costs: counts of its passes, rows and heads come in, seconds or plain steps go out.
 
-The one home of these sums; no tensors. `Costs` are seconds, as `decoding.measure` finds them on
-this machine: calibration, tuning, the laboratory and the page predict by them. `DraftCost` says in
-shares of a plain step what drafting adds to a round: the drafters' never-slower rule goes by it.
+The one home of these sums; no tensors. `MeasuredCosts` are seconds, as `decoding.measure` finds
+them on this machine: calibration, tuning, the laboratory and the page predict by them. `DraftCost`
+says in shares of a plain step what drafting adds to a round: the never-slower rule goes by it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from selfspec.decoding.drafters.base import Draft
     from selfspec.model.backbone import Backbone
-    from selfspec.options import Prices
+    from selfspec.options import Costs
 
 Count = TypeVar("Count", float, "npt.NDArray[Any]")
 """How often: a number, also an expected one, or an array of them."""
@@ -31,7 +31,7 @@ _PLAIN_SECOND_ROW = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class MeasuredCosts:
     """Seconds, measured on this machine. Tuples go by the number of rows: 1, 2, ..."""
 
     num_layers: int
@@ -124,7 +124,7 @@ class Exits:
 
 
 def expected(
-    costs: Costs, layers: Sequence[int], first: Exits, later: Exits, width: int
+    costs: MeasuredCosts, layers: Sequence[int], first: Exits, later: Exits, width: int
 ) -> tuple[Any, Any]:
     """Compression rate and speed-up of drafts of at most `width` tokens.
 
@@ -187,7 +187,7 @@ class DraftCost:
             rows=rows, load=load or Load(), head=claims.head_cost, num_layers=model.num_layers
         )
 
-    def with_prices(self, asked: Prices) -> DraftCost:
+    def with_costs(self, asked: Costs) -> DraftCost:
         """This, or what was asked for."""
         head = self.head if asked.head is None else asked.head
         return replace(self, rows=asked.rows or self.rows, head=head)
