@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 
-from eval import families, lab, memory
+from eval import agreement, families, lab, memory
 from selfspec.errors import CannotWrite
+from selfspec.hub.models import load_model
+from selfspec.model import fingerprint
+from selfspec.model.backbone import Backbone
 
 
 def test_a_record_says_how_it_was_made_without_this_machines_folders(
@@ -26,6 +30,23 @@ def test_a_record_says_how_it_was_made_without_this_machines_folders(
 
 
 # --- memory
+
+
+def test_agreement_is_counted_by_kind_and_place(
+    tiny_model: str, prompts: str, tmp_path: Path
+) -> None:
+    loaded, _, files = load_model(tiny_model, dtype="float32")
+    backbone = Backbone(loaded, fingerprint=fingerprint.of_loaded(loaded, files.stamps))
+    heads = lab.untrained(backbone, 0, "deep-fused")
+    heads.config = replace(heads.config, base_fingerprint=backbone.fingerprint)
+    heads.save(tmp_path / "heads")
+    agreement.main([str(tmp_path / "heads")], tmp_path / "out", tiny_model, prompts, new_tokens=9)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    ((right,),) = (found.values() for found in summary["right"].values())
+    numbers = [number for _, number in right["all"]]
+    assert numbers[0] > numbers[1] > numbers[2] > 0, "answers of at least three tokens"
+    assert all(0 <= count <= number for count, number in right["all"])
+    assert "/" in (tmp_path / "out" / "table.md").read_text()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are Linux's")

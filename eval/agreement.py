@@ -1,0 +1,134 @@
+r"""How often heads are right, by kind of text and by place in a round; several heads on one text.
+
+    python -m eval.agreement --heads checkpoints/smollm2-135m-instruct --heads NEW \
+        --suite spec-bench --questions question_dev.jsonl --output results/agreement
+
+The model answers the suite greedily. Its own next token at each place of an answer is what heads
+should say: as first draft of a round, as second and third behind right ones. Writes `summary.json`
+and `table.md`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from eval import lab
+from selfspec.cli.base import bar
+from selfspec.errors import InvalidOption
+from selfspec.eval.results import Question, load_suite
+from selfspec.heads.attending import heads_of
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.hub.models import load_model, resolve_heads, training_dtype
+from selfspec.model import fingerprint
+from selfspec.model.backbone import Backbone
+from selfspec.training.features import FeatureSpec, StreamSource, whole
+from selfspec.training.measure import judged
+from selfspec.training.options import DataOptions
+from selfspec.training.selfgen import Author, Counts, talk_of
+from selfspec.training.text import Conversation, encoded
+
+DRAFTS, BATCH_TOKENS = 3, 2048
+
+Right = dict[str, list[tuple[int, int]]]
+"""By kind of text: right ones and all, of first, second and third drafts."""
+
+
+def main(
+    heads: Annotated[list[str], typer.Option(help="Folder or name; repeatable.")],
+    output: lab.Output,
+    model: lab.Model = None,
+    suite: lab.Suite = "six-tasks",
+    questions: lab.Questions = None,
+    limit: lab.Limit = None,
+    new_tokens: lab.NewTokens = 96,
+) -> None:
+    """Measure agreement."""
+    asked = load_suite(suite, questions, limit)
+    loaded, tokenizer, files = load_model(model, dtype=training_dtype(None))
+    known = fingerprint.of_loaded(loaded, files.stamps)
+    options = DataOptions(max_new_tokens=new_tokens)
+    texts = answers(Backbone(loaded, fingerprint=known), tokenizer, asked, options)
+    backbone = Backbone(loaded, executor="generic", fingerprint=known)
+    found: dict[str, dict[int, Right]] = {}
+    for name in heads:
+        own = heads_of(
+            resolve_heads(name), backbone.unembedding, known, files.label, backbone.num_layers
+        )
+        found[name] = shares(backbone, own, texts)
+    about = {"model": files.label, "suite": suite, "new_tokens": new_tokens}
+    lab.finish(output, {**about, "right": found}, page(found))
+
+
+def answers(
+    backbone: Backbone, tokenizer: Any, asked: Sequence[Question], options: DataOptions
+) -> dict[str, list[Conversation]]:
+    """The model's greedy answers, by kind of text."""
+    found = defaultdict(list)
+    with bar("answers", "tokens") as show:
+        done = 0
+
+        def watch(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            show(done, None)
+
+        author = Author(backbone, tokenizer, options, watch)
+        talks = [
+            replace(talk_of({"turns": [*one.turns]}, tokenizer, None), family=one.task)
+            for one in asked
+        ]
+        for record in author.write(author.converse(talk, Counts()) for talk in talks):
+            if record is not None:
+                found[record["family"]].append(encoded(record, tokenizer))
+    if not found:
+        raise InvalidOption("no question could be answered. Does each fit into the model?")
+    return dict(found)
+
+
+@torch.no_grad()
+def shares(
+    backbone: Backbone, heads: ExitHeads, texts: dict[str, list[Conversation]]
+) -> dict[int, Right]:
+    """By exit layer."""
+    found: dict[int, Right] = {layer: {} for layer in heads.config.exit_layers}
+    for kind, talks in lab.each(list(texts.items()), "measure", "kinds of text"):
+        source = StreamSource(backbone, FeatureSpec.read_by(heads), talks, BATCH_TOKENS)
+        for batch in whole(source).batches():
+            for layer, right in found.items():
+                sums = right.setdefault(kind, [])
+                for place, draft in enumerate(judged(heads, layer, batch, DRAFTS)):
+                    before = sums[place] if place < len(sums) else (0, 0)
+                    newest = int(draft.right.sum()), len(draft.right)
+                    sums[place : place + 1] = [(before[0] + newest[0], before[1] + newest[1])]
+    for right in found.values():
+        drafts = zip(*right.values(), strict=True)
+        right["all"] = [(sum(n for n, _ in one), sum(n for _, n in one)) for one in drafts]
+    return found
+
+
+def page(found: dict[str, dict[int, Right]]) -> str:
+    """A row for each exit layer of each of the heads."""
+    kinds = list(next(iter(next(iter(found.values())).values())))
+    rows = [
+        [name, str(layer), *(_cell(right[kind]) for kind in kinds)]
+        for name, by_layer in found.items()
+        for layer, right in by_layer.items()
+    ]
+    return (
+        "Share of answer tokens that heads say, in per cent: as first / second / third draft\n\n"
+        + lab.table(["heads", "layer", *kinds], rows)
+    )
+
+
+def _cell(sums: Sequence[tuple[int, int]]) -> str:
+    return " / ".join(f"{100 * right / max(1, number):.1f}" for right, number in sums)
+
+
+if __name__ == "__main__":
+    lab.run(main)
