@@ -396,8 +396,9 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
         )
         runner = measuring.Bench(speculator=speculator, options=options)
         summary = _measured(runner, grid, moves, questions, folder)
-        text = report.write_results(folder, summary)
-    base.emit(json.dumps(summary) + "\n" if as_json else text)
+        report.write_results(folder, summary)
+    words = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
+    base.emit(json.dumps(summary) + "\n" if as_json else words)
     for line in summary["failures"]:
         base.note(f"failed: {line}")
     if summary["failures"]:

@@ -232,6 +232,17 @@ def verdict(summary: Summary) -> str:
     return f"{faster} (95 %: {interval}), {gain['prompts']} prompts, {same}."
 
 
+def rates(summary: Summary) -> str:
+    """Tokens a second of each method, prompts included, in a line."""
+    short = {"hugging-face": "Hugging Face", "plain": "without drafts", "speculation": "selfspec"}
+    found = {
+        short.get(label, label): latency["tokens_per_s"]
+        for label, latency in summary["latency"].items()
+        if latency and label == summary["methods"][label]["method"]
+    }
+    return ", ".join(f"{name} {rate:.1f}" for name, rate in found.items()) + " tokens/s"
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 

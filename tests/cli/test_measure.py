@@ -47,8 +47,11 @@ def test_results_hold_the_run_the_answers_and_the_tables(workplace: Path, capsys
     assert main([*BENCH, "--limit", "2", "--sweep", "exit.max_tokens=1,2"]) == 0
     printed = capsys.readouterr().out
     out = workplace / "out"
-    assert printed == (out / "table.md").read_text()
-    assert "| speculation(exit.max_tokens=2) " in printed
+    *_, tables, rates = printed.splitlines()
+    assert tables == "Tables: out/table.md"
+    assert re.fullmatch(r"Hugging Face [\d.]+, without drafts [\d.]+, selfspec .* tokens/s", rates)
+    assert (out / "table.md").read_text().startswith("## Tokens per verification (CR)")
+    assert "| speculation(exit.max_tokens=2) " in (out / "table.md").read_text()
     names = ["answers.jsonl", "run.yaml", "summary.json", "table.csv", "table.md"]
     assert sorted(path.name for path in out.iterdir()) == names
     run = run_of(workplace)
@@ -124,7 +127,8 @@ def test_a_failing_method_gives_exit_code_1_and_the_rest_of_the_table(
     assert main([*BENCH, "--limit", "1", "--methods", "plain,broken"]) == 1
     captured = capsys.readouterr()
     assert "failed: 1, turn 1, broken: RuntimeError: no luck" in captured.err
-    assert re.search(r"\| plain +\| 1.00 +\| 1.00 ", captured.out)
+    table = (workplace / "out" / "table.md").read_text()
+    assert re.search(r"\| plain +\| 1.00 +\| 1.00 ", table)
 
 
 @pytest.mark.parametrize(
