@@ -6,7 +6,6 @@ r"""What one thing costs by how many rows it has: all of a kind in turns, median
     python -m eval.micro passes --python PYTHON --output results/passes  # beside llama.cpp
     python -m eval.micro texts --output results/texts      # one row each of many texts
     python -m eval.micro prompts --output results/prompts  # first token and memory, by length
-    python -m eval.micro widths --output results/widths    # a draft token, by the heads' vocabulary
     python -m eval.micro sizes --models A.gguf,B.gguf --output results/sizes  # drafts, simulated
 
 PYTHON is an interpreter that has `llama-cpp-python`. Nothing else should run on the machine. Each
@@ -33,7 +32,7 @@ from eval.peers import LLAMA, worker
 from eval.random_gguf import SHAPES, Shape
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.measure import ROWS, Clock, Passes, measure, memory_rate, step_speed
+from selfspec.decoding.measure import ROWS, Clock, Passes, memory_rate, step_speed
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.hub.models import default_model_file, load_model
 from selfspec.model.backbone import Backbone
@@ -546,37 +545,6 @@ def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
     read = reader(model, dtype, name)
     read(ids_of(16))
     return grown(lambda: read(ids_of(length)))
-
-
-# --- draft vocabularies ---------------------------------------------------------------------------
-
-
-@app.command()
-def widths(
-    output: lab.Output,
-    model: lab.Model = None,
-    dtype: str = "bfloat16",
-    widths: Annotated[
-        str, typer.Option(help="Beside the whole vocabulary.")
-    ] = "4096,8192,16384,24576,32768",
-) -> None:
-    """A draft token of untrained deep-fused heads on the embedding, and its share of a step.
-
-    Time does not depend on what was learned. As `selfspec tune` measures, between whole steps.
-    """
-    backbone = lab.loaded(model, dtype=dtype).backbone
-    seconds: dict[str, dict[int, float]] = {"a draft token": {}, "a plain step": {}}
-    for width in (*lab.counts(widths), backbone.vocab_size):
-        draft_ids = torch.arange(width) if width < backbone.vocab_size else None
-        costs = measure(backbone, lab.untrained(backbone, 0, "deep-fused", draft_ids), rows=2)
-        seconds["a draft token"][width] = costs.head
-        seconds["a plain step"][width] = costs.plain_step()
-    text = as_table("ms by draft vocabulary (of a plain step)", seconds, _of_step)
-    lab.finish(output, {"seconds": seconds}, text)
-
-
-def _of_step(seconds: Seconds, name: str, width: int) -> str:
-    return f" ({seconds[name][width] / seconds['a plain step'][width]:.1%})"
 
 
 # --- drafts at other sizes ------------------------------------------------------------------------

@@ -241,8 +241,8 @@ def adapt(*, asked: Asked) -> None:
     Flag(
         "source",
         str,
-        "Read conversations: .jsonl, .jsonl.gz, .json, or a data set's id. Without it prompts come "
-        "from a recipe.",
+        "Answer the user's turns of these conversations: .jsonl, .jsonl.gz, .json, or a data set's "
+        "id. Without it prompts come from a recipe.",
         ("--from",),
     ),
     Flag("recipe", str, "YAML file of prompt families; without it the built-in one."),
@@ -272,11 +272,8 @@ def data(*, asked: Asked) -> None:
         raise InvalidOption(
             f"{min(given)} with --from: the prompts come from one of them. Drop one"
         )
-    if "source" not in asked:
-        if options.regenerate:
-            raise InvalidOption("regenerate without --from: there is nothing to answer. Give both")
-        if options.tokens is None:
-            raise InvalidOption("no --tokens. Say how many answer tokens the model should write")
+    if "source" not in asked and options.tokens is None:
+        raise InvalidOption("no --tokens. Say how many answer tokens the model should write")
     _check(asked)
     from selfspec.training.selfgen import check_output
 
@@ -365,15 +362,12 @@ def _source(
 
     tokenizer, backbone = model.tokenizer, model.backbone
     skip = asked.get("skip_bad_rows", False)
-    author: selfgen.Author | None = None
+    author = selfgen.Author(backbone, tokenizer, options, watch)
     if "endpoint" in asked:
         from selfspec.training.endpoint import RemoteAuthor
 
         author = RemoteAuthor(asked["endpoint"], backbone, tokenizer, options, watch)
-    elif recipe is not None or options.regenerate:
-        author = selfgen.Author(backbone, tokenizer, options, watch)
     if recipe is not None:
-        assert author is not None  # noqa: S101  # made above
         own: list[tuple[str, ...]] = []
         if "questions" in asked:
             questions = Reader(asked["questions"], user_turns, skip_bad_rows=skip)
@@ -391,18 +385,9 @@ def _source(
             why = "no such --passages" + ("" if author.invents else ", or invented turns")
             base.note(f"selfspec: left out, {why}: {', '.join(prompts.left_out)}")
         return selfgen.Written(author, prompts, writer.records(), excluded), None
-    parse: Callable[[dict[str, Any]], Any] = partial(
-        selfgen.talk_of, tokenizer=tokenizer, system=options.system
-    )
-    if author is None:
-        parse = partial(
-            selfgen.converted,
-            tokenizer=tokenizer,
-            vocab_size=backbone.vocab_size,
-            max_length=backbone.max_positions,
-        )
+    parse = partial(selfgen.talk_of, tokenizer=tokenizer, system=options.system)
     rows = Reader(asked["source"], parse, skip_bad_rows=skip)
-    return selfgen.Given(rows, options, writer.batches, author), rows
+    return selfgen.Given(rows, writer.batches, author), rows
 
 
 def _excluded_ngrams(asked: Asked) -> set[int]:

@@ -66,9 +66,6 @@ class DataOptions:
     max_new_tokens: int = 400
     """Tokens of an answer, at least 1; longer ones are cut there."""
 
-    regenerate: bool = False
-    """With --from: keep the user's turns and let the model answer them itself."""
-
     shard: str = "1/1"
     """I/N: write the I-th of N parts. Parts share no seeds and no rows of --from."""
 

@@ -47,13 +47,11 @@ from selfspec.training.options import DataOptions
 from selfspec.training.recipe import Prompts, Row
 from selfspec.training.text import (
     Ask,
-    Conversation,
     Message,
     Reader,
     Sampling,
     Texts,
     Turns,
-    check,
     encoded,
     end_ids,
     loop_start,
@@ -632,8 +630,7 @@ class Written:
             dropped = ", ".join(f"{n} {what}" for what, n in counts.dropped().items() if n)
             raise InvalidOption(
                 f"no row of {_PATIENCE} batches could be used; in all: {dropped}. Raise "
-                "--max-question-tokens, give another --recipe, or read user turns with --from and "
-                "--regenerate"
+                "--max-question-tokens, give another --recipe, or read user turns with --from"
             )
         return [record | {"seed": seed} for record in kept]
 
@@ -810,38 +807,28 @@ def key(text: str) -> bytes:
 
 
 class Given:
-    """Rows of a file or data set, with the answers that they hold or those of an author."""
+    """User turns of a file or data set, answered by an author."""
 
-    def __init__(
-        self,
-        reader: Reader[Any],
-        options: DataOptions,
-        done: int,
-        author: Author | None = None,
-    ) -> None:
-        """`reader` parses with `converted`, for an author with `talk_of`.
-
-        `done` batches are written already.
-        """
-        first, parts = options.part
-        self._reader = reader
-        self._author = author
-        self._options = options
+    def __init__(self, reader: Reader[Talk], done: int, author: Author) -> None:
+        """`reader` parses with `talk_of`; `done` batches are written already."""
+        self._reader, self._author, self._options = reader, author, author.options
+        first, parts = self._options.part
         self._rows = itertools.islice(reader, first, None, parts)
-        self._known = {self._key(row) for row in self._next(done * options.batch_size)}
+        self._known = {key(talk.asked()) for talk in self._next(done)}
 
     def batch(self, index: int, seed: int, counts: Counts) -> list[Record] | None:  # noqa: ARG002  # in order
         """The next rows, without duplicates; which answers are sampled is drawn."""
-        rows, fresh = self._next(self._options.batch_size), []
+        talks, fresh = self._next(1), []
         counts.add("", "bad_rows", self._reader.skipped - counts.total("bad_rows"))
-        for row in rows:
-            if self._key(row) in self._known:
+        for talk in talks:
+            known = len(self._known)
+            self._known.add(key(talk.asked()))
+            if len(self._known) == known:
                 counts.add("", "duplicates")
             else:
-                self._known.add(self._key(row))
-                fresh.append(row)
-        if not rows or self._author is None:
-            return fresh if rows else None
+                fresh.append(talk)
+        if not talks:
+            return None
         rng = random.Random(seed)
         for talk in fresh:
             talk.sampled = rng.random() >= self._options.greedy_share
@@ -849,11 +836,8 @@ class Given:
         found = self._author.write(self._author.converse(talk, counts) for talk in fresh)
         return [record | {"seed": seed} for record in found if record is not None]
 
-    def _key(self, row: Any) -> bytes:
-        return key(row.asked() if self._author else str(row["input_ids"]))
-
-    def _next(self, count: int) -> list[Any]:
-        return list(itertools.islice(self._rows, count))
+    def _next(self, batches: int) -> list[Talk]:
+        return list(itertools.islice(self._rows, batches * self._options.batch_size))
 
 
 def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: str | None) -> Talk:
@@ -871,21 +855,3 @@ def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: s
         raise InvalidData(f"has {'an empty' if questions else 'no'} user turn to answer")
     turns = Turns.of(tokenizer, system)
     return Talk.begun(turns, questions[0], questions[1:])
-
-
-def converted(
-    record: Record, tokenizer: PreTrainedTokenizerBase | None, *, vocab_size: int, max_length: int
-) -> Record:
-    """A row with its ids, cut behind the last answer and behind `max_length` tokens.
-
-    Raises InvalidData with the reason.
-    """
-    ids, answers = encoded(record, tokenizer)
-    spans = [(first, min(end, max_length)) for first, end in answers if first < max_length]
-    ids = ids[: spans[-1][1]] if spans else ids[:max_length]
-    check(Conversation(ids, tuple(spans)), vocab_size, max_length)
-    if "conversations" in record:
-        record = {"messages": messages_of(record)}
-    return {name: record[name] for name in ("messages", "text") if name in record} | located(
-        ids, spans
-    )

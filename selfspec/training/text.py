@@ -133,8 +133,7 @@ def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -
         return _from_messages(messages_of(record), tokenizer)
     if "turns" in record:
         raise InvalidData(
-            "holds a user's turns without answers. Write them: selfspec data --from FILE "
-            "--regenerate"
+            "holds a user's turns without answers. Write them: selfspec data --from FILE"
         )
     if "text" in record:
         return _from_text(record["text"], tokenizer)
@@ -500,7 +499,7 @@ class Turns:
             raise InvalidData(
                 "the model has no chat template, so it cannot write conversations. "
                 f"{advice('' if tokenizer is None else tokenizer.name_or_path)}; or for a base "
-                "model --raw; or give text with --from, without --regenerate"
+                "model --raw; text that is there already: selfspec fit --data FILE"
             )
         messages = [*_opened(system), _user(_FIRST)]
         text = rendered(tokenizer, messages, add_generation_prompt=True)

@@ -9,11 +9,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData
-from selfspec.training.options import DataOptions
-from selfspec.training.selfgen import Counts, Given, Writer, converted, talk_of, write
-from selfspec.training.text import Reader, encoded
+from selfspec.training.selfgen import Counts, Given, Writer, talk_of, write
+from selfspec.training.text import Reader
 from tests.authors import make_author, prompt_ids, read
-from tests.talks import WORDS, make_tokenizer
+from tests.talks import make_tokenizer
 
 QUESTIONS = ["a", "b", "c", "a b", "A  b", "b a", "c c", "a c", "b c", "c a b"]
 
@@ -41,24 +40,12 @@ def rows(tmp_path: Path) -> Path:
 
 
 def answer(rows: Path, output: Path, **options: Any) -> Counts:
-    author = make_author(regenerate=True, **{"batch_size": 4, "greedy_share": 1.0} | options)
+    author = make_author(**{"batch_size": 4, "greedy_share": 1.0} | options)
     parse = partial(talk_of, tokenizer=make_tokenizer(), system=author.options.system)
     writer = Writer(output, {}, {})
     reader = Reader(rows, parse, skip_bad_rows=True)
-    source = Given(reader, author.options, writer.batches, author)
+    source = Given(reader, writer.batches, author)
     for _ in write(source, writer, author.options):
-        pass
-    return writer.counts
-
-
-def convert(rows: Path, output: Path, max_length: int = 64, **options: Any) -> Counts:
-    chosen = DataOptions(**{"batch_size": 4} | options)
-    parse = partial(
-        converted, tokenizer=make_tokenizer(), vocab_size=len(WORDS), max_length=max_length
-    )
-    writer = Writer(output, {}, {})
-    source = Given(Reader(rows, parse, skip_bad_rows=True), chosen, writer.batches)
-    for _ in write(source, writer, chosen):
         pass
     return writer.counts
 
@@ -129,86 +116,22 @@ def test_a_row_without_questions_is_refused(
         talk_of(record, tokenizer, None)
 
 
-# --- answers as they are
-
-
-def test_rows_become_lines_with_the_same_ids(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    records: list[dict[str, Any]] = [
-        {"messages": said("a", "b", "c", "b b"), "id": 5},
-        {"conversations": shared},
-        {"text": "a b c"},
-        {"input_ids": [5, 6, 7], "answer_start": 1},
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    counts = convert(path, tmp_path / "out")
-    lines = read(tmp_path / "out")
-    for line, record in zip(lines, records, strict=True):
-        ids, answers = encoded(record, tokenizer)
-        assert encoded(line, None) == (ids[: answers[-1][1]], answers)
-    found = (counts.total("rows"), counts.total("answers"), counts.answer_tokens)
-    assert found == (4, 5, 2 + 3 + 2 + 2 + 2)
-    assert [sorted(line) for line in lines] == [
-        ["answers", "input_ids", "messages"],
-        ["answer_start", "input_ids", "messages"],
-        ["answer_start", "input_ids", "text"],
-        ["answer_start", "input_ids"],
-    ]
-    assert lines[1]["messages"] == said("a", "b")
-
-
-def test_long_rows_are_cut_behind_what_fits(tokenizer: PreTrainedTokenizerBase) -> None:
-    record = {"messages": said("a", "b", "c", "b b")}
-    ids, answers = encoded(record, tokenizer)
-    (first, end), (second, last) = answers
-    for limit, spans in (
-        (last, [(first, end), (second, last)]),
-        (second + 1, [(first, end), (second, second + 1)]),
-        (second, [(first, end)]),
-        (first + 1, [(first, first + 1)]),
-    ):
-        line = converted(record, tokenizer, vocab_size=len(WORDS), max_length=limit)
-        assert encoded(line, None) == (ids[: spans[-1][1]], tuple(spans))
-    read = converted(record, tokenizer, vocab_size=len(WORDS), max_length=first)
-    assert encoded(read, None) == (ids[:first], ())
-    with pytest.raises(InvalidData, match=r"token id 9, expected 0\.\.8"):
-        converted(record, tokenizer, vocab_size=9, max_length=64)
-
-
-def test_duplicates_and_bad_rows_are_counted(rows: Path, tmp_path: Path) -> None:
-    rows.write_text(rows.read_text() + rows.read_text())
-    counts = convert(rows, tmp_path / "out")
-    assert (counts.total("rows"), counts.total("duplicates"), counts.total("bad_rows")) == (
-        10,
-        10,
-        2,
-    )
-
-
-# --- both
-
-
-@pytest.mark.parametrize("work", [answer, convert])
 def test_a_run_that_is_broken_off_is_continued_with_the_next_rows(
-    work: Any, rows: Path, tmp_path: Path
+    rows: Path, tmp_path: Path
 ) -> None:
-    expected = work(rows, tmp_path / "whole")
+    expected = answer(rows, tmp_path / "whole")
     for tokens in (1, 12, None):
-        counts = work(rows, tmp_path / "parts", tokens=tokens)
+        counts = answer(rows, tmp_path / "parts", tokens=tokens)
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
     assert counts == expected
 
 
-@pytest.mark.parametrize("work", [answer, convert])
-def test_shards_share_no_rows_and_leave_none_out(work: Any, rows: Path, tmp_path: Path) -> None:
+def test_shards_share_no_rows_and_leave_none_out(rows: Path, tmp_path: Path) -> None:
     asked = []
     for shard in ("1/3", "2/3", "3/3"):
-        work(rows, tmp_path / shard[0], shard=shard)
+        answer(rows, tmp_path / shard[0], shard=shard)
         asked += [line["messages"][0]["content"] for line in read(tmp_path / shard[0])]
     assert len(asked) == len(set(asked))
-    work(rows, tmp_path / "whole")
+    answer(rows, tmp_path / "whole")
     whole = {line["messages"][0]["content"] for line in read(tmp_path / "whole")}
     assert whole <= set(asked) <= set(QUESTIONS)

@@ -153,7 +153,7 @@ trace --from trace.jsonl --output new            | --output means nothing with -
 trace --from trace.jsonl --model model           | --model means nothing with --from
 trace --from trace.jsonl --no-all-layers         | --no-all-layers means nothing with --from
 trace --from trace.jsonl --max-new-tokens 3      | --max-new-tokens means nothing with --from
-trace --from future.jsonl                        | line 1: format version 9, this selfspec reads 5
+trace --from future.jsonl                        | line 1: format version 9, this selfspec reads 6
 trace --from model/config.json                   | line 1: it is not JSON
 tune --suite prompts.jsonl --limit 1             | one question cannot be held
 tune --suite nothing                             | unknown suite 'nothing'
@@ -198,7 +198,6 @@ calibrate H --data talks.jsonl --precision 1.5   | precision is 1.5
 data --tokens 5                                  | no --output
 data --output new.jsonl                          | no --tokens
 data --output new.jsonl --tokens many            | Invalid value for '--tokens'
-data --output new.jsonl --tokens 9 --regenerate  | regenerate without --from
 data --output new.jsonl --tokens 9 --shard 2     | shard is 2, expected I/N
 data --output new.jsonl --tokens 9 --recipe none | cannot read none
 data --output new.jsonl --tokens 9 --passages no | no is no folder
@@ -228,7 +227,6 @@ calibrate H --cache features                     | not [5]
 data M D --tokens 9 --questions none.jsonl       | none.jsonl
 data M D --tokens 9 --max-new-tokens 300         | positions no 32 are left
 data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
-data M D --from bad.jsonl --regenerate           | bad.jsonl, line 2 is not JSON
 """
 """What only the model tells."""
 

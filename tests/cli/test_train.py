@@ -152,21 +152,13 @@ def test_own_prompts_passages_and_excluded_texts_are_taken(recipes: Path, capsys
     assert "begun with excluded" in capsys.readouterr().err
 
 
-def test_conversations_of_a_file_are_taken_over_or_answered_anew(
-    recipes: Path, capsys: Capture
-) -> None:
+def test_the_user_turns_of_a_file_are_answered(recipes: Path, capsys: Capture) -> None:
     assert main([*GIVEN, "--from", "talks.json"]) == 0
-    assert [line["messages"][1]["content"] for line in read(recipes / "out.jsonl")] == ["b"] * 3
-    assert capsys.readouterr().out == (
-        "out.jsonl: 3 conversations, 6 answer tokens, 0 of 3 answers cut where they loop (0%)\n"
-    )
-    anew = [*GIVEN[:-1], "anew.jsonl", "--from", "talks.json", "--regenerate"]
-    assert main(anew) == 0
-    lines = read(recipes / "anew.jsonl")
+    lines = read(recipes / "out.jsonl")
     assert {line["messages"][0]["content"] for line in lines} <= {"a", "b", "c c"}
     assert [line["messages"][1]["content"] for line in lines] != ["b"] * len(lines)
-    assert run_record("anew.jsonl")["options"]["source"].startswith("talks.json, ")
-    (recipes / "bad.json").write_text('[5, {"messages": []}, {"text": "a b"}]')
+    assert run_record("out.jsonl")["options"]["source"].startswith("talks.json, ")
+    (recipes / "bad.json").write_text('[5, {"messages": []}, {"turns": ["a b"]}]')
     assert main([*GIVEN[:-1], "few.jsonl", "--from", "bad.json", "--skip-bad-rows"]) == 0
     output = capsys.readouterr()
     assert output.out.endswith("; dropped: 2 bad rows\n")

@@ -39,12 +39,6 @@ def run(command: Any, output: Path, **options: Any) -> dict[str, Any]:
             {"float32, as in the file", "float32, numbers"},
             ["1", "3"],
         ),
-        (
-            micro.widths,
-            {"dtype": "float32", "widths": "8,32"},
-            {"a draft token", "a plain step"},
-            ["8", "32", "96"],
-        ),
         pytest.param(
             micro.split,
             {"rows": "1,2", "in_front": 5, "repeats": 1},
@@ -60,7 +54,7 @@ def run(command: Any, output: Path, **options: Any) -> dict[str, Any]:
             marks=LINUX,
         ),
     ],
-    ids=["texts", "widths", "split", "prompts"],
+    ids=["texts", "split", "prompts"],
 )
 def test_every_thing_is_timed_by_rows(
     tiny_model: str,

@@ -146,7 +146,7 @@ BAD: dict[str, list[Any]] = {
         {"messages": [ASSISTANT]},
         {"conversations": [{"from": "gpt", "value": "a"}]},
     ],
-    "--regenerate": [{"turns": value} for value in (None, [], ["a"], [3])],
+    "selfspec data --from": [{"turns": value} for value in (None, [], ["a"], [3])],
     "text that is no string": [{"text": value} for value in (None, 3, [], "\udfff a b")],
     "a text of 0 tokens": [{"text": ""}],
 }
