@@ -10,6 +10,7 @@ and `table.md`.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,6 @@ import typer
 
 from eval import lab
 from selfspec.cli.base import bar
-from selfspec.errors import InvalidOption
 from selfspec.eval.results import Question, load_suite
 from selfspec.heads.attending import heads_of
 from selfspec.heads.exit_heads import ExitHeads
@@ -70,15 +70,9 @@ def answers(
 ) -> dict[str, list[Conversation]]:
     """The model's greedy answers, by kind of text."""
     found = defaultdict(list)
-    with bar("answers", "tokens") as show:
-        done = 0
-
-        def watch(tokens: int) -> None:
-            nonlocal done
-            done += tokens
-            show(done, None)
-
-        author = Author(backbone, tokenizer, options, watch)
+    with bar("answers", "rounds") as show:
+        rounds = itertools.count(1)
+        author = Author(backbone, tokenizer, options, lambda _: show(next(rounds), None))
         talks = [
             replace(talk_of({"turns": [*one.turns]}, tokenizer, None), family=one.task)
             for one in asked
@@ -86,8 +80,6 @@ def answers(
         for record in author.write(author.converse(talk, Counts()) for talk in talks):
             if record is not None:
                 found[record["family"]].append(encoded(record, tokenizer))
-    if not found:
-        raise InvalidOption("no question could be answered. Does each fit into the model?")
     return dict(found)
 
 
@@ -100,12 +92,12 @@ def shares(
     for kind, talks in lab.each(list(texts.items()), "measure", "kinds of text"):
         source = StreamSource(backbone, FeatureSpec.read_by(heads), talks, BATCH_TOKENS)
         for batch in whole(source).batches():
-            for layer, right in found.items():
-                sums = right.setdefault(kind, [])
+            for layer, by_kind in found.items():
+                sums = by_kind.setdefault(kind, [])
                 for place, draft in enumerate(judged(heads, layer, batch, DRAFTS)):
-                    before = sums[place] if place < len(sums) else (0, 0)
-                    newest = int(draft.right.sum()), len(draft.right)
-                    sums[place : place + 1] = [(before[0] + newest[0], before[1] + newest[1])]
+                    right, count = sums[place] if place < len(sums) else (0, 0)
+                    newest = right + int(draft.right.sum()), count + len(draft.right)
+                    sums[place : place + 1] = [newest]
     for right in found.values():
         drafts = zip(*right.values(), strict=True)
         right["all"] = [(sum(n for n, _ in one), sum(n for _, n in one)) for one in drafts]

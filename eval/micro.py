@@ -577,11 +577,9 @@ def sizes(
         best = {chance: _best_chain(chance, costs, head) for chance in chances}
         found[files.label] = {"step_s": speed.step_s, "rows": costs, "head": head, "best": best}
         cells = [f"{gain:.2f} ({drafts})" for gain, drafts in best.values()]
-        rows = ", ".join(f"{cost:.2f}" for cost in costs.values())
+        rows = ", ".join(f"{count}: {cost:.2f}" for count, cost in costs.items())
         lines.append([files.label, f"{1e3 * speed.step_s:.1f}", rows, f"{head:.3f}", *cells])
-        del loaded, backbone
-    counts = ", ".join(map(str, costs))
-    columns = ["model", "ms a step", f"rows {counts}", "head", *(f"a = {c:g}" for c in chances)]
+    columns = ["model", "ms a step", "rows", "head", *(f"a = {c:g}" for c in chances)]
     text = (
         "# Drafts at other sizes, simulated\n\nTimes plain decoding, and the drafts of a round "
         "that are best, by the chance a that a draft is right; costs in steps.\n\n"
@@ -600,13 +598,13 @@ def _eagle3_bytes(config: Any, vocab_size: int) -> int:
 
 def _best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[float, int]:
     """Times plain decoding, and drafts a round."""
-    known = list(costs)
-    gains = []
-    for drafts in range(MOST_DRAFTS + 1):
+
+    def gain(drafts: int) -> float:
         tokens = sum(chance**place for place in range(drafts + 1))
-        rows = float(np.interp(drafts + 1, known, list(costs.values())))
-        gains.append((tokens / (rows + drafts * head), drafts))
-    return max(gains)
+        rows = float(np.interp(drafts + 1, list(costs), list(costs.values())))
+        return tokens / (rows + drafts * head)
+
+    return max((gain(drafts), drafts) for drafts in range(MOST_DRAFTS + 1))
 
 
 if __name__ == "__main__":

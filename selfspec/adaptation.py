@@ -470,8 +470,8 @@ class _Adaptation:
 
     def _batch_size(self, backbone: Backbone) -> int:
         """Rows of a batch, so that the text's time holds several batches."""
-        step = {rows: self._timed_step(backbone, rows) for rows in (_BATCHES[0], _BATCHES[2])}
-        low, high = step
+        low, high = _BATCHES[0], _BATCHES[2]
+        step = {rows: self._timed_step(backbone, rows) for rows in (low, high)}
         slope = max(0.0, (step[high] - step[low]) / (high - low))
         room = self._left(_TEXT_UNTIL) / _LEAST_BATCHES
         fitting = [n for n in _BATCHES if _ROW_TOKENS * (step[low] + slope * (n - low)) <= room]
@@ -680,7 +680,6 @@ class _Adaptation:
     def _tune(self, speculator: Speculator, prompts: Sequence[Prompt]) -> None:
         """Settings for this machine, where there is time to look for them."""
         options = RecordOptions(max_new_tokens=_ANSWER)
-        began = time.monotonic()
         costs = measure(speculator.backbone, speculator.heads)
         answer = 4 * options.max_new_tokens * costs.plain_step()
         room = min(_TUNE_SHARE * self._state.budget_s, self._left() / 2)
@@ -707,7 +706,6 @@ class _Adaptation:
             found.options,
             asdict(found) | {"costs": asdict(costs)},
         )
-        logger.debug("tuned in %.0f s", time.monotonic() - began)
 
     def _warmed(self, speculator: Speculator, prompt: Prompt) -> float:
         """Seconds of a step; every way has run once."""

@@ -554,8 +554,7 @@ def fit(*, asked: Asked) -> None:
     for layer, shares in fitted.metrics["layers"].items():
         second = shares["agreement_second"]
         base.emit(
-            f"layer {layer:>3}  agreement {shares['agreement']:.1%}  of the most confident 25 % "
-            f"{shares['agreement_top_25']:.1%}  10 % {shares['agreement_top_10']:.1%}"
+            f"layer {layer:>3}  agreement {shares['agreement']:.1%}"
             + ("\n" if second is None else f"  second draft {second:.1%}\n")
         )
     base.emit(f"{asked['output']}: exit heads at {len(fitted.metrics['layers'])} layers\n")

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from selfspec.errors import InvalidData
 from selfspec.heads.attending import AttendingHeads, attention
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import ExitHead, ExitJudge
+from selfspec.heads.heads import ExitHead
 from selfspec.training.features import Features
 
 
@@ -29,10 +29,6 @@ class Agreement:
     """Held-out answer positions."""
     agreement: float
     """Share where the head's top token is the model's."""
-    agreement_top_25: float
-    """The same among the 25 % of positions where the head is most confident."""
-    agreement_top_10: float
-    """The same among the 10 %."""
     agreement_second: float | None = None
     """The share for the second draft of a round, where it reads what the heads made of the first:
     behind a right first draft."""
@@ -127,23 +123,25 @@ def judged(heads: ExitHeads, layer: int, batch: Features, drafts: int = 1) -> li
     return found
 
 
-@torch.no_grad()
 def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agreement]:
-    """By exit layer. Confidence is the plain top-1 probability: nothing annealed or calibrated."""
-    layers = heads.config.exit_layers
-    judge = ExitJudge(heads.config.num_layers, dict.fromkeys(layers, 1.0))
-    seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
-    second: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    """By exit layer."""
+    seen: dict[int, tuple[list[Tensor], ...]] = {i: ([], []) for i in heads.config.exit_layers}
     for batch in batches:
-        for layer in layers:
-            found, *later = judged(heads, layer, batch, drafts=2)
-            seen[layer].append((judge.confidence(found.logits, layer).cpu(), found.right.cpu()))
-            second[layer] += [draft.right.cpu() for draft in later]
-    shares = {}
-    for layer in layers:
-        confidence, right = map(torch.cat, zip(*seen[layer], strict=True))
-        shares[layer] = _shares(confidence, right, second[layer])
-    return shares
+        for layer, places in seen.items():
+            for place, draft in zip(places, judged(heads, layer, batch, drafts=2), strict=False):
+                place.append(draft.right.cpu())
+
+    def share(right: list[Tensor]) -> float:
+        return torch.cat(right).double().mean().item()
+
+    return {
+        layer: Agreement(
+            positions=sum(map(len, first)),
+            agreement=share(first),
+            agreement_second=share(second) if second else None,
+        )
+        for layer, (first, second) in seen.items()
+    }
 
 
 def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
@@ -151,16 +149,3 @@ def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
     ids = cast("ExitHead", next(iter(heads.by_layer.values()))).draft_ids
     tops = torch.cat([b.top_ids[b.answers, 0] for b in batches if b.top_ids is not None])
     return 1.0 if ids is None else torch.isin(tops, ids).float().mean().item()
-
-
-def _shares(confidence: Tensor, right: Tensor, second: list[Tensor]) -> Agreement:
-    """[N] and [N] -> shares; at least one position counts as the most confident."""
-    count = len(right)
-    ranked = right[confidence.argsort(descending=True, stable=True)].double()
-    return Agreement(
-        positions=count,
-        agreement=ranked.mean().item(),
-        agreement_top_25=ranked[: max(1, count // 4)].mean().item(),
-        agreement_top_10=ranked[: max(1, count // 10)].mean().item(),
-        agreement_second=torch.cat(second).double().mean().item() if second else None,
-    )

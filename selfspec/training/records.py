@@ -70,13 +70,12 @@ kept in
 
 Share of {{ "{:,}".format(first.positions) }} answer positions ({{ run.validation }}) where a \
 head's top token is the
-model's own, over the full vocabulary, and the same among the positions where the head is most
-confident (`metrics.json`). {{ "{:.1%}".format(metrics.coverage) }} of the model's tokens are in \
+model's own, over the full vocabulary. {{ "{:.1%}".format(metrics.coverage) }} of these are in \
 the draft vocabulary.
 Text of another kind than the conversations has lower shares.
 
-| exit layer | all | most confident 25 % | most confident 10 % |{{ " second draft |" if second }}
-|---|---|---|---|{{ "---|" if second }}
+| exit layer | first draft |{{ " second draft |" if second }}
+|---|---|{{ "---|" if second }}
 {% for layer, found in metrics.layers.items() %}
 | {{ layer }} | {{ shares(found)|join(" | ") }} |
 {% endfor %}
@@ -104,7 +103,7 @@ that it ran on, that is
 prompt. `selfspec tune` finds what suits another machine.
 {% endif %}
 """
-_SHARES = ("agreement", "agreement_top_25", "agreement_top_10", "agreement_second")
+_SHARES = ("agreement", "agreement_second")
 
 
 def card(

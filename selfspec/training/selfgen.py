@@ -19,7 +19,6 @@ import logging
 import os
 import random
 import re
-import zlib
 from collections import deque
 from collections.abc import (
     Callable,
@@ -34,7 +33,7 @@ from collections.abc import (
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -56,6 +55,7 @@ from selfspec.training.text import (
     end_ids,
     loop_start,
     messages_of,
+    user_turns,
 )
 from selfspec.untrusted import read_json
 
@@ -241,19 +241,13 @@ class Writer:
                 "over"
             )
         with self.output.open("rb") as file:
-            lines = _lines(file, whole, zipped=self.output.suffix == ".gz")
             file.seek(whole)
             cut = self._block(found.next)
             added = file.read(len(cut) + 1)
-        if lines is None:
-            raise InvalidData(
-                f"{self._record} says that {whole} bytes of {self.output.name} are whole, but no "
-                "line ends there. Give another --output"
-            )
         if not cut.startswith(added):
             raise InvalidData(
-                f"{self.output}, line {lines + 1}, and what follows was not written by this run. "
-                "Move it to a file of its own, or give another --output"
+                f"{self.output}: what follows byte {whole} was not written by this run. Move it to "
+                "a file of its own, or give another --output"
             )
         os.truncate(self.output, whole)
         self._run = replace(found, next=[])
@@ -304,24 +298,6 @@ def template_of(output: Path) -> str | None:
     except (InvalidData, LookupError, TypeError, ValueError):
         return None
     return template if isinstance(template, str) else None
-
-
-def _lines(file: IO[bytes], size: int, *, zipped: bool) -> int | None:
-    """Lines in the first `size` bytes, text or gzip members; None where they end within one."""
-    lines, last = 0, b"\n"
-    member, inside = zlib.decompressobj(wbits=31), False
-    try:
-        while size > 0 and (block := file.read(min(size, 1 << 16))):
-            size -= len(block)
-            while block:
-                text = member.decompress(block) if zipped else block
-                lines, last = lines + text.count(b"\n"), text[-1:] or last
-                block, inside = member.unused_data, zipped and not member.eof
-                if member.eof:
-                    member = zlib.decompressobj(wbits=31)
-    except zlib.error:
-        return None
-    return None if inside or last != b"\n" else lines
 
 
 def _record_of(output: Path) -> Path:
@@ -850,8 +826,5 @@ def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: s
         system = messages.pop(0)["content"]
     if any(message["role"] == "system" for message in messages):
         raise InvalidData("has a system message behind its first turn")
-    questions = [entry["content"].strip() for entry in messages if entry["role"] == "user"]
-    if not questions or not all(questions):
-        raise InvalidData(f"has {'an empty' if questions else 'no'} user turn to answer")
-    turns = Turns.of(tokenizer, system)
-    return Talk.begun(turns, questions[0], questions[1:])
+    first, *later = user_turns(record)
+    return Talk.begun(Turns.of(tokenizer, system), first, later)

@@ -103,9 +103,9 @@ def test_a_rows_own_system_message_wins(tokenizer: PreTrainedTokenizerBase) -> N
     ("record", "reason"),
     [
         ({"text": "a b"}, "holds text, expected messages, conversations or turns"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "no user turn to answer"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn to answer"),
-        ({"messages": said("a", "b", " ")}, "an empty user turn to answer"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "no user turn"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn"),
+        ({"messages": said("a", "b", " ")}, "an empty user turn"),
         ({"messages": [*said("a"), {"role": "system", "content": "a"}]}, "behind its first turn"),
     ],
 )

@@ -42,10 +42,7 @@ CONFIG = {
         "seed": 0,
     },
 }
-SHARES = {
-    **dict.fromkeys(("positions", "agreement", "agreement_top_25", "agreement_top_10"), 0.5),
-    "agreement_second": None,
-}
+SHARES = {"positions": 9, "agreement": 0.5, "agreement_second": None}
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_lines_of_somebody_else_behind_ours_are_kept(
     with path.open("ab") as file:
         file.write(block + added)
     before = path.read_bytes()
-    with pytest.raises(InvalidData, match=f"{name}, line 4, and what follows was not written"):
+    with pytest.raises(InvalidData, match=r"what follows byte \d+ was not written"):
         opened(path)
     assert path.read_bytes() == before
 
