@@ -219,7 +219,7 @@ def adapt(*, asked: Asked) -> None:
     """Make heads for a model: text, fit, settings for this machine, and a comparison.
 
     The time given is used up. A killed run goes on where it was; with a larger --budget a finished
-    one writes more text and fits again. Nothing else should run meanwhile.
+    one writes more text, and its heads learn on. Nothing else should run meanwhile.
     """
     base.check_model(picked(asked, MODEL))
     given = {name: value for name, value in asked.items() if name != "config"}
