@@ -178,7 +178,7 @@ FILES = ("README.md", "config.json", "metrics.json", "model.safetensors", "run.y
 CARD, METRICS, RUN = "README.md", "metrics.json", "run.yaml"
 CALIBRATION = "calibration.json"
 
-_PATHS = "data cache output validation heads start_from config chat_template model".split()
+_PATHS = {*"data cache output validation heads start_from config chat_template model".split()}  # noqa: SIM905
 """Options that may name files; a model's hub id stands in the config."""
 
 _PACKAGES = ("torch", "transformers", "safetensors")
