@@ -52,17 +52,21 @@ def main(
     asked = load_suite(suite, questions, limit)
     loaded, tokenizer, files = load_model(model, dtype=training_dtype(None))
     known = fingerprint.of_loaded(loaded, files.stamps)
-    options = DataOptions(max_new_tokens=new_tokens)
-    texts = answers(Backbone(loaded, fingerprint=known), tokenizer, asked, options)
+    own = Backbone(loaded, fingerprint=known)
+    options = DataOptions(max_new_tokens=new_tokens, max_prompt_tokens=own.max_positions)
+    texts = answers(own, tokenizer, asked, options)
     backbone = Backbone(loaded, executor="generic", fingerprint=known)
     found: dict[str, dict[int, Right]] = {}
     for name in heads:
-        own = heads_of(
+        fitted = heads_of(
             resolve_heads(name), backbone.unembedding, known, files.label, backbone.num_layers
         )
-        found[name] = shares(backbone, own, texts)
+        found[name] = shares(backbone, fitted, texts)
+    answered = sum(map(len, texts.values()))
     about = {"model": files.label, "suite": suite, "new_tokens": new_tokens}
-    lab.finish(output, {**about, "right": found}, page(found))
+    about |= {"questions": len(asked), "answered": answered}
+    text = f"{answered} of {len(asked)} questions were answered.\n\n{page(found)}"
+    lab.finish(output, {**about, "right": found}, text)
 
 
 def answers(

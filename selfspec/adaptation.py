@@ -462,7 +462,7 @@ class _Adaptation:
         )
         source = selfgen.Written(author, prompts, writer.records(), excluded)
         while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
-            counts = next(selfgen.write(source, writer, options, excluded))
+            counts = next(selfgen.write(source, writer, options))
             done, fresh = counts.answer_tokens, 0
             self._save()
         state.tokens = writer.counts.answer_tokens

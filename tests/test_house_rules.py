@@ -38,13 +38,13 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 33592,
+    "tests/": 33594,
     "model": 6898,
-    "eval/": 3960,
+    "eval/": 3964,
     "eval": 4330,
     "decoding": 5050,
-    "cli": 3636,
-    "training": 4520,
+    "cli": 3638,
+    "training": 4529,
     "serve": 3023,
     "visualise": 2276,
     "api": 2525,

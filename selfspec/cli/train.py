@@ -120,8 +120,10 @@ def _chat_template(asked: Asked) -> str | None:
     from selfspec.training.selfgen import template_of
 
     chosen = templates.read(asked["chat_template"]) if "chat_template" in asked else None
+    of_heads = lambda name: read_config(hub.resolve_heads(name)).get("chat_template")  # noqa: E731
     for flag, template_in in (
-        ("heads", lambda name: read_config(hub.resolve_heads(name)).get("chat_template")),
+        ("heads", of_heads),
+        ("start_from", of_heads),
         ("data", lambda name: template_of(Path(name))),
         ("cache", lambda name: Manifest.read(Path(name)).chat_template),
     ):
@@ -328,7 +330,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
             source, reader = _source(
                 asked, options, model, writer, count, recipe, passages, excluded
             )
-            for counts in selfgen.write(source, writer, options, excluded):
+            for counts in selfgen.write(source, writer, options):
                 marks.append((time.perf_counter(), counts.answer_tokens))
                 files.write(writer.status, status(marks, options.tokens))
                 count(0)
@@ -387,7 +389,7 @@ def _source(
         return selfgen.Written(author, prompts, writer.records(), excluded), None
     parse = partial(selfgen.talk_of, tokenizer=tokenizer, system=options.system)
     rows = Reader(asked["source"], parse, skip_bad_rows=skip)
-    return selfgen.Given(rows, writer.batches, author), rows
+    return selfgen.Given(rows, writer.batches, author, excluded), rows
 
 
 def _excluded_ngrams(asked: Asked) -> set[int]:

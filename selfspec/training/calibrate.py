@@ -25,7 +25,7 @@ from selfspec.heads.heads import ExitJudge, entropy
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, Exit, Ngram, NoDrafts
 from selfspec.training import records
-from selfspec.training.features import Features, FeatureSpec, Selection, features
+from selfspec.training.features import LOGIT_ROWS, Features, FeatureSpec, Selection, features
 from selfspec.training.measure import coverage, judged
 from selfspec.training.text import Conversation, padded, planned
 
@@ -183,9 +183,6 @@ def best_setting(
 SHARE = 0.05
 """p, the share of high-entropy steps (EASD section 3.6)."""
 
-_LOGIT_ROWS = 128
-"""Rows whose full logits exist at a time; 25 MB for 49,152 tokens."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyThreshold:
@@ -224,7 +221,7 @@ def entropies(backbone: Backbone, conversations: Sequence[Conversation]) -> Tens
     last = backbone.num_layers
     hidden = features(backbone, FeatureSpec((last,)), padded(conversations)).hidden[last]
     with torch.no_grad():
-        parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(_LOGIT_ROWS)]
+        parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(LOGIT_ROWS)]
     return torch.cat(parts).cpu()
 
 

@@ -19,8 +19,8 @@ from selfspec.decoding.engine import MOST_TEXTS
 from selfspec.errors import SelfspecError, first_line
 from selfspec.model.backbone import Backbone
 from selfspec.training.options import DataOptions
-from selfspec.training.selfgen import Author, Script, T
-from selfspec.training.text import Ask
+from selfspec.training.selfgen import Author, Script
+from selfspec.training.text import Ask, T
 
 _TIMEOUT_S = 600.0
 

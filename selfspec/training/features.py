@@ -32,7 +32,7 @@ from selfspec.training.checkpoint import record_of
 from selfspec.training.text import Batch, Conversation, padded, planned
 from selfspec.untrusted import read_json
 
-_LOGIT_ROWS = 128
+LOGIT_ROWS = 128
 """Rows whose full logits exist at a time; 25 MB for 49,152 tokens."""
 
 
@@ -149,7 +149,7 @@ def _top(
     if last_output is None or count == 0:
         return None
     ids, log_probs = [], []
-    for rows in last_output[kept].split(_LOGIT_ROWS):
+    for rows in last_output[kept].split(LOGIT_ROWS):
         logits = backbone.logits(rows)
         best = logits.topk(min(count, logits.shape[-1]), dim=-1)
         ids.append(best.indices.int())

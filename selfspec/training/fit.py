@@ -536,8 +536,9 @@ def _draft_ids(job: Job) -> Tensor | None:
 def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> HeadsConfig:
     backbone, options = job.backbone, job.options
     if job.start is not None:
-        drafts = {"drafter": FITTED}
-        return replace(job.start.config, temperatures={}, defaults=drafts, training=record)
+        fresh: dict[str, Any] = {"temperatures": {}, "defaults": {"drafter": FITTED}}
+        fresh |= {"training": record, "chat_template": job.chat_template}
+        return replace(job.start.config, **fresh)
     common: dict[str, Any] = {
         "base_model": job.base_model,
         "base_fingerprint": backbone.fingerprint,

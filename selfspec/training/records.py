@@ -47,7 +47,8 @@ Fitted with `selfspec fit` (loss: {{ loss }}; learning rate {{ run.learning_rate
 {{ run.epochs }} epoch(s), {{ run.steps }}
 steps, seed {{ run.seed }}) on {{ "{:,}".format(run.answer_tokens) }} answer tokens of \
 {{ "{:,}".format(run.conversations) }} conversations
-({{ run.data }}); `run.yaml` holds all options, `metrics.jsonl` the course of it. Base fingerprint:
+({{ run.data }}){{ before }}; `run.yaml` holds all options, `metrics.jsonl` the course of it. \
+Base fingerprint:
 `{{ config.base_fingerprint }}`.
 
 ## Use
@@ -117,6 +118,7 @@ def card(
     Raises jinja2.TemplateError, LookupError, TypeError or ValueError for records of other things.
     """
     size, ce_share = config.draft_vocab_size, config.training["ce_share"]
+    before = config.training.get("before")
     on_hub = "/" in config.base_model and HUB_ID.fullmatch(config.base_model) is not None
     loss = "divergence from the model's own distribution"
     if ce_share > 0.0:
@@ -132,6 +134,7 @@ def card(
         ),
         config=config,
         run=config.training,
+        before=f", from heads of {before['answer_tokens']:,} before" if before else "",
         vocabulary="the whole vocabulary" if size is None else f"{size:,} tokens",
         loss="cross-entropy on the next token" if ce_share == 1.0 else loss,
         template=name_of(config.chat_template or ""),
@@ -178,7 +181,10 @@ FILES = ("README.md", "config.json", "metrics.json", "model.safetensors", "run.y
 CARD, METRICS, RUN = "README.md", "metrics.json", "run.yaml"
 CALIBRATION = "calibration.json"
 
-_PATHS = {*"data cache output validation heads start_from config chat_template model".split()}  # noqa: SIM905
+_PATHS = (
+    *("data", "cache", "output", "validation", "heads"),
+    *("start_from", "config", "chat_template", "model"),
+)
 """Options that may name files; a model's hub id stands in the config."""
 
 _PACKAGES = ("torch", "transformers", "safetensors")

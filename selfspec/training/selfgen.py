@@ -22,18 +22,18 @@ import re
 from collections import deque
 from collections.abc import (
     Callable,
-    Collection,
     Generator,
     Hashable,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
+    Set,
 )
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -49,6 +49,7 @@ from selfspec.training.text import (
     Message,
     Reader,
     Sampling,
+    T,
     Texts,
     Turns,
     encoded,
@@ -350,13 +351,8 @@ class Source(Protocol):
         """Records of batch `index`; None behind the last. What is dropped goes into `counts`."""
 
 
-def write(
-    source: Source, writer: Writer, options: DataOptions, excluded: Collection[int] = ()
-) -> Iterator[Counts]:
-    """Write batch after batch, up to `options.tokens`; gives the counts behind each.
-
-    Rows that share one of the `excluded` n-grams are dropped.
-    """
+def write(source: Source, writer: Writer, options: DataOptions) -> Iterator[Counts]:
+    """Write batch after batch, up to `options.tokens`; gives the counts behind each."""
     first, parts = options.part
     counts = writer.counts
     while options.tokens is None or counts.answer_tokens < options.tokens:
@@ -365,14 +361,9 @@ def write(
         records = source.batch(index, seed, counts)
         if records is None:
             return
-        kept = []
         for record in records:
-            if excluded and not ngrams(_words_of(record)).isdisjoint(excluded):
-                counts.add(record.get("family", ""), "excluded")
-            else:
-                counts.add_row(record)
-                kept.append(record)
-        writer.append([json.dumps(entry, ensure_ascii=False) for entry in kept], seed, counts)
+            counts.add_row(record)
+        writer.append([json.dumps(entry, ensure_ascii=False) for entry in records], seed, counts)
         yield counts
 
 
@@ -438,8 +429,6 @@ class Talk:
         return row if read else row | {"sampled": self.sampled, "loops": self.loops}
 
 
-T = TypeVar("T")
-
 Script = Generator[Ask | None, list[int], T]
 """What a row wants of the model, one text after the other; None: nothing yet, for it waits for
 another row."""
@@ -476,7 +465,7 @@ class Author:
         self._ends = end_ids(backbone.model, self.turns.tokenizer)
         self._question_ends = self.turns.question_ends()
         self._watch = watch
-        self._texts: Texts | None = None
+        self._texts: Texts
 
     def write(self, scripts: Iterable[Script[T]]) -> list[T]:
         """What all of them return, in their order.
@@ -484,7 +473,7 @@ class Author:
         Each text begins as soon as the one before it in its own script is there, so that many are
         written at any time.
         """
-        self._texts, found = None, dict[int, T]()  # a broken-off call may have left some
+        self._texts, found = Texts(self.backbone, self._watch), dict[int, T]()
         fresh = deque(enumerate(scripts))
         idle: list[tuple[int, Script[T]]] = []
         running: dict[Hashable, tuple[int, Script[T]]] = {}
@@ -512,13 +501,11 @@ class Author:
 
     def add(self, ask: Ask) -> Hashable:
         """Begin a text; `step` gives what this returns, with the text's ids."""
-        if self._texts is None:
-            self._texts = Texts(self.backbone, self._watch)
         return self._texts.add(ask)
 
     def step(self) -> list[tuple[Hashable, list[int]]]:
         """Texts that have ended now, and their new ids."""
-        return [] if self._texts is None else [*self._texts.step()]
+        return [*self._texts.step()]
 
     def ask(self, header: list[int], rng: random.Random) -> Script[str | None]:
         """What a user says behind a header; None where that loops or does not end."""
@@ -574,11 +561,11 @@ class Written:
         author: Author,
         prompts: Prompts,
         written: Iterable[Record] = (),
-        excluded: Collection[int] = (),
+        excluded: Set[int] = frozenset(),
     ) -> None:
         """`written` are the records so far: what they ask and answer does not come again.
 
-        Prompts with one of the `excluded` n-grams are not asked.
+        Rows with one of the `excluded` n-grams are dropped, before they are asked where they can.
         """
         self._author = author
         self._prompts = prompts
@@ -715,22 +702,27 @@ class Written:
             return "empty"
         if len(talk.prompt) > self._author.room:
             return "too_long"
-        if self._excluded and not ngrams(talk.asked()).isdisjoint(self._excluded):
+        if _holds(self._excluded, talk.asked()):
             return "excluded"
         return "duplicates" if key(talk.question) in self._asked else None
 
     def _is_new(self, record: Record, counts: Counts) -> bool:
-        """Whether a row asks and says what none before it did; it counts as said then."""
-        known = len(self._asked)
-        self._asked.add(key(_asked_in(record)))
-        if len(self._asked) == known:
-            counts.add(record["family"], "duplicates")
+        """Whether a row asks and says what none before it did; it counts as said then.
+
+        A dropped row leaves nothing: a killed run knows of those in the file alone.
+        """
+        asked, sample = key(_asked_in(record)), _sample(ngrams(_answered_in(record)))
+        reason = ""
+        if _holds(self._excluded, _words_of(record)):
+            reason = "excluded"
+        elif asked in self._asked:
+            reason = "duplicates"
+        elif len(sample) >= _FEWEST_NGRAMS and len(sample & self._said) >= _ALIKE * len(sample):
+            reason = "alike"
+        if reason:
+            counts.add(record["family"], reason)
             return False
-        said = ngrams(_answered_in(record))
-        sample = _sample(said)
-        if len(sample) >= _FEWEST_NGRAMS and len(sample & self._said) >= _ALIKE * len(sample):
-            counts.add(record["family"], "alike")
-            return False
+        self._asked.add(asked)
         self._said |= sample
         return True
 
@@ -754,6 +746,10 @@ def ngrams(text: str) -> set[int]:
         int.from_bytes(hashlib.blake2b(gram.encode(), digest_size=8).digest(), "big")
         for gram in grams
     }
+
+
+def _holds(excluded: Set[int], text: str) -> bool:
+    return bool(excluded) and not excluded.isdisjoint(ngrams(text))
 
 
 def _sample(found: set[int]) -> set[int]:
@@ -785,9 +781,15 @@ def key(text: str) -> bytes:
 class Given:
     """User turns of a file or data set, answered by an author."""
 
-    def __init__(self, reader: Reader[Talk], done: int, author: Author) -> None:
-        """`reader` parses with `talk_of`; `done` batches are written already."""
+    def __init__(
+        self, reader: Reader[Talk], done: int, author: Author, excluded: Set[int] = frozenset()
+    ) -> None:
+        """`reader` parses with `talk_of`; `done` batches are written already.
+
+        Rows with one of the `excluded` n-grams are dropped.
+        """
         self._reader, self._author, self._options = reader, author, author.options
+        self._excluded = excluded
         first, parts = self._options.part
         self._rows = itertools.islice(reader, first, None, parts)
         self._known = {key(talk.asked()) for talk in self._next(done)}
@@ -810,7 +812,10 @@ class Given:
             talk.sampled = rng.random() >= self._options.greedy_share
             talk.rng = random.Random(rng.getrandbits(62))
         found = self._author.write(self._author.converse(talk, counts) for talk in fresh)
-        return [record | {"seed": seed} for record in found if record is not None]
+        records = [record | {"seed": seed} for record in found if record is not None]
+        kept = [one for one in records if not _holds(self._excluded, _words_of(one))]
+        counts.add("", "excluded", len(records) - len(kept))
+        return kept
 
     def _next(self, batches: int) -> list[Talk]:
         return list(itertools.islice(self._rows, batches * self._options.batch_size))

@@ -22,6 +22,7 @@ COMMANDS = [
     for block in re.findall(r"^```sh\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
     for line in block.replace("\\\n", " ").splitlines()
 ]
+WRITTEN = ("--output", ">")
 READ = ("--data", "--cache", "--validation", "--heads", "--draft-model", "--config")
 SMALL = {
     "batch_size": "6",
@@ -44,7 +45,7 @@ def test_every_file_that_is_read_was_written_before_or_is_in_the_repository() ->
         for flag, name in itertools.pairwise(words):
             if flag in READ:
                 assert name in written or (ROOT / name).is_file(), f"{' '.join(words)}: {name}"
-        written |= {name for flag, name in itertools.pairwise(words) if flag == "--output"}
+        written |= {name for flag, name in itertools.pairwise(words) if flag in WRITTEN}
 
 
 def test_the_first_commands_lead_to_calibrated_heads_that_are_used_by_themselves(

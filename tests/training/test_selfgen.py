@@ -18,12 +18,10 @@ from selfspec.training.selfgen import (
     DROPPED,
     Author,
     Counts,
-    Writer,
     Written,
     batch_seed,
     key,
     ngrams,
-    write,
 )
 from selfspec.training.text import Turns, loop_start
 from tests.authors import RECIPE, SMALL, invent, make_author, prompt_ids, read, recipe_of
@@ -355,22 +353,26 @@ lists: {word: [a, c, a a, c c, a b, c b]}
     kept = source.batch(0, 0, counts)
     assert counts.total("excluded") == 3  # c, c c and c b
     assert not any(row["messages"][0]["content"].startswith("c b b b b b b b") for row in kept)
-    said = ngrams(kept[0]["messages"][1]["content"])
-    if said:  # an answer, too
-        writer = Writer(tmp_path / "a", {}, {})
-        list(write(_Once(kept[:1]), writer, author.options, said))
-        assert writer.counts.total("excluded") == 1
+    question = {"role": "user", "content": "is it kept"}
+    for answer, new in (("it is C b b b b b b b", False), ("b", True), ("a", False)):
+        turns = [question, {"role": "assistant", "content": answer}]
+        assert source._is_new({"family": "f", "messages": turns}, counts) is new, answer
+    # a dropped row leaves nothing behind, or a killed run would go on otherwise
+    assert (counts.total("excluded"), counts.total("duplicates")) == (4, 1)
 
 
-class _Once:
-    """A source of one batch."""
+def test_rows_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    author, texts = make_author(batch_size=12), list[int]()
+    step = author.step
 
-    def __init__(self, records: list[dict[str, Any]]) -> None:
-        self._records: list[dict[str, Any]] | None = records
+    def counted() -> Any:
+        texts.append(author._texts._engine.texts)
+        return step()
 
-    def batch(self, index: int, seed: int, counts: Counts) -> list[dict[str, Any]] | None:
-        records, self._records = self._records, None
-        return records
+    monkeypatch.setattr(author, "step", counted)
+    prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0)
+    assert Written(author, prompts).batch(0, 0, Counts())
+    assert texts[0] > 6, "rows that need nothing of another one begin together"
 
 
 def test_an_answer_that_was_given_nearly_so_is_dropped() -> None:
