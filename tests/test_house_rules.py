@@ -38,13 +38,13 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 33594,
+    "tests/": 33599,
     "model": 6898,
     "eval/": 3964,
     "eval": 4330,
     "decoding": 5050,
     "cli": 3638,
-    "training": 4529,
+    "training": 4535,
     "serve": 3023,
     "visualise": 2276,
     "api": 2525,

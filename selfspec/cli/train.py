@@ -615,7 +615,7 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
     validation, start = asked.get("validation"), None
     if "start_from" in asked:
         start = _heads_of(hub.resolve_heads(asked["start_from"]), model)
-        options = fit.going_on(options, start.config)
+        options = fit.going_on(options, start)
     if "cache" in asked:
         source = CacheSource(Path(asked["cache"]), model.backbone)
         data = source.manifest.data

@@ -181,15 +181,21 @@ def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> 
     )
 
 
-def going_on(options: FitOptions, start: HeadsConfig) -> FitOptions:
-    """The options with which heads like `start` are fitted."""
+def going_on(options: FitOptions, start: ExitHeads) -> FitOptions:
+    """The options with which heads like `start` are fitted. Raises InvalidOption where none do."""
+    if isinstance(start, AttendingHeads) and "embed_tokens" in start.parts:
+        raise InvalidOption(
+            f"{start.folder} brings embeddings of its own, heads are fitted to the model's. Leave "
+            "out --start-from"
+        )
+    config = start.config
     return replace(
         options,
-        exit_layers=start.exit_layers,
-        head_type=start.head_type,
-        inner_size=start.inner_size,
-        draft_vocab_size=start.draft_vocab_size,
-        state_layers=start.state_layers if isinstance(start, AttendingConfig) else None,
+        exit_layers=config.exit_layers,
+        head_type=config.head_type,
+        inner_size=config.inner_size,
+        draft_vocab_size=config.draft_vocab_size,
+        state_layers=config.state_layers if isinstance(config, AttendingConfig) else None,
     )
 
 

@@ -186,7 +186,7 @@ def test_a_fit_goes_on_from_heads(
 ) -> None:
     layers = LAYERS if head_type == "translator" else (0,)
     first = fitted(backbone, talks[:8], head_type=head_type, exit_layers=layers, epochs=1)
-    options = going_on(FitOptions(learning_rate=1e-9, epochs=1), first.heads.config)
+    options = going_on(FitOptions(learning_rate=1e-9, epochs=1), first.heads)
     job = replace(make_job(backbone, talks), options=options, start=first.heads)
     text = selected(backbone, talks, options, BATCH_TOKENS)
     found = fit(replace(job, train=text, validation=text))
@@ -194,6 +194,11 @@ def test_a_fit_goes_on_from_heads(
         assert torch.allclose(tensor, weights(found)[name], atol=1e-6), name
     assert found.heads.config.training["before"] == first.heads.config.training
     assert found.heads.config.exit_layers == layers
+
+
+def test_heads_with_embeddings_of_their_own_do_not_learn_on() -> None:
+    with pytest.raises(InvalidOption, match="llama brings embeddings of its own"):
+        going_on(FitOptions(), read(HERE / "llama"))
 
 
 def test_special_tokens_can_be_drafted(backbone: Backbone, talks: list[Conversation]) -> None:
