@@ -253,8 +253,9 @@ class PlantedLease(Lease):
         """All that are said to be filled, but the first and the last, are one."""
         if self._planted and not self.held:
             marked, empty = Page(layout), Page(layout)
-            for layer in range(len(layout.heads)):
-                self._mark(layout.values(marked.numbers, layer))
+            for slot, size in enumerate(self._sizes()):
+                for _, values in layout.slots(marked.numbers, slot):
+                    values.fill_(size)
             self.held = [marked, *[empty] * (self._planted // POSITIONS - 1)]
         return super().pages(count, first, layout)
 
@@ -265,9 +266,13 @@ class PlantedLease(Lease):
             self._mark(buffer)
 
     def _mark(self, values: Tensor) -> None:
+        for slot, size in enumerate(self._sizes()):
+            values[..., slot, :] = size
+
+    def _sizes(self) -> list[float]:
+        """Of the first values, slot by slot."""
         count = min(_MARKED, self._planted)
-        size = torch.arange(1, count + 1, dtype=values.dtype, device=values.device)
-        values[..., :count, :] = size[:, None] * (self._planted / _MARKED**2)
+        return [size * self._planted / _MARKED**2 for size in range(1, count + 1)]
 
 
 def _random_ids(

@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, count, groupby
+from itertools import accumulate, chain, count, groupby
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,9 @@ class PageLayout:
     def places(self) -> tuple[int, ...]:
         """The first number of each layer's keys, and the end of all.
 
-        Keys are [kv heads, 64 / PANEL, width, PANEL], values behind them [kv heads, 64, width].
+        Both lie as a linear layer's weights, `step` of the inner dimension side by side: keys are
+        [kv heads, 64 / PANEL, width / step, PANEL, step], values behind them [kv heads,
+        width / PANEL, 64 / step, PANEL, step].
         """
         return tuple(
             accumulate((2 * kv * POSITIONS * width for kv, width in self.heads), initial=0)
@@ -52,23 +54,26 @@ class PageLayout:
         """Bytes of a page."""
         return self.places[-1] * self.dtype.itemsize
 
-    def values(self, page: Tensor, layer: int) -> Tensor:
-        """[kv heads, 64, width]; a view."""
-        kv, width = self.heads[layer]
-        end = self.places[layer + 1]
-        return page[end - kv * POSITIONS * width : end].view(kv, POSITIONS, width)
+    def slots(self, page: Tensor, slot: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of one slot, for layers that are alike together; views.
 
-    def slots(self, page: Tensor, slot: int) -> list[Tensor]:
-        """What a page holds of one slot; views."""
-        found, layer = [], 0
+        Keys [layers, kv heads, width / step, step], values [.., .., width / PANEL, PANEL].
+        """
+        found, layer, step = [], 0, 4 // self.dtype.itemsize
         for (kv, width), alike in groupby(self.heads):
             size, place = kv * POSITIONS * width, self.places[layer]
             layers = len(list(alike))
-            shape = (layers, kv, width)
-            keys = place + slot // PANEL * PANEL * width + slot % PANEL
-            values = place + size + slot * width
-            found.append(page.as_strided(shape, (2 * size, POSITIONS * width, PANEL), keys))
-            found.append(page.as_strided(shape, (2 * size, POSITIONS * width, 1), values))
+            keys = page.as_strided(
+                (layers, kv, width // step, step),
+                (2 * size, POSITIONS * width, PANEL * step, 1),
+                place + slot // PANEL * PANEL * width + slot % PANEL * step,
+            )
+            values = page.as_strided(
+                (layers, kv, width // PANEL, PANEL),
+                (2 * size, POSITIONS * width, POSITIONS * PANEL, step),
+                place + size + slot // step * PANEL * step + slot % step,
+            )
+            found.append((keys, values))
             layer += layers
         return found
 
@@ -233,7 +238,7 @@ class Lease:
         """Copy what all layers hold of one slot to another one, all buffers in one call."""
         if (layout := self._layout) is not None:
             old, new = (
-                layout.slots(self.held[slot // POSITIONS].numbers, slot % POSITIONS)
+                list(chain(*layout.slots(self.held[slot // POSITIONS].numbers, slot % POSITIONS)))
                 for slot in (here, there)
             )
         else:

@@ -204,17 +204,13 @@ class Attended:
         return whole.unflatten(1, (KV_HEADS * GROUP, SIZE))
 
     def held_by_a_lease(self) -> Lease:
-        """Keys in panels of 16 positions, values one by one, filled up to WIDTH."""
+        """Filled up to WIDTH."""
         lease, layout = Lease(1), PageLayout(self.keys.dtype, ((KV_HEADS, WIDTH),))
-        keys, values = (
-            nn.functional.pad(held, (0, WIDTH - SIZE)).split(POSITIONS, dim=1)
-            for held in (self.keys, self.values)
-        )
         pages = lease.pages(self.slots, 0, layout)
-        for page, key, value in zip(pages, keys, values, strict=True):
-            panels = key.unflatten(1, (-1, 16)).transpose(2, 3)
-            page.numbers[: layout.places[-1] // 2] = panels.flatten()
-            layout.values(page.numbers, 0).copy_(value)
+        for slot in range(self.slots):
+            [places] = layout.slots(pages[slot // POSITIONS].numbers, slot % POSITIONS)
+            for to, held in zip(places, (self.keys, self.values), strict=True):
+                to.copy_(nn.functional.pad(held[:, slot], (0, WIDTH - SIZE)).view(to.shape))
         lease.extend(self.held, 0, 1)
         return lease
 

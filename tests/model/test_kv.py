@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selfspec.errors import InvalidOption
-from selfspec.model.kv import POSITIONS, KVStore, Lease, PageLayout, PooledLease, fixed_slots
+from selfspec.model.kv import POSITIONS, KVStore, Lease, Page, PageLayout, PooledLease, fixed_slots
 
 
 def block(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -117,15 +117,18 @@ def fill(lease: PooledLease, ids: Sequence[int]) -> None:
     start = lease.length(0)
     pages = lease.pages(len(ids) - start, 0, LAYOUT)
     for place in range(start, len(ids)):
-        values = LAYOUT.values(pages[place // POSITIONS].numbers, 0)
-        values[:, place % POSITIONS] = ids[place]
+        value_at(pages, place).fill_(ids[place])
     lease.extend(len(ids) - start, 0, 1)
 
 
 def shown(lease: PooledLease) -> list[int]:
     pages = lease.pages(0, 0, LAYOUT)
-    every = [LAYOUT.values(page.numbers, 0)[0, :, 0] for page in pages]
-    return torch.cat(every)[: lease.length(0)].int().tolist() if every else []
+    return [int(value_at(pages, place).flatten()[0]) for place in range(lease.length(0))]
+
+
+def value_at(pages: Sequence[Page], place: int) -> Tensor:
+    [(_, values)] = LAYOUT.slots(pages[place // POSITIONS].numbers, place % POSITIONS)
+    return values
 
 
 def begun(store: KVStore, ids: Sequence[int], positions: int = 200) -> PooledLease:

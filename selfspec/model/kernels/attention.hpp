@@ -16,6 +16,8 @@ namespace {
 
 constexpr long BLOCK = 64;         // positions whose scores are weighed together, from 0 on
 constexpr long CHUNK = 8 * BLOCK;  // positions that are summed by themselves, from 0 on
+constexpr long UNBROKEN = 32;      // positions that Arithmetic may add up by themselves
+constexpr long QUERIES = 16;       // that look at a block together: what they need stays in the cache
 constexpr long HEADER = PANEL;     // of a query's sums: its largest score, and all its weights
 
 struct Heads {
@@ -31,9 +33,10 @@ struct Heads {
   long width() const { return up(size, PANEL) * PANEL; }    // of a value, filled up with 0
 };
 
-// The keys and values of a layer and a key head, in pages of BLOCK positions. Keys lie in panels of
-// PANEL positions, [BLOCK / PANEL][size][PANEL], values one after the other, [BLOCK][width]. Both
-// take BLOCK * width numbers, of which keys leave some unused.
+// The keys and values of a layer and a key head, in pages of BLOCK positions, as a linear layer has
+// its weights: keys in panels of positions, [BLOCK / PANEL][size / STEP][PANEL][STEP], values in
+// panels of numbers, [width / PANEL][BLOCK / STEP][PANEL][STEP]. Both take BLOCK * width numbers, of
+// which keys leave some unused.
 struct Store {
   Number* const* pages;  // of all positions
   long keys, values;     // where they are in a page
@@ -48,12 +51,13 @@ struct Store {
   Number* key_block(long slot) const { return pages[slot / BLOCK] + keys; }
   Number* value_block(long slot) const { return pages[slot / BLOCK] + values; }
 
-  // The first number of a slot's key, of which the next are PANEL apart; and of its value.
-  Number* key(long slot) const {
-    const long place = slot % BLOCK;
-    return key_block(slot) + place / PANEL * PANEL * width + place % PANEL;
+  // Where a block has number j of a position's key, and of its value.
+  long key(unsigned long place, unsigned long j) const {
+    return place / PANEL * PANEL * width + (j / STEP * PANEL + place % PANEL) * STEP + j % STEP;
   }
-  Number* value(long slot) const { return value_block(slot) + slot % BLOCK * width; }
+  static long value(unsigned long place, unsigned long j) {
+    return j / PANEL * PANEL * BLOCK + (place / STEP * PANEL + j % PANEL) * STEP + place % STEP;
+  }
 };
 
 // Rows of one sequence, and what is before them.
@@ -80,6 +84,7 @@ struct Places {
   // The slots of positions [at, last) as a row sees them.
   void path(long row, long at, long last, long* slots) const {
     for (long place = at; place < last; place++) slots[place - at] = place;
+    if (!parents) return;
     for (long place = position(row); row >= 0 && place >= at; place--, row = parents[row])
       if (place < last) slots[place - at] = held + row;
   }
@@ -117,132 +122,162 @@ inline void turn(const Heads& heads, long number, const Number* head, const floa
   if (norm && heads.norms_last) norm_head(heads, norm, out);
 }
 
-// As what a few queries read keys and values; many share floats that are made once.
-using Stored = std::conditional_t<BFLOAT16, Widened, Float32>;
+// From one to the other, which may be anywhere.
+inline long bytes(const Number* from, const Number* to) { return intptr_t(to) - intptr_t(from); }
 
-template <typename To>
-To as(Number number) {
-  if constexpr (std::is_same_v<To, Number>)
-    return number;
-  else
-    return wide(number);
+// Some panels, as many at a time as `by` takes.
+inline void add_up(const Arithmetic& by, long count, long steps, Block<const Input> x,
+                   Block<const Number> w, Block<float> sums, long ahead, bool fresh) {
+  for (long p = 0; p < count; p += by.panels())
+    by.multiply(std::min(by.panels(), count - p), steps, x, w.from_panel(p), sums.from_panel(p),
+                ahead, fresh);
 }
 
-// BLOCK positions of one head, as Kind reads them.
-template <typename Kind>
-struct Positions {
-  using Weight = typename Kind::Weight;
-  const Weight *keys, *values;
-  long ahead_of_keys, ahead_of_values;  // in bytes: what is looked at next
+// Lines of `length` numbers, from whole cache lines on and one more apart: what a whole number of
+// pages lies behind something waits for it.
+template <typename T>
+struct Lines {
+  static constexpr long LINE = 64 / sizeof(T);
+  std::vector<T> held;
+  T* first = nullptr;
+  long count = 0, apart = 0;
 
-  // Those from slot `at` on, before those from `next` on. `room` is for numbers of another kind.
-  static Positions at(const Store& store, long at, long next, Weight* room) {
-    const Number *const keys = store.key_block(at), *const values = store.value_block(at);
-    if constexpr (std::is_same_v<Weight, Number>) {
-      (void)room;
-      return {keys, values, bytes(keys, store.key_block(next)), bytes(values, store.value_block(next))};
-    } else {
-      const long width = store.width;
-      for (long i = 0; i < BLOCK * width; i++) {
-        room[i] = as<Weight>(keys[i]);
-        room[BLOCK * width + i] = as<Weight>(values[i]);
-      }
-      return {room, room + BLOCK * width, 0, 0};
-    }
+  void shape(long lines, long length) {
+    count = lines, apart = (up(length, LINE) + 1) * LINE;
+    held.resize((count + 1) * apart);
+    first = (T*)((intptr_t(held.data()) + 63) / 64 * 64);
   }
-
-  // Those at [low, high) gathered from `slots`.
-  static Positions of(const Store& store, const long* slots, long low, long high, Weight* room) {
-    const long width = store.width;
-    Weight* const to_values = room + BLOCK * width;
-    for (long i = low; i < high; i++) {
-      const Number *key = store.key(slots[i]), *value = store.value(slots[i]);
-      Weight* to = room + i / PANEL * PANEL * width + i % PANEL;
-      for (long j = 0; j < width; j++) {
-        to[j * PANEL] = as<Weight>(key[j * PANEL]);
-        to_values[i * width + j] = as<Weight>(value[j]);
-      }
-    }
-    return {room, to_values, 0, 0};
-  }
-
- private:
-  // From one to the other, which may be anywhere.
-  static long bytes(const Number* from, const Number* to) { return intptr_t(to) - intptr_t(from); }
+  void clear() { std::fill_n(first, count * apart, T(0)); }
+  T* operator[](long line) { return first + line * apart; }
+  const T* operator[](long line) const { return first + line * apart; }
 };
 
 // What queries of one key head see of a text: a softmax that runs along.
 struct Running {
   Heads heads = {};
   long queries = 0;
-  float* seen = nullptr;              // [queries, HEADER + width]
-  std::vector<float> turned, scores;  // [queries, size]; [queries, BLOCK]
+  Lines<Input> asked, weights;  // [places] of a head's numbers; [QUERIES] of BLOCK
+  Lines<float> scores, sums;    // [QUERIES, BLOCK]; [places, width]
+  std::vector<float> best;      // [queries] largest score
+  std::vector<Vector> all;      // [queries] which add up to the sum of weights
 
-  // The room that `count` queries need.
+  // Numbers that keep what `count` queries have seen.
   static long room(const Heads& heads, long count) { return count * (HEADER + heads.width()); }
-  float* of(long query) const { return seen + room(heads, query); }
 
-  // Nothing yet; it will be at `to`.
-  void start(float* to) {
-    seen = to;
-    std::fill_n(seen, room(heads, queries), 0.0f);
-    for (long q = 0; q < queries; q++) *of(q) = -INFINITY;
+  void shape(const Heads& its, long count) {
+    const long places = count < QUERIES ? count : up(count, QUERIES) * QUERIES;
+    heads = its, queries = count;
+    asked.shape(places, Arithmetic::inputs(heads.size)), asked.clear();
+    weights.shape(QUERIES, Arithmetic::inputs(BLOCK)), weights.clear();
+    scores.shape(QUERIES, BLOCK), sums.shape(places, heads.width());
+    best.resize(count), all.resize(count);
   }
 
-  // Joins what was seen behind it.
-  void join(const float* next) {
-    const float scaling = heads.softcap ? 1 : heads.scaling;
-    for (long q = 0; q < queries; q++, next += room(heads, 1)) {
-      float* mine = of(q);
-      const float best = std::max(mine[0], next[0]);
-      if (best == -INFINITY) continue;
-      const float shrunk = exponential((mine[0] - best) * scaling),
-                  its = exponential((next[0] - best) * scaling);
-      mine[0] = best, mine[1] = mine[1] * shrunk + next[1] * its;
-      for (long j = HEADER; j < room(heads, 1); j++) mine[j] = mine[j] * shrunk + next[j] * its;
+  void start() {
+    sums.clear();
+    std::fill(best.begin(), best.end(), -INFINITY);
+    std::fill(all.begin(), all.end(), Vector{});
+  }
+
+  void ask(long query, const float* turned) {
+    thread_local std::vector<Number> rounded;
+    rounded.resize(heads.size);
+    for (long j = 0; j < heads.size; j++) rounded[j] = narrow(turned[j]);
+    Kind::prepare(rounded.data(), heads.size, asked[query]);
+  }
+
+  // Queries from `first` on meet the keys at [low, high), whole panels of them.
+  void meet(const Arithmetic& by, long first, long low, long high, const Number* keys, long ahead) {
+    add_up(by, up(high - low, PANEL), up(heads.size, STEP), {asked[first], asked.apart, 0},
+           {keys, PANEL * STEP, PANEL * heads.width()},
+           {scores[first % QUERIES] + low, scores.apart, PANEL}, ahead, true);
+  }
+
+  // Scores of queries from `first` on to weights; `sees(query)`: [low, high), the others are 0.
+  // Weights count from a score that follows the largest one when this is STALE binary digits ahead:
+  // what was added up rarely has to be scaled anew.
+  template <typename Sees>
+  void weigh(long first, long count, bool whole, const Sees& sees) {
+    constexpr int COUNT = BLOCK / LANES;
+    constexpr float STALE = 8;
+    const float scaling = (heads.softcap ? 1 : heads.scaling) * 1.44269504f, slack = STALE / scaling;
+    alignas(64) float before[QUERIES] = {}, tops[QUERIES] = {}, times[QUERIES];
+    for (long q = 0; q < count; q++) {
+      if (heads.softcap) cap(scores[q]);
+      Vector s[COUNT], largest = Vector{} - INFINITY;
+      load(scores[q], s);
+      if (!whole) {
+        const auto [low, high] = sees(first + q);
+        for (int v = 0; v < COUNT; v++) {
+          const Ints place = numbered() + v * LANES;
+          s[v] = (place >= int(low)) & (place < int(high)) ? s[v] : Vector{} - INFINITY;
+          *(Floats*)(scores[q] + v * LANES) = s[v];
+        }
+      }
+      for (int v = 0; v < COUNT; v++) largest = s[v] > largest ? s[v] : largest;
+      const float top = largest_of(largest);
+      before[q] = best[first + q];
+      tops[q] = best[first + q] = top > before[q] + slack ? top : before[q];
+    }
+    bool stay = true;
+    for (long q = 0; q < count; q++) stay &= before[q] == tops[q];
+    if (!stay) {
+      for (long q = 0; q < QUERIES; q += LANES) {
+        const Vector here = *(const Floats*)(tops + q), earlier = *(const Floats*)(before + q);
+        const Vector shrunk = powers_of_two((earlier - here) * scaling);
+        *(Floats*)(times + q) = earlier == here ? Vector{} + 1 : shrunk;
+      }
+      for (long q = 0; q < count; q++) {
+        all[first + q] *= times[q];
+        for (long j = 0; j < heads.width(); j++) sums[first + q][j] *= times[q];
+      }
+    }
+    for (long q = 0; q < count; q++) {
+      Vector s[COUNT], added = {};
+      load(scores[q], s);
+      const float top = tops[q] == -INFINITY ? 0 : tops[q];  // none of them is seen
+      for (int v = 0; v < COUNT; v++) added += s[v] = powers_of_two((s[v] - top) * scaling);
+      all[first + q] += added;
+      round(s, COUNT, weights[q]);
     }
   }
 
-  // `count` queries from `first` on meet the keys at [low, high): a panel's first, or more.
-  template <typename Kind>
-  void meet(const Positions<Kind>& block, long first, long count, long low, long high) {
-    float* s = &scores[first * BLOCK + low];
-    for (long q = 0; q < count; q++) std::fill_n(s + q * BLOCK, up(high - low, PANEL) * PANEL, 0.0f);
-    multiply<Kind>(count, up(high - low, PANEL), heads.size,
-                   {&turned[first * heads.size], heads.size, 0},
-                   {block.keys + low * heads.width(), PANEL, PANEL * heads.width()},
-                   {s, BLOCK, PANEL}, block.ahead_of_keys);
+  // Queries from `first` on add the values at [low, high), as they weigh them.
+  void mix(const Arithmetic& by, long first, long low, long high, const Number* values, long ahead) {
+    add_up(by, heads.width() / PANEL, up(high - low, STEP),
+           {weights[first % QUERIES] + low / STEP * Kind::INPUTS, weights.apart, 0},
+           {values, PANEL * STEP, BLOCK * PANEL}, {sums[first], sums.apart, PANEL}, ahead, false);
   }
 
-  // Scores of one query to weights, those outside of [low, high) to 0.
-  void weigh(long query, long low, long high) {
-    float *s = &scores[query * BLOCK], *mine = of(query);
-    float scaling = heads.scaling, best = mine[0], added = 0;
-    if (heads.softcap) {
-      for (long i = 0; i < BLOCK; i++)
-        s[i] = heads.softcap * hyperbolic_tangent(s[i] * scaling / heads.softcap);
-      scaling = 1;
+  // To `kept`, which has seen what is before it, or nothing yet.
+  void give(float* kept, bool first) const {
+    for (long q = 0; q < queries; q++, kept += room(heads, 1)) {
+      const float* const mine = sums[q];
+      const float weights = sum_of(all[q]);
+      if (!first)
+        join(heads, kept, best[q], weights, mine);
+      else
+        kept[0] = best[q], kept[1] = weights, std::copy_n(mine, heads.width(), kept + HEADER);
     }
-#pragma omp simd reduction(max : best)
-    for (long i = low; i < high; i++) best = std::max(best, s[i]);
-    const float shrunk = exponential((mine[0] - best) * scaling);
-    for (long i = 0; i < BLOCK; i++) {
-      const float weight = exponential((s[i] - best) * scaling);
-      s[i] = i >= low && i < high ? weight : 0.0f;
-    }
-#pragma omp simd reduction(+ : added)
-    for (long i = 0; i < BLOCK; i++) added += s[i];
-    mine[0] = best, mine[1] = mine[1] * shrunk + added;
-    for (long j = HEADER; j < room(heads, 1); j++) mine[j] *= shrunk;
   }
 
-  // `count` queries from `first` on add the values at [low, high).
-  template <typename Kind>
-  void mix(const Positions<Kind>& block, long first, long count, long low, long high) {
-    const long width = heads.width();
-    multiply<Kind>(count, width / PANEL, high - low, {&scores[first * BLOCK + low], BLOCK, 0},
-                   {block.values + low * width, width, PANEL},
-                   {of(first) + HEADER, HEADER + width, PANEL}, block.ahead_of_values);
+  static void load(const float* line, Vector* to) {
+    for (long v = 0; v < BLOCK / LANES; v++) to[v] = *(const Floats*)(line + v * LANES);
+  }
+
+  void cap(float* line) const {
+    for (long i = 0; i < BLOCK; i++)
+      line[i] = heads.softcap * hyperbolic_tangent(line[i] * heads.scaling / heads.softcap);
+  }
+
+  static void join(const Heads& heads, float* kept, float best, float all, const float* sums) {
+    const float scaling = heads.softcap ? 1 : heads.scaling, top = std::max(kept[0], best);
+    if (top == -INFINITY) return;
+    const float shrunk = exponential((kept[0] - top) * scaling),
+                its = exponential((best - top) * scaling);
+    kept[0] = top, kept[1] = kept[1] * shrunk + all * its;
+    for (long j = 0; j < heads.width(); j++)
+      kept[HEADER + j] = kept[HEADER + j] * shrunk + sums[j] * its;
   }
 };
 
@@ -306,15 +341,20 @@ void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
   for (long at = 0; at < rows; at++)
     for (long head = 0; head < heads.kv; head++) {
       const Text& text = texts[work.owners[at]];
-      const long row = at - text.first, slot = text.places.held + row;
+      const long row = at - text.first, slot = text.places.held + row, place = slot % BLOCK;
       const long number = heads.queries() + head;
       const Number* key = projected + at * heads.row() + number * heads.size;
       const Number* value = key + heads.kv * heads.size;
       turn(heads, number, key, text.places.rotations + row * heads.rotated, turned.data());
       const Store store = text.store.of(heads, head);
-      Number *keys = store.key(slot), *values = store.value(slot);
-      for (long j = 0; j < heads.size; j++)
-        keys[j * PANEL] = narrow(turned[j]), values[j] = value[j];
+      Number *keys = store.key_block(slot), *values = store.value_block(slot);
+      for (long j = 0; j < heads.size; j++) {
+        keys[store.key(place, j)] = narrow(turned[j]);
+        values[store.value(place, j)] = value[j];
+      }
+      // nothing times what another text left there may be no number
+      const bool last = row + 1 == text.places.rows && (place + 1) % STEP;
+      for (long j = 0; last && j < heads.size; j++) values[store.value(place + 1, j)] = 0;
     }
 }
 
@@ -328,88 +368,112 @@ struct Tile {
       : heads(heads), places(places), head(head), first(part * parts.tile),
         last(std::min(first + parts.tile, places.rows)) {}
 
+  long queries() const { return (last - first) * heads.group; }
   long row(long query) const { return first + query / heads.group; }
   long number(long query) const { return head * heads.group + query % heads.group; }
 
-  void take(Running& seen) const { seen.heads = heads, seen.queries = (last - first) * heads.group; }
-
   void open(const Number* projected, Running& seen) const {
-    take(seen);
-    seen.turned.resize(seen.queries * heads.size), seen.scores.resize(seen.queries * BLOCK);
-    for (long q = 0; q < seen.queries; q++)
+    thread_local std::vector<float> turned;
+    turned.resize(heads.size);
+    seen.shape(heads, queries());
+    for (long q = 0; q < queries(); q++) {
       turn(heads, number(q), projected + row(q) * heads.row() + number(q) * heads.size,
-           places.rotations + row(q) * heads.rotated, &seen.turned[q * heads.size]);
+           places.rotations + row(q) * heads.rotated, turned.data());
+      seen.ask(q, turned.data());
+    }
   }
 
-  void close(const Running& seen, Number* out) const {
-    for (long q = 0; q < seen.queries; q++) {
+  void close(const float* kept, Number* out) const {
+    for (long q = 0; q < queries(); q++, kept += Running::room(heads, 1)) {
       Number* o = out + (row(q) * heads.queries() + number(q)) * heads.size;
-      const float* mine = seen.of(q);
-      for (long j = 0; j < heads.size; j++) o[j] = narrow(mine[HEADER + j] / mine[1]);
+      for (long j = 0; j < heads.size; j++) o[j] = narrow(kept[HEADER + j] / kept[1]);
     }
   }
 };
 
-// The queries of a tile look at what they may see of one chunk.
-template <typename Kind>
-void look(const Store& store, const Tile& tile, long chunk, Running& seen, float* floats) {
-  using Read = Positions<Kind>;
-  const auto room = (typename Kind::Weight*)floats;
-  const Heads& heads = tile.heads;
-  const Places& places = tile.places;
-  const long first = tile.first, last = tile.last, width = heads.width();
-  const Store own_head = store.of(heads, tile.head);
-  const auto start = [&](long position) {
-    return heads.window ? std::max(0L, position + 1 - heads.window) : 0;
-  };
-  const long common = places.common();
-  long low = places.position(first), end = low + 1;  // of what any of the rows sees
-  for (long row = first; row < last; row++) {
-    low = std::min(low, places.position(row));
-    end = std::max(end, places.position(row) + 1);
+// A row's own keys and values at `count` slots, as a block has those of its first positions; values
+// that come before number `seen` are 0.
+inline void gather_keys(const Store& store, const long* slots, long, long count, Number* to) {
+  for (long i = 0; i < count; i++) {
+    const Number* const from = store.key_block(slots[i]);
+    for (long j = 0; j < store.width; j++) to[store.key(i, j)] = from[store.key(slots[i] % BLOCK, j)];
   }
-  end = std::min(end, (chunk + 1) * CHUNK);
-  for (long at = std::max(start(low) / BLOCK * BLOCK, chunk * CHUNK); at < end; at += BLOCK) {
-    const Read block = Read::at(own_head, at, at + BLOCK < end ? at + BLOCK : at, room);
-    seen.meet(block, 0, (last - first) * heads.group, 0, BLOCK);
-    // from here on each row of a tree sees its own path
-    const long cut = places.parents ? std::max(0L, std::min(BLOCK, common - at)) : BLOCK;
-    long whole = 0;  // queries so far that add all values of this block, and wait to do so together
-    const auto flush = [&](long query) {
-      if (whole) seen.mix(block, query - whole, whole, 0, BLOCK);
-      whole = 0;
-    };
-    for (long row = first; row < last; row++) {
-      const long query = (row - first) * heads.group, position = places.position(row);
-      const long from = std::max(0L, start(position) - at);
-      const long to = std::min(BLOCK, position + 1 - at);
-      if (from >= to) {
-        flush(query);
-        continue;
-      }
-      Read own = block;
-      if (to > cut) {
-        const long low = cut / PANEL * PANEL;
-        long slots[BLOCK];
-        places.path(row, at, at + to, slots);
-        own = Read::of(own_head, slots, low, to, room + 2 * BLOCK * width);
-        seen.meet(own, query, heads.group, low, to);
-      }
-      for (long g = 0; g < heads.group; g++) seen.weigh(query + g, from, to);
-      if (from == 0 && to == BLOCK && to <= cut) {
-        whole += heads.group;
-        continue;
-      }
-      flush(query);
-      if (from < cut) seen.mix(block, query, heads.group, from, std::min(to, cut));
-      if (to > cut) seen.mix(own, query, heads.group, std::max(from, cut), to);
-    }
-    flush((last - first) * heads.group);
+}
+inline void gather_values(const Store& store, const long* slots, long seen, long count, Number* to) {
+  for (long i = 0; i < up(count, STEP) * STEP; i++) {
+    const bool sees = i >= seen && i < count;
+    const Number* const from = sees ? store.value_block(slots[i]) : nullptr;
+    for (long j = 0; j < store.width; j++)
+      to[store.value(i, j)] = sees ? from[store.value(slots[i] % BLOCK, j)] : Number(0);
   }
 }
 
-void look(const Store& store, const Tile& tile, long chunk, Running& seen, float* room) {
-  (seen.queries <= MOST_ROWS ? look<Stored> : look<Float32>)(store, tile, chunk, seen, room);
+// Whether the values of the first positions of a block are numbers: others times 0 are none.
+inline bool are_numbers(const Number* values, long positions, long width) {
+  float sum = 0;
+  for (long panel = 0; panel < width; panel += PANEL) {
+    const Number* const from = values + panel * BLOCK;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < up(positions, STEP) * STEP * PANEL; i++) sum += wide(from[i]) * 0;
+  }
+  return sum == 0;
+}
+
+// The queries of a tile look at what they may see of one chunk. `room`: BLOCK * width.
+void look(const Store& of_text, const Tile& tile, long chunk, const Arithmetic& by, Running& seen,
+          Number* room) {
+  const Heads& heads = tile.heads;
+  const Places& places = tile.places;
+  const Store store = of_text.of(heads, tile.head);
+  const auto start = [&](long position) {
+    return heads.window ? std::max(0L, position + 1 - heads.window) : 0;
+  };
+  const long held = places.common();
+  long low = places.position(tile.first), high = low;  // of the rows
+  for (long row = tile.first; row < tile.last; row++) {
+    low = std::min(low, places.position(row));
+    high = std::max(high, places.position(row));
+  }
+  const long end = std::min(high + 1, (chunk + 1) * CHUNK);
+  for (long at = std::max(start(low) / BLOCK * BLOCK, chunk * CHUNK); at < end; at += BLOCK) {
+    const Number *const keys = store.key_block(at), *const values = store.value_block(at);
+    const long next = at + BLOCK < end ? at + BLOCK : at, there = std::min(BLOCK, end - at);
+    const bool alike = start(high) <= at && at + there <= low + 1, whole = alike && there == BLOCK;
+    // from `cut` on each row sees its own path, or no more than it should
+    const bool apart = !alike && !are_numbers(values, there, store.width);
+    const long common = places.parents ? std::max(0L, std::min(BLOCK, held - at)) : BLOCK;
+    const long cut = apart ? 0 : common / UNBROKEN * UNBROKEN, shared = std::min(cut, there);
+    for (long first = 0; first < tile.queries(); first += QUERIES) {
+      const long last = std::min(first + QUERIES, tile.queries());
+      // what a row's queries from `query` on do with its own positions
+      const auto alone = [&](long query, const auto& gather, const auto& work) {
+        const long row = tile.row(query), to = std::min(BLOCK, places.position(row) + 1 - at);
+        const long end = std::min(last, (row + 1 - tile.first) * heads.group);
+        if (to > cut) {
+          long slots[BLOCK];
+          places.path(row, at + cut, at + to, slots);
+          gather(store, slots, start(places.position(row)) - at - cut, to - cut, room);
+          work(Arithmetic(end - query), query, to);
+          by.use();
+        }
+        return end;
+      };
+      if (shared) seen.meet(by, first, 0, shared, keys, bytes(keys, store.key_block(next)));
+      for (long q = first; cut < BLOCK && q < last;)
+        q = alone(q, gather_keys, [&](const Arithmetic& few, long query, long to) {
+          seen.meet(few, query, cut, to, room, 0);
+        });
+      seen.weigh(first, last - first, whole, [&](long query) {
+        const long position = places.position(tile.row(query));
+        return std::pair(std::max(0L, start(position) - at), std::min(BLOCK, position + 1 - at));
+      });
+      if (shared) seen.mix(by, first, 0, shared, values, bytes(values, store.value_block(next)));
+      for (long q = first; cut < BLOCK && q < last;)
+        q = alone(q, gather_values, [&](const Arithmetic& few, long query, long to) {
+          seen.mix(few, query, cut, to, room, 0);
+        });
+    }
+  }
 }
 
 // projected [rows, queries + 2 kv, size]: queries, keys, values -> out [rows, queries, size]. For
@@ -418,31 +482,28 @@ void attend(const Heads& heads, const Work& work, const std::vector<Text>& texts
             const Number* projected, Number* out, float* shared) {
   const long row = Running::room(heads, heads.group);  // of sums
   thread_local Running seen;
-  thread_local std::vector<float> room, own;
-  room.resize(4 * BLOCK * heads.width()), own.resize(2 * work.most * row);
+  thread_local std::vector<float> own;
+  thread_local std::vector<Number> room;
+  room.resize(BLOCK * heads.width()), own.resize(work.most * row);
   keep(heads, work, texts, projected);
   const long items = work.items.size(), joins = work.joins.size();
 #pragma omp for collapse(2) schedule(dynamic, 1)
-  for (long i = 0; i < items; i++)
-    for (long head = 0; head < heads.kv; head++) {
+  for (long head = 0; head < heads.kv; head++)  // whose keys and values stay in the cache
+    for (long i = 0; i < items; i++) {
       const Work::Item& item = work.items[i];
       const Text& text = texts[item.text];
       const Parts parts(text.places);
       const Tile tile(heads, text.places, parts, item.part, head);
+      const Arithmetic by(std::min(QUERIES, tile.queries()));
       tile.open(projected + text.first * heads.row(), seen);
-      if (item.chunk >= 0) {
-        seen.start(shared + (item.room * heads.kv + head * parts.tile) * row);
-        look(text.store, tile, item.chunk, seen, room.data());
-        continue;
+      const bool all = item.chunk < 0;
+      float* const kept = all ? own.data() : shared + (item.room * heads.kv + head * parts.tile) * row;
+      for (long chunk = all ? 0 : item.chunk; chunk < (all ? parts.chunks : item.chunk + 1); chunk++) {
+        seen.start();
+        look(text.store, tile, chunk, by, seen, room.data());
+        seen.give(kept, !all || !chunk);
       }
-      for (long chunk = 0; chunk < parts.chunks; chunk++) {
-        float* const here = own.data() + (chunk ? parts.tile * row : 0);
-        seen.start(here);
-        look(text.store, tile, chunk, seen, room.data());
-        seen.seen = own.data();
-        if (chunk) seen.join(here);
-      }
-      tile.close(seen, out + text.first * heads.queries() * heads.size);
+      if (all) tile.close(kept, out + text.first * heads.queries() * heads.size);
     }
   if (!joins) return;
 #pragma omp for collapse(2)
@@ -452,11 +513,14 @@ void attend(const Heads& heads, const Work& work, const std::vector<Text>& texts
       const Text& text = texts[item.text];
       const Parts parts(text.places);
       const Tile tile(heads, text.places, parts, item.part, head);
-      tile.take(seen);
-      seen.seen = shared + (item.room * heads.kv + head * parts.tile) * row;
+      const long of_query = Running::room(heads, 1), of_chunk = parts.tile * heads.kv * row;
+      float* const kept = shared + (item.room * heads.kv + head * parts.tile) * row;
       for (long chunk = 1; chunk < parts.chunks; chunk++)
-        seen.join(seen.seen + chunk * parts.tile * heads.kv * row);
-      tile.close(seen, out + text.first * heads.queries() * heads.size);
+        for (long q = 0; q < tile.queries(); q++) {
+          const float* const next = kept + chunk * of_chunk + q * of_query;
+          Running::join(heads, kept + q * of_query, next[0], next[1], next + HEADER);
+        }
+      tile.close(kept, out + text.first * heads.queries() * heads.size);
     }
 }
 

@@ -61,6 +61,29 @@ inline Bits rounded(Vector value) {
   return (Bits)(value + large - large);
 }
 
+// 0, 1, ..
+inline Ints numbered() {
+  Ints numbers = {};
+  for (int i = 0; i < LANES; i++) numbers[i] = i;
+  return numbers;
+}
+
+inline float largest_of(Vector value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)value);
+#else
+  float found = value[0];
+  for (int i = 1; i < LANES; i++) found = std::max(found, value[i]);
+  return found;
+#endif
+}
+
+inline float sum_of(Vector value) {
+  float found = 0;
+  for (int i = 0; i < LANES; i++) found += value[i];
+  return found;
+}
+
 // The same numbers side by side, the even one lower. What is too small for a usual bfloat16 may
 // become 0: the instruction that adds them takes it for 0, too.
 inline Bits pairs(Vector even, Vector odd) {
@@ -72,6 +95,19 @@ inline Bits pairs(Vector even, Vector odd) {
 #else
   return rounded(even) >> 16 | rounded(odd);
 #endif
+}
+
+// An even number of vectors, rounded, to what Kind prepares of them.
+inline void round(const Vector* values, int count, Input* to) {
+  for (int v = 0; v < count; v += 2, to += 2 * LANES / Kind::STEP * Kind::INPUTS) {
+#if !BFLOAT16
+    *(Floats*)to = values[v], *(Floats*)(to + LANES) = values[v + 1];
+#elif defined(__AVX512BF16__)
+    *(Words*)to = (Bits)_mm512_cvtne2ps_pbh((__m512)values[v + 1], (__m512)values[v]);
+#else
+    *(Words*)to = rounded(values[v]), *(Words*)(to + LANES) = rounded(values[v + 1]);
+#endif
+  }
 }
 
 // Weights of two inputs, for a vector of outputs: as Kind adds them, and as panels hold them.

@@ -7,6 +7,10 @@
 
 #include "numbers.hpp"
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 // e^x for -87 <= x <= 88, beyond that e^ of the bound. The polynomial is that of the Cephes library.
@@ -26,6 +30,29 @@ inline float exponential(float x) {
   float power;
   std::memcpy(&power, &bits, sizeof power);
   return p * power;
+}
+
+// 2^x, to 1e-7, of numbers that are at most 0, and of -infinity, which gives 0.
+inline Vector powers_of_two(Vector x) {
+#if defined(__AVX512DQ__)
+  x = (Vector)_mm512_max_ps(_mm512_set1_ps(-200), (__m512)x);  // a value that is no number stays
+  const Vector f = (Vector)_mm512_reduce_ps((__m512)x, 1);     // above the next lower whole number
+#else
+  const Vector magic = Vector{} + 12582912.0f, least = Vector{} - 126;
+  const Vector bounded = x < least ? least : x;
+  const Vector shifted = bounded - 0.5f + magic, f = bounded - (shifted - magic);
+#endif
+  Vector p = f * 1.87757661e-3f + 8.98934025e-3f;
+  p = p * f + 5.58263179e-2f;
+  p = p * f + 2.40153617e-1f;
+  p = p * f + 6.93153073e-1f;
+  p = p * f + 9.99999925e-1f;
+#if defined(__AVX512DQ__)
+  return (Vector)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  p *= (Vector)(((Bits)shifted + 127) << 23);  // what lies above the bits of a whole number goes
+  return x == -INFINITY ? Vector{} : p;
+#endif
 }
 
 // The polynomial near 0 is that of the Cephes library, too.

@@ -41,7 +41,7 @@ struct Float32 {
 
 struct Widened : Float32 {  // bfloat16, one by one
   using Weight = uint16_t;
-  typedef uint16_t Few __attribute__((vector_size(LANES * 2), aligned(1), may_alias));
+  typedef uint16_t Few __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
   static void load(const Weight* weights, Bits* terms) {
 #if defined(__AVX512F__)  // compilers take such short vectors apart
@@ -69,8 +69,8 @@ struct Bfloat16 {  // two weights side by side
     return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, input);
   }
   static void prepare(const Weight* row, long count, Input* to) {
-    for (long j = 0; j < count; j += 2)
-      to[j / 2] = row[j] | (j + 1 < count ? uint32_t(row[j + 1]) << 16 : 0);
+    std::memcpy(to, row, count / 2 * sizeof(Input));
+    if (count % 2) to[count / 2] = row[count - 1];
   }
 #else
   using Input = float;
@@ -183,7 +183,7 @@ constexpr long groups_of(long rows) { return up(rows, MOST_ROWS); }
 // Any number of rows, in groups that differ by one row at most.
 template <typename Kind>
 void multiply(long rows, long count, long steps, Block<const typename Kind::Input> x,
-              Block<const typename Kind::Weight> w, Block<float> sums, long ahead = AHEAD) {
+              Block<const typename Kind::Weight> w, Block<float> sums, long ahead) {
   const long groups = groups_of(rows);
   for (long g = 0; g < groups; g++) {
     const long first = rows * g / groups, last = rows * (g + 1) / groups;

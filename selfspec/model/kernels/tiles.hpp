@@ -17,7 +17,12 @@ class Tiles {
   static constexpr bool BY_TILES = true;
   static constexpr long FEW = 16;  // rows of one tile
 
-  explicit Tiles(long rows) : groups(up(rows, HEIGHT)), height(up(rows, groups)) {
+  explicit Tiles(long rows) : groups(up(rows, HEIGHT)), height(up(rows, groups)) { use(); }
+  ~Tiles() { _tile_release(); }
+  Tiles(const Tiles&) = delete;
+
+  // Again, after others of the thread.
+  void use() const {
     struct {
       uint8_t palette = 1, start = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
@@ -29,28 +34,27 @@ class Tiles {
     }
     _tile_loadconfig(&shapes);
   }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles&) = delete;
 
   static long inputs(long in) { return up(in, 2 * STEPS) * STEPS; }
   long places() const { return groups * height; }
   long panels() const { return 2; }
 
   void multiply(long count, long steps, Block<const Input> x, Block<const Number> w,
-                Block<float> sums) const {
+                Block<float> sums, long ahead = AHEAD, bool fresh = false) const {
     const long whole = steps / STEPS;
     const auto lying = [&](long t, long p) {
       const Number* const tile = w.at + p * w.panel + t * SIZE;
 #pragma GCC unroll 16
-      for (long line = 0; line < 16; line++) __builtin_prefetch((const char*)tile + AHEAD + 64 * line);
+      for (long line = 0; line < 16; line++) __builtin_prefetch((const char*)tile + ahead + 64 * line);
       return tile;
     };
-    add(count, whole, x, lying, sums);
+    add(count, whole, x, lying, sums, fresh);
     if (steps == whole * STEPS) return;
     alignas(64) Number last[2][SIZE] = {};  // filled up with 0, as its inputs are
     for (long p = 0; p < count; p++)
       std::copy_n(w.at + p * w.panel + whole * SIZE, steps % STEPS * PANEL * 2, last[p]);
-    add(count, 1, {x.at + whole * STEPS, x.row, 0}, [&](long, long p) { return last[p]; }, sums);
+    add(count, 1, {x.at + whole * STEPS, x.row, 0}, [&](long, long p) { return last[p]; }, sums,
+        fresh && !whole);
   }
 
   // While tiles of a few rows wait for them: expanding takes longer.
@@ -65,7 +69,7 @@ class Tiles {
       form.expand(blocks + p * size, t * 2 * STEPS, 2 * STEPS, tile);
       return tile;
     };
-    add(count, in / (2 * STEPS), x, expanded, sums);
+    add(count, in / (2 * STEPS), x, expanded, sums, false);
   }
 
  private:
@@ -73,30 +77,40 @@ class Tiles {
   static constexpr int WEIGHTS = 6;  // and 7; below are tiles of rows and of sums
   const long groups, height;         // tiles of rows; their rows
 
-  // Some tiles along the inner dimension. `weights` says where one of them is.
+  // Some tiles along the inner dimension. `weights` says where one of them is; `fresh`: to 0.
   template <typename Weights>
   void add(long count, long tiles, Block<const Input> x, const Weights& weights,
-           Block<float> sums) const {
+           Block<float> sums, bool fresh) const {
     for (long g = 0; g < groups; g += 2) {
       const Block<const Input> from = {x.at + g * height * x.row, x.row, 0};
       const Block<float> to = {sums.at + g * height * sums.row, sums.row, sums.panel};
       const bool both = g + 1 < groups;
       if (count > 1)
-        both ? group<2, 2>(tiles, from, weights, to) : group<1, 2>(tiles, from, weights, to);
+        both ? group<2, 2>(tiles, from, weights, to, fresh)
+             : group<1, 2>(tiles, from, weights, to, fresh);
       else
-        both ? group<2, 1>(tiles, from, weights, to) : group<1, 1>(tiles, from, weights, to);
+        both ? group<2, 1>(tiles, from, weights, to, fresh)
+             : group<1, 1>(tiles, from, weights, to, fresh);
     }
   }
 
   template <int GROUPS, int PANELS, typename Weights>
-  void group(long tiles, Block<const Input> x, const Weights& weights, Block<float> sums) const {
+  void group(long tiles, Block<const Input> x, const Weights& weights, Block<float> sums,
+             bool fresh) const {
     const long across = sums.row * sizeof(float), along = x.row * sizeof(Input);
     const long lower = height * x.row;
     float* const below = sums.at + height * sums.row;
-    _tile_loadd(0, sums.at, across);
-    if (PANELS > 1) _tile_loadd(1, sums.at + sums.panel, across);
-    if (GROUPS > 1) _tile_loadd(2, below, across);
-    if (GROUPS * PANELS > 2) _tile_loadd(3, below + sums.panel, across);
+    if (fresh) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, sums.at, across);
+      if (PANELS > 1) _tile_loadd(1, sums.at + sums.panel, across);
+      if (GROUPS > 1) _tile_loadd(2, below, across);
+      if (GROUPS * PANELS > 2) _tile_loadd(3, below + sums.panel, across);
+    }
     for (long t = 0; t < tiles; t++) {
       const Input* const input = x.at + t * STEPS;
       _tile_loadd(4, input, along);

@@ -21,9 +21,14 @@ class Vectors {
   // That are read side by side.
   long panels() const { return panels_at_once(up(rows, groups_of(rows))); }
 
+  void use() const {}
+
   void multiply(long count, long steps, Block<const Input> x, Block<const Number> w,
-                Block<float> sums) const {
-    ::multiply<Kind>(rows, count, steps, x, w, sums);
+                Block<float> sums, long ahead = AHEAD, bool fresh = false) const {
+    for (long r = 0; fresh && r < rows; r++)
+      for (long p = 0; p < count; p++)
+        std::fill_n(sums.at + r * sums.row + p * sums.panel, PANEL, 0.0f);
+    ::multiply<Kind>(rows, count, steps, x, w, sums, ahead);
   }
 
   // While they are in registers.
