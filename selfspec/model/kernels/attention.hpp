@@ -391,22 +391,39 @@ struct Tile {
   }
 };
 
-// A row's own keys and values at `count` slots, as a block has those of its first positions; values
-// that come before number `seen` are 0.
-inline void gather_keys(const Store& store, const long* slots, long, long count, Number* to) {
-  for (long i = 0; i < count; i++) {
-    const Number* const from = store.key_block(slots[i]);
-    for (long j = 0; j < store.width; j++) to[store.key(i, j)] = from[store.key(slots[i] % BLOCK, j)];
+// What a row alone sees of a block from a whole number of panels, `cut`, on: `count` positions, of
+// which the first `same` lie in the block, and all others at `slots`.
+struct Own {
+  const Store& store;
+  long block, cut, count, same;  // block: its first slot
+  const long* slots;             // [count]
+
+  // As a block has those of its first positions.
+  void keys(Number* to) const {
+    const long panel = PANEL * store.width;
+    std::copy_n(store.key_block(block) + cut / PANEL * panel, up(same, PANEL) * panel, to);
+    for (long i = same; i < count; i++) {
+      const Number* const from = store.key_block(slots[i]);
+      for (long j = 0; j < store.width; j++) to[store.key(i, j)] = from[store.key(slots[i] % BLOCK, j)];
+    }
   }
-}
-inline void gather_values(const Store& store, const long* slots, long seen, long count, Number* to) {
-  for (long i = 0; i < up(count, STEP) * STEP; i++) {
-    const bool sees = i >= seen && i < count;
-    const Number* const from = sees ? store.value_block(slots[i]) : nullptr;
-    for (long j = 0; j < store.width; j++)
-      to[store.value(i, j)] = sees ? from[store.value(slots[i] % BLOCK, j)] : Number(0);
+
+  // Those before number `seen` are 0.
+  void values(long seen, Number* to) const {
+    const long line = PANEL * STEP, panel = PANEL * BLOCK;
+    for (long p = 0; p < store.width / PANEL; p++)
+      std::copy_n(store.value_block(block) + p * panel + cut * PANEL, up(same, STEP) * line,
+                  to + p * panel);
+    for (long i = same; i < count; i++) {
+      const Number* const from = store.value_block(slots[i]);
+      for (long j = 0; j < store.width; j++) to[store.value(i, j)] = from[store.value(slots[i] % BLOCK, j)];
+    }
+    for (long j = 0; j < store.width; j++) {
+      if (count % STEP) to[store.value(count, j)] = 0;
+      for (long i = 0; i < seen; i++) to[store.value(i, j)] = 0;
+    }
   }
-}
+};
 
 // Whether the values of the first positions of a block are numbers: others times 0 are none.
 inline bool are_numbers(const Number* values, long positions, long width) {
@@ -446,21 +463,22 @@ void look(const Store& of_text, const Tile& tile, long chunk, const Arithmetic& 
     for (long first = 0; first < tile.queries(); first += QUERIES) {
       const long last = std::min(first + QUERIES, tile.queries());
       // what a row's queries from `query` on do with its own positions
-      const auto alone = [&](long query, const auto& gather, const auto& work) {
+      const auto alone = [&](long query, const auto& work) {
         const long row = tile.row(query), to = std::min(BLOCK, places.position(row) + 1 - at);
         const long end = std::min(last, (row + 1 - tile.first) * heads.group);
         if (to > cut) {
           long slots[BLOCK];
           places.path(row, at + cut, at + to, slots);
-          gather(store, slots, start(places.position(row)) - at - cut, to - cut, room);
-          work(Arithmetic(end - query), query, to);
+          const long count = to - cut, same = std::max(0L, std::min(common - cut, count));
+          work(Own{store, at, cut, count, same, slots}, Arithmetic(end - query), query, to);
           by.use();
         }
         return end;
       };
       if (shared) seen.meet(by, first, 0, shared, keys, bytes(keys, store.key_block(next)));
       for (long q = first; cut < BLOCK && q < last;)
-        q = alone(q, gather_keys, [&](const Arithmetic& few, long query, long to) {
+        q = alone(q, [&](const Own& own, const Arithmetic& few, long query, long to) {
+          own.keys(room);
           seen.meet(few, query, cut, to, room, 0);
         });
       seen.weigh(first, last - first, whole, [&](long query) {
@@ -469,7 +487,8 @@ void look(const Store& of_text, const Tile& tile, long chunk, const Arithmetic& 
       });
       if (shared) seen.mix(by, first, 0, shared, values, bytes(values, store.value_block(next)));
       for (long q = first; cut < BLOCK && q < last;)
-        q = alone(q, gather_values, [&](const Arithmetic& few, long query, long to) {
+        q = alone(q, [&](const Own& own, const Arithmetic& few, long query, long to) {
+          own.values(start(places.position(tile.row(query))) - at - cut, room);
           seen.mix(few, query, cut, to, room, 0);
         });
     }

@@ -68,20 +68,28 @@ inline Ints numbered() {
   return numbers;
 }
 
-inline float largest_of(Vector value) {
+// Each number to the place whose number differs by the bit `apart`.
+inline Vector across(Vector value, int apart) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)value);
+  return (Vector)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)(numbered() ^ apart), (__m512)value);
 #else
-  float found = value[0];
-  for (int i = 1; i < LANES; i++) found = std::max(found, value[i]);
+  Vector found = {};
+  for (int i = 0; i < LANES; i++) found[i] = value[i ^ apart];
   return found;
 #endif
 }
 
+inline float largest_of(Vector value) {
+  for (int apart = LANES / 2; apart; apart /= 2) {
+    const Vector other = across(value, apart);
+    value = value > other ? value : other;
+  }
+  return value[0];
+}
+
 inline float sum_of(Vector value) {
-  float found = 0;
-  for (int i = 0; i < LANES; i++) found += value[i];
-  return found;
+  for (int apart = LANES / 2; apart; apart /= 2) value += across(value, apart);
+  return value[0];
 }
 
 // The same numbers side by side, the even one lower. What is too small for a usual bfloat16 may

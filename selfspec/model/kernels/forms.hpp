@@ -2,7 +2,7 @@
 
 #pragma once
 
-#if BFLOAT16 && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if BFLOAT16 && defined(__AVX512BF16__)
 #include "integers.hpp"
 #else
 #include "blocks.hpp"
@@ -10,13 +10,20 @@
 
 namespace {
 
-#if BFLOAT16 && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if BFLOAT16 && defined(__AVX512BF16__)
+#ifdef __AMX_BF16__
+constexpr bool TILED = true;
+#else
+constexpr bool TILED = false;  // of eight bits, conversions would wait for the unit that multiplies
+#endif
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-using KeptAs = std::conditional_t<BITS == 4, Integers<GROUP, SCALE, OFFSET>,
+using KeptAs = std::conditional_t<BITS == 4 || (TILED && GROUP == TOGETHER),
+                                  Integers<BITS, GROUP, SCALE, OFFSET>,
                                   Blocks<BITS, GROUP, SCALE, OFFSET>>;
 #else
 constexpr long totals_of(long) { return 0; }  // nobody wants to know what inputs add up to
-inline void total(long, Input*) {}
+inline void total(long, const Input*, float*, long) {}
+constexpr long ROWS_OF_TILE = 16;
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
 using KeptAs = Blocks<BITS, GROUP, SCALE, OFFSET>;
 #endif
@@ -27,6 +34,9 @@ struct Form {
                             const uint8_t* panel, long size, Block<float> sums);
   void (*expand)(const uint8_t* panel, long first, long count, Number* to);  // if any
   Multiply multiply[ROWS_OF_BLOCKS];  // by rows, from one on
+  void (*multiply_tiles)(long in, long groups, long height, long count, Block<const Input> x,
+                         const float* totals, const uint8_t* panel, long size,
+                         Block<float> sums);  // if any
   void (*put)(const uint8_t* from, int o, uint8_t* to);  // quants of a group of output o
   Scale scale;
   int bits, group, offset, unit, parts, head, small, group_bytes, unit_bytes;
@@ -34,10 +44,18 @@ struct Form {
   long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
 };
 
+template <typename Kept>
+constexpr auto tiles_of() -> decltype(Form::multiply_tiles) {
+#ifdef __AMX_BF16__
+  if constexpr (Kept::expand == nullptr) return Kept::multiply_tiles;
+#endif
+  return nullptr;
+}
+
 template <int BITS, int GROUP, Scale SCALE, int OFFSET, int... ROWS>
 constexpr Form form_with(std::integer_sequence<int, ROWS...>) {
   using Kept = KeptAs<BITS, GROUP, SCALE, OFFSET>;
-  return {Kept::expand, {Kept::template multiply<ROWS + 1>...}, Kept::put,
+  return {Kept::expand, {Kept::template multiply<ROWS + 1>...}, tiles_of<Kept>(), Kept::put,
           SCALE, BITS, GROUP, OFFSET, Kept::UNIT, Kept::PARTS, Kept::HEAD, Kept::SMALL,
           Kept::GROUP_BYTES, Kept::UNIT_BYTES};
 }

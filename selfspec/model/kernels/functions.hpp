@@ -35,8 +35,9 @@ inline float exponential(float x) {
 // 2^x, to 1e-7, of numbers that are at most 0, and of -infinity, which gives 0.
 inline Vector powers_of_two(Vector x) {
 #if defined(__AVX512DQ__)
-  x = (Vector)_mm512_max_ps(_mm512_set1_ps(-200), (__m512)x);  // a value that is no number stays
-  const Vector f = (Vector)_mm512_reduce_ps((__m512)x, 1);     // above the next lower whole number
+  const Vector least = Vector{} - 200;
+  x = x < least ? least : x;
+  const Vector f = (Vector)_mm512_maskz_reduce_ps(0xffff, (__m512)x, 1);  // above a whole number
 #else
   const Vector magic = Vector{} + 12582912.0f, least = Vector{} - 126;
   const Vector bounded = x < least ? least : x;
@@ -48,7 +49,7 @@ inline Vector powers_of_two(Vector x) {
   p = p * f + 6.93153073e-1f;
   p = p * f + 9.99999925e-1f;
 #if defined(__AVX512DQ__)
-  return (Vector)_mm512_scalef_ps((__m512)p, (__m512)x);
+  return (Vector)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);
 #else
   p *= (Vector)(((Bits)shifted + 127) << 23);  // what lies above the bits of a whole number goes
   return x == -INFINITY ? Vector{} : p;

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <array>
+#include <vector>
 
 #include "blocks.hpp"
 
@@ -16,21 +17,16 @@ namespace {
 
 typedef float Total __attribute__((may_alias));
 
-constexpr long TOGETHER = 32;  // inputs of a group
+constexpr long TOGETHER = 32;      // inputs of a group
+constexpr long ROWS_OF_TILE = 16;  // whose sums lie side by side where tiles add them
 
 constexpr long totals_of(long in) { return in / TOGETHER; }
 
-// Sums of a row of `in` inputs, by group, to behind it.
-inline void total(long in, Input* row) {
+// Sums of a row of `in` inputs, by group, to places that are `apart`.
+inline void total(long in, const Input* row, Total* to, long apart) {
   const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  const Ints places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  Total* to = (Total*)(row + in / 2);
-  for (long k = 0; k < in; k += TOGETHER) {
-    Vector sums = Kind::add(Vector{}, *(const Words*)(row + k / 2), ones);
-    for (int apart = 8; apart; apart /= 2)
-      sums += (Vector)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)(places ^ apart), (__m512)sums);
-    *to++ = sums[0];
-  }
+  for (long k = 0; k < in; k += TOGETHER, to += apart)
+    *to = sum_of(Kind::add(Vector{}, *(const Words*)(row + k / 2), ones));
 }
 
 // A whole number of at most eight bits, as bfloat16.
@@ -42,16 +38,19 @@ constexpr uint16_t as_bfloat16(int number) {
   return uint16_t(!size ? 0 : number < 0 ? bits | 0x8000 : bits);
 }
 
-template <int GROUP, Scale SCALE, int OFFSET>
-struct Integers : Layout<4, GROUP, SCALE, OFFSET> {
+template <int BITS, int GROUP, Scale SCALE, int OFFSET>
+struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
   static_assert(GROUP == TOGETHER);
-  using Kept = Layout<4, GROUP, SCALE, OFFSET>;
+  using Kept = Layout<BITS, GROUP, SCALE, OFFSET>;
   static constexpr bool LEAST = OFFSET == STORED || SCALE == ZEROED;
   static constexpr void (*expand)(const uint8_t*, long, long, Number*) = nullptr;
 
-  // A pair lies in both halves of a word, the first one lowest.
+  // Of four bits a pair lies in both halves of a word, the first one lowest; of eight, pairs of all
+  // outputs one after the other, less the offset.
   static void put(const uint8_t* from, int o, uint8_t* to) {
-    for (int k = 0; k < GROUP; k += 8) {
+    for (int k = 0; BITS == 8 && k < GROUP; k++)
+      to[(k / 2 * PANEL + o) * 2 + k % 2] = uint8_t(from[k] - OFFSET);
+    for (int k = 0; BITS == 4 && k < GROUP; k += 8) {
       uint32_t quants = 0;
       for (int j = 0; j < 8; j++) quants |= uint32_t(from[k + j]) << (j / 2 * 4 + j % 2 * 16);
       std::memcpy(to + (k / 8 * PANEL + o) * 4, &quants, 4);
@@ -73,14 +72,22 @@ struct Integers : Layout<4, GROUP, SCALE, OFFSET> {
 
     // Of the eight inputs from `k` on, the numbers 2 * pair and the next.
     Bits terms(int k, int pair) const {
-      const uint8_t* at = quants + k * PANEL / 2;
-      if (pair == 0) __builtin_prefetch(at + AHEAD);
+      const uint8_t* at = quants + (BITS == 4 ? k * PANEL / 2 : (k + 2 * pair) * PANEL);
+      if (pair % (BITS / 2) == 0) __builtin_prefetch(at + AHEAD);
+      if (BITS == 8) return (Bits)_mm512_cvtne2ps_pbh(eight(at + PANEL), eight(at));
       const __m512i word = _mm512_loadu_si512(at);
       // what lies above the four bits chooses between two equal halves of the table
       return (Bits)_mm512_permutexvar_epi16(_mm512_srli_epi16(word, 4 * pair), table());
     }
 
    private:
+    static __m512 eight(const uint8_t* from) {
+      const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+      const __m512i numbers = OFFSET == STORED ? _mm512_maskz_cvtepu8_epi32(0xffff, bytes)
+                                               : _mm512_maskz_cvtepi8_epi32(0xffff, bytes);
+      return (__m512)__builtin_convertvector((Ints)numbers, Vector);
+    }
+
     static __m512i table() {  // the sixteen numbers, twice
       alignas(64) static constexpr auto numbers = [] {
         std::array<uint16_t, 32> found{};
@@ -90,6 +97,123 @@ struct Integers : Layout<4, GROUP, SCALE, OFFSET> {
       return _mm512_load_si512(numbers.data());
     }
   };
+
+#ifdef __AMX_BF16__
+  // Adds to the sums of `groups` times `height` rows, which are those of tiles, for panels that lie
+  // `size` bytes apart.
+  // `totals`: [groups, in / GROUP, ROWS_OF_TILE].
+  static void multiply_tiles(long in, long groups, long height, long count, Block<const Input> x,
+                             const Total* totals, const uint8_t* panel, long size,
+                             Block<float> sums) {
+    constexpr decltype(&few<1>) all[] = {few<1>, few<2>, few<4>, few<8>, few<16>};
+    const int which = height == 1 ? 0 : height == 2 ? 1 : height <= 4 ? 2 : height <= 8 ? 3 : 4;
+    for (long p = 0; p < count; p++) {
+      const uint8_t* const from = panel + p * size;
+      if (groups > 1)
+        many(in, groups, height, x, totals, from, sums.from_panel(p));
+      else
+        all[which](in, height, x, totals, from, sums.from_panel(p));
+    }
+  }
+
+ private:
+  static constexpr int LINES = GROUP / 2;  // of a tile of weights: pairs of inputs
+  struct Tile {
+    alignas(64) Number weights[LINES][2 * PANEL];
+    Vector scale, least;
+
+    void take(const uint8_t* panel, long k) {
+      Group group;
+      group.find(panel, k);
+#pragma GCC unroll 16
+      for (int line = 0; line < LINES; line++)
+        *(Words*)weights[line] = group.terms(line / 4 * 8, line % 4);
+      scale = group.scale;
+      if (LEAST) least = group.least;
+    }
+  };
+
+  // Adds groups from `first` to `end`, which are `tiles`, to the sums of `height` rows, at most ROWS.
+  template <int ROWS>
+  static void add(long height, Block<const Input> x, const Total* totals, const Tile* tiles, long first,
+                  long end, Block<float> to) {
+    alignas(64) float products[4][ROWS_OF_TILE][PANEL];
+    if (height < ROWS) std::memset(products, 0, sizeof products);  // no odd numbers: they are slow
+    Vector sums[ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+      sums[r] = r < height ? Vector(*(const Floats*)(to.at + r * to.row)) : Vector{};
+    // registers have no names but in the text of a program
+#define MULTIPLY(SUMS, ROW, WEIGHTS, PLACE)                              \
+  if (PLACE < end) {                                                     \
+    _tile_zero(SUMS);                                                    \
+    _tile_loadd(ROW, x.at + (PLACE) * GROUP / 2, x.row * sizeof(Input)); \
+    _tile_loadd(WEIGHTS, tiles[PLACE - first].weights, 64);              \
+    _tile_dpbf16ps(SUMS, ROW, WEIGHTS);                                  \
+  }
+    const auto add = [&](int which, long place) __attribute__((always_inline)) {
+      if (place >= end) return;
+      const Vector scale = tiles[place - first].scale, least = tiles[place - first].least;
+      const Total* const total = totals + place * ROWS_OF_TILE;
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        sums[r] += scale * *(const Floats*)products[which][r];
+        if (LEAST) sums[r] += least * total[r];
+      }
+    };
+    // two on their way while two are added
+    MULTIPLY(0, 4, 6, first)
+    MULTIPLY(1, 5, 7, first + 1)
+    for (long place = first; place < end; place += 4) {
+      MULTIPLY(2, 4, 6, place + 2)
+      MULTIPLY(3, 5, 7, place + 3)
+      _tile_stored(0, products[0], 64);
+      _tile_stored(1, products[1], 64);
+      add(0, place), add(1, place + 1);
+      MULTIPLY(0, 4, 6, place + 4)
+      MULTIPLY(1, 5, 7, place + 5)
+      _tile_stored(2, products[2], 64);
+      _tile_stored(3, products[3], 64);
+      add(2, place + 2), add(3, place + 3);
+    }
+#undef MULTIPLY
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+      if (r < height) *(Floats*)(to.at + r * to.row) = sums[r];
+  }
+
+  template <int ROWS>
+  static void few(long in, long height, Block<const Input> x, const Total* totals, const uint8_t* panel,
+                  Block<float> sums) {
+    constexpr long MOST = 8;
+    Tile tiles[MOST];
+    for (long first = 0; first < in / GROUP; first += MOST) {
+      const long end = std::min(in / GROUP, first + MOST);
+      for (long g = first; g < end; g++) tiles[g - first].take(panel, g * GROUP);
+      add<ROWS>(height, x, totals, tiles, first, end, sums);
+    }
+  }
+
+  // Tiles stay in the cache while all rows pass them.
+  static void many(long in, long groups, long height, Block<const Input> x, const Total* totals,
+                   const uint8_t* panel, Block<float> sums) {
+    constexpr long MOST = 24;
+    thread_local std::vector<Tile> tiles(MOST);
+    for (long start = 0; start < in / GROUP; start += MOST) {
+      const long end = std::min(in / GROUP, start + MOST);
+      for (long g = start; g < end; g++) tiles[g - start].take(panel, g * GROUP);
+      const uint8_t* const here = Kept::group(panel, start * GROUP);
+      for (long at = 0; at < (end - start) * Kept::GROUP_BYTES; at += 64)  // of the next panel
+        __builtin_prefetch(here + in / Kept::UNIT * Kept::UNIT_BYTES + at, 0, 2);
+      for (long g = 0; g < groups; g++)
+        add<ROWS_OF_TILE>(height, {x.at + g * height * x.row, x.row, 0},
+                          totals + g * in / GROUP * ROWS_OF_TILE, tiles.data(), start, end,
+                          {sums.at + g * height * sums.row, sums.row, 0});
+    }
+  }
+
+ public:
+#endif
 
   // Adds the inputs from `first` to `end`, whole groups of `in`, to the sums of ROWS rows, for panels
   // that lie `size` bytes apart.

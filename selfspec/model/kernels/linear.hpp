@@ -44,8 +44,6 @@ struct Stripe {
   const void* weights;
 };
 
-constexpr long SPARE_ROWS = 16;  // at most, that are prepared behind the last
-
 struct Linear {
   long in, out;
   const Stripe* stripes;
@@ -55,20 +53,19 @@ struct Linear {
   long inputs() const { return Arithmetic::inputs(in); }  // that a row is prepared to
 
   // inputs [rows, in] -> result [rows, out]; with `adds`, that many times, to what is there. For all
-  // threads of a team, which leave when all are done. `room`, of the team, is for many rows:
-  // [rows + SPARE_ROWS, inputs()].
+  // threads of a team, which leave when all are done. `room`, of the team, is for many rows.
   void run(long rows, const Number* from, Number* result, float adds, Input* room) const {
     const Arithmetic by(rows);
     const bool few = rows <= Arithmetic::FEW;
     thread_local std::vector<Input> own;
     thread_local std::vector<float> sums;
     if (few) {  // each thread for itself: nobody waits
-      own.resize(by.places() * inputs());
-      room = own.data();
-      for (long r = 0; r < by.places(); r++) prepare(rows, r, from, room);
+      own.resize(by.room(in) + 64 / sizeof(Input));
+      room = (Input*)((intptr_t(own.data()) + 63) / 64 * 64);
+      for (long r = 0; r < by.places(); r++) prepare(by, rows, r, from, room);
     } else {
 #pragma omp for
-      for (long r = 0; r < by.places(); r++) prepare(rows, r, from, room);
+      for (long r = 0; r < by.places(); r++) prepare(by, rows, r, from, room);
     }
     const long threads = omp_get_num_threads(), me = omp_get_thread_num();
     const long all = up(out, PANEL), first = all * me / threads, last = all * (me + 1) / threads;
@@ -101,12 +98,12 @@ struct Linear {
   }
 
   // Row `r`, or one of zeros behind the last.
-  void prepare(long rows, long r, const Number* from, Input* room) const {
+  void prepare(const Arithmetic& by, long rows, long r, const Number* from, Input* room) const {
     Input* const to = room + r * inputs();
     const long filled = r < rows ? steps() * Kind::INPUTS : 0;
     if (filled) Kind::prepare(from + r * in, in, to);
     std::fill(to + filled, to + inputs(), Input(0));
-    if (filled && totals_of(in) && has_blocks()) total(in, to);
+    if (totals_of(in) && has_blocks()) by.total_row(in, r, room);
   }
 
   void add_panels(const Arithmetic& by, const Stripe& stripe, long first, long count,

@@ -32,7 +32,7 @@ void product(long count, long in, long out, const Number* rows, const Stripe* st
              const Number* bias, Number* result) {
   if (!count) return;
   const Linear linear = {in, out, stripes, bias};
-  std::vector<Input> room(count > Arithmetic::FEW ? (count + SPARE_ROWS) * linear.inputs() : 0);
+  std::vector<Input> room(count > Arithmetic::FEW ? Arithmetic(count).room(in) : 0);
 #pragma omp parallel if (count * in * out > ALONE)
   linear.run(count, rows, result, 0, room.data());
 }

@@ -35,9 +35,12 @@ class Tiles {
     _tile_loadconfig(&shapes);
   }
 
+  // In whole cache lines.
   static long inputs(long in) { return up(in, 2 * STEPS) * STEPS; }
+  // Of all rows, behind which their totals lie.
+  long room(long in) const { return places() * inputs(in) + groups * ROWS_OF_TILE * totals_of(in); }
   long places() const { return groups * height; }
-  long panels() const { return 2; }
+  long panels() const { return groups > 2 ? 8 : 2; }
 
   void multiply(long count, long steps, Block<const Input> x, Block<const Number> w,
                 Block<float> sums, long ahead = AHEAD, bool fresh = false) const {
@@ -50,11 +53,17 @@ class Tiles {
     };
     add(count, whole, x, lying, sums, fresh);
     if (steps == whole * STEPS) return;
-    alignas(64) Number last[2][SIZE] = {};  // filled up with 0, as its inputs are
+    alignas(64) Number last[8][SIZE] = {};  // filled up with 0, as its inputs are
     for (long p = 0; p < count; p++)
       std::copy_n(w.at + p * w.panel + whole * SIZE, steps % STEPS * PANEL * 2, last[p]);
     add(count, 1, {x.at + whole * STEPS, x.row, 0}, [&](long, long p) { return last[p]; }, sums,
         fresh && !whole);
+  }
+
+  void total_row(long in, long row, Input* room) const {
+    float* const totals = (float*)(room + places() * inputs(in));
+    total(in, room + row * inputs(in),
+          totals + row / height * totals_of(in) * ROWS_OF_TILE + row % height, ROWS_OF_TILE);
   }
 
   // While tiles of a few rows wait for them: expanding takes longer.
@@ -62,8 +71,11 @@ class Tiles {
 
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {
-    alignas(64) Number room[2][2][SIZE];
     const long size = form.bytes(in);
+    if (form.multiply_tiles)
+      return form.multiply_tiles(in, groups, height, count, x, (const float*)(x.at + places() * x.row),
+                                 blocks, size, sums);
+    alignas(64) Number room[2][8][SIZE];
     const auto expanded = [&](long t, long p) {
       Number* const tile = room[t % 2][p];
       form.expand(blocks + p * size, t * 2 * STEPS, 2 * STEPS, tile);
@@ -81,6 +93,14 @@ class Tiles {
   template <typename Weights>
   void add(long count, long tiles, Block<const Input> x, const Weights& weights,
            Block<float> sums, bool fresh) const {
+    for (long p = 0; p < count; p += 2)
+      add_two(std::min(2L, count - p), tiles, x, [&](long t, long q) { return weights(t, p + q); },
+              sums.from_panel(p), fresh);
+  }
+
+  template <typename Weights>
+  void add_two(long count, long tiles, Block<const Input> x, const Weights& weights,
+               Block<float> sums, bool fresh) const {
     for (long g = 0; g < groups; g += 2) {
       const Block<const Input> from = {x.at + g * height * x.row, x.row, 0};
       const Block<float> to = {sums.at + g * height * sums.row, sums.row, sums.panel};

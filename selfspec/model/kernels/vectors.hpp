@@ -16,6 +16,7 @@ class Vectors {
 
   // That a row of `in` numbers is prepared to, the last ones 0 or what the others add up to.
   static long inputs(long in) { return up(in, Kind::STEP) * Kind::INPUTS + totals_of(in); }
+  long room(long in) const { return places() * inputs(in); }
   // Rows that are prepared and have sums.
   long places() const { return rows; }
   // That are read side by side.
@@ -29,6 +30,11 @@ class Vectors {
       for (long p = 0; p < count; p++)
         std::fill_n(sums.at + r * sums.row + p * sums.panel, PANEL, 0.0f);
     ::multiply<Kind>(rows, count, steps, x, w, sums, ahead);
+  }
+
+  void total_row(long in, long row, Input* room) const {
+    Input* const from = room + row * inputs(in);
+    total(in, from, (float*)(from + up(in, Kind::STEP) * Kind::INPUTS), 1);
   }
 
   // While they are in registers.
