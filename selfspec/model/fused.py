@@ -446,7 +446,7 @@ _WIDE = {
 Light: bfloat16 with instructions of its own; from blocks one row is then so fast that each further
 one is arithmetic."""
 
-_TILES = _Costs((0.04,), 0.15)
+_TILES = _Costs((0.045,), 0.2)
 """With matrix registers 16 rows cost little more than one, from blocks as from numbers."""
 
 

@@ -100,20 +100,14 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
 
 #ifdef __AMX_BF16__
   // Adds to the sums of `groups` times `height` rows, which are those of tiles, for panels that lie
-  // `size` bytes apart.
-  // `totals`: [groups, in / GROUP, ROWS_OF_TILE].
+  // `size` bytes apart. `totals`: [groups, in / GROUP, ROWS_OF_TILE].
   static void multiply_tiles(long in, long groups, long height, long count, Block<const Input> x,
                              const Total* totals, const uint8_t* panel, long size,
                              Block<float> sums) {
-    constexpr decltype(&few<1>) all[] = {few<1>, few<2>, few<4>, few<8>, few<16>};
-    const int which = height == 1 ? 0 : height == 2 ? 1 : height <= 4 ? 2 : height <= 8 ? 3 : 4;
-    for (long p = 0; p < count; p++) {
-      const uint8_t* const from = panel + p * size;
-      if (groups > 1)
-        many(in, groups, height, x, totals, from, sums.from_panel(p));
-      else
-        all[which](in, height, x, totals, from, sums.from_panel(p));
-    }
+    constexpr decltype(&pass<1>) all[] = {pass<1>, pass<2>, pass<4>, pass<8>, pass<16>};
+    const int which = height > 8 ? 4 : height > 4 ? 3 : height > 2 ? 2 : height - 1;
+    for (long p = 0; p < count; p++)
+      all[which](in, groups, height, x, totals, panel + p * size, sums.from_panel(p));
   }
 
  private:
@@ -182,33 +176,19 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
       if (r < height) *(Floats*)(to.at + r * to.row) = sums[r];
   }
 
+  // Some inputs of a panel stay in the cache while all rows pass them.
   template <int ROWS>
-  static void few(long in, long height, Block<const Input> x, const Total* totals, const uint8_t* panel,
-                  Block<float> sums) {
-    constexpr long MOST = 8;
-    Tile tiles[MOST];
-    for (long first = 0; first < in / GROUP; first += MOST) {
-      const long end = std::min(in / GROUP, first + MOST);
-      for (long g = first; g < end; g++) tiles[g - first].take(panel, g * GROUP);
-      add<ROWS>(height, x, totals, tiles, first, end, sums);
-    }
-  }
-
-  // Tiles stay in the cache while all rows pass them.
-  static void many(long in, long groups, long height, Block<const Input> x, const Total* totals,
+  static void pass(long in, long groups, long height, Block<const Input> x, const Total* totals,
                    const uint8_t* panel, Block<float> sums) {
     constexpr long MOST = 24;
     thread_local std::vector<Tile> tiles(MOST);
-    for (long start = 0; start < in / GROUP; start += MOST) {
-      const long end = std::min(in / GROUP, start + MOST);
-      for (long g = start; g < end; g++) tiles[g - start].take(panel, g * GROUP);
-      const uint8_t* const here = Kept::group(panel, start * GROUP);
-      for (long at = 0; at < (end - start) * Kept::GROUP_BYTES; at += 64)  // of the next panel
-        __builtin_prefetch(here + in / Kept::UNIT * Kept::UNIT_BYTES + at, 0, 2);
+    for (long first = 0; first < in / GROUP; first += MOST) {
+      const long end = std::min(in / GROUP, first + MOST);
+      for (long g = first; g < end; g++) tiles[g - first].take(panel, g * GROUP);
       for (long g = 0; g < groups; g++)
-        add<ROWS_OF_TILE>(height, {x.at + g * height * x.row, x.row, 0},
-                          totals + g * in / GROUP * ROWS_OF_TILE, tiles.data(), start, end,
-                          {sums.at + g * height * sums.row, sums.row, 0});
+        add<ROWS>(height, {x.at + g * height * x.row, x.row, 0},
+                  totals + g * in / GROUP * ROWS_OF_TILE, tiles.data(), first, end,
+                  {sums.at + g * height * sums.row, sums.row, 0});
     }
   }
 

@@ -39,22 +39,6 @@ struct Float32 {
   static void prepare(const Weight* row, long count, Input* to) { std::copy(row, row + count, to); }
 };
 
-struct Widened : Float32 {  // bfloat16, one by one
-  using Weight = uint16_t;
-  typedef uint16_t Few __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-
-  static void load(const Weight* weights, Bits* terms) {
-#if defined(__AVX512F__)  // compilers take such short vectors apart
-    *terms = (Bits)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)weights));
-#elif defined(__AVX2__)
-    *terms = (Bits)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)weights));
-#else
-    *terms = __builtin_convertvector(*(const Few*)weights, Bits);
-#endif
-    *terms <<= 16;
-  }
-};
-
 struct Bfloat16 {  // two weights side by side
   using Weight = uint16_t;
   static constexpr int STEP = 2;

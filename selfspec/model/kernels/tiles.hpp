@@ -40,24 +40,17 @@ class Tiles {
   // Of all rows, behind which their totals lie.
   long room(long in) const { return places() * inputs(in) + groups * ROWS_OF_TILE * totals_of(in); }
   long places() const { return groups * height; }
-  long panels() const { return groups > 2 ? 8 : 2; }
+  long panels() const { return 2; }
 
   void multiply(long count, long steps, Block<const Input> x, Block<const Number> w,
                 Block<float> sums, long ahead = AHEAD, bool fresh = false) const {
     const long whole = steps / STEPS;
-    const auto lying = [&](long t, long p) {
-      const Number* const tile = w.at + p * w.panel + t * SIZE;
-#pragma GCC unroll 16
-      for (long line = 0; line < 16; line++) __builtin_prefetch((const char*)tile + ahead + 64 * line);
-      return tile;
-    };
-    add(count, whole, x, lying, sums, fresh);
+    add(count, whole, x, w, sums, ahead, fresh);
     if (steps == whole * STEPS) return;
-    alignas(64) Number last[8][SIZE] = {};  // filled up with 0, as its inputs are
+    alignas(64) Number last[2][SIZE] = {};  // filled up with 0, as its inputs are
     for (long p = 0; p < count; p++)
       std::copy_n(w.at + p * w.panel + whole * SIZE, steps % STEPS * PANEL * 2, last[p]);
-    add(count, 1, {x.at + whole * STEPS, x.row, 0}, [&](long, long p) { return last[p]; }, sums,
-        fresh && !whole);
+    add(count, 1, {x.at + whole * STEPS, x.row, 0}, {last[0], 0, SIZE}, sums, 0, fresh && !whole);
   }
 
   void total_row(long in, long row, Input* room) const {
@@ -66,22 +59,12 @@ class Tiles {
           totals + row / height * totals_of(in) * ROWS_OF_TILE + row % height, ROWS_OF_TILE);
   }
 
-  // While tiles of a few rows wait for them: expanding takes longer.
-  bool reads_blocks() const { return groups <= 2; }
+  bool reads_blocks() const { return false; }
 
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {
-    const long size = form.bytes(in);
-    if (form.multiply_tiles)
-      return form.multiply_tiles(in, groups, height, count, x, (const float*)(x.at + places() * x.row),
-                                 blocks, size, sums);
-    alignas(64) Number room[2][8][SIZE];
-    const auto expanded = [&](long t, long p) {
-      Number* const tile = room[t % 2][p];
-      form.expand(blocks + p * size, t * 2 * STEPS, 2 * STEPS, tile);
-      return tile;
-    };
-    add(count, in / (2 * STEPS), x, expanded, sums, false);
+    form.multiply_tiles(in, groups, height, count, x, (const float*)(x.at + places() * x.row), blocks,
+                        form.bytes(in), sums);
   }
 
  private:
@@ -89,37 +72,31 @@ class Tiles {
   static constexpr int WEIGHTS = 6;  // and 7; below are tiles of rows and of sums
   const long groups, height;         // tiles of rows; their rows
 
-  // Some tiles along the inner dimension. `weights` says where one of them is; `fresh`: to 0.
-  template <typename Weights>
-  void add(long count, long tiles, Block<const Input> x, const Weights& weights,
-           Block<float> sums, bool fresh) const {
-    for (long p = 0; p < count; p += 2)
-      add_two(std::min(2L, count - p), tiles, x, [&](long t, long q) { return weights(t, p + q); },
-              sums.from_panel(p), fresh);
-  }
-
-  template <typename Weights>
-  void add_two(long count, long tiles, Block<const Input> x, const Weights& weights,
-               Block<float> sums, bool fresh) const {
+  // Some tiles along the inner dimension; `fresh`: to 0.
+  void add(long count, long tiles, Block<const Input> x, Block<const Number> w, Block<float> sums,
+           long ahead, bool fresh) const {
     for (long g = 0; g < groups; g += 2) {
       const Block<const Input> from = {x.at + g * height * x.row, x.row, 0};
       const Block<float> to = {sums.at + g * height * sums.row, sums.row, sums.panel};
-      const bool both = g + 1 < groups;
-      if (count > 1)
-        both ? group<2, 2>(tiles, from, weights, to, fresh)
-             : group<1, 2>(tiles, from, weights, to, fresh);
-      else
-        both ? group<2, 1>(tiles, from, weights, to, fresh)
-             : group<1, 1>(tiles, from, weights, to, fresh);
+      const auto some = g + 1 < groups ? count > 1 ? &Tiles::group<2, 2> : &Tiles::group<2, 1>
+                        : count > 1    ? &Tiles::group<1, 2>
+                                       : &Tiles::group<1, 1>;
+      (this->*some)(tiles, from, w, to, ahead, fresh);
     }
   }
 
-  template <int GROUPS, int PANELS, typename Weights>
-  void group(long tiles, Block<const Input> x, const Weights& weights, Block<float> sums,
+  template <int GROUPS, int PANELS>
+  void group(long tiles, Block<const Input> x, Block<const Number> w, Block<float> sums, long ahead,
              bool fresh) const {
     const long across = sums.row * sizeof(float), along = x.row * sizeof(Input);
     const long lower = height * x.row;
     float* const below = sums.at + height * sums.row;
+    const auto weights = [&](long t, long p) {
+      const Number* const tile = w.at + p * w.panel + t * SIZE;
+#pragma GCC unroll 16
+      for (long line = 0; line < 16; line++) __builtin_prefetch((const char*)tile + ahead + 64 * line);
+      return tile;
+    };
     if (fresh) {
       _tile_zero(0);
       _tile_zero(1);
