@@ -17,7 +17,7 @@ constexpr bool TILED = true;
 constexpr bool TILED = false;  // of eight bits, conversions would wait for the unit that multiplies
 #endif
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-using KeptAs = std::conditional_t<BITS == 4 || (TILED && GROUP == TOGETHER),
+using KeptAs = std::conditional_t<BITS == 4 || TILED,
                                   Integers<BITS, GROUP, SCALE, OFFSET>,
                                   Blocks<BITS, GROUP, SCALE, OFFSET>>;
 #else

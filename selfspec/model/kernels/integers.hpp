@@ -40,9 +40,9 @@ constexpr uint16_t as_bfloat16(int number) {
 
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
 struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
-  static_assert(GROUP == TOGETHER);
   using Kept = Layout<BITS, GROUP, SCALE, OFFSET>;
   static constexpr bool LEAST = OFFSET == STORED || SCALE == ZEROED;
+  static_assert(GROUP == TOGETHER || !LEAST);  // nobody adds up the inputs of others
   static constexpr void (*expand)(const uint8_t*, long, long, Number*) = nullptr;
 
   // Of four bits a pair lies in both halves of a word, the first one lowest; of eight, pairs of all

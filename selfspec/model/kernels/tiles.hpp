@@ -21,16 +21,17 @@ class Tiles {
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
 
-  // Again, after others of the thread.
-  void use() const {
+  // Again, after others of the thread, with so many inputs of a tile of rows.
+  void use(long inner = 2 * STEPS) const {
     struct {
       uint8_t palette = 1, start = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } shapes;
     for (int tile = 0; tile < 8; tile++) {
-      shapes.bytes[tile] = 64;
-      shapes.rows[tile] = uint8_t(tile < WEIGHTS ? height : STEPS);
+      const bool inputs = tile >= ROWS && tile < WEIGHTS;
+      shapes.bytes[tile] = uint16_t(inputs ? inner * sizeof(Number) : 64);
+      shapes.rows[tile] = uint8_t(tile < WEIGHTS ? height : inner / 2);
     }
     _tile_loadconfig(&shapes);
   }
@@ -63,13 +64,16 @@ class Tiles {
 
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {
+    const bool smaller = form.group < 2 * STEPS;
+    if (smaller) use(form.group);
     form.multiply_tiles(in, groups, height, count, x, (const float*)(x.at + places() * x.row), blocks,
                         form.bytes(in), sums);
+    if (smaller) use();
   }
 
  private:
   static constexpr long HEIGHT = 16, STEPS = 16, SIZE = STEPS * PANEL * 2;
-  static constexpr int WEIGHTS = 6;  // and 7; below are tiles of rows and of sums
+  static constexpr int ROWS = 4, WEIGHTS = 6;  // tiles of two each; those below are sums
   const long groups, height;         // tiles of rows; their rows
 
   // Some tiles along the inner dimension; `fresh`: to 0.
