@@ -39,7 +39,7 @@ NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
     "tests/": 33599,
-    "model": 6898,
+    "model": 7192,
     "eval/": 3964,
     "eval": 4330,
     "decoding": 5050,
