@@ -446,17 +446,18 @@ _WIDE = {
 Light: bfloat16 with instructions of its own; from blocks one row is then so fast that each further
 one is arithmetic."""
 
-_TILES = _Costs((0.045,), 0.2)
-"""With matrix registers 16 rows cost little more than one, from blocks as from numbers."""
+_TILES = {"numbers": _Costs((0.035,), 0.1), "blocks": _Costs((0.045,), 0.2)}
+"""With matrix registers many rows share what it costs to read a weight, or to expand it."""
 
 
 def _costs(linear: CompiledLinear) -> _Costs:
     """The costs by the unembedding's weights, and what this processor computes with."""
-    if library(linear.dtype).tiles():
-        return _TILES
+    code = library(linear.dtype)
+    name = "blocks" if any(linear.stripes.forms) else "numbers"
+    if code.tiles():
+        return _TILES[name]
     light = linear.dtype == torch.bfloat16 and blocks_pay(linear.dtype)
-    name = ("light " if light else "") + ("blocks" if any(linear.stripes.forms) else "numbers")
-    return (_WIDE if library(linear.dtype).wide_vectors() else _NARROW)[name]
+    return (_WIDE if code.wide_vectors() else _NARROW)["light " * light + name]
 
 
 class FusedExecutor:

@@ -14,7 +14,7 @@ namespace {
 #ifdef __AMX_BF16__
 constexpr bool TILED = true;
 #else
-constexpr bool TILED = false;  // of eight bits, conversions would wait for the unit that multiplies
+constexpr bool TILED = false;  // to convert eight bits would keep the unit busy that multiplies
 #endif
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
 using KeptAs = std::conditional_t<BITS == 4 || TILED,

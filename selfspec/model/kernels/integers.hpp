@@ -1,10 +1,9 @@
-// Rows times quants of four bits, where AVX-512 multiplies pairs of bfloat16.
+// Rows times quants, where pairs of bfloat16 are multiplied: by AVX-512, or by matrix registers.
 //
-// Quants are bfloat16 as they are, so no weight is rounded, and a pair of them takes a shift and a
-// look-up. The inputs of a group are a chain of their own: quants times inputs. What it gives, times
-// the group's scale, goes to the output's sum, and then the least weight times the sum of the inputs.
-// That is the order for any number of rows. (Of eight bits: conversions wait for the unit that
-// multiplies. One row gained a tenth, many lost a fifth.)
+// Quants are bfloat16 as they are, so no weight is rounded, and a pair of four bits takes a shift and
+// a look-up. The inputs of a group are a chain of their own, or a tile: quants times inputs. What it
+// gives, times the group's scale, goes to the output's sum, and then the least weight times the sum
+// of the inputs. That is the order for any number of rows.
 
 #pragma once
 
