@@ -456,8 +456,9 @@ def _costs(linear: CompiledLinear) -> _Costs:
     name = "blocks" if any(linear.stripes.forms) else "numbers"
     if code.tiles():
         return _TILES[name]
-    light = linear.dtype == torch.bfloat16 and blocks_pay(linear.dtype)
-    return (_WIDE if code.wide_vectors() else _NARROW)["light " * light + name]
+    if linear.dtype == torch.bfloat16 and blocks_pay(linear.dtype):
+        name = f"light {name}"
+    return (_WIDE if code.wide_vectors() else _NARROW)[name]
 
 
 class FusedExecutor:

@@ -18,7 +18,7 @@ constexpr long BLOCK = 64;         // positions whose scores are weighed togethe
 constexpr long CHUNK = 8 * BLOCK;  // positions that are summed by themselves, from 0 on
 constexpr long UNBROKEN = 32;      // positions that Arithmetic may add up by themselves
 constexpr long QUERIES = 16;       // that look at a block together: what they need stays in the cache
-constexpr long HEADER = PANEL;     // of a query's sums: its largest score, and all its weights
+constexpr long HEADER = PANEL;     // of a query: the score that its weights count from, and their sum
 
 struct Heads {
   long size, group, kv;         // numbers of a head; query heads that share a key head; key heads
@@ -158,7 +158,7 @@ struct Running {
   long queries = 0;
   Lines<Input> asked, weights;  // [places] of a head's numbers; [QUERIES] of BLOCK
   Lines<float> scores, sums;    // [QUERIES, BLOCK]; [places, width]
-  std::vector<float> best;      // [queries] largest score
+  std::vector<float> best;      // [queries] the score that weights count from
   std::vector<Vector> all;      // [queries] which add up to the sum of weights
 
   // Numbers that keep what `count` queries have seen.

@@ -23,7 +23,6 @@ using KeptAs = std::conditional_t<BITS == 4 || TILED,
 #else
 constexpr long totals_of(long) { return 0; }  // nobody wants to know what inputs add up to
 inline void total(long, const Input*, float*, long) {}
-constexpr long ROWS_OF_TILE = 16;
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
 using KeptAs = Blocks<BITS, GROUP, SCALE, OFFSET>;
 #endif

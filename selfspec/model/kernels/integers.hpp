@@ -16,8 +16,7 @@ namespace {
 
 typedef float Total __attribute__((may_alias));
 
-constexpr long TOGETHER = 32;      // inputs of a group
-constexpr long ROWS_OF_TILE = 16;  // whose sums lie side by side where tiles add them
+constexpr long TOGETHER = 32;  // inputs of a group
 
 constexpr long totals_of(long in) { return in / TOGETHER; }
 

@@ -17,7 +17,7 @@ class Tiles {
   static constexpr bool BY_TILES = true;
   static constexpr long FEW = 16;  // rows of one tile
 
-  explicit Tiles(long rows) : groups(up(rows, HEIGHT)), height(up(rows, groups)) { use(); }
+  explicit Tiles(long rows) : groups(up(rows, ROWS_OF_TILE)), height(up(rows, groups)) { use(); }
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
 
@@ -60,7 +60,7 @@ class Tiles {
           totals + row / height * totals_of(in) * ROWS_OF_TILE + row % height, ROWS_OF_TILE);
   }
 
-  bool reads_blocks() const { return false; }
+  bool reads_blocks() const { return true; }
 
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {
@@ -72,7 +72,7 @@ class Tiles {
   }
 
  private:
-  static constexpr long HEIGHT = 16, STEPS = 16, SIZE = STEPS * PANEL * 2;
+  static constexpr long STEPS = 16, SIZE = STEPS * PANEL * 2;
   static constexpr int ROWS = 4, WEIGHTS = 6;  // tiles of two each; those below are sums
   const long groups, height;         // tiles of rows; their rows
 
