@@ -290,6 +290,19 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
         assert torch.equal(found, chain.found([len(path)]))
 
 
+@needs_compiler
+def test_what_a_branch_shares_with_others_is_added_up_as_in_a_chain(dtype: torch.dtype) -> None:
+    """Halves of a matrix register's inputs cancel out: what is left is how the sum was rounded."""
+    whole, chain = (Attended(dtype, 31, 3) for _ in range(2))
+    for one in (whole, chain):
+        one.keys[:, 16:31], one.values[:, 16:31] = one.keys[:, :15], -one.values[:, :15]
+        one.values[:, 15], one.projected[:, -KV_HEADS:] = 0, 0
+    chain.projected, chain.rotations = chain.projected[[0, 2]], chain.rotations[[0, 2]]
+    whole.rotations[1] = whole.rotations[0]
+    found = whole.found([3], [-1, -1, 0])[[0, 2]]
+    assert torch.equal(found, chain.found([2]))
+
+
 # --- where they cannot be had
 
 

@@ -51,13 +51,37 @@ struct Store {
   Number* key_block(long slot) const { return pages[slot / BLOCK] + keys; }
   Number* value_block(long slot) const { return pages[slot / BLOCK] + values; }
 
-  // Where a block has number j of a position's key, and of its value.
-  long key(unsigned long place, unsigned long j) const {
-    return place / PANEL * PANEL * width + (j / STEP * PANEL + place % PANEL) * STEP + j % STEP;
+  // A position's key and value, [width], to their places of a block and back. Of the lines that a
+  // value shares with its neighbours no other number is touched: other threads write these.
+  void put_key(const Number* key, long place, Number* block) const {
+    Number* const to = block + key_at(place);
+    for (long j = 0; j < width; j += STEP) std::copy_n(key + j, STEP, to + j * PANEL);
   }
-  static long value(unsigned long place, unsigned long j) {
-    return j / PANEL * PANEL * BLOCK + (place / STEP * PANEL + j % PANEL) * STEP + place % STEP;
+  void take_key(const Number* block, long place, Number* key) const {
+    const Number* const from = block + key_at(place);
+    for (long j = 0; j < width; j += STEP) std::copy_n(from + j * PANEL, STEP, key + j);
   }
+  void put_value(const Number* value, long place, Number* block) const {
+    for (long j = 0; j < width; j += PANEL) {
+      Number* const to = block + value_at(place, j);
+#if BFLOAT16 && defined(__AVX512BW__)
+      const __m512i line = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)(value + j)));
+      _mm512_mask_storeu_epi16(to, 0x55555555, line);
+#else
+      for (long i = 0; i < PANEL; i++) to[i * STEP] = value[j + i];
+#endif
+    }
+  }
+  void take_value(const Number* block, long place, Number* value) const {
+    for (long j = 0; j < width; j += PANEL) {
+      const Number* const from = block + value_at(place, j);
+      for (long i = 0; i < PANEL; i++) value[j + i] = from[i * STEP];
+    }
+  }
+
+ private:
+  long key_at(long place) const { return place / PANEL * PANEL * width + place % PANEL * STEP; }
+  static long value_at(long place, long j) { return j * BLOCK + place / STEP * STEP * PANEL + place % STEP; }
 };
 
 // Rows of one sequence, and what is before them.
@@ -335,7 +359,8 @@ struct Work {
 void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
           const Number* projected) {
   thread_local std::vector<float> turned;
-  turned.resize(heads.size);
+  thread_local std::vector<Number> numbers;
+  turned.resize(heads.size), numbers.assign(heads.width(), Number(0));
   const long rows = work.owners.size();
 #pragma omp for collapse(2)
   for (long at = 0; at < rows; at++)
@@ -343,18 +368,17 @@ void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
       const Text& text = texts[work.owners[at]];
       const long row = at - text.first, slot = text.places.held + row, place = slot % BLOCK;
       const long number = heads.queries() + head;
-      const Number* key = projected + at * heads.row() + number * heads.size;
-      const Number* value = key + heads.kv * heads.size;
-      turn(heads, number, key, text.places.rotations + row * heads.rotated, turned.data());
+      const Number* const key = projected + at * heads.row() + number * heads.size;
       const Store store = text.store.of(heads, head);
-      Number *keys = store.key_block(slot), *values = store.value_block(slot);
-      for (long j = 0; j < heads.size; j++) {
-        keys[store.key(place, j)] = narrow(turned[j]);
-        values[store.value(place, j)] = value[j];
-      }
+      turn(heads, number, key, text.places.rotations + row * heads.rotated, turned.data());
+      for (long j = 0; j < heads.size; j++) numbers[j] = narrow(turned[j]);
+      store.put_key(numbers.data(), place, store.key_block(slot));
+      std::copy_n(key + heads.kv * heads.size, heads.size, numbers.data());
+      store.put_value(numbers.data(), place, store.value_block(slot));
+      if (row + 1 < text.places.rows || !((place + 1) % STEP)) continue;
       // nothing times what another text left there may be no number
-      const bool last = row + 1 == text.places.rows && (place + 1) % STEP;
-      for (long j = 0; last && j < heads.size; j++) values[store.value(place + 1, j)] = 0;
+      std::fill(numbers.begin(), numbers.end(), Number(0));
+      store.put_value(numbers.data(), place + 1, store.value_block(slot));
     }
 }
 
@@ -402,9 +426,10 @@ struct Own {
   void keys(Number* to) const {
     const long panel = PANEL * store.width;
     std::copy_n(store.key_block(block) + cut / PANEL * panel, up(same, PANEL) * panel, to);
+    std::vector<Number>& key = room();
     for (long i = same; i < count; i++) {
-      const Number* const from = store.key_block(slots[i]);
-      for (long j = 0; j < store.width; j++) to[store.key(i, j)] = from[store.key(slots[i] % BLOCK, j)];
+      store.take_key(store.key_block(slots[i]), slots[i] % BLOCK, key.data());
+      store.put_key(key.data(), i, to);
     }
   }
 
@@ -414,24 +439,32 @@ struct Own {
     for (long p = 0; p < store.width / PANEL; p++)
       std::copy_n(store.value_block(block) + p * panel + cut * PANEL, up(same, STEP) * line,
                   to + p * panel);
+    std::vector<Number>& value = room();
     for (long i = same; i < count; i++) {
-      const Number* const from = store.value_block(slots[i]);
-      for (long j = 0; j < store.width; j++) to[store.value(i, j)] = from[store.value(slots[i] % BLOCK, j)];
+      store.take_value(store.value_block(slots[i]), slots[i] % BLOCK, value.data());
+      store.put_value(value.data(), i, to);
     }
-    for (long j = 0; j < store.width; j++) {
-      if (count % STEP) to[store.value(count, j)] = 0;
-      for (long i = 0; i < seen; i++) to[store.value(i, j)] = 0;
-    }
+    std::fill(value.begin(), value.end(), Number(0));
+    if (count % STEP) store.put_value(value.data(), count, to);
+    for (long i = 0; i < seen; i++) store.put_value(value.data(), i, to);
+  }
+
+ private:
+  std::vector<Number>& room() const {  // for a key or a value
+    thread_local std::vector<Number> numbers;
+    numbers.resize(store.width);
+    return numbers;
   }
 };
 
-// Whether the values of the first positions of a block are numbers: others times 0 are none.
-inline bool are_numbers(const Number* values, long positions, long width) {
+// Whether values of a block are numbers, at [low, high) or a little more: others times 0 are none.
+inline bool are_numbers(const Number* values, long low, long high, long width) {
   float sum = 0;
   for (long panel = 0; panel < width; panel += PANEL) {
     const Number* const from = values + panel * BLOCK;
 #pragma omp simd reduction(+ : sum)
-    for (long i = 0; i < up(positions, STEP) * STEP * PANEL; i++) sum += wide(from[i]) * 0;
+    for (long i = low / STEP * STEP * PANEL; i < up(high, STEP) * STEP * PANEL; i++)
+      sum += wide(from[i]) * 0;
   }
   return sum == 0;
 }
@@ -457,8 +490,9 @@ void look(const Store& of_text, const Tile& tile, long chunk, const Arithmetic& 
     const long next = at + BLOCK < end ? at + BLOCK : at, there = std::min(BLOCK, end - at);
     const bool alike = start(high) <= at && at + there <= low + 1, whole = alike && there == BLOCK;
     // from `cut` on each row sees its own path, or no more than it should
-    const bool apart = !alike && !are_numbers(values, there, store.width);
-    const long common = places.parents ? std::max(0L, std::min(BLOCK, held - at)) : BLOCK;
+    const long old = std::max(0L, std::min(BLOCK, held - at)), seen_by_all = start(high) > at ? 0 : old;
+    const bool apart = !alike && !are_numbers(values, seen_by_all, there, store.width);
+    const long common = places.parents ? old : BLOCK;
     const long cut = apart ? 0 : common / UNBROKEN * UNBROKEN, shared = std::min(cut, there);
     for (long first = 0; first < tile.queries(); first += QUERIES) {
       const long last = std::min(first + QUERIES, tile.queries());

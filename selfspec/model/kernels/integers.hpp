@@ -71,7 +71,7 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
     // Of the eight inputs from `k` on, the numbers 2 * pair and the next.
     Bits terms(int k, int pair) const {
       const uint8_t* at = quants + (BITS == 4 ? k * PANEL / 2 : (k + 2 * pair) * PANEL);
-      if (pair % (BITS / 2) == 0) __builtin_prefetch(at + AHEAD);
+      if (BITS == 8 ? pair % 2 == 0 : pair == 0) __builtin_prefetch(at + AHEAD);
       if (BITS == 8) return (Bits)_mm512_cvtne2ps_pbh(eight(at + PANEL), eight(at));
       const __m512i word = _mm512_loadu_si512(at);
       // what lies above the four bits chooses between two equal halves of the table

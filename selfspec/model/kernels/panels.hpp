@@ -24,7 +24,11 @@ constexpr int SUMS = WIDE ? 20 : LANES == 8 ? 12 : 24;  // vectors of sums, besi
 constexpr int MOST_ROWS = std::min(WIDE ? 10 : 8, SUMS / VECTORS);  // of a group
 constexpr int MOST_PANELS = WIDE ? 6 : 8;                           // that are read side by side
 constexpr long ROWS_OF_TILE = 16;                                   // of a matrix register
-constexpr long AHEAD = 2048;                                        // bytes that are fetched before their turn
+#ifdef __AMX_BF16__
+constexpr long AHEAD = 4096;  // bytes that are fetched before their turn
+#else
+constexpr long AHEAD = 2048;
+#endif
 
 // How a step along the inner dimension is stored and added: STEP weights of an output, INPUTS of
 // a row's Input, TERMS additions.
