@@ -68,7 +68,7 @@ class Target:
     @cached_property
     def best(self) -> list[int]:
         """The most likely token of every row: one device read for all texts."""
-        found: list[int] = self._best() if self._best else self.logits.argmax(-1).tolist()
+        found: list[int] = self._best() if self._best else self.logits.max(-1).indices.tolist()
         return found
 
     def part(self, rows: slice) -> Target:
