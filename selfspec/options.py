@@ -457,17 +457,12 @@ class Costs(Part, kind="costs"):
 
     row: Annotated[float | tuple[float, ...] | None, PROBABILITY] = None
     """What one more row adds to a verification, in [0, 1]: the second, the third and so on, as far
-    as they differ; a draft token is proposed where its chance pays for its row. None: what the
-    executor says: 0.08; 0.78/0.08 where a CPU runs one row by kernels of its own; of compiled code
-    with AVX2 0.15, from blocks of a quantised file 0.3; with AVX-512 0.02 to 0.08, from blocks 0.05
-    and then 0.13, and half a step where the file is read once more, at the ninth row; in bfloat16,
-    where a row from four bits is fast, 0.2 and then 0.27.
+    as they differ; a draft token is proposed where its chance pays for its row. None: as measured
+    when this model was first loaded on this machine.
     """
 
     head: Annotated[float | None, AMOUNT] = None
-    """What asking one exit head adds to a round, at least 0. None: what the executor says, for the
-    heads of SmolLM2-135M: 0.07 to 0.09, from blocks of a quantised file 0.14 to 0.2.
-    """
+    """What asking one exit head adds to a round, at least 0. None: as measured, likewise."""
 
     @property
     def rows(self) -> tuple[float, ...] | None:

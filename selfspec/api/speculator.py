@@ -55,6 +55,7 @@ from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease
 from selfspec.model.parts import check_model, kind_of
+from selfspec.options import Costs
 from selfspec.typed import plain_numbers, shown
 
 logger = logging.getLogger(__name__)
@@ -460,6 +461,8 @@ def _speculator(
         check_same_size(backbone, second, tokenizer)
         base = base.updated({"drafter": "draft-model"})
     chosen = base.updated(options)
+    if chosen.costs == Costs() and chosen.speculate and chosen.drafter != "none":
+        chosen = chosen.updated(tuned.first_costs(backbone, fitted))
     return Speculator(backbone, tokenizer, fitted, label, chosen, second, turn_end)
 
 

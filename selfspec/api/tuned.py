@@ -2,7 +2,8 @@
 
 A JSON file in the user's cache folder for each combination of what a setting depends on: heads,
 model, dtype, executor, processor, threads. A model without heads, whose drafts are text already
-seen, has files too. None is needed, and a broken one is ignored.
+seen, has files too. None is needed, and a broken one is ignored. Where nothing was tuned, what rows
+and heads cost is measured when it is first wanted, and kept likewise.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from typing import Any
 import torch
 
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.measure import quick_costs
 from selfspec.errors import InvalidData, InvalidOption, first_line
 from selfspec.files import cache_folder
 from selfspec.files import write as write_file
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
+from selfspec.options import settings_text
 from selfspec.typed import check_keys
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
+
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidOption, InvalidData)
+"""What reading a file can raise that is missing, or that nobody should have written."""
 
 TUNED_OPTIONS = ("speculate", "drafter", "costs")
 """What a file may set: options that change the speed and nothing else."""
@@ -78,7 +84,7 @@ def read(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
         return {}
     try:
         options = _checked(read_json(file), heads)
-    except (ValueError, KeyError, TypeError, AttributeError, InvalidOption, InvalidData) as error:
+    except _UNUSABLE as error:
         reason = first_line(error)
         logger.warning("ignored %s: %s. Run selfspec tune again, or with --forget", file, reason)
         return {}
@@ -94,13 +100,7 @@ def write(
 ) -> Path:
     """Keep `options`; `found` says how they were found, for people. Returns the file."""
     file = path(backbone, heads)
-    values = {
-        "format_version": FORMAT_VERSION,
-        "conditions": conditions(backbone, heads),
-        "options": dict(options),
-        "found": dict(found),
-    }
-    write_file(file, json.dumps(values, indent=2) + "\n")
+    _keep(file, backbone, heads, options, found=dict(found))
     return file
 
 
@@ -126,6 +126,37 @@ def processor(device: torch.device) -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
+    """SpeculationOptions of what rows and heads cost here: measured once, then kept.
+
+    A file that cannot be used is written anew; where none can be written, every start measures.
+    """
+    file = cache_folder() / "costs" / path(backbone, heads).name
+    try:
+        return _checked(read_json(file), heads)
+    except _UNUSABLE as error:
+        logger.debug("no costs that can be used: %s", first_line(error))
+    logger.info("measuring what rows and heads cost on this machine, once")
+    options = {"costs": settings_text(quick_costs(backbone, heads))}
+    try:
+        _keep(file, backbone, heads, options)
+    except OSError as error:
+        logger.info("not kept: %s", error)
+    return options
+
+
+def _keep(
+    file: Path,
+    backbone: Backbone,
+    heads: ExitHeads | None,
+    options: Mapping[str, Any],
+    **more: Mapping[str, Any],
+) -> None:
+    known = conditions(backbone, heads)
+    values = {"format_version": FORMAT_VERSION, "conditions": known, "options": dict(options)}
+    write_file(file, json.dumps(values | more, indent=2) + "\n")
 
 
 def _checked(values: Any, heads: ExitHeads | None) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitHead, ExitJudge, answer
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows
+from selfspec.options import Costs
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -189,6 +190,44 @@ class Passes:
 
 
 # --- costs of a model and its heads ---------------------------------------------------------------
+
+
+_QUICK_ROWS = (16, 8, 4, 2, 1)
+"""From the largest on: what the first pass waits for counts least there."""
+
+_QUICK_CONTEXT = 64
+
+_QUICK_S = 0.7
+"""Seconds after which no pass is repeated, once each has run twice."""
+
+
+@torch.inference_mode()
+def quick_costs(
+    backbone: Backbone, heads: ExitHeads | None, now: Callable[[], float] = time.perf_counter
+) -> Costs:
+    """What rows and a head cost, from the quickest of a few passes: under a second, or ten passes.
+
+    A neighbour on the machine makes passes longer, never shorter. Rows between two that are
+    measured cost alike.
+    """
+    context = max(1, min(_QUICK_CONTEXT, backbone.max_positions - _QUICK_ROWS[0]))
+    passes = Passes(backbone, context, most=_QUICK_ROWS[0])
+    counts = [rows for rows in _QUICK_ROWS if context + rows <= backbone.max_positions or rows == 1]
+    works: dict[int, Callable[[], object]] = {rows: partial(passes.run, rows) for rows in counts}
+    if heads is not None:
+        hidden = backbone.embed(passes.ids[:1])
+        works[0] = _question(backbone, heads, passes.ids[:1], hidden, context)
+    clock, start = Clock(backbone.device, 1, now), now()
+    least = {work: min(laps) for work, laps in clock.laps(works).items()}
+    while now() - start < _QUICK_S:
+        for work, laps in clock.laps(works).items():
+            least[work] = min(least[work], *laps)
+    step, rising, added = least[1], sorted(counts), list[float]()
+    for fewer, more in itertools.pairwise(rising):
+        each = (least[more] - least[fewer]) / (more - fewer) / step
+        added += [round(min(max(each, 0.0), 1.0), 3)] * (more - fewer)
+    head = round(least[0] / step, 3) if heads is not None else None
+    return Costs(row=tuple(added) or None, head=head)
 
 
 _ROWS = 8

@@ -526,7 +526,7 @@ class Recorder:
     def record(self) -> Record:
         """Everything so far."""
         backbone, alphas = self._speculator.backbone, tuple(self._options.anneal_strengths)
-        cost = costs.DraftCost.for_model(backbone)
+        cost = costs.DraftCost.for_model(backbone).with_costs(self._speculator.options.costs)
         known = conditions(backbone, self._speculator.heads)
         info = RecordInfo(
             base_model=self._speculator.label,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +41,7 @@ from selfspec.model.weights import (
     PANEL,
     CompiledLinear,
     Stripes,
-    blocks_pay,
     in_panels,
-    library,
 )
 
 # --- operations that compiled code runs in one call -----------------------------------------------
@@ -425,47 +422,10 @@ _BLOCK_ROWS = 1024
 """Rows of a prompt that run through the layers together: its memory does not grow with it."""
 
 
-class _Costs(NamedTuple):
-    """Costs of further rows and of a head, in passes of one row; SmolLM2-135M, two threads."""
-
-    rows: tuple[float, ...]
-    head: float
-
-
-_NARROW = {"numbers": _Costs((0.15,), 0.08), "blocks": _Costs((0.3,), 0.2)}
-"""With AVX2 arithmetic limits a pass: from numbers two rows take 1.14 of one, from 4-bit blocks
-1.27."""
-
-_WIDE = {
-    "numbers": _Costs((*(0.02,) * 9, 0.07), 0.07),
-    "light numbers": _Costs((*(0.04,) * 9, 0.08), 0.09),
-    "blocks": _Costs((0.05, *(0.13,) * 6, 0.6, 0.17), 0.14),
-    "light blocks": _Costs((0.2, 0.27), 0.15),
-}
-"""With AVX-512 memory limits it, while rows share what is read: ten of them, of blocks eight.
-Light: bfloat16 with instructions of its own; from blocks one row is then so fast that each further
-one is arithmetic."""
-
-_TILES = {"numbers": _Costs((0.035,), 0.1), "blocks": _Costs((0.045,), 0.2)}
-"""With matrix registers many rows share what it costs to read a weight, or to expand it."""
-
-
-def _costs(linear: CompiledLinear) -> _Costs:
-    """The costs by the unembedding's weights, and what this processor computes with."""
-    code = library(linear.dtype)
-    name = "blocks" if any(linear.stripes.forms) else "numbers"
-    if code.tiles():
-        return _TILES[name]
-    if linear.dtype == torch.bfloat16 and blocks_pay(linear.dtype):
-        name = f"light {name}"
-    return (_WIDE if code.wide_vectors() else _NARROW)[name]
-
-
 class FusedExecutor:
     """The decoder from compiled products, norms, attention and activations."""
 
     claims = Claims(steady=True, trees=True, spans=_BLOCK_ROWS)
-    """What rows and heads cost comes with the weights."""
 
     def __init__(
         self,
@@ -485,8 +445,6 @@ class FusedExecutor:
         self._program = Program(dtype, lm_head.in_features)
         # the largest first, while there is most room
         linear = CompiledLinear.of(lm_head)
-        costs = _costs(linear)
-        self.claims = replace(self.claims, row_costs=costs.rows, head_cost=costs.head)
         self.weight_bytes = linear.nbytes
         """Bytes of what a row reads, in the compiled layout."""
         self._unembedding = Program(dtype, lm_head.in_features)

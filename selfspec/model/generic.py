@@ -46,10 +46,6 @@ class Claims:
     steady: bool = False
     """Whether a row's bits are its own, in a prompt as in a pass of one row; the probe tests it."""
     trees: bool = False  # runs rows that have siblings
-    row_costs: tuple[float, ...] = (0.08,)
-    """What a pass's second row adds, its third and so on, as shares of a pass of one, where nobody
-    measured it; the last value holds for all beyond."""
-    head_cost: float = 0.08  # what asking an exit head takes, likewise
     spans: int = 1  # sequences of one pass at most; the backbone splits what has more
     pages: PageLayout | None = None  # of keys and values, where texts can share them
 

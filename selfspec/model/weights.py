@@ -321,9 +321,8 @@ class _Stripe(ctypes.Structure):
 def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The functions of `products.cpp`. Raises ValueError, with the reason, if there are none.
 
-    Of this processor they say: `wide_vectors`, 16 numbers at once (AVX-512); `tiles`, matrix
-    registers (AMX); `as_they_are`, whether weights of a format are multiplied without being rounded
-    to `dtype` first: sums are then nearer to those of the file's own weights, and not the same.
+    `as_they_are` says whether weights of a format are multiplied without being rounded to `dtype`
+    first: sums are then nearer to those of the file's own weights, and not the same.
     """
     return _library(dtype, os.environ.get("CXX"))
 
@@ -339,7 +338,7 @@ def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
     found.panel_bytes.argtypes = whole, whole
     found.form_of.argtypes = found.as_they_are.argtypes = (whole,)
     found.panel_bytes.restype = found.form_of.restype = found.blocks_pay.restype = whole
-    found.wide_vectors.restype = found.tiles.restype = found.as_they_are.restype = whole
+    found.as_they_are.restype = whole
     for function in (found.pack, found.product, found.pack_blocks, found.expand_blocks):
         function.restype = None
     return found

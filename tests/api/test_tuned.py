@@ -47,6 +47,27 @@ def wrapped(model: PreTrainedModel, heads: ExitHeads, **options: Any) -> Specula
     return wrap(model, heads=heads, **options)
 
 
+@pytest.mark.measures_costs
+@pytest.mark.parametrize(
+    "broken", ["", "{}", '{"format_version": 2, "options": {"costs": "row=7"}}']
+)
+def test_costs_are_measured_once_and_kept(
+    model: PreTrainedModel, heads: ExitHeads, cache: Path, broken: str
+) -> None:
+    costs = wrapped(model, heads).options.costs
+    assert costs.head is not None
+    assert costs.rows is not None
+    assert len(costs.rows) == 15
+    [file] = (cache.parent / "costs").iterdir()
+    kept = file.read_text()
+    assert wrapped(model, heads).options.costs == costs
+    assert file.read_text() == kept
+    file.write_text(broken)
+    assert wrapped(model, heads).options.costs.rows is not None
+    assert json.loads(file.read_text())["options"].keys() == {"costs"}
+    assert wrapped(model, heads, costs="head=0.5").options.costs == Costs(head=0.5)
+
+
 def test_what_was_tuned_wins_over_the_heads_and_what_is_asked_for_wins_over_both(
     model: PreTrainedModel, backbone: Backbone, heads: ExitHeads
 ) -> None:

@@ -388,6 +388,22 @@ def laps(seconds: Callable[[int], float]) -> Iterator[float]:
         yield time
 
 
+def test_quick_costs_are_the_least_of_each_pass_and_rows_between_two_cost_alike(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, slow = [0.0], {8}  # the first pass of 8 rows meets a neighbour
+
+    def run(_passes: object, rows: int) -> None:
+        clock[0] += {1: 0.1, 2: 0.11, 4: 0.13, 8: 0.21, 16: 0.29}[rows]
+        if rows in slow:
+            slow.remove(rows)
+            clock[0] += 1.0
+
+    monkeypatch.setattr(measuring.Passes, "run", run)
+    found = measuring.quick_costs(backbone, None, now=lambda: clock[0])
+    assert found == Costs(row=(0.1, *[0.1] * 2, *[0.2] * 4, *[0.1] * 8))
+
+
 def test_one_slow_moment_does_not_show(backbone: Backbone, heads: ExitHeads) -> None:
     clock = laps(lambda lap: 100.0 if lap in (3, 20, 31) else 2.0)
     found = measure(backbone, heads, now=lambda: next(clock))

@@ -67,10 +67,4 @@ long blocks_pay() { return !BFLOAT16 || Kind::TERMS == 1; }
 // Whether weights of this format are multiplied as they are in the file, none of them rounded.
 long as_they_are(long format) { return !BFLOAT16 || !FORMS[FORMATS[format].form].expand; }
 
-// Whether vectors have 16 numbers: arithmetic is then rarely what limits a pass of few rows.
-long wide_vectors() { return WIDE; }
-
-// Whether rows share matrix registers: many rows then cost little more than one.
-long tiles() { return Arithmetic::BY_TILES; }
-
 }

@@ -14,7 +14,6 @@ namespace {
 // As Vectors of vectors.hpp, for `rows` rows. It shapes a thread's tiles while it lives.
 class Tiles {
  public:
-  static constexpr bool BY_TILES = true;
   static constexpr long FEW = 16;  // rows of one tile
 
   explicit Tiles(long rows) : groups(up(rows, ROWS_OF_TILE)), height(up(rows, groups)) { use(); }

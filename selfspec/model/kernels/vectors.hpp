@@ -9,7 +9,6 @@ namespace {
 // For `rows` rows.
 class Vectors {
  public:
-  static constexpr bool BY_TILES = false;
   static constexpr long FEW = MOST_ROWS;  // rows that share what is read of panels
 
   explicit Vectors(long rows) : rows(rows) {}
