@@ -177,6 +177,7 @@ struct Layout {
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
 struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
   using Kept = Layout<BITS, GROUP, SCALE, OFFSET>;
+  static constexpr bool EXPANDS = true;
   static constexpr int WORD = 32 / BITS;  // inputs
 
   static void put(const uint8_t* from, int o, uint8_t* to) {

@@ -46,7 +46,7 @@ struct Form {
 template <typename Kept>
 constexpr auto tiles_of() -> decltype(Form::multiply_tiles) {
 #ifdef __AMX_BF16__
-  if constexpr (Kept::expand == nullptr) return Kept::multiply_tiles;
+  if constexpr (!Kept::EXPANDS) return Kept::multiply_tiles;
 #endif
   return nullptr;
 }

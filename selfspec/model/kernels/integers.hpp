@@ -41,6 +41,7 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
   using Kept = Layout<BITS, GROUP, SCALE, OFFSET>;
   static constexpr bool LEAST = OFFSET == STORED || SCALE == ZEROED;
   static_assert(GROUP == TOGETHER || !LEAST);  // nobody adds up the inputs of others
+  static constexpr bool EXPANDS = false;  // it is multiplied as it is
   static constexpr void (*expand)(const uint8_t*, long, long, Number*) = nullptr;
 
   // Of four bits a pair lies in both halves of a word, the first one lowest; of eight, pairs of all
