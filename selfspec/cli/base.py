@@ -483,17 +483,6 @@ GENERATION = grouped(
 
 SHARED = (*LOADING, *SPECULATION, *GENERATION)
 
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda value: value >= 1, "at least 1. Ask for more tokens"),
-    "min_new_tokens": (lambda value: value >= 0, "at least 0"),
-    "temperature": (lambda value: value >= 0.0, "at least 0"),
-    "top_k": (lambda value: value >= 0, "at least 0"),
-    "top_p": (lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
-    "min_p": (lambda value: 0.0 <= value <= 1.0, "in [0, 1]"),
-    "repetition_penalty": (lambda value: value > 0.0, "above 0"),
-    "seed": (lambda value: -(2**63) <= value < 2**64, "at most 64 bits"),
-}
-
 
 def answering(asked: Asked) -> Asked:
     """Keywords of `Speculator.generate`; files become what they hold.
@@ -501,9 +490,7 @@ def answering(asked: Asked) -> Asked:
     Raises InvalidData, and InvalidOption as `generate` would.
     """
     found = picked(asked, GENERATION)
-    for name, (holds, expected) in _RANGES.items():
-        if name in found and not holds(found[name]):
-            raise InvalidOption(f"{name} is {found[name]}, expected {expected}")
+    structure.check_ranges(found)
     for name, read in (("json_schema", untrusted.read_json), ("grammar", untrusted.read_text)):
         if name in found:
             found[name] = read(Path(found[name]))

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import Unpack
 
 from selfspec.api.speculator import Speculator
+from selfspec.api.stream import Stream
 from selfspec.api.text import Prompt, TextDecoder
 from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
@@ -62,8 +63,8 @@ def inspect(
     """
     lenses = _lenses(speculator, all_layers=all_layers)
     call = speculator.call(prompt, options)
-    request = call.request.only()
-    stream = call.stream(speculator.engine().add(request, call.speculation))
+    request = call.only()
+    stream = Stream(speculator.engine().add(request, call.speculation), call)
     asked = request.ids[0, request.pad :]
     resolved = _resolved(speculator, call.speculation)
     lossless = stream.drain().stats.lossless

@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pexpect
 import pytest
 
-from selfspec.api.stream import Call, Stream
+from selfspec.api.stream import Stream
 from selfspec.cli.main import main
 from selfspec.decoding.stats import GenerationStats, Round
 from selfspec.errors import InvalidPrompt
@@ -158,8 +159,9 @@ def test_a_stream_says_who_gave_each_token() -> None:
         def end(self) -> None:
             pass
 
-    call: Any = Call(None, None, None, Listener())  # type: ignore[arg-type]  # as much as it needs
-    stream = Stream(Running(), call)  # type: ignore[arg-type]  # as above
+    listening = {"tokenizer": None, "streamer": Listener(), "greeted": True, "end": ""}
+    request: Any = SimpleNamespace(**listening)  # as much as it needs
+    stream = Stream(Running(), request)  # type: ignore[arg-type]  # as above
     list(stream)
     assert heard == [("exit", 4), ("ngram", 0), ("model", 0)]
 
