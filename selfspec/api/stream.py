@@ -80,7 +80,8 @@ class Stream:
         """Who gave the newest token, the last of the newest piece."""
         self._entries = running
         self._stats = running.stats
-        self._request = request
+        self.request = request
+        """What was asked for."""
         self._ends = (request.end,) if request.end else ()
         self._tokens: list[int] = []
         self._given: list[Piece] = []
@@ -141,7 +142,7 @@ class Stream:
         return self.result
 
     def _whole(self, *, handed_out: bool) -> str:
-        tokens, tokenizer = self._tokens, self._request.tokenizer
+        tokens, tokenizer = self._tokens, self.request.tokenizer
         if tokenizer is None:
             return ""
         if handed_out and tokens and is_end(tokenizer, self.rounds[-1], tokens[-1]):
@@ -152,7 +153,7 @@ class Stream:
     def _estimate(self) -> Estimate | None:
         if not self._stats.drafted:
             return None
-        options = self._request.speculation
+        options = self.request.speculation
         cost = self._entries.draft_cost(options)
         behind = [entry for entry in self.rounds if not entry.prefill]
         steps = sum(cost.steps(Draft.again(entry)) for entry in behind)
@@ -168,7 +169,7 @@ class Stream:
         return [*self._given[:-1], last._replace(text=last.text + text[len(shown) :])]
 
     def _decode(self) -> Generator[str, None, None]:
-        tokenizer, streamer = self._request.tokenizer, self._request.streamer
+        tokenizer, streamer = self.request.tokenizer, self.request.streamer
         text, until = TextDecoder(tokenizer), UntilStop(self._ends)
         try:
             for entry in self._entries:
