@@ -30,6 +30,7 @@ from typer.core import TyperCommand
 
 from selfspec import config, untrusted
 from selfspec.api import structure
+from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads.folder import read_config
@@ -504,7 +505,10 @@ def load(asked: Asked) -> Speculator:
     check_model(asked)
     from selfspec.api import speculator
 
-    return speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
+    loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
+    if interrupts:  # and swallowed on the way
+        raise KeyboardInterrupt
+    return loaded
 
 
 def check_model(asked: Asked) -> None:
