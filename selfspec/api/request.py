@@ -309,8 +309,7 @@ def prepare(
     except _REFUSALS as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InvalidOption(f"{reason.rstrip('.')}. Change that option, or leave it out") from error
-    request = from_prepared(backbone, *prepared, seed=seed)
-    return replace(request, logprobs=logprobs, tokenizer=tokenizer)
+    return from_prepared(backbone, *prepared, seed=seed, logprobs=logprobs, tokenizer=tokenizer)
 
 
 def from_prepared(
@@ -322,8 +321,9 @@ def from_prepared(
     model_kwargs: Mapping[str, Any],
     *,
     seed: int | None = None,
+    **others: Any,
 ) -> Request:
-    """A Request from what Hugging Face hands to a `custom_generate` callable.
+    """A Request from what Hugging Face hands to a `custom_generate` callable; `others`: its fields.
 
     Raises InvalidPrompt, or InvalidOption for what cannot be honoured.
     """
@@ -354,6 +354,7 @@ def from_prepared(
         position_limit=backbone.position_limit,
         pad_token_id=int((config.pad_token_id if pad is None else pad) or 0),
         return_dict=bool(config.return_dict_in_generate),
+        **others,
     )
 
 

@@ -56,7 +56,7 @@ from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease
 from selfspec.model.parts import check_model, kind_of
-from selfspec.typed import plain_numbers, shown
+from selfspec.typed import check_types, plain_numbers, shown
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +85,7 @@ class Speculator:
         draft_model: Backbone | None = None,
         turn_end: TurnEnd = NO_END,
     ) -> None:
-        """What is None cannot draft. Raises InvalidOption for layers without heads.
-
-        `turn_end`: how answers end beside the model's own end token.
-        """
+        """What is None cannot draft. Raises InvalidOption for layers without heads."""
         self.tokenizer = tokenizer
         self.label = label
         self.options = options
@@ -556,10 +553,8 @@ def _check_loading(
                 "is loaded already use selfspec.wrap(model)"
             )
     _check_heads(heads)
-    if not isinstance(attention, str):
-        raise InvalidOption(f"attn_implementation is {attention!r}, expected sdpa or eager")
-    if device is not None and not isinstance(device, str):
-        raise InvalidOption(f"device is {device!r}, expected cpu, cuda, cuda:0 or auto")
+    given = {"attn_implementation": attention, "device": device}
+    check_types(given, {"attn_implementation": str, "device": str | None})
 
 
 def _check_wrapping(tokenizer: object, heads: object, draft_model: object) -> None:
@@ -625,9 +620,6 @@ class Loop:
             stopping_criteria,
             generation_config,
             model_kwargs,
-        )
-        request = replace(
-            request,
             speculation=self.speculator.allowed(self.options),
             tokenizer=self.speculator.tokenizer,
             streamer=streamer,

@@ -27,8 +27,6 @@ _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """JSON as `json.dumps` writes it: a small model can go on with spaces for ever, and what is written
 in one way only is forced."""
 
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
-
 _SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Keywords that are probabilities."""
 
@@ -75,7 +73,7 @@ def wanted(options: Mapping[str, Any]) -> Grammar | None:
 def of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
     """JSON that follows a schema; True: any object. Raises InvalidOption."""
     if schema is True:
-        schema = _ANY_OBJECT
+        schema = {"type": "object"}
     if not isinstance(schema, Mapping):
         raise InvalidOption(
             f"json_schema is {shown(schema)}, expected a schema, or True for any object"

@@ -486,7 +486,7 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda _: load(""), InvalidOption, "model is empty"),
     (lambda _: load(draft_model=3), InvalidOption, "draft_model is of type int"),
     (lambda _: load(heads=3), InvalidOption, "heads are of type int"),
-    (lambda _: load(device=[]), InvalidOption, "device is .., expected cpu"),
+    (lambda _: load(device=[]), InvalidOption, "device is .., expected text"),
     (lambda _: load(attn_implementation=3), InvalidOption, "attn_implementation is 3"),
     (lambda _: load(dtype="float8_e4m3fn"), InvalidOption, "dtype is 'float8_e4m3fn', expected"),
 ]
