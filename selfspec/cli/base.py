@@ -33,7 +33,6 @@ from selfspec.api import structure
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, SelfspecError
-from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
 from selfspec.options import KINDS, Costs, Kinds, Part, laid_over, members, typed, word
 from selfspec.typed import annotations_of, check_keys
@@ -518,8 +517,7 @@ def check_model(asked: Asked) -> None:
     """
     if "device" in asked and not re.fullmatch(r"[a-z]+(:[0-9]+)?", asked["device"]):
         raise InvalidOption(f"device is {asked['device']!r}, expected cpu, cuda, cuda:0 or auto")
-    speculation = picked(asked, SPECULATION)
-    options = SpeculationOptions().updated(speculation)
+    options = SpeculationOptions().updated(picked(asked, SPECULATION))
     drafts = "drafter" in asked and options.speculate and options.uses("draft-model")
     if drafts and "draft_model" not in asked:
         raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
@@ -527,16 +525,8 @@ def check_model(asked: Asked) -> None:
         if not asked[name]:
             raise InvalidOption(f"{name} is empty, expected a hub id, a folder or a .gguf file")
         hub.require_model(asked[name])
-    own = not asked.keys() & {"model", "draft_model"}
-    heads = asked.get("heads", hub.DEFAULT_HEADS if own else hub.NO_HEADS)
-    if heads not in (hub.LOGIT_LENS, hub.NO_HEADS) and asked.keys() & {"heads", "drafter"}:
-        found = read_config(hub.resolve_heads(heads))
-        exit_layers = found["exit_layers"]
-        options = SpeculationOptions().updated(found.get("defaults", {})).updated(speculation)
-        for layer in options.exit.layers or ():
-            if layer not in exit_layers:
-                held = ", ".join(map(str, exit_layers))
-                raise InvalidOption(f"exit layer {layer} is not among those of {heads}: {held}")
+    if (heads := asked.get("heads")) not in (None, hub.LOGIT_LENS, hub.NO_HEADS):
+        hub.resolve_heads(heads)
 
 
 # --- prompts
