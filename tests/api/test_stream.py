@@ -170,9 +170,11 @@ def text_of(shown: str) -> str:
 
 
 def test_pieces_join_to_the_text_and_say_who_gave_them(speaker: Speculator) -> None:
-    answer = speaker.generate("the cat", max_new_tokens=24, do_sample=False)
+    stream = speaker.stream("the cat", max_new_tokens=24, do_sample=False)
+    answer = stream.drain()
     assert "".join(piece.text for piece in answer.pieces) == answer.text
-    assert len(answer.pieces) == len(answer.token_ids)
+    gave = [giver for entry in stream.rounds for giver in entry.givers]
+    assert [piece.giver for piece in answer.pieces] == gave
     drafted = [piece for piece in answer.pieces if piece.giver.source != "model"]
     assert len(drafted) == answer.stats.accepted
     assert text_of(answer._repr_html_()) == answer.text
