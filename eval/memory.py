@@ -179,8 +179,8 @@ def short(speculator: Speculator, requests: int) -> list[tuple[int, int, int, in
 
 
 def _add(engine: Engine, speculator: Speculator, ids: torch.Tensor, count: int) -> None:
-    call = speculator.call(ids[None], {"max_new_tokens": count, "do_sample": False})
-    engine.add(replace(call.request, end_tokens=frozenset()).only(), call.speculation)
+    request = speculator.call(ids[None], {"max_new_tokens": count, "do_sample": False})
+    engine.add(replace(request, end_tokens=frozenset()).only(), request.speculation)
 
 
 if __name__ == "__main__":

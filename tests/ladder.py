@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from selfspec.api.speculator import wrap
+from selfspec.api.stream import Stream
 from selfspec.config import OPTION_NAMES
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import DraftController
@@ -386,7 +387,7 @@ def check_sampling(
     torch.manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(draws):
-        answer = call.stream(speculator.engine().add(call.request.only(), call.speculation)).drain()
+        answer = Stream(speculator.engine().add(call.only(), call.speculation), call).drain()
         counts[tuple(answer.token_ids)] += 1
     expected = enumerate_sequences(model, ids, length, size)
     assert chi_square_p(counts, expected, draws) > 0.001

@@ -128,7 +128,7 @@ FORMATS = {
         lambda folder, _: hub.load_model(folder / "it.gguf", dtype="float32", blocks=True),
     ),
     "a model": Format(
-        ("config.json", "model.safetensors.index.json", "model-00001-of-*", "tokenizer.json"),
+        ("*config.json", "model.safetensors.index.json", "model-00001-of-*", "tokenizer.json"),
         make_folder,
         lambda folder, _: hub.load_model(folder, dtype="float32", device="cpu"),
     ),

@@ -100,13 +100,9 @@ def test_no_link_device_or_pipe_is_written_or_replaced(tmp_path: Path, name: str
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("device", ["/dev/null", "/dev/full"])
-def test_a_device_is_refused(device: str) -> None:
-    with pytest.raises(CannotWrite, match="is a device, which selfspec does not replace"):
-        files.check_file(device, overwrite=True)
-
-
-@pytest.mark.parametrize("name", ["", "  ", "zero\0byte", "~nobody-here/out", "out/below"])
+@pytest.mark.parametrize(
+    "name", ["", "  ", "zero\0byte", "~nobody-here/out", "out/below", "/dev/full"]
+)
 def test_a_name_that_can_be_no_file_is_refused(
     ours: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

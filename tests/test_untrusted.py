@@ -182,17 +182,13 @@ def test_a_damaged_file_of_tensors_is_refused(file: Path, content: bytes) -> Non
         untrusted.check_safetensors(put(file, content))
 
 
-def test_a_header_that_takes_the_library_long_is_refused_unread(file: Path) -> None:
+def test_whole_tensors_are_taken_and_a_header_that_takes_long_or_a_pipe_is_not(file: Path) -> None:
+    found = untrusted.check_safetensors(put(file, tensors(entry([2], 8), b"12345678")))
+    assert found == {"a": ("F32", [2])}
     put(file, tensors(b"{}", size=untrusted.MOST_HEADER_BYTES + 1))
     with pytest.raises(InvalidData, match="says that its header has 16777217 bytes"):
         untrusted.check_safetensors(file)
-
-
-def test_a_pipe_is_no_file_of_tensors(file: Path) -> None:
+    file.unlink()
     os.mkfifo(file)
     with pytest.raises(InvalidData, match="is a pipe"):
         untrusted.check_safetensors(file)
-
-
-def test_a_whole_file_of_tensors_is_taken(file: Path) -> None:
-    untrusted.check_safetensors(put(file, tensors(entry([2], 8), b"12345678")))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,15 @@ from transformers.generation.stopping_criteria import (
     MaxLengthCriteria,
     StopStringCriteria,
 )
+from transformers.generation.streamers import BaseStreamer
 
-from selfspec.api.structure import Grammar, check, matcher_class
-from selfspec.config import DEFAULT_MAX_NEW_TOKENS, OPTION_NAMES, GenerateOptions
+from selfspec.api.structure import Grammar, check, check_ranges, matcher_class
+from selfspec.config import (
+    DEFAULT_MAX_NEW_TOKENS,
+    OPTION_NAMES,
+    GenerateOptions,
+    SpeculationOptions,
+)
 from selfspec.decoding.decode import StopRule, remind
 from selfspec.decoding.engine import Asked
 from selfspec.decoding.sampling import (
@@ -52,20 +58,6 @@ if TYPE_CHECKING:
 
 _LENGTHS = ("max_new_tokens", "max_length", "generation_config")
 """Keywords that say how long an answer may get."""
-
-_SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Keywords that are probabilities."""
-
-_LEAST = {
-    **dict.fromkeys(("max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
-    **dict.fromkeys(_SHARES, 0.0),
-    **dict.fromkeys(("max_length", "max_new_tokens", "num_return_sequences"), 1),
-    "seed": -(2**63),
-    "logprobs": 0,
-}
-"""Least values that transformers or torch would not check, or in many lines."""
-
-_MOST = {**dict.fromkeys(_SHARES, 1.0), "seed": 2**64 - 1}
 
 _TOKENS = (
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
@@ -154,7 +146,7 @@ anything: of the logits only the last are used."""
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Prompts and rules of one call."""
+    """What one call asks for: prompts, rules, how to draft, and who listens."""
 
     input_ids: Tensor
     """[B, P], left-padded."""
@@ -176,6 +168,14 @@ class Request:
     return_dict: bool
     logprobs: int | None = None
     """How many likely tokens to note beside each; None: nothing is noted."""
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    streamer: BaseStreamer | None = None
+    """Hears of each token."""
+    greeted: bool = False
+    """Whether the streamer has the prompt already."""
+    end: str = ""
+    """What stands behind the answer and is not part of its text."""
 
     def under(self, processor: LogitsProcessor) -> Request:
         """The same with one more processor: behind those that rule out, before those that draw."""
@@ -222,7 +222,7 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     given = {name: value for name, value in options.items() if value is not None}
     ours = {name: value for name, value in given.items() if name not in OPTION_NAMES}
     check_types(ours, hints)  # the others by SpeculationOptions
-    _check_ranges(given)
+    check_ranges(given)
     config = given.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise InvalidOption(f"generation_config is {shown(config)}, expected a GenerationConfig")
@@ -235,15 +235,6 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
         for entry in given.get(name, ()):
             _check_function(name, entry)
     _check_tokens(given, vocab_size)
-
-
-def _check_ranges(given: Mapping[str, Any]) -> None:
-    for name, least in _LEAST.items():
-        if name in given and given[name] < least:
-            raise InvalidOption(f"{name} is {shown(given[name])}, expected at least {least}")
-    for name, most in _MOST.items():
-        if name in given and given[name] > most:
-            raise InvalidOption(f"{name} is {shown(given[name])}, expected at most {most}")
 
 
 def _check_tokens(given: Mapping[str, Any], vocab_size: int) -> None:
@@ -318,7 +309,7 @@ def prepare(
     except _REFUSALS as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InvalidOption(f"{reason.rstrip('.')}. Change that option, or leave it out") from error
-    return replace(from_prepared(backbone, *prepared, seed=seed), logprobs=logprobs)
+    return from_prepared(backbone, *prepared, seed=seed, logprobs=logprobs, tokenizer=tokenizer)
 
 
 def from_prepared(
@@ -330,8 +321,9 @@ def from_prepared(
     model_kwargs: Mapping[str, Any],
     *,
     seed: int | None = None,
+    **others: Any,
 ) -> Request:
-    """A Request from what Hugging Face hands to a `custom_generate` callable.
+    """A Request from what Hugging Face hands to a `custom_generate` callable; `others`: its fields.
 
     Raises InvalidPrompt, or InvalidOption for what cannot be honoured.
     """
@@ -362,6 +354,7 @@ def from_prepared(
         position_limit=backbone.position_limit,
         pad_token_id=int((config.pad_token_id if pad is None else pad) or 0),
         return_dict=bool(config.return_dict_in_generate),
+        **others,
     )
 
 

@@ -31,6 +31,7 @@ from selfspec.api import structure, tuned
 from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.api.request import (
     Grammars,
+    Request,
     check_options,
     from_prepared,
     penalised,
@@ -38,7 +39,7 @@ from selfspec.api.request import (
     stop_strings,
     with_choice,
 )
-from selfspec.api.stream import Call, Generation, Stream
+from selfspec.api.stream import Generation, Stream
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
 from selfspec.decoding.drafters.draft_model import check_same_size, check_same_tokens
@@ -56,7 +57,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease
 from selfspec.model.parts import check_model, kind_of
 from selfspec.options import Costs
-from selfspec.typed import plain_numbers, shown
+from selfspec.typed import check_types, plain_numbers, shown
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +86,7 @@ class Speculator:
         draft_model: Backbone | None = None,
         turn_end: TurnEnd = NO_END,
     ) -> None:
-        """What is None cannot draft. Raises InvalidOption for layers without heads.
-
-        `turn_end`: how answers end beside the model's own end token.
-        """
+        """What is None cannot draft. Raises InvalidOption for layers without heads."""
         self.tokenizer = tokenizer
         self.label = label
         self.options = options
@@ -195,12 +193,12 @@ class Speculator:
                 for number, prompt, seed in islice(left, most - len(running)):
                     own = options if seed is None else options | {"seed": seed % 2**64}
                     try:
-                        call = self.call(prompt, own)
-                        added = engine.add(call.request.only(), call.speculation)
+                        request = self.call(prompt, own)
+                        added = engine.add(request.only(), request.speculation)
                     except SelfspecError as error:
                         yield number, error
                         continue
-                    running[added] = number, call.stream(added)
+                    running[added] = number, Stream(added, request)
                 if not running:
                     return
                 for one in engine.step():
@@ -216,8 +214,8 @@ class Speculator:
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """The same answer as `generate`, piece by piece."""
-        call = self.call(prompt, options)
-        return call.stream(self.engine().add(call.request.only(), call.speculation))
+        request = self.call(prompt, options)
+        return Stream(self.engine().add(request.only(), request.speculation), request)
 
     def engine(
         self,
@@ -255,8 +253,8 @@ class Speculator:
         ends_at = stop_strings(self.tokenizer, strings) if strings else None
         return Loop(self, options, ends_at)
 
-    def call(self, prompt: Prompt, options: GenerateOptions) -> Call:
-        """One call's keywords, sorted: for Hugging Face, for speculation, and who listens."""
+    def call(self, prompt: Prompt, options: GenerateOptions) -> Request:
+        """What the keywords of one call ask for."""
         speculation, rest = self._sorted(options)
         streamer = rest.pop("streamer", None)
         raw = rest.pop("raw", False)
@@ -269,7 +267,8 @@ class Speculator:
         if grammar is not None:
             start = request.input_ids.shape[1]
             request = request.under(self._grammars.mask(grammar, request.end_tokens, start))
-        return Call(request, self.allowed(speculation), self.tokenizer, streamer, end=end.text)
+        allowed = self.allowed(speculation)
+        return replace(request, speculation=allowed, streamer=streamer, end=end.text)
 
     def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
         """Ours, and the other keywords. Raises InvalidOption."""
@@ -292,14 +291,14 @@ class Speculator:
         """`options` as they are now: see `disabled`."""
         return replace(options, speculate=False) if self._disabled else options
 
-    def answers(self, call: Call) -> list[Generation]:
-        """The answers to all rows of a call, which are written together."""
+    def answers(self, request: Request) -> list[Generation]:
+        """The answers to all rows of a request, which are written together."""
         engine = self.engine()
-        rows = range(len(call.request.pads))
-        if call.streamer is not None and len(rows) > 1:
+        rows = range(len(request.pads))
+        if request.streamer is not None and len(rows) > 1:
             raise InvalidOption(f"a streamer shows one text, these are {len(rows)}. Leave it out")
-        running = [engine.add(call.request.row(row), call.speculation) for row in rows]
-        streams = [call.stream(one) for one in running]
+        running = [engine.add(request.row(row), request.speculation) for row in rows]
+        streams = [Stream(one, request) for one in running]
         try:
             return [stream.drain() for stream in streams]
         finally:
@@ -332,16 +331,16 @@ class Session:
         """The same answer, piece by piece. Ends the stream of an earlier turn."""
         if self._stream is not None:
             self._stream.close()
-        call = self._speculator.call(prompt, options)
-        asked = call.request.only()
-        shapes = (bool(call.speculation.pinned), call.speculation.pinned_rows)
+        request = self._speculator.call(prompt, options)
+        asked, speculation = request.only(), request.speculation
+        shapes = (bool(speculation.pinned), speculation.pinned_rows)
         lease = self._prefix(asked) if shapes == self._pinned else None
         self._pinned = shapes
         running = self._speculator.engine().add(
-            asked, call.speculation, lease=lease, draft_cache=self._draft_cache
+            asked, speculation, lease=lease, draft_cache=self._draft_cache
         )
         self._state = running.state
-        self._stream = call.stream(running)
+        self._stream = Stream(running, request)
         return self._stream
 
     def _prefix(self, asked: Asked) -> Lease | None:
@@ -557,10 +556,8 @@ def _check_loading(
                 "is loaded already use selfspec.wrap(model)"
             )
     _check_heads(heads)
-    if not isinstance(attention, str):
-        raise InvalidOption(f"attn_implementation is {attention!r}, expected sdpa or eager")
-    if device is not None and not isinstance(device, str):
-        raise InvalidOption(f"device is {device!r}, expected cpu, cuda, cuda:0 or auto")
+    given = {"attn_implementation": attention, "device": device}
+    check_types(given, {"attn_implementation": str, "device": str | None})
 
 
 def _check_wrapping(tokenizer: object, heads: object, draft_model: object) -> None:
@@ -626,10 +623,12 @@ class Loop:
             stopping_criteria,
             generation_config,
             model_kwargs,
+            speculation=self.speculator.allowed(self.options),
+            tokenizer=self.speculator.tokenizer,
+            streamer=streamer,
+            greeted=True,
         )
-        speculator, options = self.speculator, self.speculator.allowed(self.options)
-        call = Call(request, options, speculator.tokenizer, streamer, greeted=True)
-        answers = speculator.answers(call)
+        answers = self.speculator.answers(request)
         longest = max(len(answer.token_ids) for answer in answers)
         padded = [
             answer.token_ids + [request.pad_token_id] * (longest - len(answer.token_ids))

@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from selfspec.api.givers import Giver, Piece, html
 from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder, UntilStop, is_end
-from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Logprob
 from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.engine import Running
@@ -69,45 +66,28 @@ class Generation:
         return html(self.text, self.pieces, self.stats.num_layers, self.summary())
 
 
-@dataclass(frozen=True)
-class Call:
-    """What one call asks for, by who takes it."""
-
-    request: Request
-    speculation: SpeculationOptions
-    tokenizer: PreTrainedTokenizerBase | None
-    streamer: BaseStreamer | None
-    """Hears of each token."""
-    greeted: bool = False
-    """Whether the streamer has the prompt already."""
-    end: str = ""
-    """What stands behind the answer and is not part of its text."""
-
-    def stream(self, running: Running) -> Stream:
-        """An answer of this call; its streamer gets the prompt first."""
-        if self.streamer is not None and not self.greeted:
-            self.streamer.put(running.state.ids.cpu())
-        return Stream(running, self)
-
-
 class Stream:
     """An answer while it is written: iterate for pieces of text; `result` holds what there is.
 
     Closing it, or dropping it, ends the decoding; a session keeps what was said.
     """
 
-    def __init__(self, running: Running, call: Call) -> None:
+    def __init__(self, running: Running, request: Request) -> None:
+        """The request's streamer gets the prompt first."""
         self.rounds: list[Round] = []
         """The rounds so far, the prompt's pass first."""
         self.giver = Giver(MODEL)
         """Who gave the newest token, the last of the newest piece."""
         self._entries = running
         self._stats = running.stats
-        self._call = call
-        self._ends = (call.end,) if call.end else ()
+        self.request = request
+        """What was asked for."""
+        self._ends = (request.end,) if request.end else ()
         self._tokens: list[int] = []
         self._given: list[Piece] = []
         self._pieces = self._decode()
+        if request.streamer is not None and not request.greeted:
+            request.streamer.put(running.state.ids.cpu())
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text that join to `result.text`."""
@@ -162,7 +142,7 @@ class Stream:
         return self.result
 
     def _whole(self, *, handed_out: bool) -> str:
-        tokens, tokenizer = self._tokens, self._call.tokenizer
+        tokens, tokenizer = self._tokens, self.request.tokenizer
         if tokenizer is None:
             return ""
         if handed_out and tokens and is_end(tokenizer, self.rounds[-1], tokens[-1]):
@@ -173,7 +153,7 @@ class Stream:
     def _estimate(self) -> Estimate | None:
         if not self._stats.drafted:
             return None
-        options = self._call.speculation
+        options = self.request.speculation
         cost = self._entries.draft_cost(options)
         behind = [entry for entry in self.rounds if not entry.prefill]
         steps = sum(cost.steps(Draft.again(entry)) for entry in behind)
@@ -189,7 +169,7 @@ class Stream:
         return [*self._given[:-1], last._replace(text=last.text + text[len(shown) :])]
 
     def _decode(self) -> Generator[str, None, None]:
-        tokenizer, streamer = self._call.tokenizer, self._call.streamer
+        tokenizer, streamer = self.request.tokenizer, self.request.streamer
         text, until = TextDecoder(tokenizer), UntilStop(self._ends)
         try:
             for entry in self._entries:

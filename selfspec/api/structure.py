@@ -1,7 +1,7 @@
-"""What an answer has to look like: a JSON schema or a grammar, as llguidance reads it.
+"""What keywords of `generate` can ask for: values in range, and a JSON schema or a grammar.
 
-Comes in: what a caller gave. Goes out: the text of a grammar, or InvalidOption in one line. Imports
-no torch; llguidance when it is needed.
+Comes in: what a caller gave. Goes out: the text of a grammar as llguidance reads it, or
+InvalidOption in one line. Imports no torch; llguidance when it is needed.
 
 Why llguidance: it needs no compilation per schema (a mask takes some microseconds from the first
 one on), gives forced text as tokens, goes back by any number of tokens, refuses keywords of JSON
@@ -27,7 +27,28 @@ _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """JSON as `json.dumps` writes it: a small model can go on with spaces for ever, and what is written
 in one way only is forced."""
 
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Keywords that are probabilities."""
+
+_LEAST = {
+    **dict.fromkeys(("max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("temperature", "top_k", "logprobs", *_SHARES), 0),
+    **dict.fromkeys(("max_length", "max_new_tokens", "num_return_sequences"), 1),
+    "seed": -(2**63),
+}
+_MOST = {**dict.fromkeys(_SHARES, 1), "seed": 2**64 - 1}
+_ABOVE_0 = ("top_p", "repetition_penalty")
+
+
+def check_ranges(given: Mapping[str, Any]) -> None:
+    """Raise InvalidOption for values that transformers or torch would refuse late or not at all."""
+    for name, value in given.items():
+        if name in _LEAST and value < _LEAST[name]:
+            raise InvalidOption(f"{name} is {shown(value)}, expected at least {_LEAST[name]}")
+        if name in _MOST and value > _MOST[name]:
+            raise InvalidOption(f"{name} is {shown(value)}, expected at most {_MOST[name]}")
+        if name in _ABOVE_0 and value <= 0:
+            raise InvalidOption(f"{name} is {shown(value)}, expected more than 0")
 
 
 class Grammar(NamedTuple):
@@ -52,7 +73,7 @@ def wanted(options: Mapping[str, Any]) -> Grammar | None:
 def of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
     """JSON that follows a schema; True: any object. Raises InvalidOption."""
     if schema is True:
-        schema = _ANY_OBJECT
+        schema = {"type": "object"}
     if not isinstance(schema, Mapping):
         raise InvalidOption(
             f"json_schema is {shown(schema)}, expected a schema, or True for any object"

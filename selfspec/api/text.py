@@ -23,6 +23,7 @@ Prompt = str | list[dict[str, str]] | list[int] | Tensor | np.ndarray[Any, Any]
 _ADVICE: tuple[tuple[Any, str], ...] = (
     (PurePath, "Give what is in the file: path.read_text()"),
     (bytes, "Make text of it: prompt.decode()"),
+    (Mapping, "Give its input_ids, or a list of messages"),
     (Iterator, "Give many prompts to generate_each"),
 )
 """Advice by the type that people give in place of a prompt."""
@@ -44,8 +45,9 @@ def encode(
     if isinstance(prompt, Tensor) or (isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu"):
         return _checked_ids(torch.as_tensor(prompt))
     if not isinstance(prompt, str | list | tuple):
-        expected = "expected a question, messages or token ids"
-        raise InvalidPrompt(f"the prompt is {shown(prompt)}, {expected}{_advice(prompt)}")
+        advised = next((f". {words}" for kind, words in _ADVICE if isinstance(prompt, kind)), "")
+        expected = f"expected a question, messages or token ids{advised}"
+        raise InvalidPrompt(f"the prompt is {shown(prompt)}, {expected}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise InvalidPrompt("the prompt is empty. Give a question, messages or token ids")
     if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
@@ -93,14 +95,6 @@ def _listed_ids(ids: Sequence[Any]) -> Tensor:
                 f"messages alone. {hint}"
             )
     return torch.tensor([[int(token) for token in ids]])
-
-
-def _advice(prompt: object) -> str:
-    """What to do with something that is no prompt, as the end of an error."""
-    if isinstance(prompt, Mapping):
-        named = "Give its input_ids" if "input_ids" in prompt else "Give a list of messages"
-        return f". {named}"
-    return next((f". {words}" for kind, words in _ADVICE if isinstance(prompt, kind)), "")
 
 
 def _check_messages(messages: Sequence[Any], *, whole: bool) -> None:

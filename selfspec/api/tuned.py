@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,9 @@ def processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     facts = Path("/proc/cpuinfo")
-    if facts.is_file():
-        for line in facts.read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    text = facts.read_text(encoding="utf-8") if facts.is_file() else ""
+    named = re.search(r"^model name\s*:\s*(\S.*\S)", text, re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:

@@ -30,9 +30,9 @@ from typer.core import TyperCommand
 
 from selfspec import config, untrusted
 from selfspec.api import structure
+from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, SelfspecError
-from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
 from selfspec.options import KINDS, Costs, Kinds, Part, laid_over, members, typed, word
 from selfspec.typed import annotations_of, check_keys
@@ -483,17 +483,6 @@ GENERATION = grouped(
 
 SHARED = (*LOADING, *SPECULATION, *GENERATION)
 
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda value: value >= 1, "at least 1. Ask for more tokens"),
-    "min_new_tokens": (lambda value: value >= 0, "at least 0"),
-    "temperature": (lambda value: value >= 0.0, "at least 0"),
-    "top_k": (lambda value: value >= 0, "at least 0"),
-    "top_p": (lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
-    "min_p": (lambda value: 0.0 <= value <= 1.0, "in [0, 1]"),
-    "repetition_penalty": (lambda value: value > 0.0, "above 0"),
-    "seed": (lambda value: -(2**63) <= value < 2**64, "at most 64 bits"),
-}
-
 
 def answering(asked: Asked) -> Asked:
     """Keywords of `Speculator.generate`; files become what they hold.
@@ -501,9 +490,7 @@ def answering(asked: Asked) -> Asked:
     Raises InvalidData, and InvalidOption as `generate` would.
     """
     found = picked(asked, GENERATION)
-    for name, (holds, expected) in _RANGES.items():
-        if name in found and not holds(found[name]):
-            raise InvalidOption(f"{name} is {found[name]}, expected {expected}")
+    structure.check_ranges(found)
     for name, read in (("json_schema", untrusted.read_json), ("grammar", untrusted.read_text)):
         if name in found:
             found[name] = read(Path(found[name]))
@@ -517,7 +504,10 @@ def load(asked: Asked) -> Speculator:
     check_model(asked)
     from selfspec.api import speculator
 
-    return speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
+    loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
+    if interrupts:  # and swallowed on the way
+        raise KeyboardInterrupt
+    return loaded
 
 
 def check_model(asked: Asked) -> None:
@@ -527,8 +517,7 @@ def check_model(asked: Asked) -> None:
     """
     if "device" in asked and not re.fullmatch(r"[a-z]+(:[0-9]+)?", asked["device"]):
         raise InvalidOption(f"device is {asked['device']!r}, expected cpu, cuda, cuda:0 or auto")
-    speculation = picked(asked, SPECULATION)
-    options = SpeculationOptions().updated(speculation)
+    options = SpeculationOptions().updated(picked(asked, SPECULATION))
     drafts = "drafter" in asked and options.speculate and options.uses("draft-model")
     if drafts and "draft_model" not in asked:
         raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
@@ -536,16 +525,8 @@ def check_model(asked: Asked) -> None:
         if not asked[name]:
             raise InvalidOption(f"{name} is empty, expected a hub id, a folder or a .gguf file")
         hub.require_model(asked[name])
-    own = not asked.keys() & {"model", "draft_model"}
-    heads = asked.get("heads", hub.DEFAULT_HEADS if own else hub.NO_HEADS)
-    if heads not in (hub.LOGIT_LENS, hub.NO_HEADS) and asked.keys() & {"heads", "drafter"}:
-        found = read_config(hub.resolve_heads(heads))
-        exit_layers = found["exit_layers"]
-        options = SpeculationOptions().updated(found.get("defaults", {})).updated(speculation)
-        for layer in options.exit.layers or ():
-            if layer not in exit_layers:
-                held = ", ".join(map(str, exit_layers))
-                raise InvalidOption(f"exit layer {layer} is not among those of {heads}: {held}")
+    if (heads := asked.get("heads")) not in (None, hub.LOGIT_LENS, hub.NO_HEADS):
+        hub.resolve_heads(heads)
 
 
 # --- prompts

@@ -35,9 +35,6 @@ _KEYS = (
     "and keeps what was said, Ctrl-D leaves."
 )
 
-_LONG = 2000
-"""Characters of a turn that take a second to read, so that somebody waits."""
-
 
 @with_flags(
     base.SYSTEM,
@@ -132,8 +129,6 @@ class Chat:
 
     def _reply(self, question: str) -> None:
         """Answer a turn. What was said stays, also if Ctrl-C ends it; unsaid, there is no turn."""
-        if len(question) > _LONG:
-            self.writer.waiting(f"reading {len(question):,} characters …")
         asked = [*self.messages, *base.conversation(None, question)]
         whole = True
         try:
@@ -429,8 +424,6 @@ class Writer:
         self._gap = ""
         """Spaces that are written only if the word behind them fits."""
         self._word = Text()
-        self._wipe = ""
-        """Clears the line that says what is waited for."""
 
     @property
     def colour(self) -> bool:
@@ -441,12 +434,6 @@ class Writer:
     @colour.setter
     def colour(self, wanted: bool) -> None:
         self._console.no_color = not wanted
-
-    def waiting(self, text: str) -> None:
-        """On a terminal, a line that the next thing written takes the place of."""
-        if self._console.is_terminal:
-            self._wipe = "\r\x1b[2K"
-            base.emit(_still(text)[: self._console.width - 1])
 
     def piece(self, text: str, source: str, layer: int) -> None:
         """Some text; a word at its end waits until it is complete."""
@@ -495,14 +482,11 @@ class Writer:
         self._column += len(self._gap) + self._word.cell_len
         with self._console.capture() as capture:
             self._console.print(self._gap, self._word, sep="", end="", soft_wrap=True)
-        base.emit(self._wipe + capture.get())
-        self._gap = self._wipe = ""
-        self._word = self._word.blank_copy()
+        base.emit(capture.get())
+        self._gap, self._word = "", self._word.blank_copy()
 
     def _new_line(self, end: str = "\n") -> None:
-        if end:
-            base.emit(self._wipe + end)
-            self._wipe = ""
+        base.emit(end)
         self._column, self._gap = 0, ""
 
 

@@ -14,14 +14,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from selfspec.cli import interrupts
+
 if TYPE_CHECKING:
     import typer
 
 BUG = 70  # EX_SOFTWARE, as sysexits.h has it
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-
-_interrupts: list[float] = []
-"""When Ctrl-C came: an import that is interrupted may fail with any error some time later."""
 
 _AFTERMATH_S = 2.0
 
@@ -45,7 +44,7 @@ def run() -> None:
 
 def _interrupt(*_: object) -> None:
     """Python's own handler, which keeps a note."""
-    _interrupts.append(time.monotonic())
+    interrupts.append(time.monotonic())
     raise KeyboardInterrupt
 
 
@@ -119,9 +118,9 @@ def _explained(error: Exception, arguments: Sequence[str], *, debug: bool) -> in
     from selfspec.cli import base
     from selfspec.errors import SelfspecError
 
-    just_now = bool(_interrupts) and time.monotonic() - _interrupts[-1] < _AFTERMATH_S
+    just_now = bool(interrupts) and time.monotonic() - interrupts[-1] < _AFTERMATH_S
     # a library may swallow it while it imports, and fail at what is missing then
-    stopped_import = bool(_interrupts) and isinstance(error, ImportError)
+    stopped_import = bool(interrupts) and isinstance(error, ImportError)
     # typer's own where the input ends at a question
     stopped = isinstance(error, typer.Abort) or just_now or stopped_import
     if stopped or _from_interrupt(error):

@@ -116,9 +116,9 @@ def _added(
     endless: bool = False,
 ) -> Running:
     """`endless`: no token ends it."""
-    call = speculator.call(ids, {"max_new_tokens": count, "do_sample": False, **settings})  # type: ignore[typeddict-item]  # a mapping of options
-    request = replace(call.request, end_tokens=frozenset()) if endless else call.request
-    return engine.add(request.only(), call.speculation)
+    request = speculator.call(ids, {"max_new_tokens": count, "do_sample": False, **settings})  # type: ignore[typeddict-item]  # a mapping of options
+    request = replace(request, end_tokens=frozenset()) if endless else request
+    return engine.add(request.only(), request.speculation)
 
 
 class _Times(LogitsProcessor):

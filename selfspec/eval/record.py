@@ -25,8 +25,8 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from selfspec import files
+from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
-from selfspec.api.stream import Call
 from selfspec.api.text import Prompt
 from selfspec.api.tuned import conditions
 from selfspec.decoding import costs
@@ -477,8 +477,8 @@ class Recorder:
         """One prompt; returns the answer's text."""
         speculator = self._speculator
         options: Any = {"max_new_tokens": self._options.max_new_tokens, "do_sample": False}
-        call = speculator.call(prompt, options)
-        asked = call.request.only()
+        request = speculator.call(prompt, options)
+        asked = request.only()
         if not asked.sampler.is_plain_greedy or asked.stop.criteria is not None:
             names = [type(p).__name__ for p in asked.sampler.processors] or ["stopping criteria"]
             raise InvalidOption(
@@ -489,7 +489,7 @@ class Recorder:
         start = asked.ids.shape[1]
         self._contexts += asked.ids[0, asked.pad :].tolist()
         self._answers += plain.token_ids
-        self._roots += self._explored(call, plain.token_ids)
+        self._roots += self._explored(request, plain.token_ids)
         self._end_tokens |= set(asked.stop.end_tokens)
         self._prompts.append(
             PromptInfo(
@@ -503,14 +503,14 @@ class Recorder:
         )
         return plain.text
 
-    def _explored(self, call: Call, answer: Sequence[int]) -> list[int]:
+    def _explored(self, request: Request, answer: Sequence[int]) -> list[int]:
         """The root of each place of an answer, its nodes noted; without heads there are none."""
         heads = self._speculator.heads
         if heads is None:
             return [NONE] * len(answer)
-        asked = call.request.only()
+        asked = request.only()
         looking = replace(
-            call.speculation, speculate=True, drafter="exit", exit=Exit(layers=self._layers)
+            request.speculation, speculate=True, drafter="exit", exit=Exit(layers=self._layers)
         )
         state = self._speculator.runtime.state(asked, looking)
         layers, taus = self._speculator.backbone.num_layers, dict.fromkeys(self._layers, 1.0)

@@ -223,7 +223,7 @@ class Decoded(NamedTuple):
 
 def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
     """At most `new_tokens` of the most likely tokens, by the model's own generation settings."""
-    request = speculator.call(prompt, {"max_new_tokens": new_tokens, "do_sample": False}).request
+    request = speculator.call(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
     request.only()
     return request
 

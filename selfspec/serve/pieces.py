@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.api.stream import Call
+from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder, UntilStop, begun, is_end
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters.base import Draft
@@ -65,7 +65,7 @@ class Answer:
     """One choice of a job while it is written."""
 
     def __init__(
-        self, job: Job, place: int, call: Call, running: Running, form: ToolFormat | None
+        self, job: Job, place: int, call: Request, running: Running, form: ToolFormat | None
     ) -> None:
         """`place`: which choice; `form`: how the model calls tools, if it can."""
         choice = job.choices[place]

@@ -19,8 +19,8 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
+from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
-from selfspec.api.stream import Call
 from selfspec.api.text import encode
 from selfspec.config import GenerateOptions
 from selfspec.decoding.engine import Running
@@ -174,7 +174,7 @@ class Writer:
             job.prompt_tokens = sum(one.shape[1] for one in ids.values())
             self.metrics.count("prompt_tokens", by=job.prompt_tokens)
             for place, call in enumerate(calls):
-                running = self._engine.add(call.request.only(), call.speculation)
+                running = self._engine.add(call.only(), call.speculation)
                 self._answers[running] = Answer(job, place, call, running, self._tool_format)
         except BaseException as error:  # noqa: BLE001  # as above
             logger.debug("a request failed:\n%s", places(error))
@@ -192,7 +192,7 @@ class Writer:
             )
         return ids
 
-    def _call(self, ids: Tensor, choice: Choice) -> Call:
+    def _call(self, ids: Tensor, choice: Choice) -> Request:
         """An answer ends where the model's positions end."""
         longest = min(choice.options["max_new_tokens"], self.room - ids.shape[1])
         return self._speculator.call(ids, {**self._asked(choice), "max_new_tokens": longest})

@@ -61,11 +61,9 @@ def inspect(
     Raises HeadsNotFound where that leaves none, and what `generate` raises.
     """
     lenses = _lenses(speculator, all_layers=all_layers)
-    call = speculator.call(prompt, options)
-    request = call.request.only()
-    stream = call.stream(speculator.engine().add(request, call.speculation))
-    asked = request.ids[0, request.pad :]
-    resolved = _resolved(speculator, call.speculation)
+    stream = speculator.stream(prompt, **options)
+    asked = stream.request.input_ids[0, stream.request.pads[0] :]
+    resolved = _resolved(speculator, stream.request.speculation)
     lossless = stream.drain().stats.lossless
     taus = spread(resolved.exit.thresholds, resolved.exit.layers or ())
     # tuned to a layer, a threshold means nothing elsewhere: there it is the built-in one

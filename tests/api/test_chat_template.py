@@ -101,15 +101,15 @@ def test_a_template_is_for_this_speculator_alone_and_its_token_ends_answers(
     end = len(tokenizer) - 1
     speculator = wrap(model, tokenizer, chat_template="chatml")
     call = speculator.call(TALK, {"max_new_tokens": 4})
-    assert tokenizer.decode(call.request.input_ids[0]) == WRITTEN["chatml"]
+    assert tokenizer.decode(call.input_ids[0]) == WRITTEN["chatml"]
     assert tokenizer.chat_template is None
-    assert call.request.end_tokens == {end}
-    assert speculator.call("a", {"raw": True}).request.end_tokens == frozenset()
-    said = speculator.call(TALK, {"eos_token_id": 5}).request.end_tokens
+    assert call.end_tokens == {end}
+    assert speculator.call("a", {"raw": True}).end_tokens == frozenset()
+    said = speculator.call(TALK, {"eos_token_id": 5}).end_tokens
     assert said == {5}
     model.generation_config.eos_token_id = 7
     given: Any = {"generation_config": GenerationConfig(max_new_tokens=4)}
-    assert speculator.call(TALK, given).request.end_tokens == {end, 7}
+    assert speculator.call(TALK, given).end_tokens == {end, 7}
     model.generation_config.eos_token_id = None
 
 
@@ -157,20 +157,20 @@ def test_heads_bring_the_template_of_their_text_and_another_is_named(
     assert isinstance(heads, ExitHeads)
     heads.config = replace(heads.config, chat_template=templates.read("vicuna"))
     speculator = wrap(model, tokenizer, heads=heads)
-    ids = speculator.call(TALK, {}).request.input_ids
+    ids = speculator.call(TALK, {}).input_ids
     assert tokenizer.decode(ids[0]) == WRITTEN["vicuna"]
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         other = wrap(model, tokenizer, heads=heads, chat_template="llama-2")
     assert "fitted with the chat template vicuna, not llama-2" in caplog.text
-    assert tokenizer.decode(other.call(TALK, {}).request.input_ids[0]) == WRITTEN["llama-2"]
+    assert tokenizer.decode(other.call(TALK, {}).input_ids[0]) == WRITTEN["llama-2"]
     # kept in the folder
     backbone = Backbone(model)
     heads.save(tmp_path / "heads")
     base = backbone.unembedding, backbone.fingerprint, "tiny", backbone.num_layers
     kept = ExitHeads.from_pretrained(tmp_path / "heads", *base)
     assert kept.config.chat_template == templates.read("vicuna")
-    assert torch.equal(wrap(model, tokenizer, heads=kept).call(TALK, {}).request.input_ids, ids)
+    assert torch.equal(wrap(model, tokenizer, heads=kept).call(TALK, {}).input_ids, ids)
 
 
 TIME, MEMORY = "it ran for more than 1.5 s", "it fills the memory"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -236,33 +235,6 @@ def test_what_a_model_says_of_itself_means_what_it_means_in_transformers(
         assert [one.token_ids for one in drafted] == [one.token_ids for one in found]
 
 
-# Constrained and beam search: moved out of transformers, and nothing that a loop could honour
-
-CONSTRAINED: list[dict[str, Any]] = [
-    {"force_words_ids": [[5, 6]]},
-    {"constraints": [3]},
-    {"num_beams": 4, "num_beam_groups": 2},
-    {"penalty_alpha": 0.6, "top_k": 4},
-]
-
-
-@pytest.mark.parametrize("options", CONSTRAINED, ids=str)
-@pytest.mark.parametrize("through", ["hf", "hf config", "config"])
-def test_constraints_and_other_searches_are_refused_by_name(
-    options: dict[str, Any], through: str, speculator: Speculator, exact: Any
-) -> None:
-    names = "|".join(options)
-    config = GenerationConfig(max_new_tokens=4, **options)
-    if through == "config":
-        options = {"generation_config": config}
-        call = partial(speculator.generate, random_ids(4), **options)
-    else:
-        given = options if through == "hf" else {"generation_config": config}
-        call = partial(exact.generate, random_ids(4), custom_generate=speculator.hf(), **given)
-    with pytest.raises(InvalidOption, match=rf"^({names})=.* is not supported. Leave it out"):
-        call()
-
-
 # Keywords of the model's forward
 
 
@@ -291,17 +263,12 @@ def test_every_keyword_of_the_forward_is_understood_or_refused(exact: Any) -> No
     ("name", "value"),
     [
         ("inputs_embeds", torch.ones(1, LENGTH, 32, dtype=torch.float64)),
-        ("labels", random_ids(LENGTH)),
         ("position_ids", torch.arange(LENGTH)[None] + 3),
         ("position_ids", torch.zeros(1, LENGTH, dtype=torch.long)),
         ("position_ids", torch.arange(LENGTH + 2)[None]),
         ("is_causal", False),
-        ("seq_idx", torch.zeros(1, LENGTH, dtype=torch.int)),
-        ("cu_seq_lens_q", torch.tensor([0, LENGTH])),
-        ("max_length_q", 4),
         ("output_router_logits", True),
-        ("debug_io", True),
-        ("mm_encoder_outputs", torch.ones(1)),
+        ("num_beams", 4),
     ],
 )
 def test_hf_refuses_what_it_would_ignore(

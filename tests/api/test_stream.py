@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from selfspec.api.givers import Giver, Piece, html
 from selfspec.api.speculator import Speculator
 from selfspec.api.stream import Generation
+from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption, InvalidPrompt
 from tests.bad_calls import small_model, speaking
 from tests.models import random_ids
@@ -170,12 +171,27 @@ def text_of(shown: str) -> str:
 
 
 def test_pieces_join_to_the_text_and_say_who_gave_them(speaker: Speculator) -> None:
-    answer = speaker.generate("the cat", max_new_tokens=24, do_sample=False)
+    stream = speaker.stream("the cat", max_new_tokens=24, do_sample=False)
+    answer = stream.drain()
     assert "".join(piece.text for piece in answer.pieces) == answer.text
-    assert len(answer.pieces) == len(answer.token_ids)
+    gave = [giver for entry in stream.rounds for giver in entry.givers]
+    assert [piece.giver for piece in answer.pieces] == gave
     drafted = [piece for piece in answer.pieces if piece.giver.source != "model"]
     assert len(drafted) == answer.stats.accepted
     assert text_of(answer._repr_html_()) == answer.text
+
+
+def test_a_round_says_who_gave_each_token() -> None:
+    entry = Round(
+        tokens=[1, 2, 3],
+        draft_tokens=[1, 9, 2],
+        exit_layers=[4, 0, 0],
+        sources=["exit", "exit", "ngram"],
+        parents=[-1, 0, 0],
+        kept=[0, 2],
+        ended="width",
+    )
+    assert [*entry.givers] == [("exit", 4), ("ngram", 0), ("model", 0)]
 
 
 def test_text_is_only_ever_text_and_each_giver_has_its_look() -> None:

@@ -68,17 +68,6 @@ def test_costs_are_measured_once_and_kept(
     assert wrapped(model, heads, costs="head=0.5").options.costs == Costs(head=0.5)
 
 
-def test_what_was_tuned_wins_over_the_heads_and_what_is_asked_for_wins_over_both(
-    model: PreTrainedModel, backbone: Backbone, heads: ExitHeads
-) -> None:
-    assert wrapped(model, heads).options.exit.layers == (2,)
-    tuned.write(backbone, heads, OPTIONS, {})
-    tuned_exit = wrapped(model, heads).options.exit
-    assert tuned_exit == Exit(layers=(4,), threshold=0.25, anneal_strength=0.5, max_tokens=3)
-    asked = wrapped(model, heads, drafter="exit:max_tokens=5").options.exit
-    assert (asked.layers, asked.max_tokens) == ((4,), 5)
-
-
 def test_each_setting_is_taken_from_the_first_that_says_it(
     model: PreTrainedModel, backbone: Backbone, tmp_path: Path
 ) -> None:
@@ -97,6 +86,21 @@ def test_each_setting_is_taken_from_the_first_that_says_it(
     assert options.costs == Costs(row=0.2, head=0.5)
 
 
+def test_a_file_says_what_it_holds_for_and_the_log_that_it_is_used(
+    backbone: Backbone, heads: ExitHeads, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = json.loads(kept.read_text())
+    assert values["conditions"] == tuned.conditions(backbone, heads)
+    assert values["found"] == {"speed_up": 1.2}
+    assert values["conditions"]["dtype"] == "float32"
+    assert values["conditions"]["threads"] == torch.get_num_threads()
+    assert tuned.files() == [kept]
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]  # nothing half-written
+    with caplog.at_level(logging.DEBUG, "selfspec.api.tuned"):
+        assert tuned.read(backbone, heads) == OPTIONS
+    assert said(caplog) == [f"settings tuned for this machine, from {kept}"]
+
+
 def test_where_drafting_does_not_pay_it_is_off_until_asked_for(
     model: PreTrainedModel, backbone: Backbone, heads: ExitHeads
 ) -> None:
@@ -108,24 +112,6 @@ def test_where_drafting_does_not_pay_it_is_off_until_asked_for(
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the module under test logged; others may log too."""
     return [record.message for record in caplog.records if record.name == "selfspec.api.tuned"]
-
-
-def test_the_log_says_which_file_is_used(
-    model: PreTrainedModel, heads: ExitHeads, kept: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.DEBUG, "selfspec.api.tuned"):
-        wrapped(model, heads)
-    assert said(caplog) == [f"settings tuned for this machine, from {kept}"]
-
-
-def test_a_file_says_what_it_holds_for(backbone: Backbone, heads: ExitHeads, kept: Path) -> None:
-    values = json.loads(kept.read_text())
-    assert values["conditions"] == tuned.conditions(backbone, heads)
-    assert values["found"] == {"speed_up": 1.2}
-    assert values["conditions"]["dtype"] == "float32"
-    assert values["conditions"]["threads"] == torch.get_num_threads()
-    assert tuned.files() == [kept]
-    assert [path.name for path in kept.parent.iterdir()] == [kept.name]  # nothing half-written
 
 
 def test_another_model_dtype_number_of_threads_or_head_has_another_file(
@@ -150,13 +136,10 @@ def test_another_model_dtype_number_of_threads_or_head_has_another_file(
     files.add(tuned.path(backbone, heads))
     assert len(files) == len(others) + 2
     assert kept not in files
-
-
-def test_defaults_of_the_heads_do_not_change_the_file(backbone: Backbone, kept: Path) -> None:
-    other = make_heads(
-        "translator", backbone.unembedding, defaults={"drafter": "exit:max_tokens=2"}
-    )
-    assert tuned.path(backbone, other) == kept
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept.parents[2]))
+    same = make_heads("translator", backbone.unembedding, defaults={"drafter": "ngram"})
+    assert tuned.path(backbone, same) == kept
 
 
 @pytest.mark.parametrize(

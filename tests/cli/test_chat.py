@@ -12,9 +12,7 @@ from typing import Any
 import pexpect
 import pytest
 
-from selfspec.api.stream import Call, Stream
 from selfspec.cli.main import main
-from selfspec.decoding.stats import GenerationStats, Round
 from selfspec.errors import InvalidPrompt
 from tests.cli.fakes import FakeSpeculator, user
 
@@ -130,38 +128,6 @@ def test_a_wrong_command_is_said_on_one_line(
     (shown,) = capsys.readouterr().err.splitlines()
     assert words in shown
     assert speculator.prompts == []
-
-
-def test_a_stream_says_who_gave_each_token() -> None:
-    entry = Round(
-        tokens=[1, 2, 3],
-        draft_tokens=[1, 9, 2],
-        exit_layers=[4, 0, 0],
-        sources=["exit", "exit", "ngram"],
-        parents=[-1, 0, 0],
-        kept=[0, 2],
-        ended="width",
-    )
-    running: Any = iter([entry])
-    heard: list[tuple[str, int]] = []
-
-    class Running:
-        stats, watch = GenerationStats(num_layers=8), GenerationStats(num_layers=8)
-
-        def __iter__(self) -> Iterator[Round]:
-            return running
-
-    class Listener:
-        def put(self, _: object) -> None:
-            heard.append(stream.giver)
-
-        def end(self) -> None:
-            pass
-
-    call: Any = Call(None, None, None, Listener())  # type: ignore[arg-type]  # as much as it needs
-    stream = Stream(Running(), call)  # type: ignore[arg-type]  # as above
-    list(stream)
-    assert heard == [("exit", 4), ("ngram", 0), ("model", 0)]
 
 
 # --- a terminal

@@ -58,14 +58,6 @@ def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
     assert speculator.given["raw"] is ("--raw" in arguments)
 
 
-def test_newline_is_added_only_where_the_answer_has_none(
-    speculator: FakeSpeculator, capsys: Capture
-) -> None:
-    speculator.answers = [["done\n"], []]
-    assert main(["generate", "hi"]) == 0
-    assert capsys.readouterr().out == "done\n"
-
-
 @pytest.mark.parametrize(
     ("folder", "arguments", "heads"),
     [
@@ -113,12 +105,12 @@ def test_an_error_is_one_line_unless_debug_is_on(
     assert shown[-1] == "selfspec: error: no model here. Get one"
 
 
-def test_interrupt_exits_with_130_and_a_short_line(
+def test_a_newline_ends_an_answer_that_has_none_and_an_interrupt_any(
     speculator: FakeSpeculator, capsys: Capture
 ) -> None:
-    speculator.answers = [["Hel", KeyboardInterrupt()]]
-    assert main(["generate", "hi"]) == 130
-    assert tuple(capsys.readouterr()) == ("Hel", "\nselfspec: interrupted\n")
+    speculator.answers = [["done\n"], ["Hel", KeyboardInterrupt()]]
+    assert [main(["generate", "hi"]) for _ in range(2)] == [0, 130]
+    assert tuple(capsys.readouterr()) == ("done\nHel", "\nselfspec: interrupted\n")
 
 
 def test_a_schema_or_a_grammar_is_read_from_a_file(

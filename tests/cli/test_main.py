@@ -16,6 +16,7 @@ from typing import Any, get_args
 import pytest
 import typer
 
+from selfspec.api import speculator as facade
 from selfspec.cli import base
 from selfspec.cli.main import BUG, INTERRUPTED, app, main
 from selfspec.model import backbone
@@ -274,8 +275,18 @@ def test_an_import_that_ctrl_c_broke_is_no_bug_however_late_it_fails(
     assert raised(failed, monkeypatch, KeyboardInterrupt()) == INTERRUPTED
     assert capsys.readouterr().err == "\nselfspec: interrupted\n"
     late = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
-    monkeypatch.setattr("selfspec.cli.main._interrupts", [0.0])
+    monkeypatch.setattr("selfspec.cli.main.interrupts", [0.0])
     assert raised(late, monkeypatch) == INTERRUPTED
     assert "selfspec: interrupted" in capsys.readouterr().err
-    monkeypatch.setattr("selfspec.cli.main._interrupts", [])
+    monkeypatch.setattr("selfspec.cli.main.interrupts", [])
     assert raised(late, monkeypatch) == BUG
+
+
+def test_a_ctrl_c_that_a_library_swallowed_ends_it_before_the_first_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    came: list[float] = []
+    monkeypatch.setattr("selfspec.cli.base.interrupts", came)
+    monkeypatch.setattr(facade, "load", lambda **_: came.append(0.0))
+    assert main(["generate", "a"]) == INTERRUPTED
+    assert "selfspec: interrupted" in capsys.readouterr().err

@@ -155,7 +155,7 @@ def test_any_schema_is_followed(schema: dict[str, Any], seed: int) -> None:
 
 def mask(grammar: Grammar) -> GrammarMask:
     model, _, grammars = everything()
-    request = model.call("A", {"json_schema": True}).request
+    request = model.call("A", {"json_schema": True})
     return grammars.mask(grammar, request.end_tokens, request.input_ids.shape[1])
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.stream import Stream
 from selfspec.decoding import sampling
 from selfspec.decoding.acceptance import SeededMatch, SpeculativeSampling, acceptance_rule
 from selfspec.decoding.decode import rounds
@@ -194,7 +195,7 @@ def test_every_drafter_draws_at_the_place_of_its_token(speculator: Speculator, m
     ids, mask = left_padded()
     options = speculator.options.updated(METHODS[method])
     call = speculator.call(ids, FLAT | {"seed": SEED, "attention_mask": mask})  # type: ignore[arg-type]  # by name
-    asked, runtime = call.request.row(1), speculator.runtime
+    asked, runtime = call.row(1), speculator.runtime
     state, drafter = runtime.state(asked, options), runtime.drafter(asked, options)
     next(rounds(state, NoDrafter(), SeededMatch(asked.sampler), asked.stop, Stopwatch()))
     with state.round():
@@ -218,13 +219,12 @@ def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
         ids,
         {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE},
     )
-    engine, sampler = speculator.engine(), call.request.sampler
+    engine, sampler = speculator.engine(), call.sampler
     asked = (
-        replace(call.request, sampler=sampler.seeded(seed, ids.device)).only()
-        for seed in range(seeds)
+        replace(call, sampler=sampler.seeded(seed, ids.device)).only() for seed in range(seeds)
     )
     running = [engine.add(one, call.speculation) for one in asked]
-    counts = Counter(tuple(call.stream(one).drain().token_ids) for one in running)
+    counts = Counter(tuple(Stream(one, call).drain().token_ids) for one in running)
     assert chi_square_p(counts, enumerate_sequences(model, ids, length, 4), seeds) > 0.001
 
 

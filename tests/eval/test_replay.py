@@ -52,7 +52,7 @@ def real_rounds(
 ) -> list[Round]:
     """What the runtime does."""
     call = speculator.call(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
-    return list(speculator.engine().add(call.request.only(), options))
+    return list(speculator.engine().add(call.only(), options))
 
 
 def random_controller(name: str, dice: random.Random, most: int) -> Controller:

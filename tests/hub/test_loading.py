@@ -8,49 +8,34 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from selfspec.errors import InvalidOption, ModelNotFound
 from selfspec.hub import models as hub
 from selfspec.hub import pretrained
+from tests.models import make_model
+from tests.talks import make_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer, saved as users have theirs."""
     path = tmp_path_factory.mktemp("models") / "tiny"
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    model = LlamaForCausalLM(config)
-    assert model.num_parameters() < 2_000
-    model.save_pretrained(path)
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    make_model("llama").save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
     return path
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.bfloat16])
-def test_model_loads_in_eval_mode_with_the_dtype_asked_for(folder: Path, dtype: Any) -> None:
-    model, tokenizer, files = hub.load_model(folder, dtype=dtype, device="cpu")
+def test_model_loads_in_eval_mode_as_it_was_asked_for(folder: Path, dtype: Any) -> None:
+    options: Any = {"dtype": dtype, "device": "cpu", "attn_implementation": "eager"}
+    model, tokenizer, files = hub.load_model(folder, **options)
     assert str(model.dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
+    assert model.config._attn_implementation == "eager"
     assert not model.training
-    assert tokenizer("w3")["input_ids"] == [3]
+    assert tokenizer("b")["input_ids"] == make_tokenizer()("b")["input_ids"]
     assert (files.source, files.label, files.is_default) == (str(folder), "tiny", False)
     assert [Path(path).name for path, _, _ in files.stamps] == ["config.json", "model.safetensors"]
-
-
-def test_attention_implementation_reaches_the_model(folder: Path) -> None:
-    model, _, _ = hub.load_model(folder, device="cpu", attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(("device", "device_map"), [("auto", "auto"), ("cpu", None)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import shutil
 import urllib.error
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -127,16 +128,16 @@ def test_conversion_that_another_process_finished_first_is_used(
     assert conversions == []
 
 
-def test_damaged_gguf_file_is_named_with_the_reason(gguf: Path, cache: Path) -> None:
+def test_a_file_or_a_folder_that_cannot_be_loaded_is_named_with_the_reason(
+    gguf: Path, cache: Path
+) -> None:
     with pytest.raises(ModelNotFound, match=r"cannot read .*toy\.Q4_1\.gguf as GGUF: .") as caught:
         hub.resolve_model(gguf)
     assert "\n" not in str(caught.value)
     assert entries(cache) == []
-
-
-def test_cache_folder_that_is_a_file_is_named(
-    gguf: Path, cache: Path, conversions: list[Path]
-) -> None:
+    with pytest.raises(ModelNotFound, match=r"no config\.json\. It holds toy\.Q4_1\.gguf"):
+        hub.resolve_model(gguf.parent)
+    shutil.rmtree(cache.parent)
     cache.parent.write_text("in the way", encoding="utf-8")
     with pytest.raises(ModelNotFound, match="cannot write the de-quantised model"):
         hub.resolve_model(gguf)
@@ -173,11 +174,6 @@ def test_wrong_model_path_is_refused_without_asking_the_hub(
     monkeypatch.setattr(hub, "_hub_answers", lambda: pytest.fail("asked the hub"))
     with pytest.raises(ModelNotFound, match="is not there"):
         hub.resolve_model(name)
-
-
-def test_folder_without_config_hints_at_the_gguf_file_in_it(gguf: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"no config\.json\. It holds toy\.Q4_1\.gguf"):
-        hub.resolve_model(gguf.parent)
 
 
 def test_a_hub_id_without_hub_needs_a_local_snapshot(
