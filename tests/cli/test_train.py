@@ -114,10 +114,6 @@ def test_the_model_writes_conversations_and_the_last_line_counts_them(
     assert recorded["options"]["model"] == "words"
     assert recorded["versions"].keys() >= {"torch", "transformers", "threads"}
     assert {line["seed"] for line in lines} <= set(recorded["seeds"])
-    # a line beside the file says how far it is
-    (line,) = (recipes / "out.jsonl.status").read_text().splitlines()
-    assert line.startswith(f"{counts.answer_tokens:,} answer tokens, ")
-    assert "left to 200" in line
     # and other options for the same file are refused by name
     before = (recipes / "out.jsonl").read_bytes()
     for flag, value, reason in (
@@ -203,12 +199,6 @@ def test_counts_in_words_name_what_was_dropped() -> None:
         "3 conversations, 1,234 answer tokens, 1 of 4 answers cut where they loop (25%); dropped: "
         "1 duplicates, 2 user turns without an end, 5 too long for the model"
     )
-
-
-def test_the_status_says_what_is_left_and_a_pause_counts_for_little() -> None:
-    marks = [(0.0, 100), (10.0, 1100), (20.0, 2100), (5000.0, 3100), (5010.0, 4100)]
-    said = train.status(marks, 14_100)
-    assert said.startswith("4,100 answer tokens, 100 a second, 0:01:40 left to 14,1")
 
 
 # --- cache and fit

@@ -381,9 +381,9 @@ def test_a_checkpoint_of_another_job_is_refused(
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(make_job(backbone, talks, workplace=tmp_path), stop_after(3))
-    with pytest.raises(InvalidOption, match=f"unfinished run with {named}"):
+    with pytest.raises(InvalidOption, match=f"was begun with {named}"):
         fit(make_job(backbone, talks, workplace=tmp_path, **change))
-    with pytest.raises(InvalidOption, match="unfinished run with another data"):
+    with pytest.raises(InvalidOption, match="was begun with another data"):
         fit(make_job(backbone, talks[1:], workplace=tmp_path))
 
 
