@@ -43,7 +43,7 @@ from selfspec.training.checkpoint import record_of
 from selfspec.training.features import Selection, StreamSource, whole
 from selfspec.training.measure import agreements
 from selfspec.training.options import CacheOptions, DataOptions, FitOptions, plain
-from selfspec.training.recipe import Passages, Prompts, Recipe, read_recipe
+from selfspec.training.recipe import Passages, Recipe, read_recipe
 from selfspec.training.text import (
     Ask,
     Conversation,
@@ -447,14 +447,7 @@ class _Adaptation:
 
         author = selfgen.Author(backbone, self._tokenizer, options, count)
         own = [turns for number, turns in enumerate(self._given.own) if number % 5]
-        prompts = Prompts(
-            self._given.recipe,
-            self._given.passages,
-            options.seed,
-            own,
-            invents=not options.raw,
-            raw=options.raw,
-        )
+        prompts = author.prompts(self._given.recipe, self._given.passages, own)
         source = selfgen.Written(author, prompts, writer.records(), excluded)
         while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
             counts = next(selfgen.write(source, writer, options))

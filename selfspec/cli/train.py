@@ -76,7 +76,7 @@ class Base(NamedTuple):
 def _check(asked: Asked) -> None:
     """Refuse a model or a text that cannot be read, before torch is imported."""
     base.check_model(picked(asked, MODEL))
-    for name in asked.keys() & {"data", "validation", "source"}:
+    for name in asked.keys() & {"data", "validation", "source", "questions"}:
         check_source(asked[name])
 
 
@@ -219,10 +219,8 @@ def adapt(*, asked: Asked) -> None:
     The time given is used up. A killed run goes on where it was; with a larger --budget a finished
     one writes more text, and its heads learn on. Nothing else should run meanwhile.
     """
-    base.check_model(picked(asked, MODEL))
+    _check(asked)
     given = {name: value for name, value in asked.items() if name != "config"}
-    for name in given.keys() & {"questions"}:
-        check_source(given[name])
     from selfspec.adaptation import adapt as made
 
     with base.bar("adapt", "s") as show:
@@ -354,7 +352,6 @@ def _source(
 ) -> tuple[Source, Reader[Any] | None]:
     """Where the conversations come from, and the reader of the file if it is one."""
     from selfspec.training import selfgen
-    from selfspec.training.recipe import Prompts
     from selfspec.training.text import Reader, user_turns
 
     tokenizer, backbone = model.tokenizer, model.backbone
@@ -370,14 +367,7 @@ def _source(
             questions = Reader(asked["questions"], user_turns, skip_bad_rows=skip)
             own += questions
             questions.report()
-        prompts = Prompts(
-            recipe,
-            passages,
-            options.seed,
-            own,
-            invents=author.invents and not options.raw,
-            raw=options.raw,
-        )
+        prompts = author.prompts(recipe, passages, own)
         if prompts.left_out:
             why = "no such --passages" + ("" if author.invents else ", or invented turns")
             base.note(f"selfspec: left out, {why}: {', '.join(prompts.left_out)}")

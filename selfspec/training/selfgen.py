@@ -43,7 +43,7 @@ from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.model.backbone import Backbone
 from selfspec.training.checkpoint import record_of, require_same
 from selfspec.training.options import DataOptions
-from selfspec.training.recipe import Prompts, Row
+from selfspec.training.recipe import Passages, Prompts, Recipe, Row
 from selfspec.training.text import (
     Ask,
     Message,
@@ -450,6 +450,13 @@ class Author:
         self._question_ends = self.turns.question_ends()
         self._watch = watch
         self._texts: Texts
+
+    def prompts(
+        self, recipe: Recipe, passages: Passages, own: Sequence[tuple[str, ...]] = ()
+    ) -> Prompts:
+        """Rows of a recipe and of a user's `own`, as far as this author can write them."""
+        raw, seed = self.options.raw, self.options.seed
+        return Prompts(recipe, passages, seed, own, invents=self.invents and not raw, raw=raw)
 
     def write(self, scripts: Iterable[Script[T]]) -> list[T]:
         """What all of them return, in their order.
