@@ -110,11 +110,6 @@ class Features:
         """The same on `device`."""
         return Features.of({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
-    @property
-    def nbytes(self) -> int:
-        """Memory, in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
 
 def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     """One frozen pass over a batch."""
