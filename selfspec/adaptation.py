@@ -43,7 +43,7 @@ from selfspec.training.checkpoint import record_of
 from selfspec.training.features import Selection, StreamSource, whole
 from selfspec.training.measure import agreements
 from selfspec.training.options import CacheOptions, DataOptions, FitOptions, plain
-from selfspec.training.recipe import Passages, Prompts, Recipe, read_recipe
+from selfspec.training.recipe import Passages, Recipe, read_recipe
 from selfspec.training.text import (
     Ask,
     Conversation,
@@ -260,7 +260,7 @@ def adapt(
             passages=Passages(passages, tuple(asks.languages)),
             template=None if chat_template is None else templates.read(chat_template),
         )
-        return _Adaptation(folder, seconds, loading, text, given, show or _ignore).run()
+        return _Adaptation(folder, seconds, loading, text, given, show or (lambda *_: None)).run()
 
 
 class _Given(NamedTuple):
@@ -355,12 +355,7 @@ class _Adaptation:
             state = record_of(_State, read_json(file))
         except (InvalidOption, ValueError) as error:
             raise InvalidData(f"{file} is damaged: {error}. Remove its folder") from error
-        for name, value in made_from.items():
-            if state.made_from.get(name) != value:
-                raise InvalidOption(
-                    f"{self._folder} was begun with another {name.replace('_', ' ')}. Give the "
-                    "same options to go on, or another --output"
-                )
+        checkpoint.require_same(self._folder, state.made_from, made_from, "remove the folder")
         if budget_s > state.budget_s:
             if is_heads_folder(self._heads):  # which the next ones go on from
                 shutil.copytree(self._heads, self._folder / BEFORE, dirs_exist_ok=True)
@@ -452,14 +447,7 @@ class _Adaptation:
 
         author = selfgen.Author(backbone, self._tokenizer, options, count)
         own = [turns for number, turns in enumerate(self._given.own) if number % 5]
-        prompts = Prompts(
-            self._given.recipe,
-            self._given.passages,
-            options.seed,
-            own,
-            invents=not options.raw,
-            raw=options.raw,
-        )
+        prompts = author.prompts(self._given.recipe, self._given.passages, own)
         source = selfgen.Written(author, prompts, writer.records(), excluded)
         while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
             counts = next(selfgen.write(source, writer, options))
@@ -734,7 +722,3 @@ class _Adaptation:
             last.stats.rounds,
             len({tuple(answer.token_ids) for answer in answers.values()}) == 1,
         )
-
-
-def _ignore(_spent: float, _budget: float, _words: str) -> None:
-    """Nobody watches."""

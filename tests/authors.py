@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.model.backbone import Backbone
 from selfspec.training.options import DataOptions
-from selfspec.training.recipe import Passages, Prompts, Recipe, read_recipe
+from selfspec.training.recipe import Passages, Recipe, read_recipe
 from selfspec.training.selfgen import Author, Counts, Writer, Written, write
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
@@ -69,7 +69,7 @@ def recipe_of(text: str, folder: Path) -> Recipe:
 def invent(author: Author, output: Path, recipe: str = RECIPE) -> Counts:
     """Write what `author` makes of a recipe, up to its options' tokens."""
     writer = Writer(output, {}, {})
-    prompts = Prompts(recipe_of(recipe, output.parent), Passages(), author.options.seed)
+    prompts = author.prompts(recipe_of(recipe, output.parent), Passages())
     for _ in write(Written(author, prompts, writer.records()), writer, author.options):
         pass
     return writer.counts

@@ -1,6 +1,6 @@
 r"""A draft model for `--draft-model`, cut from a larger model and fitted to text that it wrote.
 
-    python training/py --output draft-model \
+    python training/draft_model.py --output draft-model \
         --data train.jsonl.gz --validation validation.jsonl.gz
     selfspec generate --draft-model draft-model --stats "Name three rivers."
 
@@ -19,7 +19,6 @@ import random
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +28,6 @@ import typer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec import files
 from selfspec.cli.base import bar
 from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
@@ -41,28 +39,7 @@ _WARM_UP = 0.1
 """Share of the steps over which the learning rate rises; then a cosine to 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftFitOptions:
-    """How a draft model is cut and fitted."""
-
-    layers: int = 2
-    """Layers that are kept, from the first on: at least 1, fewer than the model has."""
-
-    steps: int = 240
-    """Optimiser steps; 0 leaves the cut as it is."""
-
-    batch_tokens: int = 512
-    """Tokens of a step at most, padding included."""
-
-    learning_rate: float = 1e-3
-    """AdamW's, at its highest."""
-
-    max_grad_norm: float = 1.0
-    seed: int = 0
-    """Of the order of the batches."""
-
-
-BUILT_IN = DraftFitOptions()
+_MAX_GRAD_NORM = 1.0
 
 
 def main(
@@ -70,25 +47,25 @@ def main(
     data: Annotated[Path, typer.Option(help="Conversations that the model wrote itself.")],
     validation: Annotated[Path, typer.Option(help="Others, to measure agreement on.")],
     model: str | None = None,
-    layers: int = BUILT_IN.layers,
-    steps: int = BUILT_IN.steps,
-    batch_tokens: int = BUILT_IN.batch_tokens,
-    learning_rate: float = BUILT_IN.learning_rate,
-    seed: int = BUILT_IN.seed,
+    layers: Annotated[int, typer.Option(help="Layers that are kept, from the first on.")] = 2,
+    steps: Annotated[int, typer.Option(help="Of the optimiser; 0 leaves the cut as it is.")] = 240,
+    batch_tokens: Annotated[int, typer.Option(help="Of a step at most, with padding.")] = 512,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's, at its highest.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Fixes the order of the batches.")] = 0,
     validation_tokens: Annotated[int, typer.Option(help="Answer tokens to measure on.")] = 10_000,
 ) -> None:
     """Cut, fit, measure, write."""
-    options = DraftFitOptions(
-        layers=layers,
-        steps=steps,
-        batch_tokens=batch_tokens,
-        learning_rate=learning_rate,
-        seed=seed,
-    )
+    options = {
+        "layers": layers,
+        "steps": steps,
+        "batch_tokens": batch_tokens,
+        "learning_rate": learning_rate,
+        "max_grad_norm": _MAX_GRAD_NORM,
+        "seed": seed,
+    }
     check_folder(output, (), lambda _: False)
     if output.exists():
         raise InvalidOption(f"{output} is there already. Give another --output")
-    files.check_folder(output, (), lambda _: False)
     whole, tokenizer, loaded_from = hub.load_model(model)
     limits = {
         "vocab_size": whole.get_output_embeddings().weight.shape[0],
@@ -99,11 +76,12 @@ def main(
     talks = read_conversations(data, tokenizer, **limits)
     small = cut(whole, layers)
     found: dict[str, Any] = {"command": command(), "base": loaded_from.label}
-    found |= {"options": asdict(options), "machine": machine()}
+    found |= {"options": options, "machine": machine()}
     found["answer_tokens_held_out"] = sum(len(talk.answer_ids) for talk in held_out)
     found["agreement_before"] = agreement(small, held_out, batch_tokens)
     with bar("draft model", "steps") as show:
-        fit(small, talks, options, show)
+        batches = _endless(planned(talks, batch_tokens), seed)
+        fit(small, batches, steps=steps, learning_rate=learning_rate, progress=show)
     small = small.to(torch.bfloat16)
     found["agreement_after"] = agreement(small, held_out, batch_tokens)
     with replacing_folder(output) as new:
@@ -114,7 +92,7 @@ def main(
 
 
 def command() -> str:
-    """As it was given; of a path elsewhere only the name."""
+    """What was typed; a path elsewhere by its name alone."""
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
     return shlex.join(["python", *words])
 
@@ -143,8 +121,10 @@ def cut(model: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 def fit(
     model: PreTrainedModel,
-    conversations: Sequence[Conversation],
-    options: DraftFitOptions,
+    batches: Iterator[Sequence[Conversation]],
+    *,
+    steps: int,
+    learning_rate: float,
     progress: Callable[[int, int, str], None],
 ) -> None:
     """Teach `model` the next token of every answer, in place; `progress` hears of each step.
@@ -153,21 +133,20 @@ def fit(
     Raises SelfspecError when a loss is not finite.
     """
     learning = _unfrozen(model)
-    optimizer = torch.optim.AdamW(learning, lr=options.learning_rate)
-    batches = _endless(planned(conversations, options.batch_tokens), options.seed)
+    optimizer = torch.optim.AdamW(learning, lr=learning_rate)
     model.train()
     try:
-        for number in range(options.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = options.learning_rate * _rate(number, options.steps)
-            loss = _loss(model, padded(next(batches)))
+        for number, group in enumerate(itertools.islice(batches, steps)):
+            for learned in optimizer.param_groups:
+                learned["lr"] = learning_rate * _rate(number, steps)
+            loss = F.cross_entropy(*_predicted(model, padded(group)))  # mean, in nats
             if not math.isfinite(loss.item()):
                 raise SelfspecError(f"the loss is {loss.item()} at step {number + 1}")
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            nn.utils.clip_grad_norm_(learning, options.max_grad_norm)
+            nn.utils.clip_grad_norm_(learning, _MAX_GRAD_NORM)
             optimizer.step()
-            progress(number + 1, options.steps, f"loss {loss.item():.2f}")
+            progress(number + 1, steps, f"loss {loss.item():.2f}")
     finally:
         model.requires_grad_(True).eval()
 
@@ -190,11 +169,6 @@ def _unfrozen(model: PreTrainedModel) -> list[nn.Parameter]:
     for part in (model.get_input_embeddings(), model.get_output_embeddings()):
         part.requires_grad_(False)
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _loss(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the answers' tokens, in nats."""
-    return F.cross_entropy(*_predicted(model, batch))
 
 
 def _predicted(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -117,20 +117,10 @@ def uncertainty(
 
 def markdown(table: pd.DataFrame) -> str:
     """The table with its sums."""
-    lines = [
-        "| family | " + " | ".join(table.columns) + " |",
-        "|---" * (len(table.columns) + 1) + "|",
-    ]
-    for name, row in table.iterrows():
-        cells = ("" if pd.isna(value) else f"{value:,.6g}" for value in row)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     sums = table[["rows", "answer tokens", "other tokens"]].sum()
-    return (
-        "\n".join(lines)
-        + "\n\nIn all: "
-        + ", ".join(f"{n:,.0f} {k}" for k, n in sums.items())
-        + ".\n"
-    )
+    in_all = ", ".join(f"{n:,.0f} {k}" for k, n in sums.items())
+    shown = table.rename_axis("family").to_markdown(floatfmt=",.6g", intfmt=",", missingval="")
+    return f"{shown}\n\nIn all: {in_all}.\n"
 
 
 def page(name: str, rows: list[dict[str, Any]]) -> str:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from datetime import datetime, timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,7 +76,7 @@ class Base(NamedTuple):
 def _check(asked: Asked) -> None:
     """Refuse a model or a text that cannot be read, before torch is imported."""
     base.check_model(picked(asked, MODEL))
-    for name in asked.keys() & {"data", "validation", "source"}:
+    for name in asked.keys() & {"data", "validation", "source", "questions"}:
         check_source(asked[name])
 
 
@@ -223,10 +219,8 @@ def adapt(*, asked: Asked) -> None:
     The time given is used up. A killed run goes on where it was; with a larger --budget a finished
     one writes more text, and its heads learn on. Nothing else should run meanwhile.
     """
-    base.check_model(picked(asked, MODEL))
+    _check(asked)
     given = {name: value for name, value in asked.items() if name != "config"}
-    for name in given.keys() & {"questions"}:
-        check_source(given[name])
     from selfspec.adaptation import adapt as made
 
     with base.bar("adapt", "s") as show:
@@ -266,7 +260,7 @@ def data(*, asked: Asked) -> None:
     """Write the text that heads are fitted to. The model answers prompts of many kinds.
 
     The same command continues a killed run where it was. On several machines, give each its own
-    --shard and --output. How far it is stands in OUTPUT.status.
+    --shard and --output.
     """
     options = options_of(DataOptions, asked)
     base.require(asked, "output")
@@ -311,10 +305,10 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
     }
     del recorded["tokens"]  # a file may grow
     writer = selfgen.Writer(Path(asked["output"]), recorded, machine())
-    marks = [(time.perf_counter(), writer.counts.answer_tokens)]
-    if options.tokens is not None and marks[0][1] >= options.tokens:
+    done = writer.counts.answer_tokens
+    if options.tokens is not None and done >= options.tokens:
         base.note(
-            f"selfspec: {asked['output']} is finished: it holds {marks[0][1]:,} answer tokens. "
+            f"selfspec: {asked['output']} is finished: it holds {done:,} answer tokens. "
             "Raise --tokens to go on"
         )
         return writer.counts
@@ -324,15 +318,14 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
         def count(tokens: int) -> None:
             nonlocal generated
             generated += tokens
-            show(marks[-1][1], options.tokens, f"{generated:,} tokens generated")
+            show(done, options.tokens, f"{generated:,} tokens generated")
 
         try:
             source, reader = _source(
                 asked, options, model, writer, count, recipe, passages, excluded
             )
             for counts in selfgen.write(source, writer, options):
-                marks.append((time.perf_counter(), counts.answer_tokens))
-                files.write(writer.status, status(marks, options.tokens))
+                done = counts.answer_tokens
                 count(0)
             if "source" in asked and not writer.batches:
                 raise InvalidData(f"{asked['source']} holds no conversation. Give another --from")
@@ -359,7 +352,6 @@ def _source(
 ) -> tuple[Source, Reader[Any] | None]:
     """Where the conversations come from, and the reader of the file if it is one."""
     from selfspec.training import selfgen
-    from selfspec.training.recipe import Prompts
     from selfspec.training.text import Reader, user_turns
 
     tokenizer, backbone = model.tokenizer, model.backbone
@@ -375,14 +367,7 @@ def _source(
             questions = Reader(asked["questions"], user_turns, skip_bad_rows=skip)
             own += questions
             questions.report()
-        prompts = Prompts(
-            recipe,
-            passages,
-            options.seed,
-            own,
-            invents=author.invents and not options.raw,
-            raw=options.raw,
-        )
+        prompts = author.prompts(recipe, passages, own)
         if prompts.left_out:
             why = "no such --passages" + ("" if author.invents else ", or invented turns")
             base.note(f"selfspec: left out, {why}: {', '.join(prompts.left_out)}")
@@ -422,23 +407,6 @@ def described(counts: Counts) -> str:
     ]
     words = [f"{count:,} {name}" for name, count in counts.dropped().items() if count]
     return ", ".join(parts) + (f"; dropped: {', '.join(words)}" if words else "")
-
-
-def status(marks: Sequence[tuple[float, int]], wanted: int | None) -> str:
-    """How far a file is, for another terminal, by seconds and answer tokens behind each batch.
-
-    A pause, which one batch took, counts for little.
-    """
-    rate = statistics.median(
-        (more - tokens) / max(then - since, 1e-9)
-        for (since, tokens), (then, more) in pairwise(marks[-10:])
-    )
-    written = marks[-1][1]
-    text = f"{written:,} answer tokens, {rate:,.0f} a second"
-    if wanted is not None and rate > 0.0:
-        left = timedelta(seconds=round(max(0, wanted - written) / rate))
-        text = f"{text}, {left} left to {wanted:,}"
-    return f"{text} ({datetime.now().astimezone():%Y-%m-%d %H:%M})\n"
 
 
 # --- cache

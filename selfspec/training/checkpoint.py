@@ -8,7 +8,6 @@ seed and step, so nothing else is kept.
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from selfspec.untrusted import parse_json
 FILE = "checkpoint.safetensors"
 
 _RECORD = "selfspec"  # what marks a file as ours has to stand near its beginning
+_MOST_SHOWN = 100  # characters of an option and its two values
 
 
 Kind = TypeVar("Kind")
@@ -94,14 +94,19 @@ def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str
             raise damaged(path, f"{name} holds numbers that are not finite")
 
 
-def require_same(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raise InvalidOption naming the first entry in which two descriptions of a run differ."""
-    for name in sorted(found.keys() | expected.keys()):
-        before, now = found.get(name), expected.get(name)
+def require_same(
+    place: Path, begun_with: Mapping[str, Any], given: Mapping[str, Any], way_out: str
+) -> None:
+    """Raise InvalidOption naming the first entry in which a run is not the one begun at `place`.
+
+    `way_out` is what one may do there besides giving the same options or another --output.
+    """
+    for name in sorted(begun_with.keys() | given.keys()):
+        before, now = begun_with.get(name), given.get(name)
         if before != now:
-            plain = isinstance(now, str | int | float | None)
-            words = f"{name} {reprlib.repr(before)}, not {now}" if plain else f"another {name}"
+            words = f"{name} {before}, not {now}"
+            words = words if len(words) <= _MOST_SHOWN else f"another {name}"
             raise InvalidOption(
-                f"{path} belongs to an unfinished run with {words}. Give the same options, another "
-                "--output, or --overwrite"
+                f"{place} was begun with {words}. Give the same options to go on, another "
+                f"--output, or {way_out}"
             )

@@ -28,7 +28,7 @@ from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
-from selfspec.training.checkpoint import record_of
+from selfspec.training.checkpoint import record_of, require_same
 from selfspec.training.text import Batch, Conversation, padded, planned
 from selfspec.untrusted import read_json
 
@@ -109,11 +109,6 @@ class Features:
     def to(self, device: torch.device) -> Features:
         """The same on `device`."""
         return Features.of({name: tensor.to(device) for name, tensor in self.tensors().items()})
-
-    @property
-    def nbytes(self) -> int:
-        """Memory, in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
@@ -570,13 +565,11 @@ def _claim(folder: Path, manifest: Manifest) -> None:
     if not (folder / MANIFEST).exists():
         manifest.write(folder)
         return
-    found = Manifest.read(folder)
-    for name in _IDENTITY:
-        if getattr(found, name) != getattr(manifest, name):
-            raise InvalidOption(
-                f"{folder} holds features with another {name.replace('_', ' ')}. Remove the "
-                "folder, or give another --output"
-            )
+    found, wanted = (
+        {name: getattr(known, name) for name in _IDENTITY}
+        for known in (Manifest.read(folder), manifest)
+    )
+    require_same(folder, found, wanted, "remove the folder")
 
 
 def _write_shard(

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import PartialState
@@ -38,7 +38,6 @@ from selfspec.options import FITTED
 from selfspec.training import checkpoint
 from selfspec.training.checkpoint import record_of
 from selfspec.training.features import Features, FeatureSpec, Selection, launched
-from selfspec.training.losses import Targets, cross_entropy, draft_index, targets
 from selfspec.training.measure import Agreement, agreements, coverage, unrolled
 from selfspec.training.options import FitOptions, plain
 from selfspec.training.text import draft_vocabulary
@@ -240,6 +239,67 @@ def default_exit_layers(num_layers: int) -> tuple[int, ...]:
     """Five, evenly over the first two thirds: later exits save little; fewer in a shallow model."""
     spread = {round(num_layers * k / 7.5) for k in range(1, 6)}
     return tuple(sorted(layer for layer in spread if 1 <= layer < num_layers))
+
+
+# --- losses: the model's own next token, its distribution, or both, as a few draft ids with weights
+
+
+class Targets(NamedTuple):
+    """Weighted draft ids at N positions."""
+
+    ids: Tensor
+    """[N, m] int64."""
+    weights: Tensor
+    """[N, m] float32, at least 0; a row sums to 1 where the draft vocabulary misses nothing."""
+
+    def rows(self, chosen: slice) -> Targets:
+        """Some of the N."""
+        return Targets(self.ids[chosen], self.weights[chosen])
+
+    def where(self, valid: Tensor) -> Targets:
+        """Without weight where `valid` [N] is False."""
+        return Targets(self.ids, self.weights * valid[:, None])
+
+
+def draft_index(draft_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """[V] int64: each token's place in the draft vocabulary, -1 where it has none."""
+    if draft_ids is None:
+        return torch.arange(vocab_size)
+    index = torch.full((vocab_size,), -1, device=draft_ids.device)
+    index[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+    return index
+
+
+def targets(
+    features: Features, index: Tensor, ce_share: float, answer_weights: tuple[float, float]
+) -> Targets:
+    """`ce_share` of the weight on the model's top token, the rest on its likeliest ones.
+
+    The latter is not renormalised: a position whose probability lies elsewhere weighs less.
+    `answer_weights`: of a position that predicts an answer's token, and of any other. Raises
+    InvalidData for features without targets.
+    """
+    if features.top_ids is None or features.top_log_probs is None:
+        raise InvalidData("these features hold no targets. Ask for them: top_k of at least 1")
+    ids = [features.top_ids[:, :1].long()]
+    weights = [torch.full_like(ids[0], ce_share, dtype=torch.float32)]
+    if ce_share < 1.0:
+        ids.append(features.top_ids.long())
+        weights.append((1.0 - ce_share) * features.top_log_probs.float().exp())
+    places = index[torch.cat(ids, dim=-1)]
+    of_answers, of_others = answer_weights
+    shares = torch.where(features.answers, of_answers, of_others)[:, None]
+    return Targets(places.clamp_min(0), torch.cat(weights, dim=-1) * (places >= 0) * shares)
+
+
+def cross_entropy(draft_logits: Tensor, wanted: Targets) -> Tensor:
+    """[N, V_draft] -> sum over positions, in nats, float32.
+
+    Against probabilities it is the Kullback-Leibler divergence up to a constant of the target.
+    """
+    totals = draft_logits.logsumexp(-1)
+    picked = draft_logits.gather(-1, wanted.ids)
+    return (wanted.weights.sum(-1) * totals - (wanted.weights * picked).sum(-1)).sum()
 
 
 _HEAD_ROWS = 1024
@@ -495,7 +555,7 @@ class _Fit:
             return
         path = job.workplace / checkpoint.FILE
         tensors, record = checkpoint.load(path)
-        checkpoint.require_same(path, record["job"], _description(job))
+        checkpoint.require_same(path, record["job"], _description(job), "--overwrite")
         try:
             self._course = _Course.read(
                 record.get("course"), self._layers, self._steps_per_epoch, job.options.epochs

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from selfspec.errors import InvalidOption
 from selfspec.heads.folder import EAGLE3
+from selfspec.options import SHARE, Probability, Range, Share, check_fields
 
 FITTED_HEAD_TYPES = ("linear", "translator", "low-rank", "mlp", "deep-fused", EAGLE3)
 
@@ -26,15 +27,38 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Named sets of FitOptions. specbound: what the paper prints (its section 3.1)."""
 
 
+def at_least(least: int) -> Range:
+    """From `least` on."""
+    return Range(lambda value: value >= least, f"of at least {least}")
+
+
+def _is_part(shard: str) -> bool:
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", shard)
+    return match is not None and 1 <= int(match[1]) <= int(match[2])
+
+
+Count = Annotated[int, at_least(1)]
+Limit = Annotated[int | None, at_least(1)]
+Positive = Annotated[float, Range(lambda value: value > 0.0, "above 0")]
+_BELOW_1 = Range(lambda value: 0.0 <= value < 1.0, "in [0, 1)")
+_HEAD_TYPE = Range(FITTED_HEAD_TYPES.__contains__, f"out of {', '.join(FITTED_HEAD_TYPES)}")
+_PART = Range(_is_part, "I/N with I in 1..N")
+_RANGE = Range(
+    lambda values: len(values) == 2 and 0.0 < values[0] <= values[1],
+    "of a lowest and a highest one, above 0",
+    whole=True,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """What a model writes into a file of conversations, and how much."""
 
-    tokens: int | None = None
+    tokens: Limit = None
     """Answer tokens to write, at least 1; the batch that reaches them is written whole. A file may
     be continued with a higher number. None: all rows of --from."""
 
-    batch_size: int = 128
+    batch_size: Count = 128
     """Conversations of a batch, at least 1; a killed run loses no more. The last of a batch to end
     write on alone: 256 took 0.95 times as long per token as 128 (2 cores, AVX512-BF16)."""
 
@@ -44,52 +68,39 @@ class DataOptions:
     raw: bool = False
     """For base models: prompts are plain text that the model writes on, without a chat template."""
 
-    question_temperature: tuple[float, ...] = (0.8, 1.0)
+    question_temperature: Annotated[tuple[float, ...], _RANGE] = (0.8, 1.0)
     """Lowest and highest temperature of user turns, above 0; each row draws some in between."""
 
-    question_top_k: int = 100
+    question_top_k: Annotated[int, at_least(0)] = 100
     """User turns are drawn from this many of the likeliest tokens; 0: from all."""
 
-    max_question_tokens: int = 256
+    max_question_tokens: Count = 256
     """Tokens of a user turn, at least 1; one that does not end within them is dropped."""
 
-    greedy_share: float = 0.9
+    greedy_share: Probability = 0.9
     """Share of the conversations that are answered greedily, in [0, 1]; the others are sampled, so
     that heads meet texts that the likeliest tokens alone do not give."""
 
-    temperature: float = 0.7
+    temperature: Positive = 0.7
     """Temperature of sampled answers, above 0."""
 
-    max_prompt_tokens: int = 1500
+    max_prompt_tokens: Annotated[int, at_least(32)] = 1500
     """Tokens of a prompt, at least 32; a longer one is dropped, a passage is cut to fit."""
 
-    max_new_tokens: int = 400
+    max_new_tokens: Count = 400
     """Tokens of an answer, at least 1; longer ones are cut there."""
 
-    shard: str = "1/1"
+    shard: Annotated[str, _PART] = "1/1"
     """I/N: write the I-th of N parts. Parts share no seeds and no rows of --from."""
 
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Fixes every draw, and so the text."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that nothing could be written with."""
-        ones = ("tokens", "batch_size", "max_question_tokens", "max_new_tokens")
-        least = {"max_prompt_tokens": 32, "question_top_k": 0, "seed": 0}
-        require_least(self, dict.fromkeys(ones, 1) | least)
-        require(0.0 <= self.greedy_share <= 1.0, "greedy_share", self.greedy_share, "in [0, 1]")
-        low_and_high = self.question_temperature
-        require(
-            len(low_and_high) == 2 and 0.0 < low_and_high[0] <= low_and_high[1],
-            "question_temperature",
-            ",".join(map(str, low_and_high)),
-            "a lowest and a highest one, above 0",
-        )
-        require(self.temperature > 0.0, "temperature", self.temperature, "above 0")
-        require(not (self.raw and self.system), "system", self.system, "none with raw")
-        match = re.fullmatch(r"([0-9]+)/([0-9]+)", self.shard)
-        inside = match is not None and 1 <= int(match[1]) <= int(match[2])
-        require(inside, "shard", self.shard, "I/N with I in 1..N")
+        check_fields(self)
+        if self.raw and self.system:
+            raise InvalidOption(f"system is {self.system}, expected none with raw")
 
     @property
     def part(self) -> tuple[int, int]:
@@ -109,23 +120,23 @@ class CacheOptions:
     deep: bool = True
     """Keep the last state of the token before, which deep-fused heads read."""
 
-    top_k: int = 32
+    top_k: Count = 32
     """The model's own most likely next tokens, kept for fitting to its distribution and for
     measuring, at least 1."""
 
-    batch_tokens: int = 2048
+    batch_tokens: Count = 2048
     """Tokens per batch, padding included. No conversation may be longer. 4096 halve the number of
     steps, which cost 4 to 6 points of agreement in one epoch over 60K tokens."""
 
     answers_only: bool = False
     """Keep positions that predict a token of an answer alone, for a fit with --answer-share 1."""
 
-    max_tokens: int | None = None
+    max_tokens: Limit = None
     """Answer tokens of the text to use. None: all."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that make no sense for any model."""
-        require_least(self, {"top_k": 1, "batch_tokens": 1, "max_tokens": 1})
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +147,7 @@ class FitOptions:
     """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads. None: those of the
     cache, else the embedding for these, and five for others, evenly over the first two thirds."""
 
-    head_type: str = "deep-fused"
+    head_type: Annotated[str, _HEAD_TYPE] = "deep-fused"
     """deep-fused (mlp that also reads the model's last state of the token before: no layer runs
     for a draft), linear (norm and an LM head of its own), translator (norm, an affine map, the
     model's own unembedding), low-rank (the same, narrow), mlp, or eagle3 (a decoder layer that
@@ -146,53 +157,53 @@ class FitOptions:
     """Layers whose states eagle3 heads read, rising, 1 to the model's last but one. None: 2, the
     middle one and the last but three."""
 
-    inner_size: int | None = None
+    inner_size: Limit = None
     """Rank of a low-rank head, hidden units of another type's MLP, at least 1. None: the type's own
     choice."""
 
-    draft_vocab_size: int | None = 8192
+    draft_vocab_size: Limit = 8192
     """Tokens that heads can draft: all special ones, the most frequent of the training answers,
     then the lowest ids. None: the model's whole vocabulary."""
 
-    ce_share: float = 1.0
+    ce_share: Probability = 1.0
     """Share of the loss on the model's own next token, in [0, 1]; the rest is the divergence from
     its distribution."""
 
-    answer_share: float | None = None
+    answer_share: Annotated[float | None, SHARE] = None
     """Share of the loss on positions that predict a token of an answer, above 0, at most 1; the
     rest is on what the model says within user turns and passages. 1 leaves these out. None: all
     positions count alike."""
 
-    draft_steps: int = 2
+    draft_steps: Count = 2
     """Tokens ahead that deep-fused and eagle3 heads learn, at least 1: from the second on they read
     features of the head itself, as they will when they draft."""
 
-    step_decay: float = 1.0
+    step_decay: Share = 1.0
     """What each further token ahead weighs of the one before, above 0, at most 1."""
 
-    epochs: int = 2
+    epochs: Count = 2
     """Passes over the training text, at least 1."""
 
-    patience: int | None = None
+    patience: Limit = None
     """Stop after this many epochs in which no layer agreed better. None: never."""
 
-    learning_rate: float = 2e-3
+    learning_rate: Positive = 2e-3
     """AdamW's, at its highest, above 0."""
 
-    warmup: float = 0.05
+    warmup: Annotated[float, _BELOW_1] = 0.05
     """Share of the steps over which the learning rate rises, in [0, 1); then a cosine to 0."""
 
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, at_least(0)] = 0.01
     """AdamW's, at least 0; for matrices only."""
 
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
     """Gradients of a head are clipped to this norm, above 0; each head on its own, so that one does
     not slow the others down."""
 
-    accumulate: int = 1
+    accumulate: Count = 1
     """Batches per step, at least 1; several processes share them."""
 
-    checkpoint_steps: int = 200
+    checkpoint_steps: Count = 200
     """Steps between two checkpoints, at least 1; what a killed run may lose."""
 
     seed: int = 0
@@ -200,32 +211,9 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no fit could make sense of."""
-        require(self.head_type in FITTED_HEAD_TYPES, "head_type", self.head_type, FITTED_HEAD_TYPES)
-        ones = ("inner_size", "draft_vocab_size", "draft_steps", "epochs", "patience", "accumulate")
-        require_least(self, dict.fromkeys((*ones, "checkpoint_steps"), 1) | {"weight_decay": 0})
-        for name in ("learning_rate", "max_grad_norm"):
-            require(getattr(self, name) > 0.0, name, getattr(self, name), "above 0")
-        require(0.0 <= self.ce_share <= 1.0, "ce_share", self.ce_share, "in [0, 1]")
-        share = self.answer_share
-        require(share is None or 0.0 < share <= 1.0, "answer_share", share, "in (0, 1]")
-        require(0.0 < self.step_decay <= 1.0, "step_decay", self.step_decay, "in (0, 1]")
-        require(0.0 <= self.warmup < 1.0, "warmup", self.warmup, "in [0, 1)")
+        check_fields(self)
 
 
 def plain(options: Any) -> dict[str, Any]:
     """Options by name, ready for JSON and YAML: what is read again is the same."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
-
-
-def require_least(options: Any, least: dict[str, int]) -> None:
-    """Raise InvalidOption for an option below its least value; None is above all."""
-    for name, low in least.items():
-        value = getattr(options, name)
-        require(value is None or value >= low, name, value, f"at least {low}")
-
-
-def require(condition: bool, name: str, value: object, expected: object) -> None:
-    """Raise InvalidOption unless `condition`; several expected values are listed."""
-    if not condition:
-        wanted = " or ".join(expected) if isinstance(expected, tuple) else expected
-        raise InvalidOption(f"{name} is {value}, expected {wanted}")

@@ -80,6 +80,11 @@ class Family:
     read: bool = False
     """The text is read only: nothing is answered."""
 
+    def is_invented(self, *, raw: bool) -> bool:
+        """Whether the model writes a part of the user's turns; a `raw` row is its first alone."""
+        turns = self.continues or any(None in ask for ask in self.ask)
+        return bool(self.question) or (turns and not raw)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -199,8 +204,11 @@ class Prompts:
         model to write on, and of a conversation the first turn alone is used.
         """
         self._recipe, self._passages, self._seed, self._own = recipe, passages, seed, own
-        needs = _asks if raw else _invents
-        usable = [f for f in recipe.families if self._has_text(f) and (invents or not needs(f))]
+        usable = [
+            family
+            for family in recipe.families
+            if self._has_text(family) and (invents or not family.is_invented(raw=raw))
+        ]
         self.article_families = {family.name for family in usable if family.passages}
         self.left_out = [f.name for f in recipe.families if f not in usable]
         if not usable:
@@ -388,13 +396,3 @@ def _placeholders(text: str) -> Iterator[str]:
         if not re.fullmatch(r"[a-z_]+", name) or format_spec or conversion:
             raise ValueError(f"{{{name}}} is no name of a list")
         yield name
-
-
-def _invents(family: Family) -> bool:
-    """Whether the model writes a part of the user's turns."""
-    return family.continues or _asks(family) or any(None in ask for ask in family.ask)
-
-
-def _asks(family: Family) -> bool:
-    """Whether it writes the first turn's question."""
-    return bool(family.question)

@@ -41,9 +41,9 @@ from selfspec import files
 from selfspec.decoding.engine import MOST_TEXTS
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.model.backbone import Backbone
-from selfspec.training.checkpoint import record_of
+from selfspec.training.checkpoint import record_of, require_same
 from selfspec.training.options import DataOptions
-from selfspec.training.recipe import Prompts, Row
+from selfspec.training.recipe import Passages, Prompts, Recipe, Row
 from selfspec.training.text import (
     Ask,
     Message,
@@ -224,13 +224,8 @@ class Writer:
                 f"{self._record} is no record of this version of selfspec data: {error}. Delete it "
                 f"and {self.output.name} to start over"
             ) from error
-        for name in self._run.options | found.options:
-            before, now = found.options.get(name), self._run.options.get(name)
-            if before != now:
-                raise InvalidOption(
-                    f"{self.output} was begun with {name} {before}, not {now}. Give the same "
-                    f"options to continue it, another --output, or remove {self._record} with it"
-                )
+        way_out = f"remove it and {self._record.name}"
+        require_same(self.output, found.options, self._run.options, way_out)
         own = self._run.versions
         if changed := {k: v for k, v in own.items() if found.versions.get(k) != v}:
             logger.warning("%s was begun with other versions than %s", self.output, changed)
@@ -253,11 +248,6 @@ class Writer:
         os.truncate(self.output, whole)
         self._run = replace(found, next=[])
 
-    @property
-    def status(self) -> Path:
-        """Where people may read how far it is."""
-        return _status_of(self.output)
-
     def _save(self, run: _Run) -> None:
         """Replace the record: it is always whole."""
         files.write(self._record, json.dumps(asdict(run), indent=1) + "\n")
@@ -273,8 +263,6 @@ def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
         record = _record_of(path) if path.name else path
         files.refuse_inputs([path, record], reads)
         if not path.name or not (path.exists() or record.exists() or path.is_symlink()):
-            if path.name and _status_of(path).exists():
-                raise CannotWrite(f"{_status_of(path)} is of another run. Give another --output")
             if path.suffix not in ("", ".jsonl", ".json", ".gz"):
                 raise CannotWrite(
                     f"{path} would hold lines of JSON. Name it {path.with_suffix('.jsonl')}"
@@ -303,10 +291,6 @@ def template_of(output: Path) -> str | None:
 
 def _record_of(output: Path) -> Path:
     return output.with_name(output.name + ".run.json")
-
-
-def _status_of(output: Path) -> Path:
-    return output.with_name(output.name + ".status")
 
 
 @contextmanager
@@ -466,6 +450,13 @@ class Author:
         self._question_ends = self.turns.question_ends()
         self._watch = watch
         self._texts: Texts
+
+    def prompts(
+        self, recipe: Recipe, passages: Passages, own: Sequence[tuple[str, ...]] = ()
+    ) -> Prompts:
+        """Rows of a recipe and of a user's `own`, as far as this author can write them."""
+        raw, seed = self.options.raw, self.options.seed
+        return Prompts(recipe, passages, seed, own, invents=self.invents and not raw, raw=raw)
 
     def write(self, scripts: Iterable[Script[T]]) -> list[T]:
         """What all of them return, in their order.

@@ -572,7 +572,7 @@ class Turns:
     def _between(self) -> str:
         """From the end of an answer to the start of the user's next words."""
         messages = [
-            *_opened(self.system),
+            *self.messages(),
             _user(_FIRST),
             {"role": "assistant", "content": _ANSWER},
             _user(_SECOND),

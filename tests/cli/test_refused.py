@@ -171,7 +171,7 @@ verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
 fit --data talks.jsonl                           | no --output
 fit --output new                                 | no --data
 fit T --preset specbond                          | Did you mean specbound?
-fit T --epochs 0                                 | epochs is 0, expected at least 1
+fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
 fit T --exit-layers two                          | exit_layers is 'two'
 fit T --data none.jsonl                          | none.jsonl
 fit T --config wrong.yaml                        | Did you mean
@@ -184,7 +184,7 @@ calibrate H --data none.jsonl                    | none.jsonl
 calibrate H --data talks.jsonl --precision 1.5   | precision is 1.5
 data --tokens 5                                  | no --output
 data --output new.jsonl                          | no --tokens
-data --output new.jsonl --tokens 9 --shard 2     | shard is 2, expected I/N
+data --output new.jsonl --tokens 9 --shard 2     | shard is 2, expected a value I/N
 data --output new.jsonl --tokens 9 --recipe none | cannot read none
 data --output new.jsonl --tokens 9 --passages no | no is no folder
 data --output new.jsonl --tokens 9 --exclude none.jsonl | none.jsonl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,16 @@ from transformers import PreTrainedModel
 
 from selfspec.api.speculator import load, wrap
 from selfspec.errors import InvalidOption
+from selfspec.training.text import planned
 from tests.models import make_model, random_ids
 from tests.talks import make_talks, make_tokenizer
 from training import draft_model
-from training.draft_model import DraftFitOptions, agreement, cut, fit
+from training.draft_model import agreement, cut, fit
 
 
 @pytest.fixture(scope="module")
 def whole() -> PreTrainedModel:
     return make_model("llama")
-
-
-def ignore(*_: Any) -> None:
-    """Of a progress bar."""
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -58,7 +56,8 @@ def test_a_fit_raises_agreement_and_leaves_embedding_and_large_model_alone(
     talks = make_talks(whole)
     small = cut(whole, 2)
     at_first = agreement(small, talks, 64)
-    fit(small, talks, DraftFitOptions(steps=60, batch_tokens=64, learning_rate=1e-2), ignore)
+    batches = itertools.cycle(planned(talks, 64))
+    fit(small, batches, steps=60, learning_rate=1e-2, progress=lambda *_: None)
     # 12 texts learned by heart: 21 % before, 100 % after when measured
     assert agreement(small, talks, 64) > at_first + 0.4
     embedding: Any = small.get_input_embeddings()

@@ -29,9 +29,10 @@ from selfspec.training.calibrate import (
     measured_entropy,
     threshold,
 )
+from selfspec.training.fit import fit
 from selfspec.training.text import Conversation
 from tests.talks import make_talks
-from tests.training.test_fit import fitted, make_job
+from tests.training.test_fit import make_job
 
 NOTHING = (0.0,) * 8
 FLAT = MeasuredCosts(
@@ -154,7 +155,7 @@ def test_calibrated_heads_carry_settings_that_the_runtime_takes(
     backbone: Backbone, talks: list[Conversation], tmp_path: Path, head_type: str
 ) -> None:
     job = make_job(backbone, talks, head_type=head_type, epochs=6, learning_rate=3e-2)
-    result = fitted(backbone, talks, head_type=head_type, epochs=6, learning_rate=3e-2)
+    result = fit(job)
     records.write(tmp_path, result, {})
     found = calibrate.calibrate(result.heads, job.validation, FLAT)
     calibrate.write(result.heads, tmp_path, found, {"data": "talks"})
@@ -173,8 +174,7 @@ def test_calibrated_heads_carry_settings_that_the_runtime_takes(
 
 def test_a_wanted_precision_is_kept(backbone: Backbone, talks: list[Conversation]) -> None:
     job = make_job(backbone, talks, epochs=6, learning_rate=3e-2)
-    heads = fitted(backbone, talks, epochs=6, learning_rate=3e-2).heads
-    found = calibrate.calibrate(heads, job.validation, FLAT, precision=0.9)
+    found = calibrate.calibrate(fit(job).heads, job.validation, FLAT, precision=0.9)
     for layer, tau in zip(found.setting.exit_layers, found.setting.exit_threshold, strict=True):
         wanted = found.thresholds[layer][0.9]
         assert wanted is not None
@@ -185,7 +185,7 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
     backbone: Backbone, talks: list[Conversation], tmp_path: Path
 ) -> None:
     job = make_job(backbone, talks)
-    result = fitted(backbone, talks)
+    result = fit(job)
     records.write(tmp_path, result, {})
 
     def defaults(costs: MeasuredCosts) -> tuple[SpeculationOptions, str]:

@@ -13,7 +13,7 @@ import pytest
 
 from selfspec.errors import SelfspecError
 from selfspec.training.endpoint import RemoteAuthor
-from selfspec.training.recipe import Passages, Prompts
+from selfspec.training.recipe import Passages
 from selfspec.training.selfgen import Counts, Written
 from tests.authors import RECIPE, make_author, recipe_of
 
@@ -67,7 +67,7 @@ def remote(url: str, **options: Any) -> RemoteAuthor:
 
 def test_answers_are_the_servers_as_the_models_ids(url: str, tmp_path: Path) -> None:
     author = remote(url, system="c", greedy_share=0.5)
-    prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0, invents=author.invents)
+    prompts = author.prompts(recipe_of(RECIPE, tmp_path), Passages())
     assert prompts.left_out == ["free", "pair"]
     rows = Written(author, prompts).batch(0, 0, Counts())
     answered = [row for row in rows if row["family"] != "read"]

@@ -94,4 +94,6 @@ def test_without_targets_the_layers_behind_the_last_exit_do_not_run(
 def test_the_announced_size_is_the_real_one(backbone: Backbone, talks: list[Conversation]) -> None:
     found = features(backbone, WHOLE, padded(talks))
     element_size = backbone.dtype.itemsize
-    assert found.nbytes == len(found) * WHOLE.bytes_per_token(backbone.hidden_size, element_size)
+    assert sum(tensor.nbytes for tensor in found.tensors().values()) == len(
+        found
+    ) * WHOLE.bytes_per_token(backbone.hidden_size, element_size)

@@ -130,16 +130,6 @@ def test_a_fit_killed_at_a_dozen_moments_gives_the_same_heads(workplace: Path) -
         assert contents(found) == expected, f"killed at {names[last - 1]}, moment {last}"
 
 
-def test_one_epoch_killed_behind_its_last_step_is_still_measured(workplace: Path) -> None:
-    once = [*FIT, "--epochs", "1"]
-    names = moments(once)
-    expected = contents(workplace / "out")
-    killed([*once[:-3], "again", *once[-2:]], names.index("before agreements") + 1)
-    assert (workplace / "again" / "unfinished" / checkpoint.FILE).is_file()
-    assert main([*once[:-3], "again", *once[-2:]]) == 0
-    assert contents(workplace / "again") == expected
-
-
 def test_heads_being_replaced_are_the_old_ones_or_the_new_ones(
     workplace: Path, backbone: Backbone
 ) -> None:

@@ -12,7 +12,7 @@ from selfspec.errors import InvalidData
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.model.backbone import Backbone
 from selfspec.training.features import Features
-from selfspec.training.losses import cross_entropy, draft_index, targets
+from selfspec.training.fit import cross_entropy, draft_index, targets
 from selfspec.training.measure import agreements, coverage
 from tests.models import VOCAB_SIZE
 

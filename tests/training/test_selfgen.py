@@ -25,7 +25,6 @@ from selfspec.training.selfgen import (
 )
 from selfspec.training.text import Turns, loop_start
 from tests.authors import RECIPE, SMALL, invent, make_author, prompt_ids, read, recipe_of
-from tests.models import MAX_POSITIONS
 from tests.talks import WORDS
 
 ONE_TURN = RECIPE.replace(', ["c {other}", null, "b"]', "")
@@ -107,7 +106,10 @@ def test_rows_differ_and_every_one_is_counted(
     lines, counts = written
     assert len({key(line["messages"][0]["content"]) for line in lines}) == len(lines)
     assert counts.total("rows") == len(lines)
-    assert counts.answer_tokens >= 300
+    talks = [text.encoded(line, None) for line in lines]
+    assert sum(len(talk.answer_ids) for talk in talks) == counts.answer_tokens >= 300
+    assert sum(len(talk.answers) for talk in talks) == counts.total("answers")
+    assert any(not talk.answers for talk in talks)  # only read
     seeds = {line["seed"] for line in lines}
     dropped = sum(counts.total(name) for name in DROPPED)
     batches = max(seeds) - batch_seed(0, 0) + 1
@@ -126,16 +128,18 @@ def test_the_last_batch_is_small_where_few_tokens_are_missing(tmp_path: Path) ->
     assert sizes == [32, 23, 16]
 
 
-def test_what_is_written_can_be_read_for_training(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    counts = invent(make_author(tokens=200), path)
-    talks = text.read_conversations(path, None, vocab_size=len(WORDS), max_length=MAX_POSITIONS)
-    assert sum(len(talk.answer_ids) for talk in talks) == counts.answer_tokens
-    assert sum(len(talk.answers) for talk in talks) == counts.total("answers")
-    assert any(not talk.answers for talk in talks)  # only read
-
-
 # --- options that change the text
+
+
+def ids_with(folder: Path, **options: Any) -> list[list[int]]:
+    folder.mkdir(exist_ok=True)
+    invent(make_author(tokens=100, **options), folder / "a.jsonl")
+    return [line["input_ids"] for line in read(folder / "a.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    return ids_with(tmp_path_factory.mktemp("usual"))
 
 
 @pytest.mark.parametrize(
@@ -153,14 +157,17 @@ def test_what_is_written_can_be_read_for_training(tmp_path: Path) -> None:
         {"shard": "2/2"},
     ],
 )
-def test_another_value_is_another_text(tmp_path: Path, options: dict[str, Any]) -> None:
-    texts = []
-    for number, given in enumerate(({}, {}, options, {"greedy_share": 0.0})):
-        path = tmp_path / str(number)
-        invent(make_author(tokens=100, **given), path)
-        texts.append([line["input_ids"] for line in read(path)])
-    assert texts[0] == texts[1] != texts[2]
-    assert "temperature" not in options or texts[2] != texts[3]
+def test_another_value_is_another_text(
+    tmp_path: Path, usual: list[list[int]], options: dict[str, Any]
+) -> None:
+    found = ids_with(tmp_path / "other", **options)
+    assert found != usual
+    if "temperature" in options:  # not only because answers are sampled
+        assert found != ids_with(tmp_path, greedy_share=0.0)
+
+
+def test_the_same_options_give_the_same_text(tmp_path: Path, usual: list[list[int]]) -> None:
+    assert ids_with(tmp_path) == usual
 
 
 def test_later_turns_are_asked_and_invented(

@@ -190,8 +190,8 @@ def test_a_folder_of_other_features_is_refused(
     write(tmp_path, stream)
     changed = StreamSource(backbone, SPEC, talks[1:], 64)
     for source, change, reason in (
-        (stream, {"base_fingerprint": "def"}, "another base fingerprint"),
-        (stream, {"dtype": "bfloat16"}, "another dtype"),
+        (stream, {"base_fingerprint": "def"}, "begun with base_fingerprint"),
+        (stream, {"dtype": "bfloat16"}, "dtype float32, not bfloat16"),
         (changed, {}, "another digest"),
     ):
         with pytest.raises(InvalidOption, match=reason):
