@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -269,15 +268,6 @@ def test_keys_are_asked_for_where_there_are_any(default: Speculator) -> None:
         assert answer.json()["choices"][0]["finish_reason"] == "length"  # no time for more
         assert answer.json()["usage"]["completion_tokens"] < 20
         assert httpx.get(f"{guarded.address}/health").status_code == 200
-
-
-def test_a_stream_is_server_sent_events(server: Running) -> None:
-    answer = server.post({**BODY, "stream": True})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in answer.text.splitlines() if line]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines[-1] == "data: [DONE]"
-    assert json.loads(lines[0][6:])["object"] == "chat.completion.chunk"
 
 
 def test_langchain_gets_the_texts_of_generate(server: Running) -> None:

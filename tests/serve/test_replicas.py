@@ -29,7 +29,6 @@ from tests.serve.live import CHAT, JSON, Running, wait_until
 from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through Ray
     test_a_bad_body_or_path_is_refused,
     test_a_stop_ends_the_text_and_is_no_part_of_it,
-    test_a_stream_is_server_sent_events,
     test_a_stream_joins_to_the_same_text,
     test_an_answer_is_that_of_generate,
     test_choices_draw_with_seeds_one_after_the_other,
