@@ -217,17 +217,6 @@ def test_copied_tokens_say_where_they_were_seen(opened: Open, trace: LayerTrace)
     assert page.locator("#map td.left, #map td.rejected").count() == 0
 
 
-def test_it_comes_in_light_and_dark(opened: Open, trace: LayerTrace, record: Record) -> None:
-    html = render(trace, record, COSTS)
-    paper = "getComputedStyle(document.body).backgroundColor"
-    light = opened(html, color_scheme="light").evaluate(paper)
-    page = opened(html, color_scheme="dark")
-    dark = page.evaluate(paper)
-    assert light != dark
-    page.get_by_role("button", name="dark").click()
-    assert page.evaluate(paper) == light
-
-
 @pytest.mark.parametrize(
     "look", [{}, {"color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"]
 )
