@@ -144,10 +144,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"no_such_field": 1}, "no_such_field"),
         ({"temperature": 3}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ["a" * 129]}, "stop[0]"),
         ({"top_p": 0}, "top_p"),
         ({"messages": []}, "messages"),
@@ -237,8 +235,7 @@ def test_sixteen_at_once_have_the_texts_that_they_have_alone(
 
 
 def test_a_client_that_goes_away_ends_its_answer(server: Running) -> None:
-    with streaming(server, {**LONG, "n": 2}):
-        pass
+    """Without a stream; those in mid-stream: test_connections."""
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.address}{CHAT}", json={**LONG, "n": 2, "stream": False}, timeout=0.5)
     wait_until(server.idle)
