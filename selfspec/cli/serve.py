@@ -57,8 +57,7 @@ def serve(*, asked: Asked) -> None:
 
     def ready(address: str) -> None:
         several = f", {options.replicas} copies," if options.replicas > 1 else ""
-        said = f"{label}{several} at {address}/v1, a page at {address}. Ctrl-C stops it."
-        base.note(said)
+        base.note(f"{label}{several} at {address}/v1, a page at {address}. Ctrl-C stops it.")
 
     with bound(options) as at:
         if options.replicas == 1:

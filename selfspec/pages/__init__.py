@@ -1,7 +1,7 @@
 """HTML pages in one file: what all of them share. Their look, words for elements, a strict policy.
 
 A page is a template with a style and a script in it; it loads nothing. Called by
-`visualise.page` and `serve.page`.
+`visualise.page` and `serve.app`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from importlib.resources import files
 
 from selfspec.pages import palette
 
-LOOK, DOM = "look.css", "dom.js"
-"""Shared by all pages: they come before a page's own."""
-
 
 def assets(package: str, names: Sequence[str]) -> str:
     """Files of a package's folder `assets`, one behind the other."""
@@ -26,12 +23,12 @@ def assets(package: str, names: Sequence[str]) -> str:
 
 def style_of(package: str, *names: str) -> str:
     """Colours, the look of all pages, and a page's own."""
-    return "\n".join((palette.as_css(), assets(__name__, [LOOK]), assets(package, names)))
+    return "\n".join((palette.as_css(), assets(__name__, ["look.css"]), assets(package, names)))
 
 
 def script_of(package: str, *names: str) -> str:
     """One module: words for elements, and a page's own files in this order."""
-    return "\n".join((assets(__name__, [DOM]), assets(package, names)))
+    return "\n".join((assets(__name__, ["dom.js"]), assets(package, names)))
 
 
 def policy(script: str, style: str, *more: str) -> str:

@@ -50,17 +50,12 @@ def rgb(colour: str) -> Rgb:
     return red, green, blue
 
 
-def mixed(colour: str, other: str, share: float) -> str:
-    """`share` of the second, the rest of the first; as CSS's color-mix in srgb."""
-    pairs = zip(rgb(colour), rgb(other), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
-
-
 def of_layer(layer: int, num_layers: int) -> str:
-    """Where on the ramp an exit layer stands."""
+    """Where on the ramp an exit layer stands; mixed as by CSS's color-mix in srgb."""
     place = min(layer / num_layers, 0.999) * (len(RAMP) - 1)
     low = int(place)
-    return mixed(RAMP[low], RAMP[low + 1], place % 1)
+    pairs = zip(rgb(RAMP[low]), rgb(RAMP[low + 1]), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * (place % 1)):02x}" for a, b in pairs)
 
 
 def as_css() -> str:

@@ -37,10 +37,10 @@ class Reply:
             "model": writer.label,
         }
         self._pieces: list[list[Piece]] = [[] for _ in choices]
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece] = asyncio.Queue()
         self._room = _MOST_WAITING * len(choices)
-        self._job = Job(choices, self._wrote)
+        self._job = Job(choices, lambda piece: loop.call_soon_threadsafe(self._put, piece))
         writer.submit(self._job)
 
     async def next(self) -> Piece:
@@ -164,9 +164,6 @@ class Reply:
             ],
             "text_offset": offsets[len(offsets) - len(entries) :],
         }
-
-    def _wrote(self, piece: Piece) -> None:
-        self._loop.call_soon_threadsafe(self._put, piece)
 
     def _put(self, piece: Piece) -> None:
         """On the loop. Ends an answer that its client does not read."""

@@ -267,10 +267,9 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """Says where it listens."""
+    """Says where it listens: `ready` gets the address."""
 
     def __init__(self, app: Starlette, options: ServeOptions, ready: Callable[[str], None]) -> None:
-        """`ready` gets the address."""
         connections = partial(_Connection, client_timeout=options.client_timeout)
         config = uvicorn.Config(
             app,

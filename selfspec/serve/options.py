@@ -12,15 +12,21 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from selfspec import untrusted
 from selfspec.errors import InvalidOption
+from selfspec.options import Range, between, check_fields
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 VARIABLE = "SELFSPEC_API_KEY"
 
 _MOST_KEY_BYTES = 1 << 20
+
+AT_LEAST_ONE = Range(lambda value: value >= 1, "of at least 1")
+NOT_BELOW_ZERO = Range(lambda value: value >= 0, "of at least 0")
+ABOVE_ZERO = Range(lambda value: value > 0, "of more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,37 +36,37 @@ class ServeOptions:
     host: str = "127.0.0.1"
     """Address to listen at. Any but this machine's own needs keys."""
 
-    port: int = 8000
+    port: Annotated[int, between(0, 65535)] = 8000
     """Port; 0 takes a free one."""
 
-    concurrency: int = 32
+    concurrency: Annotated[int, AT_LEAST_ONE] = 32
     """Answers that are written at once."""
 
-    queue: int = 128
+    queue: Annotated[int, NOT_BELOW_ZERO] = 128
     """Answers that may wait besides; more are refused with status 429."""
 
-    timeout: float = 600.0
+    timeout: Annotated[float, ABOVE_ZERO] = 600.0
     """Seconds for an answer, waiting included; then it ends where it is."""
 
-    max_tokens: int = 1024
+    max_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Most tokens of an answer where its request does not say."""
 
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Annotated[int | None, AT_LEAST_ONE] = None
     """Most tokens of a prompt; without it as many as the model has positions."""
 
-    max_body_mb: float = 4.0
+    max_body_mb: Annotated[float, ABOVE_ZERO] = 4.0
     """Largest body of a request, in megabytes."""
 
-    client_timeout: float = 30.0
+    client_timeout: Annotated[float, ABOVE_ZERO] = 30.0
     """Seconds for a client to send a request, or to read on; then its connection ends."""
 
-    patience: float = 1.0
+    patience: Annotated[float, NOT_BELOW_ZERO] = 1.0
     """How much longer the next token of an answer may take while a prompt enters, in tokens."""
 
-    graceful_seconds: float = 30.0
+    graceful_seconds: Annotated[float, ABOVE_ZERO] = 30.0
     """For running answers, when the server is stopped."""
 
-    replicas: int = 1
+    replicas: Annotated[int, AT_LEAST_ONE] = 1
     """Copies of the model; more than one run under Ray Serve and share the cores."""
 
     cors_origin: list[str] | None = None
@@ -73,16 +79,8 @@ class ServeOptions:
     """The texts of requests and answers, too."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for numbers that nothing could be served with."""
-        least = {"concurrency": 1, "queue": 0, "port": 0, "patience": 0, "max_tokens": 1}
-        for name, lowest in {**least, "max_prompt_tokens": 1, "replicas": 1}.items():
-            if (value := getattr(self, name)) is not None and value < lowest:
-                raise InvalidOption(f"{name} is {value}, expected at least {lowest}")
-        for name in ("timeout", "client_timeout", "max_body_mb", "graceful_seconds"):
-            if not getattr(self, name) > 0:
-                raise InvalidOption(f"{name} is {getattr(self, name)}, expected more than 0")
-        if self.port > 65535:
-            raise InvalidOption(f"port is {self.port}, expected at most 65535")
+        """Raise InvalidOption for values that nothing could be served with."""
+        check_fields(self)
         for origin in self.cors_origin or ():
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise InvalidOption(

@@ -53,7 +53,7 @@ class Job:
     """The choices of a request, and who hears of them, on the writer's thread."""
 
     choices: Sequence[Choice]
-    wrote: Callable[[Piece], None]
+    wrote: Callable[[Piece], object]
     prompt_tokens: int = 0
     """Known before the first piece."""
     left: int = 0

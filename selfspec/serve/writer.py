@@ -57,7 +57,8 @@ class Writer:
         self._tool_format = format_of(speculator.tokenizer)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[Running, Answer] = {}
-        self._open = 0
+        self.open = 0
+        """Choices that are written or wait."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="selfspec-writer", daemon=True)
@@ -67,11 +68,6 @@ class Writer:
     def knows_tools(self) -> bool:
         """Whether the chat template can show functions, and says how they are called."""
         return self._tool_format is not None
-
-    @property
-    def open(self) -> int:
-        """Choices that are written or wait."""
-        return self._open
 
     @property
     def alive(self) -> bool:
@@ -88,13 +84,13 @@ class Writer:
         if count > most:
             raise Refused(400, f"{count} answers at once, expected at most {most}", field="n")
         with self._lock:
-            if self._open + count > most:
+            if self.open + count > most:
                 raise Refused(
                     429,
-                    f"{self._open} answers are written or wait. Try again soon",
+                    f"{self.open} answers are written or wait. Try again soon",
                     headers={"Retry-After": str(_RETRY_AFTER_S)},
                 )
-            self._open += count
+            self.open += count
         job.left = count
         self._orders.put(lambda: self._begin(job))
 
@@ -109,7 +105,7 @@ class Writer:
         def answer() -> None:
             if found.set_running_or_notify_cancel():
                 running = self._engine.texts - self._engine.waiting
-                found.set_result(State(running, self._open - running, self._engine.memory))
+                found.set_result(State(running, self.open - running, self._engine.memory))
 
         self._orders.put(answer)
         return found
@@ -208,11 +204,11 @@ class Writer:
             self.metrics.count("request_cancelled")
             self._done(answer)
         with self._lock:
-            self._open -= job.left
+            self.open -= job.left
         job.left = 0
 
     def _done(self, answer: Answer) -> None:
         if self._answers.pop(answer.running, None) is not None:
             answer.job.left -= 1
             with self._lock:
-                self._open -= 1
+                self.open -= 1

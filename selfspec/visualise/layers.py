@@ -20,6 +20,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import DRAFT_MODEL, SOURCES, GenerationStats, Round
 from selfspec.errors import InvalidData, InvalidOption
+from selfspec.hub.models import LOGIT_LENS
 from selfspec.typed import fits, require_types
 from selfspec.untrusted import json_lines, parse_json
 
@@ -27,9 +28,6 @@ FORMAT_VERSION = 6
 
 Kind = Literal["prefill", "accepted", "bonus"]
 """Where a token comes from: the prompt's pass, a draft that stayed, verification itself."""
-
-LOGIT_LENS = "logit-lens"
-"""Kind of a head that nobody fitted: the model's own output layer."""
 
 _VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
@@ -105,11 +103,6 @@ class TraceInfo:
     """The prompt as it was asked, before any chat template."""
     prompt_texts: tuple[str, ...]
     """Texts of the prompt's tokens, the chat template's too."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """How many the prompt has."""
-        return len(self.prompt_texts)
 
     @property
     def taus(self) -> dict[int, float]:

@@ -44,9 +44,6 @@ TOP = 5
 _DIGITS = 6
 """Decimals of probabilities and divergences: a file keeps exactly what the pictures show."""
 
-PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""Text of a token that holds some bytes of a character."""
-
 
 def inspect(
     speculator: Speculator,

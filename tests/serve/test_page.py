@@ -243,7 +243,9 @@ def test_text_is_text_code_is_code_and_errors_are_said(opened: Open, server: Run
     assert page.locator(".answer .text").text_content() == "".join(texts)
     assert page.locator(".answer img, .answer b").count() == 0
     assert page.evaluate("typeof hacked") == "undefined"
-    assert page.locator(".code").all_text_contents() == ["```py\nif a < b:\n  ```x\n```\n"]
+    assert page.locator(".code").all_text_contents() == [
+        *("```py\n", "if a < b:\n", "  ```x\n", "```\n")
+    ]
     assert (
         page.locator(".grammar").first.get_attribute("title")
         == "a draft of the grammar of a format"
@@ -307,5 +309,5 @@ def test_the_page_may_load_nothing(server: Running) -> None:
     assert rules["script-src"].startswith("'sha256-")
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
-    assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert "http://" not in answer.text
     assert "https://" not in answer.text

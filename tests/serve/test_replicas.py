@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import httpx
@@ -22,14 +21,13 @@ import selfspec
 from selfspec.api.speculator import Speculator
 from selfspec.cli.main import main
 from selfspec.serve.options import Keys, ServeOptions
-from selfspec.serve.replica import NAME, Replica, session
+from selfspec.serve.replica import NAME, session
 from selfspec.serve.writer import Writer
 from tests.serve.conftest import DRAFTS
 from tests.serve.live import CHAT, JSON, Running, wait_until
 from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through Ray
     test_a_bad_body_or_path_is_refused,
     test_a_stop_ends_the_text_and_is_no_part_of_it,
-    test_a_stream_is_server_sent_events,
     test_a_stream_joins_to_the_same_text,
     test_an_answer_is_that_of_generate,
     test_choices_draw_with_seeds_one_after_the_other,
@@ -314,15 +312,6 @@ def test_where_a_copy_ends_its_answer_is_refused_and_never_half_of_one() -> None
     half = {"type": "http.response.body", "body": b'{"half', "more_body": True}
     with pytest.raises(RuntimeError, match="the answer was cut"):
         through(Handle(begun, half, error=ActorDiedError()))
-
-
-def test_a_copy_without_a_writer_is_not_well() -> None:
-    replica = object.__new__(Replica)
-    replica._writer = cast("Any", SimpleNamespace(alive=True))
-    replica.check_health()
-    replica._writer = cast("Any", SimpleNamespace(alive=False))
-    with pytest.raises(RuntimeError, match="the writer has ended"):
-        replica.check_health()
 
 
 def test_without_ray_one_line_says_what_to_install(

@@ -88,8 +88,7 @@ def test_texts_of_tokens_cannot_leave_their_element(record: Record) -> None:
 def test_the_page_may_load_nothing(record: Record) -> None:
     page = render(make_trace(record, USED), record, None)
     assert "default-src 'none'" in page
-    links = {"http://www.w3.org/2000/svg"}  # a name, not an address
-    assert set(re.findall(r"https?://[^\"' ]+", page)) == links
+    assert re.search("https?://", page) is None
 
 
 def test_without_a_record_there_are_no_other_settings(record: Record) -> None:

@@ -4,15 +4,7 @@ const $ = (id) => document.getElementById(id);
 
 /** An HTML element; properties are attributes, children elements or strings. */
 function el(tag, attributes = {}, ...children) {
-  return fill(document.createElement(tag), attributes, children);
-}
-
-/** An SVG element. */
-function svg(tag, attributes = {}, ...children) {
-  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
-}
-
-function fill(node, attributes, children) {
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   node.append(...children);
   return node;
@@ -29,7 +21,6 @@ function visible(text) {
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const decimal = (value, digits = 3) => (value === null ? "∞" : value.toFixed(digits));
-const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
 
 /** A change with its sign; a true minus, and no sign for nothing. */
 function signed(value, digits) {

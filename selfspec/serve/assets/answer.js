@@ -1,23 +1,19 @@
 // One answer while it is written: tokens become spans, lines between ``` become code.
 
-/** Text of tokens in blocks; a span never spans two lines, so that blocks can begin at any line. */
-class Blocks {
+const FENCE = /^ {0,3}```/;
+
+/** Text of tokens, a block for each line; a span never spans two of them. */
+class Lines {
   constructor() {
     this.node = el("div", { class: "text", dir: "auto" });
-    this.open(false);
-  }
-
-  open(isCode) {
-    this.isCode = isCode;
-    this.block = el("div", isCode ? { class: "code", dir: "ltr" } : {});
-    this.node.append(this.block);
+    this.isCode = false;
     this.startLine();
   }
 
   startLine() {
-    this.line = "";
-    this.spans = [];
-    this.closes = false;
+    this.line = el("div");
+    this.said = "";
+    this.node.append(this.line);
   }
 
   /** `make()` gives an empty span of the token. */
@@ -29,22 +25,15 @@ class Blocks {
     }
   }
 
-  put(span, text = "") {
-    this.block.append(span);
-    this.spans.push(span);
-    this.line += text;
-    const fence = /^ {0,3}```/.test(this.line);
-    if (fence && !this.isCode && !this.closes) {
-      const { line, spans } = this;
-      this.open(true);
-      this.block.append(...spans);
-      Object.assign(this, { line, spans, opens: true });
-    } else if (fence && !this.opens) this.closes = true;
+  /** `text`: what of the node is said; rejected drafts say nothing. */
+  put(node, text = "") {
+    this.line.append(node);
+    this.said += text;
+    const opens = !this.isCode && FENCE.test(this.said);
+    this.line.classList.toggle("code", this.isCode || opens);
     if (!text.endsWith("\n")) return;
-    const ends = this.closes && /^ {0,3}```\s*$/.test(this.line);
-    this.opens = false;
-    if (ends) this.open(false);
-    else this.startLine();
+    this.isCode = opens || (this.isCode && !/^ {0,3}```\s*$/.test(this.said));
+    this.startLine();
   }
 }
 
@@ -53,14 +42,14 @@ class AnswerView {
   constructor(heading) {
     this.text = "";
     this.figures = new Figures();
-    this.blocks = new Blocks();
+    this.lines = new Lines();
     this.buttons = el("div", { class: "buttons" });
     this.note = el("p", { class: "note hint" });
     this.node = el(
       "div",
       { class: "answer", "aria-busy": "true" },
       ...(heading ? [el("h2", {}, heading)] : []),
-      this.blocks.node,
+      this.lines.node,
       this.note,
       this.figures.node,
       this.buttons,
@@ -84,9 +73,9 @@ class AnswerView {
     const rejected = rejectedOf(round);
     for (const [place, token] of round.tokens.entries()) {
       for (const { draft, behind } of rejected.get(place) ?? []) {
-        this.blocks.put(rejectedDraft(draft, behind, numLayers));
+        this.lines.put(rejectedDraft(draft, behind, numLayers));
       }
-      this.blocks.add(token.text, () => dress(el("span", {}), token, numLayers));
+      this.lines.add(token.text, () => dress(el("span", {}), token, numLayers));
     }
   }
 

@@ -136,7 +136,7 @@ function button(name, pressed) {
 
 const copyButton = (view) =>
   button("Copy", async (node) => {
-    node.textContent = await copyText(view.text, view.blocks.node);
+    node.textContent = await copyText(view.text, view.lines.node);
     setTimeout(() => (node.textContent = "Copy"), 2000);
   });
 

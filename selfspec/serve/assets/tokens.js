@@ -35,19 +35,14 @@ function rejectedDraft(draft, behind, numLayers) {
 
 /** Drafts of a round that did not stay, by the place of the token that stands there instead. */
 function rejectedOf({ drafts }) {
-  const ranks = [];
-  const places = [];
+  const next = []; // by draft: the place behind it, or where it would have stood
   const found = new Map();
+  let kept = 0;
   for (const [index, draft] of drafts.entries()) {
-    const follows = drafts[draft.parent];
-    if (draft.accepted) {
-      ranks[index] = ranks.filter((rank) => rank !== undefined).length;
-      continue;
-    }
-    if (!follows) places[index] = 0;
-    else places[index] = follows.accepted ? ranks[draft.parent] + 1 : places[draft.parent];
-    const place = places[index];
-    const behind = draft.parent === index - 1 && follows?.accepted === false;
+    const place = next[draft.parent] ?? 0;
+    next[index] = draft.accepted ? (kept += 1) : place;
+    if (draft.accepted) continue;
+    const behind = draft.parent === index - 1 && drafts[index - 1]?.accepted === false;
     found.set(place, [...(found.get(place) ?? []), { draft, behind }]);
   }
   return found;

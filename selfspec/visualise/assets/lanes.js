@@ -7,7 +7,8 @@ const RACE_MS = 12_000; // at most
 const race = { times: {}, nodes: {}, end: 0, now: 0, frame: 0 };
 
 const isPriced = data.plain_step !== null;
-const timeWords = (time) => (isPriced ? `${time.toFixed(2)} s` : plural(Math.round(time), "step"));
+const steps = (count) => `${count} ${count === 1 ? "step" : "steps"}`;
+const timeWords = (time) => (isPriced ? `${time.toFixed(2)} s` : steps(Math.round(time)));
 
 /** When each token is there, and what each round did when; the prompt's pass is left out. */
 function schedule() {
