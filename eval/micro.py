@@ -4,9 +4,7 @@ r"""What one thing costs by how many rows it has: all of a kind in turns, median
     python -m eval.micro split --output results/split      # what a pass spends its time on
     python -m eval.micro products --output results/products
     python -m eval.micro passes --python PYTHON --output results/passes  # beside llama.cpp
-    python -m eval.micro texts --output results/texts      # one row each of many texts
     python -m eval.micro prompts --output results/prompts  # first token and memory, by length
-    python -m eval.micro sizes --models A.gguf,B.gguf --output results/sizes  # drafts, simulated
 
 PYTHON is an interpreter that has `llama-cpp-python`. Nothing else should run on the machine. Each
 writes `summary.json` and `table.md`: a line for each thing, a column for each number of rows.
@@ -20,7 +18,6 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from torch import Tensor, nn
@@ -54,7 +51,6 @@ CPU = torch.device("cpu")
 
 
 def timed(works: Mapping[tuple[str, int], Work], clock: Clock) -> dict[str, dict[int, float]]:
-    """Seconds of works by thing and rows."""
     found: dict[str, dict[int, float]] = {}
     for (name, rows), seconds in clock.seconds(works).items():
         found.setdefault(name, {})[rows] = seconds
@@ -181,7 +177,6 @@ def _executors(model: PreTrainedModel) -> Iterator[tuple[str, Backbone]]:
 
 
 def hugging_face(model: Any, ids: Tensor, count: int) -> None:
-    """`count` greedy tokens of `generate`."""
     asked = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
 
@@ -347,7 +342,6 @@ def _products(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
 def one_product(
     out: int, inner: int, dtype: torch.dtype, counts: Sequence[int], cold_mb: int, clock: Clock
 ) -> dict[str, dict[int, float]]:
-    """Seconds by kernel and rows."""
     copies = max(1, min(24, cold_mb * 1_000_000 // (out * inner * dtype.itemsize)))
     weights = [torch.randn(out, inner).to(dtype) for _ in range(copies)]
     kernels: dict[str, list[Callable[[Tensor], object]]] = {
@@ -426,64 +420,6 @@ def passes(
     lab.finish(output, {**about, "seconds": seconds}, text + as_table("", seconds, more=more))
 
 
-# --- many texts -----------------------------------------------------------------------------------
-
-
-@app.command()
-def texts(
-    output: lab.Output,
-    model: lab.Model = None,
-    dtypes: Annotated[str, typer.Option(help="With commas.")] = "bfloat16,float32",
-    executor: str = "auto",
-    texts: lab.Numbers = "1,2,4,8,16,32",
-    in_front: InFront = 300,
-    repeats: lab.Repeats = 15,
-) -> None:
-    """A step of plain decoding of many texts: layers, logits, the best token of each read back."""
-    seconds: dict[str, dict[int, float]] = {}
-    for dtype, numbers in product(dtypes.split(","), (False, True)):
-        backbone = lab.loaded(model, None, dtype, executor, numbers=numbers).backbone
-        name = f"{dtype}, {'numbers' if numbers else 'as in the file'}"
-        works = {
-            (name, count): work for count, work in _many(backbone, lab.counts(texts), in_front)
-        }
-        with torch.inference_mode():
-            seconds |= timed(works, Clock(backbone.device, repeats))
-    text = (
-        f"Milliseconds of a step of many texts, one row each, behind {in_front} ids; in brackets: "
-        "tokens per time, against one text\n\n"
-    )
-    summary = {"in_front": in_front, "seconds": seconds}
-    lab.finish(output, summary, text + as_table("texts", seconds, _tokens))
-
-
-@torch.inference_mode()
-def _many(
-    backbone: Backbone, counts: Sequence[int], in_front: int
-) -> list[tuple[int, Callable[[], list[int]]]]:
-    ids = torch.arange(in_front + max(counts), device=backbone.device) % backbone.vocab_size
-    leases = [Lease(backbone.num_layers) for _ in range(max(counts))]
-    for lease in leases:
-        rows = Rows.of(lease, 0, in_front, backbone.device)
-        backbone.run(backbone.embed(ids[:in_front]), 0, backbone.num_layers, rows)
-
-    def step(count: int) -> list[int]:
-        each = [Rows.of(lease, in_front, 1, backbone.device) for lease in leases[:count]]
-        hidden = backbone.embed(ids[:count])
-        hidden = backbone.run(hidden, 0, backbone.num_layers, Rows.joined(each))
-        best: list[int] = backbone.logits(hidden).argmax(-1).tolist()
-        for lease in leases[:count]:
-            lease.truncate(in_front)
-        return best
-
-    return [(count, partial(step, count)) for count in counts]
-
-
-def _tokens(seconds: Seconds, name: str, texts: int) -> str:
-    first, one = next(iter(seconds[name].items()))
-    return f" ({texts * one / first / seconds[name][texts]:.2f})"
-
-
 # --- prompts --------------------------------------------------------------------------------------
 
 _VOCABULARY = 90
@@ -527,12 +463,10 @@ def prompts(
 
 
 def ids_of(length: int) -> Tensor:
-    """Ids [1, T]."""
     return torch.arange(length)[None] % _VOCABULARY
 
 
 def reader(model: str | None, dtype: str, name: str) -> Callable[[Tensor], object]:
-    """What reads ids [1, T] and writes one token."""
     if name == OURS:
         speculator = lab.loaded(model, dtype=dtype)
         return partial(speculator.generate, max_new_tokens=1, do_sample=False)
@@ -545,66 +479,6 @@ def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
     read = reader(model, dtype, name)
     read(ids_of(16))
     return grown(lambda: read(ids_of(length)))
-
-
-# --- drafts at other sizes ------------------------------------------------------------------------
-
-MOST_DRAFTS, DRAFT_VOCABULARY = 8, 32_000
-
-
-@app.command()
-def sizes(
-    output: lab.Output,
-    models: Annotated[str, typer.Option(help="Files, with commas; weights may be random.")],
-    rates: Annotated[str, typer.Option(help="With commas.")] = "0.4,0.5,0.6,0.7,0.8,0.9",
-    dtype: lab.Dtype = None,
-    repeats: lab.Repeats = 7,
-) -> None:
-    """Simulated: what a chain of drafts by an EAGLE-3 head gives, from the rows that a model has.
-
-    Each draft is right with the same probability a where the one before is. W of them give
-    (1 - a^(W + 1)) / (1 - a) tokens a verification, which costs a pass of W + 1 rows (measured) and
-    W times the head: its bytes, at 8 bits a weight and 32,000 tokens, over those of a step.
-    """
-    chances = [float(rate) for rate in rates.split(",")]
-    lines, found = [], {}
-    for name in models.split(","):
-        loaded, _, files = load_model(name, dtype=dtype)
-        backbone = Backbone(loaded)
-        speed = step_speed(backbone, clock=Clock(backbone.device, repeats))
-        head = _eagle3_bytes(loaded.config, backbone.vocab_size) / speed.step_bytes
-        costs = {1: 1.0, **speed.rows_in_steps}
-        best = {chance: _best_chain(chance, costs, head) for chance in chances}
-        found[files.label] = {"step_s": speed.step_s, "rows": costs, "head": head, "best": best}
-        cells = [f"{gain:.2f} ({drafts})" for gain, drafts in best.values()]
-        rows = ", ".join(f"{count}: {cost:.2f}" for count, cost in costs.items())
-        lines.append([files.label, f"{1e3 * speed.step_s:.1f}", rows, f"{head:.3f}", *cells])
-    columns = ["model", "ms a step", "rows", "head", *(f"a = {c:g}" for c in chances)]
-    text = (
-        "# Drafts at other sizes, simulated\n\nTimes plain decoding, and the drafts of a round "
-        "that are best, by the chance a that a draft is right; costs in steps.\n\n"
-    )
-    lab.finish(output, {"sizes": found}, text + lab.table(columns, lines))
-
-
-def _eagle3_bytes(config: Any, vocab_size: int) -> int:
-    """A weight is a byte: three states to one, a layer that reads two, the draft vocabulary."""
-    width, inner = int(config.hidden_size), int(config.intermediate_size)
-    own = width // int(config.num_attention_heads)
-    keys = 2 * int(config.num_key_value_heads) * own
-    layer = 2 * width * (width + keys) + width * width + 3 * width * inner
-    return 3 * width * width + layer + width * min(DRAFT_VOCABULARY, vocab_size)
-
-
-def _best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[float, int]:
-    """Times plain decoding, and drafts a round."""
-
-    def gain(drafts: int) -> float:
-        tokens = sum(chance**place for place in range(drafts + 1))
-        rows = float(np.interp(drafts + 1, list(costs), list(costs.values())))
-        return tokens / (rows + drafts * head)
-
-    return max((gain(drafts), drafts) for drafts in range(MOST_DRAFTS + 1))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eval import lab
-from eval.papers.shared import Values, values
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, UnsupportedModel
@@ -63,7 +62,7 @@ def main(
     layers: Annotated[int, typer.Option(help="D: layers ahead of the exit.")] = 30,
     extra_layers: Annotated[str, typer.Option(help="L - D, that add nothing: N[,N..].")] = "90,30",
     max_draft_tokens: Annotated[str, typer.Option(help="k, per round: N[,N..].")] = "2,4,6,8",
-    wrong_shares: Values = "0,0.1,0.2,0.3",
+    wrong_shares: lab.Numbers = "0,0.1,0.2,0.3",
     suite: lab.Suite = SIX_TASKS,
     limit: lab.Limit = 6,
     max_new_tokens: lab.NewTokens = 64,
@@ -83,7 +82,7 @@ def main(
         dials = [
             Dial(rig.depth_ratio, width, share)
             for width in lab.counts(max_draft_tokens)
-            for share in values(wrong_shares)
+            for share in lab.shares(wrong_shares)
         ]
         runs += rig.runs(dials, repeats, seed)
     found = points(runs)
@@ -149,7 +148,6 @@ class DialledHead(LogitLensHead):
     def __init__(
         self, unembedding: Unembedding, vocabulary: DraftVocabulary, seed: int = 0
     ) -> None:
-        """Right everywhere at first."""
         super().__init__(unembedding, vocabulary)
         self.wrong_share = 0.0
         device, size = unembedding.weight.device, unembedding.weight.shape[1]
@@ -233,8 +231,6 @@ class Run:
 
 
 class Rig:
-    """A deep model that is ready to be timed."""
-
     def __init__(
         self,
         base: Speculator,
@@ -245,7 +241,6 @@ class Rig:
         new_tokens: int,
         seed: int,
     ) -> None:
-        """Plain texts come first: the draft vocabulary must hold them."""
         backbone = Backbone(early_model(base.model, layers, extra))
         # a threshold that every token reaches: all drafts leave at the one exit
         options = SpeculationOptions(exit=Exit(threshold=1e-6), speculate=False, never_slower=False)
@@ -270,7 +265,6 @@ class Rig:
                 yield self.timed(prompt, dial)
 
     def timed(self, prompt: str, dial: Dial | None) -> Run:
-        """One decoding."""
         options = replace(self._speculator.options, speculate=dial is not None)
         if dial is not None:
             self._head.wrong_share = dial.wrong_share
@@ -347,7 +341,6 @@ def round_cost(drafts: int, depth_ratio: float, *, rows: int, head: float = 0.0)
 
 
 def as_table(points: pd.DataFrame) -> str:
-    """Figures, and measured speed-ups in those of the formulas."""
     names = {"depth_ratio": "D / L", "max_draft_tokens": "k", "acceptance": "a"}
     names |= {"compression_rate": "CR", "speed_up": "measured", "equal_texts": "equal texts"}
     shown = points.rename(columns=names)
