@@ -21,7 +21,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
@@ -35,7 +35,6 @@ from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.eval.results import SIX_TASKS, Question, load_suite
-from selfspec.eval.scripted import decode, greedy_request
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import DraftVocabulary, LogitLensHead
@@ -246,9 +245,11 @@ class Rig:
         options = SpeculationOptions(exit=Exit(threshold=1e-6), speculate=False, never_slower=False)
         plain = Speculator(backbone, base.tokenizer, None, base.label, options)
         self.depth_ratio = layers / (layers + extra)
-        self._requests = {q.id: greedy_request(plain, q.turns[0], new_tokens) for q in questions}
+        self._new_tokens = new_tokens
+        self._prompts = {q.id: q.turns[0] for q in questions}
         self._texts = {
-            name: decode(plain, request, options).tokens for name, request in self._requests.items()
+            name: plain.generate(prompt, max_new_tokens=new_tokens, do_sample=False).token_ids
+            for name, prompt in self._prompts.items()
         }
         used = itertools.chain.from_iterable(self._texts.values())
         draft_ids = small_vocabulary(used, draft_vocab_size, backbone.vocab_size)
@@ -258,27 +259,29 @@ class Rig:
     def runs(self, dials: Sequence[Dial], repeats: int, seed: int) -> Iterator[Run]:
         """Per prompt all settings, and plain decoding, in random order: drift hits all alike."""
         shuffle = random.Random(seed)
-        self.timed(next(iter(self._requests)), dials[-1])  # kernels and caches warm
-        prompts = [*self._requests] * repeats
+        self.timed(next(iter(self._prompts)), dials[-1])  # kernels and caches warm
+        prompts = [*self._prompts] * repeats
         for prompt in lab.each(prompts, f"exit at {self.depth_ratio:.0%}", "prompts"):
             for dial in shuffle.sample([None, *dials], len(dials) + 1):
                 yield self.timed(prompt, dial)
 
     def timed(self, prompt: str, dial: Dial | None) -> Run:
-        options = replace(self._speculator.options, speculate=dial is not None)
+        options: Any = {"max_new_tokens": self._new_tokens, "do_sample": False}
         if dial is not None:
             self._head.wrong_share = dial.wrong_share
-            options = options.updated({"exit": {"max_tokens": dial.max_draft_tokens}})
-        found = decode(self._speculator, self._requests[prompt], options)
-        rounds = [entry for entry in found.entries if not entry.prefill]
+            drafter = f"exit:max_tokens={dial.max_draft_tokens}"
+            options |= {"speculate": True, "drafter": drafter}
+        stream = self._speculator.stream(self._prompts[prompt], **options)
+        found = stream.drain()
+        rounds = stream.rounds[1:]  # behind the prompt's pass
         return Run(
             prompt=prompt,
             depth_ratio=self.depth_ratio,
             dial=dial,
-            new_tokens=len(found.tokens),
-            equal=found.tokens == self._texts[prompt],
-            decode_s=found.seconds.total() - found.seconds["prefill"],
-            heads_s=found.seconds["heads"],
+            new_tokens=len(found.token_ids),
+            equal=found.token_ids == self._texts[prompt],
+            decode_s=found.stats.decode_s,
+            heads_s=found.stats.seconds["heads"],
             drafts=tuple(len(entry.draft_tokens) for entry in rounds),
             accepted=sum(entry.accepted for entry in rounds),
             tried=sum(min(entry.accepted + 1, len(entry.draft_tokens)) for entry in rounds),
