@@ -358,7 +358,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """
     base.require(asked, "output")
     options = options_of(BenchOptions, asked)
-    check_packages("bench", "pandas", "tabulate")
+    check_packages("bench", "pandas", "tabulate", "matplotlib")
     if "concurrency" in asked:
         base.emit(_concurrency(asked, options))
         return
@@ -532,7 +532,7 @@ def report(
     overwrite: base.Overwrite = False,
 ) -> None:
     """Gather measured runs into one report. Writes one page and one Markdown file."""
-    check_packages("report", "pandas", "tabulate")
+    check_packages("report", "pandas", "tabulate", "matplotlib")
     from selfspec.eval import report as reporting
 
     place = reporting.check_free(output, len(folders), overwrite=overwrite)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import io
 import json
-import logging
 import operator
 import re
 from pathlib import Path
@@ -430,18 +429,6 @@ def test_names_of_tables_and_pictures_are_escaped_too(tmp_path: Path) -> None:
     for letter in "itchsvw":
         assert f"<{letter}>" not in text
         assert f"&lt;{letter}&gt;" in text
-
-
-def test_without_matplotlib_a_notice_takes_the_place_of_pictures(
-    finished: Results,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    with caplog.at_level(logging.INFO, "selfspec"):
-        assert report.pictures(finished, tmp_path, 1) == []
-    assert "they need matplotlib" in caplog.text
 
 
 def test_a_folder_without_a_finished_run_is_refused(
