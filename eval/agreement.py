@@ -72,7 +72,6 @@ def main(
 def answers(
     backbone: Backbone, tokenizer: Any, asked: Sequence[Question], options: DataOptions
 ) -> dict[str, list[Conversation]]:
-    """The model's greedy answers, by kind of text."""
     found = defaultdict(list)
     with bar("answers", "rounds") as show:
         rounds = itertools.count(1)
@@ -91,7 +90,6 @@ def answers(
 def shares(
     backbone: Backbone, heads: ExitHeads, texts: dict[str, list[Conversation]]
 ) -> dict[int, Right]:
-    """By exit layer."""
     found: dict[int, Right] = {layer: {} for layer in heads.config.exit_layers}
     for kind, talks in lab.each(list(texts.items()), "measure", "kinds of text"):
         source = StreamSource(backbone, FeatureSpec.read_by(heads), talks, BATCH_TOKENS)
@@ -102,9 +100,9 @@ def shares(
                     right, count = sums[place] if place < len(sums) else (0, 0)
                     newest = right + int(draft.right.sum()), count + len(draft.right)
                     sums[place : place + 1] = [newest]
-    for right in found.values():
-        drafts = zip(*right.values(), strict=True)
-        right["all"] = [(sum(n for n, _ in one), sum(n for _, n in one)) for one in drafts]
+    for by_kind in found.values():
+        drafts = zip(*by_kind.values(), strict=True)
+        by_kind["all"] = [(sum(n for n, _ in one), sum(n for _, n in one)) for one in drafts]
     return found
 
 

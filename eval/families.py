@@ -40,8 +40,6 @@ NEW_TOKENS = 40
 
 @dataclass(frozen=True)
 class Row:
-    """One family of the page."""
-
     family: str
     model: str
     executor: str
@@ -157,7 +155,6 @@ def random_ids(length: int) -> Tensor:
 
 
 def _theirs(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> list[int]:
-    """Greedy text of `model.generate`."""
     made: Any = model.generate(  # type: ignore[operator]  # a mixin gives it
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
     )
@@ -165,7 +162,6 @@ def _theirs(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> list[int]:
 
 
 def _line(error: Exception) -> str:
-    """An error's first line of words."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0].strip()[:_MOST_WORDS] if lines else type(error).__name__
 
@@ -327,7 +323,6 @@ COLUMNS = ("family", "model", "text", "executor", "why")
 
 
 def page(rows: list[Row]) -> list[str]:
-    """The page's lines."""
     count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in VERDICTS}
     summary = ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number)
     return [

@@ -72,8 +72,11 @@ def command() -> str:
 
 
 def counts(text: str) -> list[int]:
-    """The numbers in "1,2,4"."""
     return [int(word) for word in text.split(",")]
+
+
+def shares(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
 
 
 def loaded(
@@ -136,7 +139,6 @@ def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
 
 
 def each(items: Sequence[Item], name: str, unit: str = "questions") -> Iterator[Item]:
-    """The items, under a progress bar."""
     with bar(name, unit) as show:
         for done, item in enumerate(items):
             show(done, len(items), str(getattr(item, "id", "")))

@@ -60,7 +60,6 @@ def run_pass(llama: Any, asked: dict[str, list[int]]) -> None:
 
 
 def written(llama: Any, ids: list[int], count: int) -> dict[str, Any]:
-    """One answer."""
     llama.reset()
     found, first, start = [], 0.0, time.perf_counter()
     for token in llama.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0, reset=True):

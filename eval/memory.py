@@ -102,7 +102,6 @@ def grown(work: Callable[[], object]) -> float:
 
 
 def load_table(cases: list[dict[str, Any]]) -> str:
-    """Peaks beside the weights."""
     rows = []
     for case in cases:
         size, peaks = case["model_mb"], (case["loading_mb"], case["generating_mb"])

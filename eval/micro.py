@@ -4,7 +4,6 @@ r"""What one thing costs by how many rows it has: all of a kind in turns, median
     python -m eval.micro split --output results/split      # what a pass spends its time on
     python -m eval.micro products --output results/products
     python -m eval.micro passes --python PYTHON --output results/passes  # beside llama.cpp
-    python -m eval.micro texts --output results/texts      # one row each of many texts
     python -m eval.micro prompts --output results/prompts  # first token and memory, by length
     python -m eval.micro sizes --models A.gguf,B.gguf --output results/sizes  # drafts, simulated
 
@@ -54,7 +53,6 @@ CPU = torch.device("cpu")
 
 
 def timed(works: Mapping[tuple[str, int], Work], clock: Clock) -> dict[str, dict[int, float]]:
-    """Seconds of works by thing and rows."""
     found: dict[str, dict[int, float]] = {}
     for (name, rows), seconds in clock.seconds(works).items():
         found.setdefault(name, {})[rows] = seconds
@@ -181,7 +179,6 @@ def _executors(model: PreTrainedModel) -> Iterator[tuple[str, Backbone]]:
 
 
 def hugging_face(model: Any, ids: Tensor, count: int) -> None:
-    """`count` greedy tokens of `generate`."""
     asked = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
 
@@ -347,7 +344,6 @@ def _products(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
 def one_product(
     out: int, inner: int, dtype: torch.dtype, counts: Sequence[int], cold_mb: int, clock: Clock
 ) -> dict[str, dict[int, float]]:
-    """Seconds by kernel and rows."""
     copies = max(1, min(24, cold_mb * 1_000_000 // (out * inner * dtype.itemsize)))
     weights = [torch.randn(out, inner).to(dtype) for _ in range(copies)]
     kernels: dict[str, list[Callable[[Tensor], object]]] = {
@@ -426,64 +422,6 @@ def passes(
     lab.finish(output, {**about, "seconds": seconds}, text + as_table("", seconds, more=more))
 
 
-# --- many texts -----------------------------------------------------------------------------------
-
-
-@app.command()
-def texts(
-    output: lab.Output,
-    model: lab.Model = None,
-    dtypes: Annotated[str, typer.Option(help="With commas.")] = "bfloat16,float32",
-    executor: str = "auto",
-    texts: lab.Numbers = "1,2,4,8,16,32",
-    in_front: InFront = 300,
-    repeats: lab.Repeats = 15,
-) -> None:
-    """A step of plain decoding of many texts: layers, logits, the best token of each read back."""
-    seconds: dict[str, dict[int, float]] = {}
-    for dtype, numbers in product(dtypes.split(","), (False, True)):
-        backbone = lab.loaded(model, None, dtype, executor, numbers=numbers).backbone
-        name = f"{dtype}, {'numbers' if numbers else 'as in the file'}"
-        works = {
-            (name, count): work for count, work in _many(backbone, lab.counts(texts), in_front)
-        }
-        with torch.inference_mode():
-            seconds |= timed(works, Clock(backbone.device, repeats))
-    text = (
-        f"Milliseconds of a step of many texts, one row each, behind {in_front} ids; in brackets: "
-        "tokens per time, against one text\n\n"
-    )
-    summary = {"in_front": in_front, "seconds": seconds}
-    lab.finish(output, summary, text + as_table("texts", seconds, _tokens))
-
-
-@torch.inference_mode()
-def _many(
-    backbone: Backbone, counts: Sequence[int], in_front: int
-) -> list[tuple[int, Callable[[], list[int]]]]:
-    ids = torch.arange(in_front + max(counts), device=backbone.device) % backbone.vocab_size
-    leases = [Lease(backbone.num_layers) for _ in range(max(counts))]
-    for lease in leases:
-        rows = Rows.of(lease, 0, in_front, backbone.device)
-        backbone.run(backbone.embed(ids[:in_front]), 0, backbone.num_layers, rows)
-
-    def step(count: int) -> list[int]:
-        each = [Rows.of(lease, in_front, 1, backbone.device) for lease in leases[:count]]
-        hidden = backbone.embed(ids[:count])
-        hidden = backbone.run(hidden, 0, backbone.num_layers, Rows.joined(each))
-        best: list[int] = backbone.logits(hidden).argmax(-1).tolist()
-        for lease in leases[:count]:
-            lease.truncate(in_front)
-        return best
-
-    return [(count, partial(step, count)) for count in counts]
-
-
-def _tokens(seconds: Seconds, name: str, texts: int) -> str:
-    first, one = next(iter(seconds[name].items()))
-    return f" ({texts * one / first / seconds[name][texts]:.2f})"
-
-
 # --- prompts --------------------------------------------------------------------------------------
 
 _VOCABULARY = 90
@@ -527,12 +465,10 @@ def prompts(
 
 
 def ids_of(length: int) -> Tensor:
-    """Ids [1, T]."""
     return torch.arange(length)[None] % _VOCABULARY
 
 
 def reader(model: str | None, dtype: str, name: str) -> Callable[[Tensor], object]:
-    """What reads ids [1, T] and writes one token."""
     if name == OURS:
         speculator = lab.loaded(model, dtype=dtype)
         return partial(speculator.generate, max_new_tokens=1, do_sample=False)

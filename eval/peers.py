@@ -68,7 +68,7 @@ def main(
     with worker(python, model or default_model_file(), threads, context) as ask:
         ways = methods(speculator, ask, lookup=lookup)
         if numbers:
-            ways |= de_quantised(model, speculator)
+            ways |= de_quantised(lab.loaded(model, dtype=dtype, numbers=True))
         answer = partial(
             answered, speculator=speculator, ways=ways, new_tokens=new_tokens, in_front=in_front
         )
@@ -90,14 +90,12 @@ def main(
 
 
 def worker(python: str, gguf: Path, threads: int, context: int) -> AbstractContextManager[lab.Ask]:
-    """A process with llama.cpp."""
     script = Path(__file__).with_name("llama_cpp_worker.py")
     return lab.answering([python, str(script), str(gguf), str(threads), str(context)])
 
 
 @contextmanager
 def others(count: int) -> Iterator[None]:
-    """So many processes that never wait."""
     code = [sys.executable, "-S", "-c", "while True: pass"]
     running = [subprocess.Popen(code) for _ in range(count)]
     try:
@@ -109,8 +107,6 @@ def others(count: int) -> Iterator[None]:
 
 
 def methods(speculator: selfspec.Speculator, ask: lab.Ask, *, lookup: bool) -> dict[str, Write]:
-    """llama.cpp's ways, and ours from blocks."""
-
     def theirs(ids: Tensor, count: int, *, drafts: bool) -> dict[str, Any]:
         return ask({"ids": ids[0].tolist(), "count": count, "lookup": drafts})
 
@@ -120,12 +116,8 @@ def methods(speculator: selfspec.Speculator, ask: lab.Ask, *, lookup: bool) -> d
     return found | ours(speculator, PLAIN, DEFAULT)
 
 
-def de_quantised(model: Path | None, like: selfspec.Speculator) -> dict[str, Write]:
+def de_quantised(speculator: selfspec.Speculator) -> dict[str, Write]:
     """Ours, and Hugging Face's, from weights that are numbers."""
-    from selfspec.hub.models import load_model
-
-    loaded, tokenizer, files = load_model(model, dtype=like.backbone.dtype)
-    speculator = selfspec.wrap(loaded, tokenizer, heads=like.heads or "none", label=files.label)
     return ours(speculator, NUMBERS, NUMBERS_DEFAULT) | {
         THEIRS: partial(timed, speculator, "hugging-face", {}),
         THEIR_LOOKUP: partial(timed, speculator, "prompt-lookup", {"prompt_lookup_num_tokens": 10}),
@@ -143,7 +135,6 @@ def ours(speculator: selfspec.Speculator, plain: str, default: str) -> dict[str,
 def timed(
     speculator: selfspec.Speculator, method: str, setting: dict[str, Any], ids: Tensor, count: int
 ) -> dict[str, Any]:
-    """One answer of `count` tokens."""
     streamer = Arrivals(time.perf_counter)
     with endless(speculator):
         start = time.perf_counter()
@@ -193,7 +184,6 @@ def tables(answers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[s
 
 
 def as_text(summary: Mapping[str, Any]) -> str:
-    """Two tables, and whose texts are plain's."""
     found: Mapping[str, Any] = summary["tables"]
     text = (
         f"Times as fast as llama.cpp on the same file; {summary['questions']} questions, "

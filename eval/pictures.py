@@ -157,7 +157,6 @@ def trace(folder: Path) -> None:
 
 
 def chat(address: str, folder: Path) -> None:
-    """All pictures of the page at an address."""
     with browser() as driven:
         page = opened(driven, address, "light", WIDE)
         page.get_by_label("rejected drafts").check()
@@ -174,7 +173,6 @@ def chat(address: str, folder: Path) -> None:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A Chromium."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
@@ -184,14 +182,12 @@ def browser() -> Iterator[Browser]:
 
 
 def opened(browser: Browser, address: str, scheme: str, size: dict[str, int]) -> Page:
-    """A fresh page."""
     page = browser.new_page(color_scheme=scheme, viewport=size)  # type: ignore[arg-type]  # words
     page.goto(address)
     return page
 
 
 def ask(page: Page, question: str, tokens: int) -> None:
-    """Ask, and wait for the whole answer."""
     from playwright.sync_api import expect
 
     page.get_by_label("most tokens").fill(str(tokens))
@@ -262,12 +258,10 @@ class Run:
 
     @property
     def text(self) -> str:
-        """Whole."""
         return "".join(piece for piece, _ in self.pieces)
 
     @property
     def seconds(self) -> float:
-        """Until the last piece."""
         return self.pieces[-1][1]
 
 
@@ -302,7 +296,6 @@ def usual(runs: list[Run]) -> Run:
 
 
 def measured(name: str, speculator: Speculator, method: str, ids: Tensor, count: int) -> Run:
-    """One answer."""
     streamer, start = Arrivals(time.perf_counter), time.perf_counter()
     found = METHODS[method].decode(speculator, ids, count, {}, streamer)
     text, at, pieces = TextDecoder(speculator.tokenizer), 0, []

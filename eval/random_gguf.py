@@ -95,7 +95,6 @@ def main(
 
 
 def _weights(sizes: Shape, kind: str) -> Iterator[tuple[str, str, int, int]]:
-    """Name, format, outputs and inputs."""
     width, inner, keys = sizes.hidden, sizes.inner, sizes.keys
     yield "token_embd.weight", "Q6_K", sizes.vocab, width
     for layer in range(sizes.layers):

@@ -73,16 +73,12 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 @dataclass(frozen=True)
 class Server:
-    """One that answers."""
-
     address: str
     process: subprocess.Popen[bytes]
 
 
 @dataclass
 class Heard:
-    """What one request got."""
-
     status: int = 0
     text: str = ""
     finish: str | None = None
@@ -202,7 +198,6 @@ def question(text: str, tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def first_turns(questions: str, limit: int | None = None) -> list[str]:
-    """A suite's."""
     return [one.turns[0] for one in load_suite(questions, limit=limit)]
 
 
@@ -285,7 +280,6 @@ def load(
 def bodies(
     prompts: Sequence[str], tokens: int, named: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Streams."""
     more = {"stream": True, "stream_options": {"include_usage": True}, **(named or {})}
     return [question(text, tokens, **more) for text in prompts]
 
@@ -343,8 +337,6 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 
 
 class Alone(NamedTuple):
-    """What a request is without a server."""
-
     text: str
     finish: str
     prompt_tokens: int
@@ -386,7 +378,6 @@ def equal(
 
 
 def without_server(speculator: Speculator, number: int, prompt: str, tokens: int) -> Alone:
-    """Without drafts either."""
     options: Any = {"do_sample": False}
     if sampled(number):
         options = {"do_sample": True, "top_k": 0, "min_p": 0.0, "seed": number, **SAMPLED}
@@ -403,7 +394,6 @@ def without_server(speculator: Speculator, number: int, prompt: str, tokens: int
 
 
 def sampled(number: int) -> bool:
-    """Whether a request draws."""
     return number % 3 == 0
 
 
@@ -479,8 +469,6 @@ _REST_S = 8.0
 
 
 class Held(NamedTuple):
-    """What the server's process holds."""
-
     minutes: float
     rss_mb: float
     files: int
@@ -489,8 +477,6 @@ class Held(NamedTuple):
 
 @dataclass
 class Soak:
-    """One run."""
-
     process: psutil.Process
     started: float = field(default_factory=time.monotonic)
     held: list[Held] = field(default_factory=list)
@@ -498,11 +484,9 @@ class Soak:
 
     @property
     def minutes(self) -> float:
-        """Since it began."""
         return (time.monotonic() - self.started) / 60
 
     def look(self) -> Held:
-        """What is held now."""
         with self.process.oneshot():
             rss = self.process.memory_info().rss / 1e6
             return Held(self.minutes, rss, self.process.num_fds(), self.process.num_threads())

@@ -106,7 +106,7 @@ def answers(versions: Sequence[lab.Ask], prompts: Sequence[str], count: int) -> 
             said = {SIDES[at]: versions[at](request) for at in dice.sample(range(2), 2)}
             one, other = (said[side] for side in SIDES)
             parts = [part for part in ("ids", "logits", "counts") if one[part] != other[part]]
-            row = {"prompt": prompt, "way": way, "differ": ", ".join(parts)}
+            row: dict[str, Any] = {"prompt": prompt, "way": way, "differ": ", ".join(parts)}
             for side, answer in said.items():
                 row |= {side: answer["seconds"], f"{side}_tokens": len(answer["ids"])}
             rows.append(row)

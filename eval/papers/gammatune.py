@@ -46,14 +46,11 @@ section 3)."""
 
 
 class Setting(NamedTuple):
-    """A controller and where it starts."""
-
     controller: str
     initial: int
 
     @property
     def contender(self) -> Contender:
-        """The setting as `bench` measures it."""
         options = {
             "drafter": f"draft-model:max_tokens={self.initial}",
             "never_slower": False,

@@ -25,7 +25,7 @@ import pandas as pd
 import typer
 
 from eval import lab
-from eval.papers.shared import DraftModel, first_turns, load, values
+from eval.papers.shared import DraftModel, first_turns, load
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
 from selfspec.eval import report
@@ -76,7 +76,6 @@ def measured(
 
 
 def finish(output: Path, summary: Summary, more: Sequence[Table] = ()) -> None:
-    """Tables of a bench, then those of an experiment."""
     text = "\n".join([report.write_results(output, summary), *map(markdown, more)])
     write(output / "table.md", text)
     print(text)
@@ -108,7 +107,7 @@ def cm_asd(
     asked = first_turns(suite, questions, limit, *tasks)
     rules = {
         f"{reading}, tau_base {tau:g}": f"cm-asd:reading={reading},tolerance={tau:g}"
-        for reading, tau in product(READINGS, values(tolerances))
+        for reading, tau in product(READINGS, lab.shares(tolerances))
     }
     summary, _ = measured(output, speculator, asked, rules, new_tokens)
     finish(output, summary)
@@ -148,8 +147,8 @@ def easd(
         for question in first_turns(suite, questions, limit, "math")
         if question.reference is not None and expected_number(question.reference) is not None
     ]
-    taus = sorted({*values(entropies), entropy_threshold})
-    shares = sorted({*values(overlaps), PAPER_OVERLAP})
+    taus = sorted({*lab.shares(entropies), entropy_threshold})
+    shares = sorted({*lab.shares(overlaps), PAPER_OVERLAP})
     pairs = {(tau, share) for tau in taus for share in (PAPER_OVERLAP, shares[0])}
     pairs |= {(tau, share) for tau in (entropy_threshold, taus[0]) for share in shares}
 
@@ -209,7 +208,7 @@ def lenience(
 
     Share of drafts that stay, and how likely the model finds what was written.
     """
-    steps = values(leniences)
+    steps = lab.shares(leniences)
     if 1.0 not in steps:
         raise InvalidOption("leniences hold no 1: there is nothing to compare with")
     speculator = load(draft_model, dtype, max_tokens=max_draft_tokens)

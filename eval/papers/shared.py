@@ -12,12 +12,6 @@ import selfspec
 from selfspec.eval.results import Question, load_suite, spread
 
 DraftModel = Annotated[Path | None, typer.Option(help="Folder of a smaller model.")]
-Values = Annotated[str, typer.Option(help="X[,X..].")]
-
-
-def values(text: str) -> list[float]:
-    """The numbers in "0.2,0.5"."""
-    return [float(word) for word in text.split(",")]
 
 
 def load(

@@ -21,7 +21,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
@@ -31,12 +31,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eval import lab
-from eval.papers.shared import Values, values
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.eval.results import SIX_TASKS, Question, load_suite
-from selfspec.eval.scripted import decode, greedy_request
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import DraftVocabulary, LogitLensHead
@@ -63,7 +61,7 @@ def main(
     layers: Annotated[int, typer.Option(help="D: layers ahead of the exit.")] = 30,
     extra_layers: Annotated[str, typer.Option(help="L - D, that add nothing: N[,N..].")] = "90,30",
     max_draft_tokens: Annotated[str, typer.Option(help="k, per round: N[,N..].")] = "2,4,6,8",
-    wrong_shares: Values = "0,0.1,0.2,0.3",
+    wrong_shares: lab.Numbers = "0,0.1,0.2,0.3",
     suite: lab.Suite = SIX_TASKS,
     limit: lab.Limit = 6,
     max_new_tokens: lab.NewTokens = 64,
@@ -83,7 +81,7 @@ def main(
         dials = [
             Dial(rig.depth_ratio, width, share)
             for width in lab.counts(max_draft_tokens)
-            for share in values(wrong_shares)
+            for share in lab.shares(wrong_shares)
         ]
         runs += rig.runs(dials, repeats, seed)
     found = points(runs)
@@ -149,7 +147,6 @@ class DialledHead(LogitLensHead):
     def __init__(
         self, unembedding: Unembedding, vocabulary: DraftVocabulary, seed: int = 0
     ) -> None:
-        """Right everywhere at first."""
         super().__init__(unembedding, vocabulary)
         self.wrong_share = 0.0
         device, size = unembedding.weight.device, unembedding.weight.shape[1]
@@ -233,8 +230,6 @@ class Run:
 
 
 class Rig:
-    """A deep model that is ready to be timed."""
-
     def __init__(
         self,
         base: Speculator,
@@ -245,15 +240,16 @@ class Rig:
         new_tokens: int,
         seed: int,
     ) -> None:
-        """Plain texts come first: the draft vocabulary must hold them."""
         backbone = Backbone(early_model(base.model, layers, extra))
         # a threshold that every token reaches: all drafts leave at the one exit
         options = SpeculationOptions(exit=Exit(threshold=1e-6), speculate=False, never_slower=False)
         plain = Speculator(backbone, base.tokenizer, None, base.label, options)
         self.depth_ratio = layers / (layers + extra)
-        self._requests = {q.id: greedy_request(plain, q.turns[0], new_tokens) for q in questions}
+        self._new_tokens = new_tokens
+        self._prompts = {q.id: q.turns[0] for q in questions}
         self._texts = {
-            name: decode(plain, request, options).tokens for name, request in self._requests.items()
+            name: plain.generate(prompt, max_new_tokens=new_tokens, do_sample=False).token_ids
+            for name, prompt in self._prompts.items()
         }
         used = itertools.chain.from_iterable(self._texts.values())
         draft_ids = small_vocabulary(used, draft_vocab_size, backbone.vocab_size)
@@ -263,28 +259,29 @@ class Rig:
     def runs(self, dials: Sequence[Dial], repeats: int, seed: int) -> Iterator[Run]:
         """Per prompt all settings, and plain decoding, in random order: drift hits all alike."""
         shuffle = random.Random(seed)
-        self.timed(next(iter(self._requests)), dials[-1])  # kernels and caches warm
-        prompts = [*self._requests] * repeats
+        self.timed(next(iter(self._prompts)), dials[-1])  # kernels and caches warm
+        prompts = [*self._prompts] * repeats
         for prompt in lab.each(prompts, f"exit at {self.depth_ratio:.0%}", "prompts"):
             for dial in shuffle.sample([None, *dials], len(dials) + 1):
                 yield self.timed(prompt, dial)
 
     def timed(self, prompt: str, dial: Dial | None) -> Run:
-        """One decoding."""
-        options = replace(self._speculator.options, speculate=dial is not None)
+        options: Any = {"max_new_tokens": self._new_tokens, "do_sample": False}
         if dial is not None:
             self._head.wrong_share = dial.wrong_share
-            options = options.updated({"exit": {"max_tokens": dial.max_draft_tokens}})
-        found = decode(self._speculator, self._requests[prompt], options)
-        rounds = [entry for entry in found.entries if not entry.prefill]
+            drafter = f"exit:max_tokens={dial.max_draft_tokens}"
+            options |= {"speculate": True, "drafter": drafter}
+        stream = self._speculator.stream(self._prompts[prompt], **options)
+        found = stream.drain()
+        rounds = stream.rounds[1:]  # behind the prompt's pass
         return Run(
             prompt=prompt,
             depth_ratio=self.depth_ratio,
             dial=dial,
-            new_tokens=len(found.tokens),
-            equal=found.tokens == self._texts[prompt],
-            decode_s=found.seconds.total() - found.seconds["prefill"],
-            heads_s=found.seconds["heads"],
+            new_tokens=len(found.token_ids),
+            equal=found.token_ids == self._texts[prompt],
+            decode_s=found.stats.decode_s,
+            heads_s=found.stats.seconds["heads"],
             drafts=tuple(len(entry.draft_tokens) for entry in rounds),
             accepted=sum(entry.accepted for entry in rounds),
             tried=sum(min(entry.accepted + 1, len(entry.draft_tokens)) for entry in rounds),
@@ -347,7 +344,6 @@ def round_cost(drafts: int, depth_ratio: float, *, rows: int, head: float = 0.0)
 
 
 def as_table(points: pd.DataFrame) -> str:
-    """Figures, and measured speed-ups in those of the formulas."""
     names = {"depth_ratio": "D / L", "max_draft_tokens": "k", "acceptance": "a"}
     names |= {"compression_rate": "CR", "speed_up": "measured", "equal_texts": "equal texts"}
     shown = points.rename(columns=names)

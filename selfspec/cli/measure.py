@@ -358,13 +358,13 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """
     base.require(asked, "output")
     options = options_of(BenchOptions, asked)
-    check_packages("bench", "pandas", "tabulate")
+    check_packages("bench", "pandas", "tabulate", "matplotlib")
     if "concurrency" in asked:
         base.emit(_concurrency(asked, options))
         return
     names = asked.get("methods", _METHODS)
     check_keys(names, METHODS, "method")
-    sweep = [move for text in asked.get("sweep", []) for move in moved(text)]
+    sweep = {said: move for text in asked.get("sweep", []) for said, move in moved(text).items()}
     from selfspec.eval import report
 
     resume = asked.get("resume", False)
@@ -469,12 +469,6 @@ def _run_record(
     return plain
 
 
-_JOINING_ROWS = 1500
-"""Tokens of the prompt that joins others late."""
-
-_BESIDE = 8
-
-
 def _concurrency(asked: Asked, options: BenchOptions) -> str:
     """Measure many answers at once, and write; returns the tables. Raises InvalidOption."""
     texts: tuple[int, ...] = asked["concurrency"]
@@ -508,8 +502,6 @@ def _concurrency(asked: Asked, options: BenchOptions) -> str:
         ):
             loads.append(load)
             show(len(loads), total, f"{load.method}, {load.texts} texts")
-    late = concurrency.joined_late(speculator, prompts[:_BESIDE], rows=_JOINING_ROWS)
-    beside = min(_BESIDE, len(prompts))
     summary = {
         "made_by": "selfspec bench",
         "run": {**options.record(), "methods": names, "concurrency": texts},
@@ -519,13 +511,8 @@ def _concurrency(asked: Asked, options: BenchOptions) -> str:
         "executor": speculator.backbone.executor_name,
         "machine": machine(),
         "loads": [load.summary() for load in loads],
-        "joined_late": {"rows": _JOINING_ROWS, "beside": beside, **late},
     }
-    text = (
-        f"{table(loads)}\n{_JOINING_ROWS} tokens join {beside} texts: a round takes "
-        f"{late['rounds']:.2f} of what it takes without (worst {late['worst_rounds']:.2f}), the "
-        f"first token comes after {late['first_token_s']:.2f} s\n"
-    )
+    text = table(loads)
     files.write(outputs[0], json.dumps(summary, indent=2) + "\n")
     files.write(outputs[1], f"<!-- written by selfspec bench -->\n{text}")
     return text
@@ -545,7 +532,7 @@ def report(
     overwrite: base.Overwrite = False,
 ) -> None:
     """Gather measured runs into one report. Writes one page and one Markdown file."""
-    check_packages("report", "pandas", "tabulate")
+    check_packages("report", "pandas", "tabulate", "matplotlib")
     from selfspec.eval import report as reporting
 
     place = reporting.check_free(output, len(folders), overwrite=overwrite)

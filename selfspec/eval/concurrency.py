@@ -7,10 +7,9 @@ them. Methods take turns at each number. Called by `selfspec bench --concurrency
 from __future__ import annotations
 
 import random
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
-from selfspec.decoding.engine import Engine, Running
+from selfspec.decoding.engine import Running
 from selfspec.eval.methods import unchanged
 from selfspec.eval.results import ratio_interval
 
@@ -68,10 +67,6 @@ class Load:
         }
 
 
-PATIENCE = 1.25
-"""Rounds that a prompt may delay others by, where waiting is measured."""
-
-
 Wrote = tuple[Load, list[list[int]]]
 """Figures, and the tokens of all answers."""
 
@@ -85,7 +80,9 @@ def ours(**settings: Any) -> Write:
     def write(speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int) -> Wrote:
         load = Load(texts=texts)
         engine, start = speculator.engine(most=texts), time.perf_counter()
-        running = [_added(engine, speculator, ids, count, settings) for ids in prompts]
+        options: Any = {"max_new_tokens": count, "do_sample": False, **settings}
+        requests = [speculator.call(ids, options) for ids in prompts]
+        running = [engine.add(one.only(), one.speculation) for one in requests]
         answers: dict[Running, list[int]] = {one: [] for one in running}
         newest = dict.fromkeys(running, start)
         while engine.texts:
@@ -104,21 +101,6 @@ def ours(**settings: Any) -> Write:
         return load, list(answers.values())
 
     return write
-
-
-def _added(
-    engine: Engine,
-    speculator: Speculator,
-    ids: Tensor,
-    count: int,
-    settings: Mapping[str, Any],
-    *,
-    endless: bool = False,
-) -> Running:
-    """`endless`: no token ends it."""
-    request = speculator.call(ids, {"max_new_tokens": count, "do_sample": False, **settings})  # type: ignore[typeddict-item]  # a mapping of options
-    request = replace(request, end_tokens=frozenset()) if endless else request
-    return engine.add(request.only(), request.speculation)
 
 
 class _Times(LogitsProcessor):
@@ -218,44 +200,6 @@ def measured(
                 load.method, load.repeat, load.tokens = name, repeat, sum(map(len, answers))
                 load.same = sum(a == b for a, b in zip(answers, expected, strict=True))
                 yield load
-
-
-def joined_late(speculator: Speculator, prompts: Sequence[str], *, rows: int) -> dict[str, float]:
-    """How much longer a round takes while a prompt of `rows` tokens enters beside others.
-
-    Medians, in seconds and in rounds, and when the prompt's first token came.
-    """
-    device = speculator.backbone.device
-    engine = speculator.engine(most=len(prompts) + 1, patience=PATIENCE)
-    for prompt in prompts:
-        ids = encode(speculator.tokenizer, prompt).to(device)
-        _added(engine, speculator, ids, 2000, {"speculate": False}, endless=True)
-    while any(one.prefill for running in engine.step() for one in running.take()):
-        pass
-    usual = [_timed(engine) for _ in range(20)]
-    filler = torch.arange(rows, device=device)[None] % speculator.backbone.vocab_size
-    start = time.perf_counter()
-    late = _added(engine, speculator, filler, 4, {"speculate": False})
-    during = []
-    while not late.fresh:
-        during.append(_timed(engine, but=late))
-    first = time.perf_counter() - start
-    before, after = statistics.median(usual), statistics.median(during)
-    return {
-        "round_s": before,
-        "round_with_prompt_s": after,
-        "rounds": after / before,
-        "worst_rounds": max(during) / before,
-        "first_token_s": first,
-    }
-
-
-def _timed(engine: Engine, but: Running | None = None) -> float:
-    start = time.perf_counter()
-    for running in engine.step():
-        if running is not but:
-            running.take()
-    return time.perf_counter() - start
 
 
 def _ends(model: Any) -> set[int]:

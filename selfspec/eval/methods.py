@@ -9,12 +9,12 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Costs, Part, typed, word
+from selfspec.options import ACCEPTANCE, CONTROLLERS, KINDS, Costs, Kinds, typed, word
 from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:
@@ -216,6 +216,7 @@ METHODS = {
         _only(drafter="ngram+successors"),
     ),
     "ngram+exit": Method("prompt lookup, else speculation", _only(drafter="ngram+exit")),
+    "default": Method("as `generate` drafts here by itself, tuned or not", _only()),
     "no-value-rule": Method(
         "ngram+exit, but whatever the text has said before is proposed in full",
         _only(drafter="ngram+exit", costs="row=0"),
@@ -285,29 +286,15 @@ METHODS = {
 
 # --- sweeps: `--sweep exit.threshold=0.1,0.3` -----------------------------------------------------
 
-_GROUPS: dict[str, Mapping[str, type[Part]]] = {
-    "drafter": DRAFTERS,
-    "controller": CONTROLLERS,
-    "acceptance": ACCEPTANCE,
-    "costs": {"": Costs},
-}
+_GROUPS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}
 
 
-class Moved(NamedTuple):
-    """One option at one value."""
-
-    name: str
-    """The option's name, as `--sweep` has it."""
-    value: Any
-    setting: dict[str, Any]
-    """The keyword that says so. A drafter's setting is moved with this drafter alone."""
-
-
-def moved(said: str) -> list[Moved]:
-    """`NAME=VALUE,VALUE,..` as one setting per value, typed; `/` stands between those of a list.
+def moved(said: str) -> dict[str, Setting]:
+    """`NAME=VALUE,VALUE,..` as one setting by `NAME=VALUE`; `/` stands between those of a list.
 
     NAME is an option (pinned_rows, acceptance), or a setting of one: exit.threshold, costs.row,
-    acceptance.cm-asd.tolerance. Raises InvalidOption.
+    acceptance.cm-asd.tolerance. A drafter's setting is moved with this drafter alone. Raises
+    InvalidOption.
     """
     name, equals, values = (piece.strip() for piece in said.partition("="))
     if not equals:
@@ -315,11 +302,11 @@ def moved(said: str) -> list[Moved]:
     known = _known()
     check_keys([name], known, "option to sweep")
     option, prefix, hint = known[name]
-    found = []
-    for text in values.split(","):
-        value = typed(name, text.strip(), hint)
-        found.append(Moved(name, value, {option: prefix + word(value) if prefix else value}))
-    return found
+    typed_values = [typed(name, text.strip(), hint) for text in values.split(",")]
+    return {
+        f"{name}={word(value)}": {option: prefix + word(value) if prefix else value}
+        for value in typed_values
+    }
 
 
 def _known() -> dict[str, tuple[str, str, Any]]:
@@ -351,8 +338,6 @@ class Contender:
     """Its name in tables; those add that it is lossy."""
     method: str
     setting: Setting
-    swept: Setting = field(default_factory=dict)
-    """The option that a sweep moves, by its name there; empty for a method."""
     lossy: bool = False
     """Its rule changes the output."""
 
@@ -394,7 +379,7 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
     return found
 
 
-def swept(speculator: Speculator, moves: Sequence[Moved]) -> list[Contender]:
+def swept(speculator: Speculator, moves: Mapping[str, Setting]) -> list[Contender]:
     """Speculation with some options moved, all others at their values.
 
     Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any where
@@ -402,8 +387,8 @@ def swept(speculator: Speculator, moves: Sequence[Moved]) -> list[Contender]:
     """
     base = EXIT if speculator.options.uses("exit") else {}
     return [
-        _contender(speculator, "speculation", {**base, **move.setting}, {move.name: move.value})
-        for move in moves
+        _contender(speculator, "speculation", {**base, **setting}, said)
+        for said, setting in moves.items()
     ]
 
 
@@ -416,7 +401,6 @@ def described(
             "method": entry.method,
             "source": METHODS[entry.method].source,
             "setting": dict(entry.setting),
-            "swept": dict(entry.swept),
             "lossy": entry.lossy,
             "chosen_from": [
                 one.label for one in grid.get(entry.label, ()) if len(grid[entry.label]) > 1
@@ -427,9 +411,9 @@ def described(
 
 
 def _contender(
-    speculator: Speculator, name: str, setting: Setting, swept: Setting | None = None
+    speculator: Speculator, name: str, setting: Setting, said: str | None = None
 ) -> Contender:
-    """`swept`: all that the label tells of a setting."""
+    """`said`: what the label tells of a setting; without it, all."""
     lossy = False
     if METHODS[name].decode is on_our_runtime:
         options = {"speculate": True, "do_sample": False, **setting}
@@ -440,7 +424,5 @@ def _contender(
         if "exit" in setting.get("drafter", ""):
             _heads(speculator)
         lossy = effective.speculate and effective.loss is not None
-    words = ", ".join(f"{key}={word(value)}" for key, value in (swept or setting).items())
-    return Contender(
-        label=f"{name}({words})", method=name, setting=setting, swept=swept or {}, lossy=lossy
-    )
+    said = said or ", ".join(f"{key}={word(value)}" for key, value in setting.items())
+    return Contender(label=f"{name}({said})", method=name, setting=setting, lossy=lossy)

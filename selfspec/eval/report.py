@@ -2,7 +2,7 @@
 
 A method is compared on the answers that it and the other one wrote; prompts are the units of the
 intervals. Tables are laid out as SpecBound's Tables 1 (CR and SD by task), 3 (latency) and 5 (by
-prompt). Called by `selfspec bench` and `selfspec report`; needs pandas, of the extra `eval`.
+prompt). Called by `selfspec bench` and `selfspec report`; needs the extra `eval`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 import base64
 import html
 import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import yaml
+from matplotlib.figure import Figure
 
 from selfspec import files, pages
 from selfspec.decoding.stats import PARTS
@@ -37,11 +35,6 @@ from selfspec.eval.results import (
 )
 from selfspec.pages import palette
 from selfspec.untrusted import read_json, read_yaml
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-logger = logging.getLogger(__name__)
 
 Summary = Mapping[str, Any]
 """All figures of a bench, ready for JSON."""
@@ -519,10 +512,8 @@ BLUE = palette.RAMP[1]
 INK, PALE = palette.TONES["ink"].light, palette.TONES["other"].light
 
 
-def save_gains(gains: pd.DataFrame, base: str, path: Path) -> None:
+def draw_gains(gains: pd.DataFrame, base: str) -> Figure:
     """One bar per method, with its interval; the fastest stands out."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(8.0, 0.9 + 0.42 * len(gains)), layout="constrained")
     axes = figure.subplots()
     colours = [BLUE if ratio == gains.ratio.max() else PALE for ratio in gains.ratio]
@@ -538,7 +529,7 @@ def save_gains(gains: pd.DataFrame, base: str, path: Path) -> None:
     axes.set_xlabel(f"speed-up [× {base}]; n = {gains.prompts.max()} prompts")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    _save(figure, path)
+    return figure
 
 
 def profile_of(summary: Summary, base: str) -> pd.DataFrame:
@@ -553,21 +544,14 @@ def profile_of(summary: Summary, base: str) -> pd.DataFrame:
     return 100 * found.fillna(0.0) / (whole or 1)
 
 
-def save_profile(profile: pd.DataFrame, base: str, answers: int, path: Path) -> None:
+def draw_profile(profile: pd.DataFrame, base: str, answers: int) -> Figure:
     """One bar per method, its parts end to end."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(8.0, 1.2 + 0.4 * len(profile)), layout="constrained")
     axes = profile.plot.barh(stacked=True, ax=figure.subplots(), width=0.8)
     axes.invert_yaxis()
     axes.set_xlabel(f"time [% of {base}]; n = {answers} answers")
     axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    with files.replacing(path) as new:
-        figure.savefig(new, dpi=120, metadata={"Software": "selfspec"})
+    return figure
 
 
 # --- the report: one page in Markdown and in HTML -------------------------------------------------
@@ -587,17 +571,13 @@ DEFINITIONS = (
     "says so."
 )
 
-_HOME = "selfspec.eval"
-
 MARKDOWN, HTML = "report.md", "report.html"
 
 PICTURES = ("methods", "profile")
 """Names of pictures, behind the number of their run."""
 
-
 Block = tuple[str, Any]
-"""A piece of the report: h1, h2, h3, p or verdict and words, img and a file, or table and a Table.
-"""
+"""A piece of the report: h1, h2, p or verdict and words, img and a file, or table and a Table."""
 
 
 def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
@@ -605,16 +585,23 @@ def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
 
     Raises InvalidData for results that lack what a report shows, CannotWrite.
     """
-    written = []
-    for run in runs:  # all is read before anything is written
-        with _whole(run):
-            written.append(described(run))
     blocks: list[Block] = [("h1", TITLE)]
-    for number, (run, words) in enumerate(zip(runs, written, strict=True), start=1):
-        with _whole(run):
-            title, verdict, *others = words
-            blocks += [title, verdict, *pictures(run, folder, number), *others]
+    drawn: dict[Path, Figure] = {}
+    for number, run in enumerate(runs, start=1):  # all is read before anything is written
+        try:
+            title, found, *others = described(run)
+            figures = {folder / f"{number}-{name}": made for name, made in pictures(run).items()}
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise InvalidData(
+                f"the results {run.name} lack what a report shows: {type(error).__name__} {error}. "
+                "Measure again: selfspec bench"
+            ) from error
+        blocks += [title, found, *(("img", path) for path in figures), *others]
+        drawn |= figures
     blocks += [("h2", "How to read this"), ("p", DEFINITIONS)]
+    for path, figure in drawn.items():
+        with files.replacing(path) as new:
+            figure.savefig(new, dpi=120, metadata={"Software": "selfspec"})
     made = folder / MARKDOWN, folder / HTML
     files.write(made[0], as_markdown(blocks))
     files.write(made[1], as_html(blocks))
@@ -630,18 +617,6 @@ def check_free(folder: str | Path, runs: int, *, overwrite: bool) -> Path:
         lambda folder: files.written_here(folder / HTML) and (folder / HTML).exists(),
         overwrite=overwrite,
     )
-
-
-@contextmanager
-def _whole(run: Results) -> Iterator[None]:
-    """Raises InvalidData where results lack what is looked for."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise InvalidData(
-            f"the results {run.name} lack what a report shows: {type(error).__name__} {error}. "
-            "Measure again: selfspec bench"
-        ) from error
 
 
 def described(run: Results) -> list[Block]:
@@ -669,21 +644,15 @@ def described(run: Results) -> list[Block]:
     return made + [("table", table) for table in tables(summary)]
 
 
-def pictures(run: Results, folder: Path, number: int) -> list[Block]:
-    """Those that the run has figures for; without matplotlib a notice takes their place."""
-    if find_spec("matplotlib") is None:
-        logger.info("no pictures: they need matplotlib (pip install 'selfspec[eval]')")
-        return []
-    summary, made = run.summary, list[Block]()
+def pictures(run: Results) -> dict[str, Figure]:
+    """By file name, those that the run has figures for."""
+    summary, made = run.summary, dict[str, Figure]()
     if (base := base_of(summary)) is None:
         return made
-    paths = [folder / f"{number}-{name}.png" for name in PICTURES]
     if len(gains := _by_method(summary, gains_of(summary, base))) > 1:
-        save_gains(gains, base, paths[0])
-        made.append(("img", paths[0]))
+        made[f"{PICTURES[0]}.png"] = draw_gains(gains, base)
     if len(profile := profile_of(summary, base)):
-        save_profile(profile, base, summary["answers"], paths[1])
-        made.append(("img", paths[1]))
+        made[f"{PICTURES[1]}.png"] = draw_profile(profile, base, summary["answers"])
     return made
 
 
@@ -703,7 +672,7 @@ def as_markdown(blocks: Iterable[Block]) -> str:
 
 def as_html(blocks: Iterable[Block]) -> str:
     """One file with everything in it; all words are escaped."""
-    style = pages.style_of(_HOME, "report.css")
+    style = pages.style_of("selfspec.eval", "report.css")
     head = (
         '<meta charset="utf-8"><meta name="generator" content="selfspec">'
         f'<meta http-equiv="Content-Security-Policy" content="{pages.policy("", style)}">'

@@ -5,10 +5,9 @@ Called by `verify`, and by the tests of the decoding loop.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +16,12 @@ from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import (
-    AcceptanceRule,
-    Proposed,
-    Target,
-    Verdict,
-    acceptance_rule,
-    tied,
-)
-from selfspec.decoding.decode import rounds
+from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.drafters.base import Draft, Drafter
-from selfspec.decoding.engine import Runtime
+from selfspec.decoding.engine import Engine, Runtime
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
-from selfspec.decoding.stats import Ended, Round, Stopwatch
+from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.decoding.work import Steps, ready
 from selfspec.model.kv import depths
 
@@ -198,27 +189,23 @@ class Recorder:
 
 
 class Listening(Runtime):
-    """Hears how every token is committed, text by text."""
+    """Hears how every token is committed, text by text; drafts may be planted."""
 
-    def __init__(self, other: Runtime) -> None:
-        """With the same model and drafts."""
+    def __init__(self, other: Runtime, drafter: Drafter | None = None) -> None:
+        """With the same model; `drafter` in place of the usual one."""
         super().__init__(other.backbone, other.heads, other.draft_model)
+        self.probe = other.probe
         self.heard: list[Recorder] = []
+        self._planted = drafter
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
         """The usual one, heard."""
         self.heard.append(Recorder(super().rule(sampler, options)))
         return self.heard[-1]
 
-
-class Decoded(NamedTuple):
-    """One decoding."""
-
-    tokens: list[int]
-    entries: list[Round]
-    """The prompt's pass first."""
-    seconds: Counter[str]
-    """By part, as `stats.PARTS` names them."""
+    def drafter(self, *asked: Any) -> Drafter:
+        """The planted one, if there is one."""
+        return self._planted or super().drafter(*asked)
 
 
 def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
@@ -228,35 +215,17 @@ def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> R
     return request
 
 
+Text = tuple[list[int], Tensor]
+"""Tokens, and the target logits [n, V] that each was committed by."""
+
+
 def decode(
     speculator: Speculator,
     request: Request,
     options: SpeculationOptions,
     drafter: Drafter | None = None,
-    rule: AcceptanceRule | None = None,
-) -> Decoded:
-    """Decode `request`; drafter and rule are those that `options` ask for unless given."""
-    runtime, asked, watch = speculator.runtime, request.only(), Stopwatch()
-    asked = replace(asked, sampler=tied(asked.sampler, options))
-    entries = list(
-        rounds(
-            runtime.state(asked, options),
-            drafter or runtime.drafter(asked, options),
-            rule or acceptance_rule(asked.sampler, options),
-            asked.stop,
-            watch,
-        )
-    )
-    tokens = [token for entry in entries for token in entry.tokens]
-    return Decoded(tokens, entries, watch.seconds)
-
-
-def decode_recorded(
-    speculator: Speculator,
-    request: Request,
-    options: SpeculationOptions,
-    drafter: Drafter | None = None,
-) -> tuple[list[int], Tensor]:
-    """Tokens, and the target logits that each was committed by, [n, V]."""
-    rule = Recorder(acceptance_rule(request.sampler, options))
-    return decode(speculator, request, options, drafter, rule).tokens, rule.logits
+) -> Text:
+    """What an engine writes, with the drafts that `options` ask for, or those of `drafter`."""
+    runtime = Listening(speculator.runtime, drafter)
+    entries = Engine(runtime).add(request.only(), options)
+    return [token for entry in entries for token in entry.tokens], runtime.heard[0].logits

@@ -25,17 +25,10 @@ from selfspec.api.speculator import Speculator
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.decoding.state import HiddenCache
-from selfspec.decoding.stats import Round
 from selfspec.decoding.work import alone
 from selfspec.errors import PinnedUnavailable, SelfspecError
 from selfspec.eval.results import Question, first_divergence
-from selfspec.eval.scripted import (
-    Listening,
-    decode,
-    decode_recorded,
-    greedy_request,
-    planted,
-)
+from selfspec.eval.scripted import Listening, Text, decode, greedy_request, planted
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows
 
@@ -173,11 +166,11 @@ def _invariance(subject: Subject) -> Rung:
     undrafted, bits, kinds = replace(options, speculate=False), Bits(), 0
     try:
         for case in subject.cases:
-            plain = decode_recorded(speculator, case.request, undrafted)
+            plain = decode(speculator, case.request, undrafted)
             drafts = planted(speculator, options, case.ids[0].tolist() + plain[0])
             kinds = len(drafts)
             for name, (drafter, adapted) in drafts.items():
-                found = decode_recorded(speculator, case.request, adapted, drafter)
+                found = decode(speculator, case.request, adapted, drafter)
                 bits.compare_texts(f"{case.id} with {name} drafts", found, plain)
         slots = speculator.runtime.state(subject.cases[0].request.only(), options).lease.slots
     except PinnedUnavailable as error:
@@ -269,10 +262,9 @@ def _any_batch(subject: Subject) -> Rung:
         if not left and not engine.texts:
             break
     for case, one, heard in zip(subject.cases, running[1:], runtime.heard[1:], strict=True):
-        alone_there = Listening(speculator.runtime)
-        entries = list(Engine(alone_there).add(case.request.only(), options))
-        expected = _tokens(entries), alone_there.heard[0].logits
-        bits.compare_texts(case.id, (_tokens(one.take()), heard.logits), expected)
+        tokens = [token for entry in one.take() for token in entry.tokens]
+        expected = decode(speculator, case.request, options)
+        bits.compare_texts(case.id, (tokens, heard.logits), expected)
     how = "in shared passes" if speculator.backbone.runs_many else "each in passes of its own"
     return bits.rung(f"{bits.positions:,} positions of {len(requests)} texts, {how}")
 
@@ -293,15 +285,7 @@ def _skipped(why: str) -> Rung:
     return Rung(outcome="skipped", found=why)
 
 
-def _tokens(entries: Sequence[Round]) -> list[int]:
-    return [token for entry in entries for token in entry.tokens]
-
-
 # --- bits, texts, distances to the best token -----------------------------------------------------
-
-
-Text = tuple[list[int], Tensor]
-"""Tokens, and the logits [n, V] that each was committed by."""
 
 
 @dataclass
@@ -409,7 +393,7 @@ def compare_texts(
         for name, (drafter, adapted) in kinds.items():
             if only is not None and name not in only:
                 continue
-            ours = decode(speculator, case.request, adapted, drafter).tokens
+            ours, _ = decode(speculator, case.request, adapted, drafter)
             compared.texts[-1].append(ours)
             if (at := first_divergence(ours, theirs)) is not None:
                 distance = margin(scores, theirs, ours, at)

@@ -191,7 +191,9 @@ def test_a_draft_model_needs_no_heads_but_must_be_given(
 ) -> None:
     second = wrap(speculator.model, draft_model=make_model("llama", torch.float64))
     entries = swept(second, moves("draft-model.max_tokens=1,4"))
-    assert [list(entry.swept.values()) for entry in entries] == [[1], [4]]
+    assert [entry.setting["drafter"] for entry in entries] == [
+        f"draft-model:max_tokens={count}" for count in (1, 4)
+    ]
     with pytest.raises(InvalidOption, match=r"needs a second model\. Give --draft-model"):
         candidates(bare, ["draft-model"])
 
@@ -272,7 +274,7 @@ def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
 def test_a_sweep_moves_one_option_at_a_time_of_exit_heads_whatever_the_defaults_name(
     speculator: Speculator,
 ) -> None:
-    settings = moves("exit.threshold=0.3") + moves("exit.layers=4/5")
+    settings = moves("exit.threshold=0.3") | moves("exit.layers=4/5")
     labels = ["speculation(exit.threshold=0.3)", "speculation(exit.layers=4/5)"]
     for changes in ({"exit": {"threshold": 0.1}}, {"drafter": "ngram+exit"}):
         entries = swept(moved(speculator, **changes), settings)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import functools
 import io
 import json
-import logging
 import operator
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +77,6 @@ ANSWERS = [
 ]
 
 
-def csv_of(summary: dict[str, Any]) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(figures(summary).to_csv(index=False))))
-
-
 @pytest.fixture
 def summary() -> dict[str, Any]:
     return summarise(ANSWERS, METHODS)
@@ -135,13 +130,10 @@ def test_a_failed_run_is_left_out_for_both_and_reported_as_is_another_text() -> 
     assert seconds_by_prompt(frame_of([broken]), "fast", "plain").empty
 
 
-def test_groups_keep_spec_benchs_order_and_end_with_all() -> None:
+def test_groups_keep_spec_benchs_order_and_nothing_measured_gives_no_figures() -> None:
     found = by_task(frame_of([answer(task="law"), answer(task="QA"), answer(task="math")]))
     assert list(found) == ["math", "QA", "law", "overall"]
     assert len(found["overall"]) == 3 * 2
-
-
-def test_nothing_measured_gives_empty_tables() -> None:
     summary = summarise([Answer(id="q", task="QA", turn=1, repeat=1, error="too long")], METHODS)
     assert summary["all"] == {}
     (table,) = tables(summary)
@@ -167,7 +159,7 @@ LOSSY = METHODS | {"fast": METHODS["fast"] | {"lossy": True}}
 @pytest.fixture
 def judged() -> dict[str, Any]:
     """One answer of two was looked at."""
-    fast = dataclasses.replace(FAST, quality=TEXT)
+    fast = replace(FAST, quality=TEXT)
     pair = [answer("q1", runs={"plain": PLAIN, "fast": fast}), answer("q2", "chat")]
     return summarise(pair, LOSSY)
 
@@ -189,16 +181,12 @@ def test_quality_is_summed_up_by_task_for_methods_that_were_looked_at(
     assert row[9:] == ["1", "75.98", "100.00", "0.83", "1.00"]
 
 
-def test_a_lossy_method_is_marked_in_every_table_and_no_other_is(judged: dict[str, Any]) -> None:
+def test_a_lossy_method_is_marked_everywhere_and_no_other_is(judged: dict[str, Any]) -> None:
     for table in tables(judged):
-        cells = list(table.cells.get("method", ()))
-        assert "fast" not in cells
-        assert "plain (lossy)" not in cells
-    lines = csv_of(judged)
-    assert {(line["method"], line["lossy"]) for line in lines} == {
-        ("plain", "False"),
-        ("fast", "True"),
-    }
+        assert not {"fast", "plain (lossy)"} & {*table.cells.get("method", ())}
+    found = figures(judged)
+    assert {*zip(found.method, found.lossy, strict=True)} == {("plain", False), ("fast", True)}
+    assert list(report.profile_of(judged, "fast").index) == ["fast (lossy)"]
 
 
 # --- tables
@@ -220,18 +208,15 @@ def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> N
     assert fast[2:] == ["speed=2, exit_layers=[4, 20]", "fast(speed=1), fast(speed=2)"]
     # a bar in a name does not end a cell
     assert markdown(Table("t", pd.DataFrame({"a": ["one|two"]}))).endswith("| one\\|two |\n")
-
-
-def test_csv_has_a_line_per_group_task_and_method(summary: dict[str, Any]) -> None:
-    lines = csv_of(summary)
-    assert len(lines) == 2 * 3 * 2
+    rows = list(csv.DictReader(io.StringIO(figures(summary).to_csv(index=False))))
+    assert len(rows) == 2 * 3 * 2  # a line per group, task and method
     (line,) = [
-        line
-        for line in lines
-        if (line["answers_in"], line["task"], line["method"]) == ("all", "math", "fast")
+        row
+        for row in rows
+        if (row["answers_in"], row["task"], row["method"]) == ("all", "math", "fast")
     ]
-    assert float(line["over_plain_ratio"]) == 2.0
-    assert line["over_hugging-face_ratio"] == ""
+    assert (float(line["over_plain_ratio"]), line["over_hugging-face_ratio"]) == (2.0, "")
+    assert line["lossy"] == "False"
 
 
 # --- the folder of a run
@@ -299,17 +284,6 @@ COUNTS: dict[str, dict[str, float]] = {
 }
 
 
-def described_method(label: str) -> dict[str, Any]:
-    value = re.search(r"=(.*)\)", label)
-    return {
-        "method": label.split("(")[0],
-        "source": "<source> & more",
-        "setting": {"drafter": f"exit:threshold={value[1]}"} if value else {},
-        "swept": {"exit.threshold": float(value[1])} if value else {},
-        "chosen_from": [],
-    }
-
-
 @pytest.fixture
 def swept() -> dict[str, Any]:
     """Two prompts; three methods and a sweep of two values, in falling order."""
@@ -325,7 +299,8 @@ def swept() -> dict[str, Any]:
     answers = [
         Answer(id=name, task="math", turn=1, repeat=1, new_tokens=4, runs=runs) for name in "ab"
     ]
-    return summarise(answers, {label: described_method(label) for label in LABELS})
+    about: dict[str, Any] = {"source": "<source> & more", "setting": {}, "chosen_from": []}
+    return summarise(answers, {name: {"method": name.split("(")[0], **about} for name in LABELS})
 
 
 @pytest.fixture
@@ -353,17 +328,9 @@ def test_the_charts_hold_all_methods_but_no_sweep(swept: dict[str, Any]) -> None
     assert dict(profile.plain) == dict.fromkeys(PARTS, 0.0) | {"prefill": 25.0, "verify": 75.0}
     assert (profile.speculation["verify"], profile.speculation["heads"]) == (50.0, 12.5)
     assert report.profile_of(swept, "hugging-face").empty
-
-
-def test_acceptance_in_percent_of_what_was_drafted_and_lossy_methods_marked(
-    swept: dict[str, Any],
-) -> None:
-    rows = rows_of(report.acceptance_table(swept))
+    rows = rows_of(report.acceptance_table(swept))  # in percent of what was drafted
     assert [row[0] for row in rows] == LABELS[1:]
     assert rows[0][1:] == ["2: 75%, 10: 0%", "1: 60%"]
-    swept["methods"]["speculation"]["lossy"] = True
-    assert rows_of(report.acceptance_table(swept))[0][0] == "speculation (lossy)"
-    assert report.profile_of(swept, "plain").index[1] == "speculation (lossy)"
 
 
 def test_the_verdict_is_the_fastest_lossless_method_or_says_that_none_is(
@@ -430,18 +397,6 @@ def test_names_of_tables_and_pictures_are_escaped_too(tmp_path: Path) -> None:
     for letter in "itchsvw":
         assert f"<{letter}>" not in text
         assert f"&lt;{letter}&gt;" in text
-
-
-def test_without_matplotlib_a_notice_takes_the_place_of_pictures(
-    finished: Results,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    with caplog.at_level(logging.INFO, "selfspec"):
-        assert report.pictures(finished, tmp_path, 1) == []
-    assert "they need matplotlib" in caplog.text
 
 
 def test_a_folder_without_a_finished_run_is_refused(

@@ -21,7 +21,6 @@ from selfspec.eval.results import (
     Question,
     Run,
     bleu,
-    check_packages,
     edit_distance,
     first_divergence,
     load_suite,
@@ -73,11 +72,8 @@ def test_spec_benchs_categories_are_six_groups(file: Path) -> None:
         Question(id="305", task="RAG", turns=("c",), reference="x"),
         Question(id="7", task="math", turns=("d",)),
     ]
-
-
-def test_any_file_of_prompts_is_a_suite(file: Path) -> None:
     name = write(file, {"prompt": "a"}, {"turns": ["b", "c"], "id": "two", "task": "law"})
-    assert load_suite(name) == [
+    assert load_suite(name) == [  # any file of prompts is a suite
         Question(id="1", task="prompts", turns=("a",)),
         Question(id="two", task="law", turns=("b", "c")),
     ]
@@ -86,30 +82,21 @@ def test_any_file_of_prompts_is_a_suite(file: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        ("{", "is not JSON"),
-        ("[1]", "holds a list, expected an object"),
-        ("{}", "has neither a prompt nor a list of turns"),
-        ('{"turns": []}', "has neither a prompt nor a list of turns"),
-        ('{"turns": ["a", " "]}', "has a turn that is no text"),
-        ('{"prompt": 3}', "has a turn that is no text"),
-        ('{"prompt": "b", "id": "1"}', "has the id 1 of an earlier line"),
-        ('{"prompt": "b", "id": [1]}', "has id [1], expected text or a whole number"),
-        ('{"prompt": "b", "task": "overall"}', "has the task overall, which stands for all"),
-        ('{"prompt": "b", "reference": 3}', "has a reference that is no text"),
+        ("{", "JSON"),
+        ("[1]", "a list"),
+        ("{}", "turns"),
+        ('{"turns": []}', "turns"),
+        ('{"turns": ["a", " "]}', "turn"),
+        ('{"prompt": 3}', "turn"),
+        ('{"prompt": "b", "id": "1"}', "id 1"),
+        ('{"prompt": "b", "id": [1]}', "id"),
+        ('{"prompt": "b", "task": "overall"}', "task"),
+        ('{"prompt": "b", "reference": 3}', "reference"),
     ],
 )
 def test_a_broken_line_is_named_with_its_reason(file: Path, second: str, reason: str) -> None:
     file.write_text('{"prompt": "a"}\n' + second + "\n", encoding="utf-8")
-    with pytest.raises(InvalidData, match=r"questions\.jsonl, line 2 ") as error:
-        load_suite(str(file))
-    assert reason in str(error.value)
-
-
-def test_files_that_cannot_be_read_are_named(file: Path) -> None:
-    with pytest.raises(InvalidData, match=r"cannot read .*questions\.jsonl: No such file"):
-        load_suite("spec-bench", file)
-    file.write_bytes(b"\xff")
-    with pytest.raises(InvalidData, match="is not UTF-8"):
+    with pytest.raises(InvalidData, match=rf"questions\.jsonl, line 2 .*{reason}"):
         load_suite(str(file))
     file.write_text("\n")
     with pytest.raises(InvalidData, match="holds no questions"):
@@ -117,20 +104,19 @@ def test_files_that_cannot_be_read_are_named(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "questions", "reason"),
+    ("asked", "reason"),
     [
-        ("six-task", None, "unknown suite 'six-task'. Did you mean six-tasks?"),
-        ("spec-bench", None, "Give --questions FILE"),
-        ("six-tasks", Path("a.jsonl"), "Leave out --questions"),
-        ("b.jsonl", Path("a.jsonl"), "Leave out --questions"),
+        (("six-task",), "Did you mean six-tasks?"),
+        (("spec-bench",), "Give --questions FILE"),
+        (("six-tasks", Path("a.jsonl")), "Leave out --questions"),
+        (("b.jsonl", Path("a.jsonl")), "Leave out --questions"),
+        (("six-tasks", None, 0), "limit is 0"),
     ],
 )
-def test_a_wrong_choice_says_what_to_do(name: str, questions: Path | None, reason: str) -> None:
+def test_a_wrong_choice_says_what_to_do(asked: tuple[Any, ...], reason: str) -> None:
     with pytest.raises(InvalidOption) as error:
-        load_suite(name, questions)
+        load_suite(*asked)
     assert reason in str(error.value)
-    with pytest.raises(InvalidOption, match="limit is 0, expected at least 1"):
-        load_suite("six-tasks", limit=0)
 
 
 # --- the file of answers
@@ -175,37 +161,17 @@ def test_speed_up_is_the_ratio_of_total_times_not_the_mean_of_ratios() -> None:
     assert found.p5 == pytest.approx(0.55, abs=1e-12)
     assert found.prompts == 3
 
-
-@pytest.mark.parametrize(("base", "method"), [([1.0, 1.0], [1.0]), ([], [])])
-def test_speed_up_wants_the_same_prompts(base: list[float], method: list[float]) -> None:
-    with pytest.raises(ValueError, match="expected the same and some"):
-        results.speed_up(base, method)
+    for base, method in (([1.0, 1.0], [1.0]), ([], [])):
+        with pytest.raises(ValueError, match="expected the same and some"):
+            results.speed_up(base, method)
 
 
-def test_resampled_pairs_stay_together() -> None:
+def test_an_interval_is_of_pairs_that_stay_together_and_its_seed_repeats_it() -> None:
     # each prompt takes the first method exactly twice as long, however long that is
     above, below = [2.0, 40.0, 6.0, 800.0], [1.0, 20.0, 3.0, 400.0]
     assert results.ratio_interval(above, below) == (2.0, 2.0)
-
-
-def test_the_interval_of_two_prompts_has_their_ratios_as_ends() -> None:
     # of the pairs drawn a quarter is twice the first, a quarter twice the second prompt
     assert results.ratio_interval([3.0, 1.0], [1.0, 1.0]) == (1.0, 3.0)
-
-
-def test_the_interval_covers_the_middle_of_the_resampled_ratios() -> None:
-    above = [1.0 + index / 10 for index in range(20)]
-    generator = torch.Generator().manual_seed(3)
-    drawn = torch.randint(20, (results.RESAMPLES, 20), generator=generator)
-    ratios = sorted(torch.tensor(above, dtype=torch.float64)[drawn].mean(-1).tolist())
-    low, high = results.ratio_interval(above, [1.0] * 20, seed=3)
-    near = 1e-9  # ratios repeat: of the 50 outermost, 2.5 % of 2,000, some equal the end itself
-    assert sum(ratio < low - near for ratio in ratios) <= 50 <= sum(r <= low + near for r in ratios)
-    assert sum(ratio > high + near for ratio in ratios) <= 50
-    assert sum(ratio >= high - near for ratio in ratios) >= 50
-
-
-def test_the_seed_makes_the_interval_repeatable() -> None:
     values = [1.0, 2.0, 4.0, 3.0, 1.5], [1.0, 1.1, 1.3, 2.0, 0.7]
     assert results.ratio_interval(*values, seed=1) == results.ratio_interval(*values, seed=1)
     assert results.ratio_interval(*values, seed=1) != results.ratio_interval(*values, seed=2)
@@ -318,10 +284,3 @@ def test_references_count_where_there_are_any() -> None:
     assert found["plain_rouge_l"] == pytest.approx(1.0)
     assert found["rouge_l"] == 0.0
     assert found["bleu"] < 10.0
-
-
-def test_a_missing_package_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_packages("bench", "pandas")
-    monkeypatch.setattr("selfspec.eval.results.find_spec", lambda name: None)
-    with pytest.raises(InvalidOption, match=r"bench needs pandas: pip install 'selfspec\[eval\]'"):
-        check_packages("bench", "pandas")

@@ -33,12 +33,6 @@ def run(command: Any, output: Path, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("command", "options", "things", "counts"),
     [
-        (
-            micro.texts,
-            {"dtypes": "float32", "texts": "1,3", "in_front": 5, "repeats": 1},
-            {"float32, as in the file", "float32, numbers"},
-            ["1", "3"],
-        ),
         pytest.param(
             micro.split,
             {"rows": "1,2", "in_front": 5, "repeats": 1},
@@ -54,7 +48,7 @@ def run(command: Any, output: Path, **options: Any) -> dict[str, Any]:
             marks=LINUX,
         ),
     ],
-    ids=["texts", "split", "prompts"],
+    ids=["split", "prompts"],
 )
 def test_every_thing_is_timed_by_rows(
     tiny_model: str,
@@ -81,7 +75,6 @@ def test_brackets_say_what_they_are_shares_of() -> None:
     assert lines[0] == "| part | 1 | 4 |"
     assert lines[2] == "| all layers | 3.000 (75%) | 6.000 (75%) |"
     assert micro.as_table("", seconds).splitlines()[2].endswith("6.000 (2.00) |")
-    assert micro._tokens(seconds, "all layers", 4) == " (2.00)"  # four texts in twice the time
     more = {"limit": {"unembedding": "0.5"}}
     assert micro.as_table("", seconds, more=more).splitlines()[3].endswith(" | 0.5 |")
 
