@@ -26,7 +26,7 @@ export UV_SYSTEM_CERTS ?= true
 # Python's compiled files are kept: without them each program compiles transformers for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test docs test-oldest fuzz same-texts hostile wheel lint browser clean
+.PHONY: setup demo test docs test-oldest fuzz same-texts hostile sanitise wheel lint browser clean
 
 setup: $(READY)
 
@@ -73,6 +73,16 @@ same-texts: setup
 hostile: setup
 	$(BIN)/pytest $(PARALLEL:loadfile=load) tests/serve/test_hostile.py tests/test_damage.py \
 	    --hypothesis-profile=hostile $(if $(SEED),--hypothesis-seed=$(SEED))
+
+# The kernels compiled with the sanitisers of g++ for addresses and undefined behaviour. FLAGS adds
+# to them: FLAGS=-mno-amx-tile leaves the matrix registers to those who have them.
+SANITISED := c++ -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITISERS = $(foreach one,asan ubsan,$(shell c++ -print-file-name=lib$(one).so))
+sanitise: setup
+	LD_PRELOAD="$(SANITISERS)" ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 \
+	    XDG_CACHE_HOME=$$(mktemp -d) CXX="$(SANITISED) $(FLAGS)" \
+	    $(BIN)/pytest tests/model/test_fused_cpu.py tests/model/test_quantised.py \
+	    tests/model/test_many_texts.py tests/decoding/test_packed_heads.py
 
 # In .venv-oldest: the oldest Python and packages that pyproject.toml allows. uv finds that Python
 # or fetches it; where it can do neither: OLDEST_PYTHON=PATH.

@@ -52,6 +52,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own))
         patch.setenv("XDG_CONFIG_HOME", str(own / "config"))
+        # what rows and heads cost must not hang on how busy this machine is
+        patch.setattr(tuned, "first_costs", lambda *_: {})
         yield
 
 
@@ -61,13 +63,6 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     _share(tmp_path / "cache", "compiled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "selfspec"
-
-
-@pytest.fixture(autouse=True)
-def usual_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rows and heads cost must not hang on how busy this machine is."""
-    if "measures_costs" not in request.keywords:
-        monkeypatch.setattr(tuned, "first_costs", lambda *_: {})
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,8 @@ from selfspec.options import Costs, Exit, Ngram
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 
+FIRST_COSTS = tuned.first_costs  # other tests do without
+
 OPTIONS: dict[str, Any] = {
     "speculate": True,
     "drafter": "exit:layers=4,threshold=0.25,anneal_strength=0.5,max_tokens=3",
@@ -47,13 +49,17 @@ def wrapped(model: PreTrainedModel, heads: ExitHeads, **options: Any) -> Specula
     return wrap(model, heads=heads, **options)
 
 
-@pytest.mark.measures_costs
 @pytest.mark.parametrize(
     "broken", ["", "{}", '{"format_version": 2, "options": {"costs": "row=7"}}']
 )
 def test_costs_are_measured_once_and_kept(
-    model: PreTrainedModel, heads: ExitHeads, cache: Path, broken: str
+    model: PreTrainedModel,
+    heads: ExitHeads,
+    cache: Path,
+    broken: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tuned, "first_costs", FIRST_COSTS)
     costs = wrapped(model, heads).options.costs
     assert costs.head is not None
     assert costs.rows is not None
