@@ -105,6 +105,15 @@ def write(
     return file
 
 
+def forget(backbone: Backbone, heads: ExitHeads | None) -> list[Path]:
+    """Remove what was found for these heads on this machine; returns the files."""
+    kept = [path(backbone, heads), _costs_path(backbone, heads)]
+    gone = [file for file in kept if file.is_file()]
+    for file in gone:
+        file.unlink()
+    return gone
+
+
 def heads_hash(heads: ExitHeads) -> str:
     """sha256 of what decides the answers of heads: kind, exit layers, temperatures, weights."""
     config = heads.config
@@ -131,7 +140,7 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
 
     A file that cannot be used is written anew; where none can be written, every start measures.
     """
-    file = cache_folder() / "costs" / path(backbone, heads).name
+    file = _costs_path(backbone, heads)
     try:
         return _checked(read_json(file), heads)
     except _UNUSABLE as error:
@@ -143,6 +152,10 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     except OSError as error:
         logger.info("not kept: %s", error)
     return options
+
+
+def _costs_path(backbone: Backbone, heads: ExitHeads | None) -> Path:
+    return cache_folder() / "costs" / path(backbone, heads).name
 
 
 def _keep(

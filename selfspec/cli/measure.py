@@ -291,10 +291,9 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     speculator = base.load(picked(asked, LOADING))
     backbone, heads = speculator.backbone, speculator.heads
     if asked.get("forget", False):
-        kept = tuned.path(backbone, heads)
+        gone = [f"removed {file}\n" for file in tuned.forget(backbone, heads)]
         nothing = "nothing was tuned for this model and its heads on this machine\n"
-        base.emit(f"removed {kept}\n" if kept.is_file() else nothing)
-        kept.unlink(missing_ok=True)
+        base.emit("".join(gone) or nothing)
         return
     record = record or _recorded(speculator, questions, noted)
     record.require_heads(backbone, heads)

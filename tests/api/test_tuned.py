@@ -71,7 +71,10 @@ def test_costs_are_measured_once_and_kept(
     file.write_text(broken)
     assert wrapped(model, heads).options.costs.rows is not None
     assert json.loads(file.read_text())["options"].keys() == {"costs"}
-    assert wrapped(model, heads, costs="head=0.5").options.costs == Costs(head=0.5)
+    speculator = wrapped(model, heads, costs="head=0.5")
+    assert speculator.options.costs == Costs(head=0.5)
+    assert tuned.forget(speculator.backbone, heads) == [file]
+    assert not file.exists()
 
 
 def test_each_setting_is_taken_from_the_first_that_says_it(
