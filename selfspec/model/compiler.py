@@ -27,7 +27,7 @@ _FLAGS = (
 )
 """None of them lets results differ between two runs of one library."""
 
-_PATIENCE = 120
+_PATIENCE = 600
 """Seconds after which a compiler is given up."""
 
 
