@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 33130,
+    "tests/": 33146,
     "model": 7177,
     "eval/": 3846,
     "eval": 4178,
@@ -47,7 +47,7 @@ MOST_LINES = {
     "training": 4497,
     "serve": 2997,
     "visualise": 2265,
-    "api": 2557,
+    "api": 2560,
     "hub": 1544,
     "heads": 1922,
     "adaptation": 724,

@@ -14,6 +14,7 @@ import logging
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from selfspec.files import cache_folder
 from selfspec.files import write as write_file
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
+from selfspec.model.compiler import KERNELS
 from selfspec.options import settings_text
 from selfspec.typed import check_keys
 from selfspec.untrusted import read_json
@@ -107,7 +109,7 @@ def write(
 
 def forget(backbone: Backbone, heads: ExitHeads | None) -> list[Path]:
     """Remove what was found for these heads on this machine; returns the files."""
-    kept = [path(backbone, heads), _costs_path(backbone, heads)]
+    kept = path(backbone, heads), _costs_path(backbone, heads)
     gone = [file for file in kept if file.is_file()]
     for file in gone:
         file.unlink()
@@ -141,10 +143,8 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     A file that cannot be used is written anew; where none can be written, every start measures.
     """
     file = _costs_path(backbone, heads)
-    try:
+    with suppress(*_UNUSABLE):
         return _checked(read_json(file), heads)
-    except _UNUSABLE as error:
-        logger.debug("no costs that can be used: %s", first_line(error))
     logger.info("measuring what rows and heads cost on this machine, once")
     options = {"costs": settings_text(quick_costs(backbone, heads))}
     try:
@@ -155,7 +155,10 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
 
 
 def _costs_path(backbone: Backbone, heads: ExitHeads | None) -> Path:
-    return cache_folder() / "costs" / path(backbone, heads).name
+    """Another file for each state of the kernels: what they cost is what was measured."""
+    sources = b"".join(map(Path.read_bytes, sorted(KERNELS.glob("*.[ch]pp"))))
+    name = f"{path(backbone, heads).stem}-{hashlib.sha256(sources).hexdigest()[:8]}.json"
+    return cache_folder() / "costs" / name
 
 
 def _keep(
@@ -179,6 +182,6 @@ def _checked(values: Any, heads: ExitHeads | None) -> dict[str, Any]:
     options = SpeculationOptions().updated(found)
     if heads is not None:
         heads.layers_in_use(options)
-    elif options.speculate and options.uses("exit"):
+    elif "drafter" in found and options.speculate and options.uses("exit"):
         raise InvalidOption("its drafts are those of heads, and there are none")
     return found

@@ -49,6 +49,18 @@ def wrapped(model: PreTrainedModel, heads: ExitHeads, **options: Any) -> Specula
     return wrap(model, heads=heads, **options)
 
 
+@pytest.mark.parametrize("drafter", ["exit", "ngram"])
+def test_every_start_but_the_first_reads_costs(
+    model: PreTrainedModel, heads: ExitHeads, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = [Costs(row=0.1)]  # and no second time
+    monkeypatch.setattr(tuned, "quick_costs", lambda *_: measured.pop())
+    monkeypatch.setattr(tuned, "first_costs", FIRST_COSTS)
+    for _ in range(2):
+        speculator = wrap(model, heads=heads if drafter == "exit" else "none")
+        assert speculator.options.costs == Costs(row=0.1)
+
+
 @pytest.mark.parametrize(
     "broken", ["", "{}", '{"format_version": 2, "options": {"costs": "row=7"}}']
 )
@@ -71,6 +83,10 @@ def test_costs_are_measured_once_and_kept(
     file.write_text(broken)
     assert wrapped(model, heads).options.costs.rows is not None
     assert json.loads(file.read_text())["options"].keys() == {"costs"}
+    with monkeypatch.context() as patch:
+        patch.setattr(tuned, "KERNELS", cache)  # other ones
+        assert wrapped(model, heads).options.costs.rows is not None
+    assert len([*file.parent.iterdir()]) == 2
     speculator = wrapped(model, heads, costs="head=0.5")
     assert speculator.options.costs == Costs(head=0.5)
     assert tuned.forget(speculator.backbone, heads) == [file]
