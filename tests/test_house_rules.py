@@ -38,12 +38,12 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 33146,
+    "tests/": 33147,
     "model": 7177,
     "eval/": 3846,
     "eval": 4178,
     "decoding": 5083,
-    "cli": 3560,
+    "cli": 3566,
     "training": 4497,
     "serve": 2997,
     "visualise": 2265,

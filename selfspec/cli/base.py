@@ -33,6 +33,7 @@ from selfspec.api import structure
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, SelfspecError
+from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
 from selfspec.options import KINDS, Costs, Kinds, Part, laid_over, members, typed, word
 from selfspec.typed import annotations_of, check_keys
@@ -525,8 +526,14 @@ def check_model(asked: Asked) -> None:
         if not asked[name]:
             raise InvalidOption(f"{name} is empty, expected a hub id, a folder or a .gguf file")
         hub.require_model(asked[name])
-    if (heads := asked.get("heads")) not in (None, hub.LOGIT_LENS, hub.NO_HEADS):
-        hub.resolve_heads(heads)
+    own = not asked.keys() & {"model", "draft_model"}
+    heads = asked.get("heads", hub.DEFAULT_HEADS if own else hub.NO_HEADS)
+    if heads not in (hub.LOGIT_LENS, hub.NO_HEADS) and asked.keys() & {"heads", "drafter"}:
+        held = read_config(hub.resolve_heads(heads))["exit_layers"]
+        for layer in options.exit.layers or ():
+            if layer not in held:
+                there = ", ".join(map(str, held))
+                raise InvalidOption(f"exit layer {layer} is not among those of {heads}: {there}")
 
 
 # --- prompts

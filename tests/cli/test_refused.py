@@ -92,6 +92,7 @@ generate a --max-new-tokens                      | requires an argument
 generate a --max-new-tokens 0                    | max_new_tokens is 0, expected at least 1
 generate a --max-new-tokens x                    | Invalid value for '--max-new-tokens'
 generate a --drafter exit:threshold=0.9/x        | exit:threshold is '0.9/x'
+generate a --drafter exit:layers=7               | exit layer 7 is not among those of smollm2
 generate a --exit-threshold 0.9                  | No such option: --exit-threshold
 generate a --hedas x                             | --heads
 generate a --config nowhere                      | cannot take the config: cannot read nowhere
