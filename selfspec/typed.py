@@ -19,7 +19,7 @@ from selfspec.errors import InvalidData, InvalidOption
 _SHOWN = 60
 """Characters of a value that an error repeats."""
 
-_MOST_LISTED = 16
+_MOST_LISTED = 40
 """Known names that an error lists."""
 
 _WORDS: dict[Any, tuple[str, str]] = {
@@ -59,7 +59,7 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
         near = near or difflib.get_close_matches(key, names, n=1)
         hint = f"Known: {', '.join(names)}"
         if len(names) > _MOST_LISTED:
-            hint = f"Leave it out: it is like none of the {len(names)} known ones"
+            hint = "Leave it out: no known name is like it"
         hint = f"Did you mean {' or '.join(near)}?" if near else hint
         raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
 

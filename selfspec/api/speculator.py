@@ -519,7 +519,7 @@ def without_heads(
     if drafting.uses("exit"):
         said = "plain decoding"
     if said is not None and drafting.speculate and wanted:
-        logger.warning("no exit heads for %s: %s. Fit some: selfspec fit", label, said)
+        logger.warning("no exit heads for %s: %s. Make some: selfspec adapt", label, said)
     return base
 
 

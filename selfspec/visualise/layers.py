@@ -285,13 +285,7 @@ class Gain(NamedTuple):
             return f"{words}, {self.rate}" if self.times is not None and self.times < 1 else words
         share = f"{self.drafted / self.tokens:.0%}".replace("%", " %")
         verdict = f", which {self.verdict}:" if self.verdict else ","
-        return f"{share} of this answer {self.came}{verdict} {self.rate}"
-
-    @property
-    def came(self) -> str:
-        """How drafts came: for nothing only where the answer is known to be faster with them."""
-        gained = self.times is not None and self.times > 1
-        return "came for nothing" if gained else "came as drafts"
+        return f"{share} of this answer came as drafts{verdict} {self.rate}"
 
     @property
     def verdict(self) -> str:

@@ -62,7 +62,7 @@ def save_card(trace: LayerTrace, path: Path, costs: MeasuredCosts | None = None)
         sheet.box(0, 0, 340, height, palette.TONES["quiet"].light)
         sheet.write(f"{found.drafted / found.tokens:.0%}", 40, 206, 104, weight="bold")
         sheet.write("of this answer", 46, 262, 27)
-        sheet.write(found.came, 46, 300, 27)
+        sheet.write("came as drafts", 46, 300, 27)
         sheet.write(found.rate, 46, 344, 20, color=_DIM)
         if found.verdict:
             sheet.write(f"drafts {found.verdict}", 46, 374, 16, color=_DIM)

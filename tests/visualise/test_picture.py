@@ -46,14 +46,12 @@ def test_a_gain_is_what_rounds_and_costs_say() -> None:
     ("times", "words"),
     [
         (None, "came as drafts, 1.5 tokens per verification"),
-        (1.1, "came for nothing, 1.1× plain decoding"),
+        (1.1, "came as drafts, 1.1× plain decoding"),
         (1.0, "came as drafts, which cost what they gave: 1.0× plain decoding"),
         (0.9, "came as drafts, which cost more than they gave: 0.9× plain decoding"),
     ],
 )
-def test_a_headline_says_for_nothing_only_where_drafts_gained(
-    times: float | None, words: str
-) -> None:
+def test_a_headline_says_what_drafts_gave(times: float | None, words: str) -> None:
     found = Gain(tokens=50, drafted=22, per_verification=1.5, times=times)
     assert found.headline == f"44 % of this answer {words}"
     assert found._replace(drafted=0).headline.endswith(
