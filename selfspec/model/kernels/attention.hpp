@@ -18,6 +18,7 @@ constexpr long BLOCK = 64;         // positions whose scores are weighed togethe
 constexpr long CHUNK = 8 * BLOCK;  // positions that are summed by themselves, from 0 on
 constexpr long UNBROKEN = 32;      // positions that Arithmetic may add up by themselves
 constexpr long QUERIES = 16;       // that look at a block together: what they need stays in the cache
+constexpr long FEW_ROWS = 5;       // rows for which keys and values are read once, not twice
 constexpr long HEADER = PANEL;     // of a query: the score that its weights count from, and their sum
 
 struct Heads {
@@ -319,7 +320,7 @@ struct Parts {
   bool by_chunk;
 
   Parts(long rows, long held) {
-    tile = std::min(16L, (rows + 1) / 2), tiles = up(rows, tile);
+    tile = rows <= FEW_ROWS ? rows : std::min(16L, (rows + 1) / 2), tiles = up(rows, tile);
     chunks = up(held + rows, CHUNK);
     by_chunk = tiles <= 2 && chunks > 1;
   }
