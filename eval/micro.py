@@ -505,7 +505,7 @@ def sizes(
     chances = [float(rate) for rate in rates.split(",")]
     lines, found = [], {}
     for name in models.split(","):
-        loaded, _, files = load_model(name, dtype=dtype)
+        loaded, _, files = load_model(name, dtype=dtype, blocks=True)
         backbone = Backbone(loaded)
         speed = step_speed(backbone, clock=Clock(backbone.device, repeats))
         head = _eagle3_bytes(loaded.config, backbone.vocab_size) / speed.step_bytes
