@@ -27,6 +27,7 @@ from selfspec.options import (
     Lenient,
     Lossless,
     Ngram,
+    Rest,
     Successors,
     as_text,
     between,
@@ -60,10 +61,10 @@ class SpeculationOptions:
 
     drafter: str = "exit"
     """What proposes tokens: exit (heads), ngram (prompt lookup), successors, draft-model,
-    ngram+OTHER, none.
+    rest (a datastore), ngram+OTHER, none.
 
     Successors are what verification found likely behind the same tokens before. Of two the one that
-    promises more drafts; heads on the embedding, and successors, draft around prompt lookup.
+    promises more drafts; heads on the embedding, successors and rest draft around prompt lookup.
     """
 
     controller: Controller = field(default_factory=Fixed)
@@ -87,6 +88,9 @@ class SpeculationOptions:
 
     successors: Successors = field(default_factory=Successors)
     """Settings of successors."""
+
+    rest: Rest = field(default_factory=Rest)
+    """Settings of a datastore."""
 
     easd: Easd = field(default_factory=Easd)
     """Where `easd` as text starts: heads may know its entropy threshold."""
@@ -139,8 +143,10 @@ class SpeculationOptions:
         return several and self.loss is None and not self.controller.reads_confidence
 
     @property
-    def tree(self) -> Exit | Successors:
+    def tree(self) -> Exit | Successors | Rest:
         """What sets the size of trees."""
+        if self.uses("rest"):
+            return self.rest
         return self.successors if self.uses("successors") else self.exit
 
     @property
@@ -240,8 +246,8 @@ class SpeculationOptions:
         found = {name: value for name, value in kept.items() if value}
         return found | {k: v for k, v in self.described().items() if v != usual.get(k)}
 
-    def _drafters(self) -> tuple[Ngram, Exit, DraftModel, Successors]:
-        return self.ngram, self.exit, self.draft_model, self.successors
+    def _drafters(self) -> tuple[Ngram, Exit, DraftModel, Successors, Rest]:
+        return self.ngram, self.exit, self.draft_model, self.successors, self.rest
 
 
 def _field(kind: str) -> str:
@@ -249,7 +255,7 @@ def _field(kind: str) -> str:
     return kind.replace("-", "_")
 
 
-_SETTINGS = ("exit", "ngram", "draft_model", "successors", "easd")
+_SETTINGS = ("exit", "ngram", "draft_model", "successors", "rest", "easd")
 """Fields that keep settings of one kind, whichever is in use."""
 
 OPTION_NAMES = tuple(

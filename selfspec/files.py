@@ -29,6 +29,7 @@ from selfspec.errors import CannotWrite, InvalidOption, first_line
 
 _OURS = re.compile(
     rb'\{\s*("index": \d+, )?"made_by": "selfspec( [a-z]+)?"'  # JSON, and lines of it
+    rb'|.{8}\{"__metadata__":\{"made_by":"selfspec( [a-z]+)?"'  # safetensors
     rb"|# written by selfspec( [a-z]+)?\n"
     rb"|<!-- written by selfspec( [a-z]+)? -->\n"
     rb'|(?i:<!doctype html>)\s<html lang="en">\s?<head>\s?<meta charset="utf-8">\s?'

@@ -219,17 +219,36 @@ class Successors(Part, kind="successors"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rest(Part, kind="rest"):
+    """What follows the same tokens in a datastore."""
+
+    max_tokens: Width = 10
+    """Longest path of a tree, at least 1; no lookup says more than 10."""
+
+    max_rows: Annotated[int, between(1, 64, request=32)] = 16
+    """Rows of a tree's verification at most, with the newest token's.
+
+    REST drafts 64 tokens, on a GPU.
+    """
+
+    @property
+    def guesses(self) -> int:
+        """Tokens for one place: as many as there is room for."""
+        return self.max_rows
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoDrafts(Part, kind="none"):
     """Nothing is drafted."""
 
 
-DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | Successors | NoDrafts]] = {
-    one.kind: one for one in (Exit, Ngram, DraftModel, Successors, NoDrafts)
+DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | Successors | Rest | NoDrafts]] = {
+    one.kind: one for one in (Exit, Ngram, DraftModel, Successors, Rest, NoDrafts)
 }
 
 TOGETHER = (
-    *("exit", "ngram", "draft-model", "successors", "none"),
-    *("ngram+exit", "ngram+draft-model", "ngram+successors"),
+    *("exit", "ngram", "draft-model", "successors", "rest", "none"),
+    *("ngram+exit", "ngram+draft-model", "ngram+successors", "ngram+rest"),
 )
 """Drafters in use: alone, or prompt lookup in front of another."""
 

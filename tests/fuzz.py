@@ -25,6 +25,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.drafters.rest import Datastore
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.model.parts import Unembedding
 from selfspec.options import CONTROLLERS, TOGETHER, Bounded
@@ -189,13 +190,15 @@ def speculator(
     whole = model(family, dtype, sizes=sizes)
     if kind != "logit-lens":
         heads = random_heads(wrap(whole, drafter="none").backbone.unembedding, kind)
-    return wrap(
+    found = wrap(
         whole,
         tokenizer(),
         heads=heads,
         executor=executor,
         draft_model=model(family, dtype, layers=2, sizes=sizes),
     )
+    found.runtime.datastore = Datastore.of(random_ids(20_000).tolist(), tokenizer())
+    return found
 
 
 def random_heads(unembedding: Unembedding, kind: str) -> ExitHeads:
@@ -324,6 +327,10 @@ def speculations(
         "successors": {
             "max_tokens": draw(st.integers(1, most)),
             **draw(tuning(guesses=st.integers(1, 8), max_rows=st.integers(1, 16))),
+        },
+        "rest": {
+            "max_tokens": draw(st.integers(1, most)),
+            **draw(tuning(max_rows=st.integers(1, 16))),
         },
         "none": {},
     }

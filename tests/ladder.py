@@ -34,6 +34,7 @@ from selfspec.decoding.drafters.heads import (
     WhilePaying,
 )
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
+from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
 from selfspec.decoding.probe import PassShape
 from selfspec.decoding.sampling import Sampler
@@ -53,6 +54,7 @@ from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease
 from tests.models import VOCAB_SIZE, make_model
+from tests.talks import make_tokenizer
 
 FIXED = PassShape(rows=6, slots=64)
 """Passes of one shape: the drafts below are at most 5 wide, the texts at most 58 long."""
@@ -66,7 +68,7 @@ EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
 TREES = (
     *("exits with siblings", "trees", "trees around seen text"),
-    *("successors", "attending trees", "attending trees around seen text"),
+    *("successors", "rest", "attending trees", "attending trees around seen text"),
 )
 
 FEW = ("oracle", "wrong", "random", "eager exits", "attending", "trees around seen text")
@@ -220,6 +222,14 @@ def successor_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter[Decod
     )
 
 
+def rest_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter[DecodeState]:
+    """Trees of the sequence and of another, of which every third token is wrong."""
+    wrong = [(token + (at % 3 == 0)) % vocab_size for at, token in enumerate(sequence)]
+    store = Datastore.of([sequence, wrong, wrong], make_tokenizer())
+    guesser, cost = RestGuesser(store, 9, trees=True), DraftCost(rows=(0.0,))
+    return TreeDrafter(guesser, cost, DraftController(5), most=9, never_slower=False)
+
+
 def second_model() -> DraftModelDrafter:
     """A model of half the layers, which has nothing to do with the one that verifies."""
     other = Backbone(make_model("llama", num_hidden_layers=3), executor="generic")
@@ -257,6 +267,7 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         found["exits with siblings"] = (exit_drafter(backbone, 0.05, siblings=siblings), EXITS)
         found["trees"] = (tree_drafter(backbone), (0,))
         found["successors"] = (successor_drafter(sequence, size), ())
+        found["rest"] = (rest_drafter(sequence, size), ())
         found["attending trees"] = (tree_drafter(backbone, attends=True), ())
         found["attending trees around seen text"] = (tree_drafter(backbone, seen, attends=True), ())
         found["trees around seen text"] = (tree_drafter(backbone, seen), (0,))

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from selfspec.decoding.drafters.rest import Datastore
 from selfspec.errors import SelfspecError
 from selfspec.eval import report, results
 from selfspec.eval.record import Record
@@ -146,6 +147,13 @@ FORMATS = {
         (checkpoint.FILE,),
         save_checkpoint,
         lambda folder, _: checkpoint.load(folder / checkpoint.FILE),
+    ),
+    "a datastore": Format(
+        ("it.safetensors",),
+        lambda folder, _: Datastore.of([[1, 2, 3]] * 9, make_tokenizer()).save(
+            folder / "it.safetensors"
+        ),
+        lambda folder, _: Datastore.read(folder / "it.safetensors").behind([1, 2], 15),
     ),
     "a trace": Format(
         ("it.jsonl",),

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,11 +43,13 @@ from selfspec.api.stream import Generation, Stream
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
 from selfspec.decoding.drafters.draft_model import check_same_size, check_same_tokens
+from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Running, Runtime
 from selfspec.decoding.packed_heads import pack
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import common
 from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, SelfspecError
+from selfspec.files import local_path
 from selfspec.heads import known
 from selfspec.heads.attending import heads_of
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
@@ -61,10 +63,13 @@ from selfspec.typed import check_types, plain_numbers, shown
 
 logger = logging.getLogger(__name__)
 
-_LOADING = ("heads", "dtype", "device", "attn_implementation", "executor", "draft_model")
+_LOADING = (
+    *("heads", "dtype", "device", "attn_implementation", "executor"),
+    *("draft_model", "datastore"),
+)
 """Keywords of `load` that are no options."""
 
-_WRAPPING = ("tokenizer", "heads", "label", "executor", "draft_model")
+_WRAPPING = ("tokenizer", "heads", "label", "executor", "draft_model", "datastore")
 """Keywords of `wrap` that are none."""
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
@@ -85,13 +90,14 @@ class Speculator:
         options: SpeculationOptions,
         draft_model: Backbone | None = None,
         turn_end: TurnEnd = NO_END,
+        datastore: Datastore | None = None,
     ) -> None:
         """What is None cannot draft. Raises InvalidOption for layers without heads."""
         self.tokenizer = tokenizer
         self.label = label
         self.options = options
         self.turn_end = turn_end
-        self.runtime = Runtime(backbone, heads, draft_model)
+        self.runtime = Runtime(backbone, heads, draft_model, datastore)
         self._disabled = False
         self._grammars = Grammars(tokenizer, backbone.vocab_size)
         if heads is not None:
@@ -361,6 +367,7 @@ def load(
     attn_implementation: str = "sdpa",
     executor: str = "auto",
     draft_model: str | Path | None = None,
+    datastore: str | Path | None = None,
     chat_template: str | Path | None = None,
     **options: Any,
 ) -> Speculator:
@@ -372,13 +379,15 @@ def load(
     `dtype`: None is bfloat16, and for a GGUF file float32 where products in bfloat16 are slow.
     `executor`: generic runs the model's own layers, fused compiled ones on a CPU, cuda-graph the
     model's own as CUDA graphs, auto the best of these that can be had. `draft_model`: a smaller one
-    with the same tokens, which drafts. `chat_template`: a name as vicuna (`chat_template.NAMES`), a
+    with the same tokens, which drafts; `datastore`: a file of `selfspec datastore`, whose texts
+    draft in place of all others. `chat_template`: a name as vicuna (`chat_template.NAMES`), a
     Jinja file or its text, in place of the heads' and the model's own. `options` are those of
     SpeculationOptions, as objects, text or mappings. Raises ModelNotFound, UnsupportedModel,
-    HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidOption.
+    HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidData, InvalidOption.
     """
     _check_loading(model, draft_model, heads, attn_implementation, device)
     check(options, beside=_LOADING)
+    store = _read_datastore(datastore)
     templates.start_renderer()
     template = None if chat_template is None else templates.read(chat_template)
     read = partial(
@@ -403,7 +412,7 @@ def load(
     of_weights = found() if named else None
     backbone = Backbone(loaded, executor=executor, fingerprint=of_weights)
     drafting = None if second is None else Backbone(second, executor=executor)
-    return _speculator(backbone, tokenizer, heads, files.label, drafting, template, options)
+    return _speculator(backbone, tokenizer, heads, files.label, drafting, store, template, options)
 
 
 def wrap(
@@ -414,6 +423,7 @@ def wrap(
     label: str | None = None,
     executor: str = "auto",
     draft_model: PreTrainedModel | None = None,
+    datastore: str | Path | None = None,
     chat_template: str | Path | None = None,
     **options: Any,
 ) -> Speculator:
@@ -423,19 +433,21 @@ def wrap(
     Where there are heads for a model of these sizes, all weights are hashed to tell whether they
     fit: 0.4 s for the default model, longer for larger ones; heads="none" saves it.
 
-    A `draft_model` drafts unless `options` say otherwise; that both mean the same by a token id is
-    up to the caller. Raises UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch,
-    DraftModelMismatch, InvalidOption.
+    A `datastore` or a `draft_model` drafts unless `options` say otherwise; that both models, and a
+    datastore without a tokenizer, mean the same by a token id is up to the caller. Raises
+    UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidData,
+    InvalidOption.
     """
     _check_wrapping(tokenizer, heads, draft_model)
     check(options, beside=_WRAPPING)
+    store = _read_datastore(datastore)
     template = None if chat_template is None else templates.read(chat_template)
     backbone = Backbone(model, executor=executor)
     drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
     if heads is None and drafting is None:
         heads = heads_for(model, lambda: backbone.fingerprint)
     label = label or model.config.name_or_path or type(model).__name__
-    return _speculator(backbone, tokenizer, heads, label, drafting, template, options)
+    return _speculator(backbone, tokenizer, heads, label, drafting, store, template, options)
 
 
 def _speculator(
@@ -444,10 +456,14 @@ def _speculator(
     heads: str | Path | ExitHeads | None,
     label: str,
     second: Backbone | None,
+    store: Datastore | None,
     template: str | None,
     options: dict[str, Any],
 ) -> Speculator:
-    """Heads, their settings, and a draft model beside a model that is cut open."""
+    """Heads, their settings, and what else drafts beside a model that is cut open."""
+    if store is not None:
+        store.check(tokenizer, backbone.vocab_size)
+        options = {"drafter": "rest", **options}
     fitted = find_heads(backbone, heads, label)
     tokenizer, turn_end = templates.chosen(tokenizer, template, fitted, label)
     base = SpeculationOptions()
@@ -462,7 +478,7 @@ def _speculator(
     chosen = base.updated(options)
     if chosen.costs == Costs() and chosen.speculate and chosen.drafter != "none":
         chosen = chosen.updated(tuned.first_costs(backbone, fitted))
-    return Speculator(backbone, tokenizer, fitted, label, chosen, second, turn_end)
+    return Speculator(backbone, tokenizer, fitted, label, chosen, second, turn_end, store)
 
 
 # --- what drafts: heads that were given or are known here, or prompt lookup -------------------
@@ -571,6 +587,11 @@ def _check_wrapping(tokenizer: object, heads: object, draft_model: object) -> No
     _check_heads(heads)
     if draft_model is not None:
         check_model(draft_model, "draft_model")
+
+
+def _read_datastore(place: object) -> Datastore | None:
+    check_types({"datastore": place}, {"datastore": str | Path | None})
+    return None if place is None else Datastore.read(local_path(cast("str | Path", place)))
 
 
 def _check_heads(heads: object) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, TypeVar, get_
 import typer
 from typer.core import TyperCommand
 
-from selfspec import config, untrusted
+from selfspec import config, files, untrusted
 from selfspec.api import structure
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
@@ -430,6 +430,7 @@ LOADING = grouped(
         Flag("attn_implementation", Attention, "sdpa (the default) or eager.", metavar="TEXT"),
         CHAT_TEMPLATE,
         Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
+        Flag("datastore", str, "Texts that draft, from selfspec datastore.", metavar="FILE"),
         Flag(
             "executor",
             Executor,
@@ -519,9 +520,13 @@ def check_model(asked: Asked) -> None:
     if "device" in asked and not re.fullmatch(r"[a-z]+(:[0-9]+)?", asked["device"]):
         raise InvalidOption(f"device is {asked['device']!r}, expected cpu, cuda, cuda:0 or auto")
     options = SpeculationOptions().updated(picked(asked, SPECULATION))
-    drafts = "drafter" in asked and options.speculate and options.uses("draft-model")
-    if drafts and "draft_model" not in asked:
+    drafts = "drafter" in asked and options.speculate
+    if drafts and options.uses("draft-model") and "draft_model" not in asked:
         raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
+    if drafts and options.uses("rest") and "datastore" not in asked:
+        raise InvalidOption(f"drafter {options.drafter} needs a datastore. Give --datastore")
+    if "datastore" in asked:
+        untrusted.check_safetensors(files.local_path(asked["datastore"]))
     for name in asked.keys() & {"model", "draft_model"}:
         if not asked[name]:
             raise InvalidOption(f"{name} is empty, expected a hub id, a folder or a .gguf file")

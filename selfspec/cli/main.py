@@ -85,7 +85,7 @@ def app() -> typer.Typer:
     made.callback(invoke_without_command=True)(base.selfspec)
     for command in (
         *(generate.generate, chat.chat, generate.demo, serve.serve, measure.env),
-        *(train.adapt, train.data, train.cache, train.fit, train.calibrate),
+        *(train.adapt, train.data, train.cache, train.datastore, train.fit, train.calibrate),
         *(measure.trace, measure.tune, measure.bench, measure.report, measure.verify),
     ):
         made.command(cls=base.GroupedCommand)(command)

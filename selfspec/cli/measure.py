@@ -460,6 +460,7 @@ def _run_record(
             "head_type": None if heads is None else heads.config.head_type,
             "exit_layers": None if heads is None else heads.config.exit_layers,
             "draft_model": Path(asked["draft_model"]).name if "draft_model" in asked else None,
+            "datastore": Path(asked["datastore"]).name if "datastore" in asked else None,
         },
         "speculation": speculator.options.described(),
         "machine": machine(),
@@ -611,12 +612,12 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
 
 # --- env
 
+_NOT_OF_MODELS = ("heads", "draft_model", "datastore", "chat_template")
+
 PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
 
 
-@with_flags(
-    *(flag for flag in LOADING if flag.name not in ("heads", "draft_model", "chat_template"))
-)
+@with_flags(*(flag for flag in LOADING if flag.name not in _NOT_OF_MODELS))
 def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     """Show versions, device, threads, folders. With --model: how it runs, and how fast."""
     loading = {name: asked[name] for name in asked.names}

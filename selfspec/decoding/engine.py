@@ -32,6 +32,7 @@ from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters.base import Drafter
 from selfspec.decoding.drafters.choice import Sources, make_drafter
 from selfspec.decoding.drafters.draft_model import DraftCache
+from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.drafters.successors import Remembering, Successors
 from selfspec.decoding.probe import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
@@ -70,11 +71,16 @@ class Runtime:
     """One model with what its drafts can come from."""
 
     def __init__(
-        self, backbone: Backbone, heads: ExitHeads | None, draft_model: Backbone | None
+        self,
+        backbone: Backbone,
+        heads: ExitHeads | None,
+        draft_model: Backbone | None,
+        datastore: Datastore | None = None,
     ) -> None:
         self.backbone = backbone
         self.heads = heads
         self.draft_model = draft_model
+        self.datastore = datastore
         self.successors = Successors()
         self.probe = PinnedProbe(backbone)
         self._told = set[str]()
@@ -156,7 +162,9 @@ class Runtime:
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind an end token."""
         cache = draft_cache or self.draft_cache()
-        sources = Sources(self.backbone, self.heads, cache, self.successors, load or Load())
+        sources = Sources(
+            self.backbone, self.heads, cache, self.successors, self.datastore, load or Load()
+        )
         return make_drafter(options, sources, asked.sampler, asked.stop.end_tokens)
 
     def draft_cache(self) -> DraftCache | None:

@@ -215,6 +215,9 @@ METHODS = {
         "prompt lookup, and successors of verified tokens (Token Recycling)",
         _only(drafter="ngram+successors"),
     ),
+    "rest": Method(
+        "what follows the same tokens in a datastore (REST) on our runtime", _only(drafter="rest")
+    ),
     "ngram+exit": Method("prompt lookup, else speculation", _only(drafter="ngram+exit")),
     "default": Method("as `generate` drafts here by itself, tuned or not", _only()),
     "no-value-rule": Method(

@@ -207,8 +207,9 @@ def _drafter(
     """What proposes tokens, and the exit layers at which rows may wait; as `make_drafter`."""
     if not options.speculate or options.drafter == "none":
         return NoDrafter(), ()
-    if options.loss is not None or options.uses("draft-model"):
-        raise InvalidOption("lossy rules and draft models write or say what was not recorded")
+    if options.loss is not None or options.uses("draft-model") or options.uses("rest"):
+        words = "lossy rules, draft models and datastores write or say what was not recorded"
+        raise InvalidOption(words)
     info = record.info
     cost = DraftCost(rows=info.row_costs, head=info.head_cost, num_layers=info.num_layers)
     cost = cost.with_costs(options.costs)

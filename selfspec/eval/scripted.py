@@ -193,7 +193,7 @@ class Listening(Runtime):
 
     def __init__(self, other: Runtime, drafter: Drafter | None = None) -> None:
         """With the same model; `drafter` in place of the usual one."""
-        super().__init__(other.backbone, other.heads, other.draft_model)
+        super().__init__(other.backbone, other.heads, other.draft_model, other.datastore)
         self.probe = other.probe
         self.heard: list[Recorder] = []
         self._planted = drafter

@@ -219,7 +219,8 @@ def _check_defaults(values: Mapping[str, Any], layers: list[int]) -> None:
     # a user of somebody's heads wants the model's own text, and an answer to every request
     rule = values.get("acceptance")
     _require(options.loss is None, "the acceptance of defaults", rule, "a lossless rule")
-    for name, wanted in (("drafter", options.uses("draft-model")), ("pinned", options.pinned)):
+    others = options.uses("draft-model") or options.uses("rest")
+    for name, wanted in (("drafter", others), ("pinned", options.pinned)):
         _require(not wanted, f"{name} of defaults", values.get(name), "what runs everywhere")
 
 

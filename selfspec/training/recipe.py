@@ -35,7 +35,7 @@ _OWN_SHARE = 0.1
 _CYCLE = 1000
 """Rows after which the order of the families begins anew; weights are rounded to parts of it."""
 
-_PASSAGE_SUFFIXES = (".txt", ".md", ".rst")
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
 _MOST_PASSAGES = 256 << 20
 """Characters of a folder of passages that are kept in memory."""
 
@@ -160,11 +160,11 @@ class Passages:
         return "\n\n".join(taken)
 
     def _read(self, folder: Path, languages: set[str]) -> None:
-        suffixes = ", ".join(_PASSAGE_SUFFIXES)
+        suffixes = ", ".join(TEXT_SUFFIXES)
         if not folder.is_dir():
             raise InvalidData(f"{folder} is no folder. Give one with {suffixes} files")
         digest, room = hashlib.sha256(), _MOST_PASSAGES
-        for path in sorted(path for path in folder.rglob("*") if path.suffix in _PASSAGE_SUFFIXES):
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES):
             name = path.relative_to(folder).as_posix()
             named = re.match(r"([a-z]{2})/", name)
             if named and named[1] not in languages:

@@ -19,7 +19,7 @@ from selfspec import pages
 from selfspec.api.givers import NAMES, Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM, SUCCESSORS, Round
+from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, SOURCES, Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record, RecordInfo
 from selfspec.heads.heads import spread
@@ -41,10 +41,8 @@ _SCRIPTS = tuple(
 )
 """In this order: one module in the page."""
 
-_LOOKS = {
+_LOOKS = dict.fromkeys(SOURCES, "seen") | {
     MODEL: "",
-    NGRAM: "seen",
-    SUCCESSORS: "seen",
     GRAMMAR: "grammar",
     DRAFT_MODEL: "second",
     EXIT: "left",

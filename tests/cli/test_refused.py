@@ -103,6 +103,7 @@ generate a --heads nowhere                       | 'nowhere' is neither a folder
 generate a --model nowhere.gguf                  | 'nowhere.gguf' is not there
 generate a --draft-model ./nowhere/              | is not there
 generate a --drafter ngram+draft-model           | needs a second model
+generate a --drafter ngram+rest                  | needs a datastore
 generate a --kv-memory 1GB                       | are for --prompts
 generate a --json-schema bad.jsonl               | is not JSON
 generate a --json-schema schema.json             | is 7
@@ -329,6 +330,9 @@ generate a M --json-schema @
 generate a M --grammar @
 generate a --model @
 generate a M --draft-model @
+generate a M --datastore @
+datastore --model model --output new.safetensors --data @.jsonl
+datastore --model model --output new.safetensors --texts @
 generate a M --heads @
 trace --from @
 trace L --record new --suite @.jsonl

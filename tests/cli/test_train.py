@@ -354,6 +354,37 @@ def test_heads_that_attend_are_fitted_calibrated_and_draft(
     assert texts[0]["stats"]["drafted_by_layer"]["0"] > 0
 
 
+# --- datastore
+
+
+def test_a_datastore_of_talks_and_texts_drafts_and_belongs_to_its_vocabulary(
+    workplace: Path, capsys: Capture
+) -> None:
+    (workplace / "texts" / "in").mkdir(parents=True)
+    (workplace / "texts" / "in" / "a.md").write_text("a b c " * 9)
+    command = [
+        "datastore",
+        "--model",
+        "model",
+        "--output",
+        "it.safetensors",
+        "--data",
+        "talks.jsonl",
+    ]
+    assert main([*command, "--texts", "texts"]) == 0
+    assert capsys.readouterr().out == "it.safetensors: 13 texts, 297 tokens\n"
+    assert main(command) == 2
+    assert "is there already. Give --overwrite" in capsys.readouterr().err
+    drafted = ["--datastore", "it.safetensors", "--stats=full", "--drafter", "rest"]
+    talks = [json.loads(line)["input_ids"] for line in Path("talks.jsonl").read_text().splitlines()]
+    found = load("model", dtype="float32", datastore="it.safetensors", costs="row=0")
+    assert found.generate(talks[0][:7], max_new_tokens=5).stats.accepted_by_source["rest"] > 0
+    assert main(["generate", "a", *MODEL, *drafted, "--max-new-tokens", "2"]) == 0
+    capsys.readouterr()
+    assert main(["generate", "a", "--model", "words", *drafted]) == 2
+    assert "is of another vocabulary than the model's" in capsys.readouterr().err
+
+
 # --- calibrate
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.drafters.rest import Datastore
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval.methods import (
     METHODS,
@@ -24,6 +25,7 @@ from selfspec.eval.methods import (
 )
 from selfspec.eval.methods import moved as moves
 from tests.models import make_model, random_ids
+from tests.talks import make_tokenizer
 
 COUNT = 20
 
@@ -32,14 +34,16 @@ COUNT = 20
 def speculator() -> Speculator:
     """Heads on layers 1 to 5, of which 2 and 4 are in use, beside a draft model of two layers.
 
-    All in float64, so tokens must be equal.
+    And a datastore. All in float64, so tokens must be equal.
     """
-    return wrap(
+    found = wrap(
         make_model("llama", torch.float64),
         heads="logit-lens",
         draft_model=make_model("llama", torch.float64, num_hidden_layers=2),
         drafter="exit:layers=2/4,threshold=0.04/0.06,max_tokens=3",
     )
+    found.runtime.datastore = Datastore.of(random_ids(20_000).tolist(), make_tokenizer())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +180,8 @@ def test_methods_with_drafts_need_heads(bare: Speculator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "source"), [("draft-model", "draft-model"), ("speculation", "exit")]
+    ("name", "source"),
+    [("draft-model", "draft-model"), ("speculation", "exit"), ("rest", "rest")],
 )
 def test_the_draft_model_drafts_where_its_method_is_asked_for(
     speculator: Speculator, name: str, source: str
@@ -196,6 +201,8 @@ def test_a_draft_model_needs_no_heads_but_must_be_given(
     ]
     with pytest.raises(InvalidOption, match=r"needs a second model\. Give --draft-model"):
         candidates(bare, ["draft-model"])
+    with pytest.raises(InvalidOption, match=r"needs a datastore\. Give --datastore"):
+        candidates(bare, ["rest"])
 
 
 # --- ablations

@@ -207,6 +207,7 @@ def test_where_a_model_runs_no_trees_chains_are_recorded_and_replayed(
         {"controller": "gammatune"},
         {"controller": "cm-asd"},
         {"drafter": "ngram+draft-model"},
+        {"drafter": "rest"},
         {"acceptance": "cm-asd"},
     ],
     ids=str,

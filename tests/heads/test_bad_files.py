@@ -105,7 +105,8 @@ def test_defaults_of_heads_write_the_models_own_text_or_are_refused(
     path = heads / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"defaults": defaults}))
     options = SpeculationOptions().updated(defaults)
-    if options.loss or options.uses("draft-model") or options.pinned:
+    elsewhere = options.uses("draft-model") or options.uses("rest")
+    if options.loss or elsewhere or options.pinned:
         refused(heads, backbone)
         return
     found = read_heads(heads, backbone)

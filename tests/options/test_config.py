@@ -19,6 +19,7 @@ from selfspec.config import (
     check,
     check_request,
 )
+from selfspec.decoding.drafters.rest import Datastore
 from selfspec.errors import InvalidOption
 from selfspec.options import (
     KINDS,
@@ -39,6 +40,7 @@ from selfspec.options import (
 from selfspec.typed import annotations_of, check_keys
 from tests.bad_input import patience
 from tests.models import make_model
+from tests.talks import make_tokenizer
 
 BAD: list[tuple[type, str, list[Any]]] = [
     (Exit, "threshold", [0.0, 1.001, math.nan, (0.5, -0.1), (), "0.9", None, ("a",), 10**400]),
@@ -189,6 +191,7 @@ def largest() -> tuple[Speculator, list[int]]:
     config.vocab_size = 49152
     speculator = wrap(AutoModelForCausalLM.from_config(config), heads="logit-lens")
     text = [n % 50 + 1 for n in range(4000)]
+    speculator.runtime.datastore = Datastore.of([text], make_tokenizer())
     speculator.generate(text, max_new_tokens=24)
     return speculator, text
 
@@ -256,7 +259,7 @@ def test_a_key_like_no_other_lists_all_known_ones() -> None:
 
 def test_every_speculation_option_can_be_given_per_call() -> None:
     assert set(GenerateOptions.__annotations__) >= set(OPTION_NAMES)
-    kept = {"exit", "ngram", "draft_model", "successors", "easd"}
+    kept = {"exit", "ngram", "draft_model", "successors", "rest", "easd"}
     fields = {field.name for field in dataclasses.fields(SpeculationOptions)}
     assert fields == {*OPTION_NAMES, *kept}
 

@@ -201,7 +201,7 @@ def test_easd_as_text_starts_where_the_heads_say() -> None:
         ({"drafter": {"exit": 5}}, "exit is 5, expected KEY=VALUE,.. or a mapping"),
         (
             {"drafter": Fixed()},
-            "drafter is Fixed(), expected one of exit, ngram, draft-model, successors",
+            "drafter is Fixed(), expected one of exit, ngram, draft-model, successors, rest",
         ),
         ({"controller": "gamatune"}, "unknown controller 'gamatune'. Did you mean gammatune?"),
         ({"controller": "fixed+fixed"}, "controller is 'fixed+fixed', expected one kind"),

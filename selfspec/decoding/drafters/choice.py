@@ -21,6 +21,7 @@ from selfspec.decoding.drafters.heads import (
     WhilePaying,
 )
 from selfspec.decoding.drafters.ngram import GrammarDrafter, NgramDrafter, SeenTextFirst, StateT
+from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import HeadsNotFound, InvalidOption
@@ -39,6 +40,7 @@ class Sources:
     draft_model: DraftCache | None = None
     successors: Successors = field(default_factory=Successors)
     """What all texts of the model have found likely."""
+    datastore: Datastore | None = None
     load: Load = field(default_factory=Load)
     """How many texts are being written."""
 
@@ -61,7 +63,7 @@ def make_drafter(
     """What proposes tokens under `options`; nothing behind one of `end_tokens`.
 
     The default, exit, drafts nothing where there are no heads. Raises HeadsNotFound where heads
-    were asked for by another name, InvalidOption where there is no draft model.
+    were asked for by another name, InvalidOption where there is no draft model, or no datastore.
     """
     if not options.speculate or options.drafter == "none":
         return NoDrafter()
@@ -79,6 +81,8 @@ def make_drafter(
         own = options.uses("exit") and options.costs.head is None
         if own and isinstance(sources.heads, AttendingHeads):
             cost = replace(cost, head=share(sources.heads.nbytes, sources.backbone))
+        if options.uses("rest"):  # no head is asked
+            cost = replace(cost, head=0.0)
         return make_tree(guesser, options, cost, end_tokens, seen)
     chains = _chains(options, sources, cost, sampler, end_tokens)
     return chains if seen is None else SeenTextFirst(seen, chains)
@@ -121,6 +125,10 @@ def _guesser(
 ) -> Guesser[Any] | None:
     """What says the tokens of a tree; None: drafts are chains."""
     trees, heads = sources.runs_trees(options), sources.heads
+    if options.uses("rest"):
+        if sources.datastore is None:
+            raise InvalidOption(f"drafter {options.drafter} needs a datastore. Give --datastore")
+        return RestGuesser(sources.datastore, options.most_drafts, trees=trees)
     if options.uses("successors"):
         return SuccessorGuesser(sources.successors, options.successors.guesses if trees else 1)
     if not trees or heads is None or heads.layers_in_use(options) != (0,):
